@@ -11,7 +11,7 @@ EXIT_OUT_OF_MEMORY = 3
 
 
 class UserError(Exception):
-    """Something the user can mend; names the key, its value, the rule and a change that works.
+    """An error the user can correct; names the key, its value, the rule and a change that works.
 
     Raised before anything expensive starts. The command prints the message alone and ends
     with exit code 2.
@@ -24,7 +24,7 @@ class UserError(Exception):
         super().__init__(redacted(str(message)))
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it: the message, and nothing of the calls that led to it."""
+        """Let IPython show only the message, without a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -56,7 +56,7 @@ _ON_HOST = (
     os.strerror(errno.ENOMEM),  # files mapped into memory, threads
     "std::bad_alloc",
 )
-"""In errors of other types when host memory is exhausted."""
+"""Texts in errors of other types when host memory is exhausted."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

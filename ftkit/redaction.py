@@ -16,7 +16,7 @@ _USER = re.compile(rf"({_SCHEME})([^\s\"<>/?#]{{1,999}})@", re.IGNORECASE)
 _PASSWORD = re.compile(
     rf"({_SCHEME})[^\s\"<>/?#:@]{{0,99}}:(?!\d+[/?#])[^\s\"<>@]{{1,999}}@", re.IGNORECASE
 )
-"""The same with a password that holds / or # unescaped, which no library takes for a url."""
+"""The same part where the password has an unescaped / or #, which no library accepts."""
 _PROXY = re.compile(r"(?<![\w.%+/-])[\w.%+-]{1,99}:[^\s\"<>/@]{1,999}@(?=[\w.-]{1,99}:\d)")
 """User and password of a proxy without a scheme."""
 _PARAMETER = re.compile(
@@ -25,7 +25,7 @@ _PARAMETER = re.compile(
     re.IGNORECASE,
 )
 _ASSIGNMENT = re.compile(r"((?:AccountKey|SharedAccessSignature)=)[^;\s\"'<>]+", re.IGNORECASE)
-"""In a connection string of Azure."""
+"""Secrets in a connection string of Azure."""
 _HEADER = re.compile(
     r"(\bAuthorization[\"']?\s?[:=]\s?[\"']?(?:Bearer|Basic)\s)[^\s\"']+", re.IGNORECASE
 )

@@ -84,7 +84,7 @@ def export(result: Result, options: ExportOptions) -> int:
 
 
 def _check(result: Result) -> int:
-    """Say whether vLLM serves a result; the exit code."""
+    """Print whether vLLM can serve a result; return the exit code."""
     if result.kind == "checkpoint":
         raise UserError(
             f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
@@ -115,7 +115,7 @@ def _check(result: Result) -> int:
 
 
 def _next_steps(file: Path, *, is_adapter: bool) -> str:
-    """Commands of other programs that take a GGUF file."""
+    """Commands of other programs that read a GGUF file."""
     if is_adapter:
         return f"llama.cpp: llama-cli -m BASE.gguf --lora {file}"
     kind, _, numbers = file.stem.partition("-")
@@ -170,7 +170,7 @@ def _converted(
 
 
 def _copy_adapter(directory: Path, out: Path, *, overwrite: bool) -> None:
-    """An adapter is PEFT's already; as it is, with its tokenizer, without what else is there."""
+    """Copy an adapter, which has PEFT's layout already, with its tokenizer, and no other files."""
     adapter_keys(directory)  # refuses what is none
     names = (CONFIG, WEIGHTS, OLD_WEIGHTS, GENERATION, CARD, *TOKENIZER_FILES)
     files = [directory / name for name in names]

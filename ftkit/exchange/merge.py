@@ -128,7 +128,7 @@ _PROMPT = "Instruction: Tell me what a base model is, and what fine-tuning adds 
 
 @dataclass(frozen=True)
 class _Difference:
-    """How far the logits of a merged model are from those of the result itself."""
+    """Distance of a merged model's logits from those of the result itself."""
 
     mean: float
     largest: float
@@ -205,7 +205,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
         def progress(before: int, done: int, total: int) -> None:
             phase.advance(before * total + done, models * total)
 
-        values = adapted_values(adapter)
+        values = _adapted_values(adapter)
         expected = logits_of(adapter.model, values, sequences, partial(progress, 0))
         for number, (name, one) in enumerate(merged.items(), start=1):
             plain = outline_plain(base, torch.float32, tied=False)
@@ -215,7 +215,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
 
 
 class Merged:
-    """The parameters of the merged model, one by one, as they are written."""
+    """Parameters of the merged model as they are written, computed one at a time."""
 
     def __init__(
         self, adapter: OpenAdapter, kind: Quantization | None, dtype: torch.dtype | None
@@ -248,7 +248,7 @@ class Merged:
         if model.tied and "lm_head" not in self._layers:
             del shapes[HEAD]
         self.shapes = shapes
-        """Of all parameters, by our names. An adapted head is no longer tied."""
+        """Shapes of all parameters, by our names. An adapted head is no longer tied."""
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Number format of a parameter in its file."""
@@ -308,7 +308,7 @@ def base_reader(base: BaseModel) -> Callable[[str], Tensor]:
     return lambda name: read(embedding if name == HEAD and base.tied else name)
 
 
-def adapted_values(adapter: OpenAdapter) -> Callable[[str], Tensor]:
+def _adapted_values(adapter: OpenAdapter) -> Callable[[str], Tensor]:
     """The parameters of the adapted model itself."""
     read = base_reader(adapter.base)
 

@@ -37,17 +37,17 @@ class BaseOrigin:
     """The base model of a run."""
 
     name: str
-    """As people know it, without directories of this machine."""
+    """Public name, without directories of this machine."""
     on_hub: str | None = None
     """ORG/NAME; None: it is not known to be there."""
     licence: str | None = None
-    """As its card names it, such as apache-2.0; None: it does not."""
+    """Licence named by its card, such as apache-2.0; None: not named."""
     licence_files: tuple[str, ...] = ()
     """Names of those that lie beside it."""
 
     @classmethod
     def of(cls, name: str, directory: Path | None) -> "BaseOrigin":
-        """Of a base model.
+        """Describe a base model.
 
         Args:
             name: as a recipe names it.
@@ -72,11 +72,11 @@ class DataOrigin:
     names: tuple[str, ...]
     """Data sets of the hub, names of files, or the kind of data."""
     on_hub: tuple[str, ...] = ()
-    """Those of them that are data sets of the hub."""
+    """Names that are data sets of the hub."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "DataOrigin":
-        """Of the data of a recipe, as a report has it."""
+        """Describe the data of a recipe, as reports store it."""
         given = data.get("init_args") or {}
         sources = given.get("sources") or [given]
         paths = [str(path) for s in sources if (path := s.get("path") or s.get("json_path"))]
@@ -88,7 +88,7 @@ class DataOrigin:
 
 
 def card_metadata(file: Path) -> dict[str, Any]:
-    """What a model card says in its head; {} where there is none, or none that can be read."""
+    """Metadata in the head of a model card; {} if missing or unreadable."""
     try:
         head, fence, _ = file.read_text(encoding="utf-8").removeprefix(_FENCE).partition("\n---")
         found = parse_yaml(head) if fence else None
@@ -98,9 +98,9 @@ def card_metadata(file: Path) -> dict[str, Any]:
 
 
 CardKind = Literal["adapter", "hf", "litgpt", "gguf"]
-"""What a result is: an adapter of PEFT's, a whole model in one of two layouts, or a GGUF file."""
+"""Kinds of results: a PEFT adapter, a whole model in one of two layouts, or a GGUF file."""
 HERE = '"."'
-"""What stands for the result in its card, until it has a name on the hub."""
+"""Placeholder for the result's name in its card, until it has a name on the hub."""
 _PROJECT = "ftkit"
 _LIBRARIES: dict[CardKind, str] = {
     "adapter": "peft",
@@ -117,7 +117,7 @@ _KINDS = {
     ("gguf", False): "A full fine-tune as a GGUF file, for llama.cpp and Ollama",
     ("litgpt", False): "A full fine-tune, in LitGPT's layout",
 }
-"""By what the result is, and whether LoRA has made it."""
+"""Descriptions by kind of the result, and whether LoRA made it."""
 _ANSWER = """
 messages = [{"role": "user", "content": "Hello!"}]
 inputs = tokenizer.apply_chat_template(
@@ -161,9 +161,9 @@ print(LLM.load(name).generate("Hello!"))
 where there is one.
 """,
 }
-"""How the result is made to answer."""
+"""Code or commands that use the result, by its kind."""
 _PLACES = ("out_dir", "access_token", "resume")
-"""Of a recipe, what says nothing about a result."""
+"""Keys of a recipe that say nothing about a result."""
 
 
 def write_card(report: Report, base: Path | None, directory: Path) -> None:
@@ -289,7 +289,7 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
 
 
 def _weights(report: Report) -> str:
-    """Which ones the result has, if they are not just those of the last step."""
+    """Description of the result's weights, unless they are simply those of the last step."""
     chosen, decay = report.result, report.recipe.get("train", {}).get("ema_decay")
     parts = (
         chosen and f"of step {chosen.step:,}, which had the lowest validation loss",
@@ -322,7 +322,7 @@ def _licence_text(kind: CardKind, base: BaseOrigin) -> str:
 
 
 def _cell(text: str) -> str:
-    """In a table of Markdown."""
+    """Escape a text for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -342,7 +342,7 @@ def _named(value: Any) -> Any:
 
 
 def card_files(result: Result, base: Path | None, kind: CardKind) -> dict[str, bytes]:
-    """The model card of what is written, by its name; {} where nothing tells of its run.
+    """Model card of an output, by file name; {} if nothing is known about its run.
 
     Args:
         result: what it is made of.

@@ -13,7 +13,7 @@ from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.files import free_disk_bytes, new_directory
 
 _SPARE_BYTES = 2**26
-"""For tokenizer, settings and the file system's own use."""
+"""Space reserved for tokenizer, settings and the file system."""
 
 
 def check_apart(out: Path, *sources: Path | None) -> None:

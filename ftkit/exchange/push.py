@@ -13,7 +13,7 @@ from ftkit.recipe.options import PushOptions
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
 
 _BASE = "base_model_name_or_path"
-"""Where an adapter says of what it is one."""
+"""Key by which an adapter names its base model."""
 
 
 def push(options: PushOptions) -> int:
@@ -68,7 +68,7 @@ def _files_of(result: Result, options: PushOptions) -> dict[str, Path | bytes]:
 
 
 def _require_result(result: Result, options: PushOptions) -> None:
-    """UserError for what is no result, or none that others can read."""
+    """Refuse what is not a result, or not one that others can read."""
     if result.kind == "checkpoint":
         raise UserError(
             f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
@@ -84,11 +84,7 @@ def _require_result(result: Result, options: PushOptions) -> None:
 
 
 def _base_on_hub(result: Result, options: PushOptions) -> str:
-    """ORG/NAME from which others take the base model.
-
-    Raises:
-        UserError: it is known on this machine alone.
-    """
+    """ORG/NAME from which others take the base model."""
     known = options.base or (hub_name(result.base) if result.base else None)
     if known is None:
         raise UserError(

@@ -24,12 +24,12 @@ from ftkit.planning.predict import Planned, plan_files
 from ftkit.planning.suggest import changes_that_fit
 from ftkit.recipe.parsing import Override
 
-ADVICE = 3
+_ADVICE = 3
 """Changes that a refusal names."""
 
 
 def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
-    """Whether the recipe fits, the micro-batch it comes to, and what to do if it does not.
+    """Plan a recipe: whether it fits, its micro-batch, and changes that help if it does not.
 
     Args:
         file: the recipe.
@@ -47,7 +47,7 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
     planned = attempt(())
     changes = []
     if planned.fits is False or failed:
-        changes = changes_that_fit(planned, attempt, most=ADVICE)
+        changes = changes_that_fit(planned, attempt, most=_ADVICE)
     return {
         "fits": planned.fits,
         "micro_batch_size": planned.plan.micro_batch_size,

@@ -40,7 +40,7 @@ def plan_all(options: PlanOptions) -> int:
 
 
 def _tell_next(planned: Planned, options: PlanOptions) -> None:
-    """What to do about one plan: run it, or look for what makes it fit."""
+    """Print the next command for one plan: run it, or search for changes that make it fit."""
     _, words = _command_and_words(options.words)
     recipes, keys = sorted_words(words, options.config, options.keys)
     files = list(map(Path, recipes))
@@ -109,13 +109,13 @@ def _shown(display: Display, title: str, plan: Callable[[], Planned]) -> Planned
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is to be planned, before it is varied."""
+    """One recipe to plan, before it is varied."""
 
     names: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     command: str | None = None
-    """None: the keys of the recipe tell."""
+    """None: the keys of the recipe decide."""
 
 
 def _command_and_words(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:

@@ -19,11 +19,11 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """What CUDA offers to programs: less than the product's name says."""
+    """Memory that CUDA offers to programs: less than the product's name says."""
     bf16: bool = True
     """Whether it computes bfloat16 in hardware (compute capability 8.0 and later)."""
     swap_bytes: int = 0
-    """Of host memory: what can be swapped out besides, which is far too slow to train in."""
+    """Swap beside host memory, which is far too slow to train in."""
     host_bytes: int | None = None
     """Host memory and swap for each rank beside its GPU; None: not known, as of a GPU elsewhere."""
 
@@ -57,7 +57,7 @@ GPUS = {
 least that people have reported for a card, rounded down. It depends a little on the driver."""
 
 HOST = "host memory"
-"""In the place of a GPU: the memory of this machine, for ranks on CPUs."""
+"""Name used in place of a GPU: the memory of this machine, for ranks on CPUs."""
 
 # Not calibrated: estimates from public reports, until scripts/calibrate_memory has run on a GPU.
 CONTEXT_BYTES = int(0.5 * _GIB)
@@ -74,7 +74,7 @@ segments that can grow (`ftkit.launch.ranks.ALLOCATOR_SETTINGS`), which is not c
 FRAGMENTATION_RANGE = (0.0, 0.10)
 """Lowest and highest such share: before it gives up, it returns what it does not use."""
 TENSOR_ERROR = 0.02
-"""Of the bytes in tensors: kernels of CUDA keep other things than those of CPUs."""
+"""Relative error of the bytes in tensors: CUDA kernels keep other things than CPU kernels."""
 
 
 def find_gpu(text: str) -> Gpu:
@@ -122,7 +122,7 @@ def ranks_here(recipe: Recipe, devices: Devices) -> int:
 
 
 def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
-    """What each rank of a run here has: the smallest GPU that is used, or its part of host memory.
+    """Memory of each rank of a run on this machine: the smallest GPU, or a share of host memory.
 
     Args:
         recipe: what is asked.
@@ -147,7 +147,7 @@ def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
 
 
 def free_here(recipe: Recipe, devices: Devices) -> Gpu:
-    """What each rank of a run may take now of what it has."""
+    """Memory that each rank of a run can take now."""
     ranks = ranks_here(recipe, devices)
     if devices.accelerator == HOST_KIND:
         return Gpu(name=HOST, memory_bytes=available_host_bytes(ranks))

@@ -27,42 +27,42 @@ from ftkit.strategies.step_memory import (
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND
 
-PROCESS_BYTES = int(1.2 * 2**30)
+_PROCESS_BYTES = int(1.2 * 2**30)
 """Host memory of a rank with its libraries and no model, roughly."""
-CPU_PROCESS_BYTES = int(0.5 * 2**30)
-"""The same of a rank that computes on CPUs, without CUDA's libraries."""
-HOST_ERROR = 0.05
-"""Of the bytes in tensors in host memory: pages that nothing has written to take none."""
+_CPU_PROCESS_BYTES = int(0.5 * 2**30)
+"""Host memory of a rank that computes on CPUs, without CUDA's libraries, roughly."""
+_HOST_ERROR = 0.05
+"""Relative error of tensor bytes in host memory: pages that were never written take none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedMemory:
-    """What a rank will need."""
+    """Predicted memory of a rank."""
 
     peak_bytes: int
     """Tensors on the device at the highest moment of a step. On CPUs, that is host memory."""
     breakdown_bytes: dict[Category, int]
-    """The same by category."""
+    """`peak_bytes` by category."""
     moment: str
-    """Where in a step that is."""
+    """Moment of a step at which the peak occurs."""
     host_bytes: int
     """Host memory of the rank's process, with what is offloaded and the copy of a save."""
     host_low_bytes: int
-    """What of it is needed at least, whatever the micro-batch, beside a GPU."""
+    """Least part of `host_bytes` that is needed beside a GPU, whatever the micro-batch."""
     reserved_bytes: int
-    """What torch will take from the device for these tensors, most likely."""
+    """Memory that torch will most likely reserve on the device for these tensors."""
     low_bytes: int
     """The device memory that it needs at least, everything counted."""
     high_bytes: int
     """The device memory that it needs at most."""
     checkpoint_bytes: int
-    """Of one checkpoint, over all ranks."""
+    """Bytes of one checkpoint, over all ranks."""
     parameters: int = 0
     """Numbers in the model."""
     trained_parameters: int = 0
     """Numbers that are trained."""
     is_more_because: str = ""
-    """Why a run will need rather less than all this; empty: there is no such reason."""
+    """Why a run will need less than predicted; empty: no known reason."""
     offloaded_bytes: dict[Category, int] = field(default_factory=dict)
     """Part of host_bytes: what would be on the device otherwise."""
 
@@ -73,7 +73,7 @@ class PredictedMemory:
         return self.low_bytes - sum(self.breakdown_bytes[category] for category in of_batch)
 
     def fits(self, device: gpus.Gpu, low_bytes: int) -> bool | None:
-        """Whether a device and the host memory beside it are enough; None: it is too close to say.
+        """Whether a device and the host memory beside it are enough; None: too close to call.
 
         What fits with the help of swap alone is too close: it is killed only where that is full.
 
@@ -120,14 +120,14 @@ def predict(
     number_bytes = _number_bytes(strategy, simulation.sizes.hidden / trained)
     saved_bytes = round(trained * number_bytes)
     on_cpu = plan.accelerator == HOST_KIND
-    process_bytes = CPU_PROCESS_BYTES if on_cpu else PROCESS_BYTES
+    process_bytes = _CPU_PROCESS_BYTES if on_cpu else _PROCESS_BYTES
     host_bytes = process_bytes + sum(offloaded.values())
     if plan.recipe.checkpoint.save and plan.recipe.checkpoint.asynchronous:
         staged_bytes = math.ceil(saved_bytes / plan.world_size)
         host_bytes += min(staged_bytes, plan.recipe.checkpoint.max_staged_bytes or staged_bytes)
     if on_cpu:
-        low, reserved = round(peak_bytes * (1 - HOST_ERROR)), peak_bytes
-        high = host_bytes + round(peak_bytes * (1 + HOST_ERROR))
+        low, reserved = round(peak_bytes * (1 - _HOST_ERROR)), peak_bytes
+        high = host_bytes + round(peak_bytes * (1 + _HOST_ERROR))
         host_bytes += peak_bytes
     else:
         low, reserved, high = _device_bytes(peak_bytes, plan)
@@ -138,28 +138,28 @@ def predict(
         breakdown_bytes=breakdown,
         moment=moment,
         host_bytes=host_bytes,
-        host_low_bytes=round(_kept_in_host_bytes(plan, offloaded) * (1 - HOST_ERROR)),
+        host_low_bytes=round(_kept_in_host_bytes(plan, offloaded) * (1 - _HOST_ERROR)),
         reserved_bytes=reserved,
         low_bytes=low,
         high_bytes=high,
         checkpoint_bytes=saved_bytes,
         parameters=simulation.sizes.parameters,
         trained_parameters=trained,
-        is_more_because=_is_more_because(plan.recipe),
+        is_more_because=_unsimulated_savings(plan.recipe),
         offloaded_bytes=offloaded,
     )
 
 
 def _kept_in_host_bytes(plan: Plan, offloaded: dict[Category, int]) -> int:
-    """What is in host memory for certain; the driver moves a paged state there when it must."""
+    """Bytes that are certainly in host memory; a paged optimizer state may stay on the device."""
     kept: list[Category] = ["parameters", "gradients"]
     if not plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
         kept.append("optimizer_state")
     return sum(offloaded.get(category, 0) for category in kept)
 
 
-def _is_more_because(recipe: Recipe) -> str:
-    """What of a recipe saves memory and is not simulated."""
+def _unsimulated_savings(recipe: Recipe) -> str:
+    """Settings of a recipe that save memory and are not simulated."""
     reasons = []
     if recipe.compile:
         reasons.append("compiled blocks keep less")
@@ -169,7 +169,7 @@ def _is_more_because(recipe: Recipe) -> str:
 
 
 def heaviest_micro_batch(base: BaseModel, plan: Plan, tokens: int) -> MicroBatchSize:
-    """What no micro-batch of a plan exceeds.
+    """Upper bound of the micro-batches of a plan.
 
     Args:
         base: whose attention takes it.
@@ -187,7 +187,7 @@ def heaviest_micro_batch(base: BaseModel, plan: Plan, tokens: int) -> MicroBatch
 def predict_measured(
     base: str, plan: Plan, measured: StepMemory, longest_sample_tokens: int
 ) -> StepMemory:
-    """What a run has measured on rank 0, beside what is predicted of it.
+    """Memory that a run measured on rank 0, beside its prediction.
 
     Predicted are the measured step, whose micro-batch is known now, and the heaviest step that
     there can be, which `ftkit plan` predicts beforehand.
@@ -221,7 +221,7 @@ def predict_measured(
 
 
 def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:
-    """What a rank needs of its device at least, reserves most likely, and needs at most."""
+    """Device memory that a rank needs at least, will likely reserve, and needs at most."""
     beside = gpus.CONTEXT_BYTES
     if plan.world_size > 1:
         beside += gpus.COMMUNICATION_BYTES
@@ -235,7 +235,7 @@ def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:
 
 
 def _number_bytes(strategy: Strategy, hidden_fraction: float) -> float:
-    """What a checkpoint needs for each trained number."""
+    """Bytes in a checkpoint for each trained number."""
     optimizer_class, arguments = strategy.optimizer_of()
     kinds = state_kinds(optimizer_class, arguments, CPU)
     dtype = updated_dtype(strategy.plan)

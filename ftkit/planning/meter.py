@@ -19,7 +19,7 @@ from ftkit.strategies.step_memory import Breakdown, MicroBatchSize, RankStepMemo
 from ftkit.strategies.strategy import Strategy, tensors_in
 from ftkit.utils.accelerators.kinds import device_kind
 
-STEPS_LOOKED_AT = 100
+_STEPS_LOOKED_AT = 100
 """The step with the largest micro-batch is looked for among this many."""
 SOON = 10
 """If it is among this many, no other step is measured."""
@@ -34,7 +34,7 @@ def steps_to_measure(order: ElasticOrder) -> set[int]:
     """
     first, end = order.start_step, order.total_steps
     second = first + 1 if end - first > 1 else first
-    near = range(second, min(first + STEPS_LOOKED_AT, end))
+    near = range(second, min(first + _STEPS_LOOKED_AT, end))
     if not near:
         return set()
     largest = max(near, key=order.largest_micro_batch)
@@ -49,7 +49,7 @@ class DevicePeak:
         self._requested = self._allocated = self._reserved = 0
 
     def restart(self) -> None:
-        """From here on, `within` counts; the highest before is kept."""
+        """Start to count for `within`; the highest values so far are kept."""
         if self._counts:
             self._requested = self.requested_bytes or 0
             self._allocated, self._reserved = self.allocated_bytes or 0, self.reserved_bytes or 0
@@ -65,7 +65,7 @@ class DevicePeak:
 
     @property
     def requested_bytes(self) -> int | None:
-        """Highest memory that was asked for, before the allocator rounds it; None: not counted."""
+        """Highest memory requested, before the allocator rounds it; None: not counted."""
         if not self._counts:
             return None
         stats = torch.accelerator.memory_stats()
@@ -123,22 +123,22 @@ class MemoryMeter:
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
         self._allocated: list[int | None] = []
-        """What the allocator said at each mark."""
+        """Allocated bytes at each mark."""
         self._micro_batches: list[MicroBatchSize] = []
         self._highest_bytes = 0
 
     def follows(self, step: int) -> bool:
-        """Whether a step, as the number of steps done before, is measured."""
+        """Whether a step, given as the number of steps done before it, is measured."""
         return step in self._steps
 
     def begin_step(self, step: int) -> None:
-        """Its first batch is on the device."""
+        """Begin a step, whose first batch is on the device."""
         self._step = step
         if self.follows(step):
             self._begin()
 
     def before_forward(self, batch: dict[str, Any]) -> None:
-        """A batch is on the device."""
+        """Begin a micro-step, whose batch is on the device."""
         if self._entered:
             self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
             self._mark("before_forward")
@@ -146,13 +146,13 @@ class MemoryMeter:
             self._live.begin_forward()
 
     def before_backward(self) -> None:
-        """The loss is known."""
+        """Mark the end of a forward pass."""
         if self._entered:
             self._live.end_forward(gathered=self._strategy.gathered(self._model))
             self._mark("after_forward")
 
     def after_backward(self) -> None:
-        """The gradients are known."""
+        """Mark the end of a backward pass."""
         if self._entered:
             self._assign_changed()
             self._mark("after_backward")
@@ -161,7 +161,7 @@ class MemoryMeter:
             self._live.assign(gradients(self._model.parameters()), "gradients")
 
     def end_step(self) -> None:
-        """The parameters are updated."""
+        """Mark the update of the parameters, and end the step."""
         if self._entered:
             self._assign_changed()
             self._live.assign(parameters(self._strategy, self._modules), "parameters")
@@ -170,7 +170,7 @@ class MemoryMeter:
         self._step += 1
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell what is known if memory has run out: of this step, else of one measured before.
+        """Report what is known if memory has run out: of this step, or of one measured before.
 
         If neither was measured, what a step keeps is known alone.
         """
@@ -256,7 +256,7 @@ def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
 
 
 def _fullest_micro_step(stretches: Iterable[Stretch]) -> int | None:
-    """The one whose forward or backward pass needs most, counted from 1; None: none has begun."""
+    """Number of the micro-step with the highest peak, counted from 1; None: none was started."""
     found, micro_step, most_bytes = None, 0, 0
     for stretch in stretches:
         micro_step += stretch.name == "before_forward"
@@ -274,7 +274,7 @@ def _with_subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
 
 
 def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
-    """What the allocator knows beyond the tensors is unattributed."""
+    """Add allocated bytes that belong to no known tensor, as unattributed."""
     if allocated_bytes is None:
         return found
     beyond = found.bytes["unattributed"] + allocated_bytes - found.total_bytes
@@ -282,7 +282,7 @@ def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
 
 
 def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Weights, tables, and what turns packed weights into numbers, of modules one by one."""
+    """Weights, buffers and quantization scales of modules."""
     for module in modules:
         for parameter in module.parameters(recurse=False):
             yield from strategy.parameter_memory(parameter)
@@ -294,7 +294,7 @@ def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Ten
 
 
 def gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those that parameters hold."""
+    """Gradients that parameters hold."""
     for parameter in parameters:
         if parameter.grad is not None:
             yield parameter.grad

@@ -36,26 +36,26 @@ ResultLayout = ModelLayout | Literal["peft"]
 MethodSource = Literal["command", "recipe", "default"]
 """What says how the model is adapted: the command, the keys of a recipe (any LoRA key or quantize
 means LoRA), or nothing, which means LoRA, as `ftkit finetune` does."""
-TOKENS_APART = 128
+_TOKENS_APART = 128
 """Numbers of tokens that are tried for a micro-batch are multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchBound:
-    """What of a micro-batch may be less, so that it needs less memory."""
+    """Size of a micro-batch that can be reduced to save memory."""
 
     key: MicroBatchKey
-    """Of the recipe, below train."""
+    """Key of the recipe, below train."""
     full: int
-    """What it is."""
+    """Current value of the key."""
     least: int
-    """What a micro-batch of one sequence has."""
+    """Value of the key for a micro-batch of one sequence."""
 
     def between(self) -> Iterator[int]:
-        """What lies between these, falling: halves of a number of sequences, and more of tokens."""
+        """Values between full and least, falling: halves for sequences, finer steps for tokens."""
         if self.key == "micro_batch_tokens":
             yield from range(
-                (self.full - 1) // TOKENS_APART * TOKENS_APART, self.least, -TOKENS_APART
+                (self.full - 1) // _TOKENS_APART * _TOKENS_APART, self.least, -_TOKENS_APART
             )
             return
         size = self.full // 2
@@ -69,33 +69,33 @@ class Planned:
     """A recipe resolved on devices, with what it will need."""
 
     name: str
-    """Which one it is, among several."""
+    """Name of this plan among several."""
     plan: Plan
     base_model: str
     known_as: str | None
-    """ORG/NAME by which LitGPT has told its sizes, for want of its config.json; None: not so."""
+    """ORG/NAME whose sizes LitGPT knows, where config.json is missing; None: not needed."""
     max_seq_length: int
-    """What longer samples are cut to."""
+    """Tokens that longer samples are cut to."""
     length: SequenceLength
-    """Of the longest sample: what the memory is predicted for."""
+    """Length of the longest sample, for which the memory is predicted."""
     memory: PredictedMemory
-    """Of a rank."""
+    """Predicted memory of a rank."""
     least_bytes: int
     """The device memory that it needs at least, whatever is not known of the data."""
     gpu: Gpu | None
-    """What each rank has: a GPU, or the host memory of CPUs; None: its memory is not known."""
+    """Device of each rank: a GPU, or the host memory of CPUs; None: its memory is not known."""
     method_source: MethodSource
-    """What says whether it is LoRA."""
+    """Source of the decision between LoRA and full fine-tuning."""
     conversion: Conversion | None
-    """What has to be done before with the base model; None: nothing."""
+    """Conversion of the base model before the run; None: not needed."""
     kept_bytes: int
-    """Of what the base model has beside its language model, which is not loaded."""
+    """Bytes of the base model beside its language model, which are not loaded."""
     disk_bytes: int
-    """For checkpoints and result at most; those that keep_every adds are not counted."""
+    """Disk space of checkpoints and result at most, without those that keep_every adds."""
     result_layout: ResultLayout | None
-    """Whose layout the result will have; None: nothing is saved."""
+    """Layout of the result; None: nothing is saved."""
     tokens_per_step: int
-    """At most: samples as long as the longest."""
+    """Tokens of a step at most, if all samples were as long as the longest."""
     samples: int | None
     """Training samples of an epoch at most; None: not known until the data is local."""
     steps: int | None
@@ -103,7 +103,7 @@ class Planned:
 
     @property
     def fits(self) -> bool | None:
-        """Whether what each rank has is enough; None: too close to say, or not known."""
+        """Whether the memory of each rank is enough; None: too close to call, or not known."""
         return None if self.gpu is None else self.memory.fits(self.gpu, self.least_bytes)
 
     @property
@@ -113,7 +113,7 @@ class Planned:
 
     @property
     def micro_batch(self) -> MicroBatchBound:
-        """What of its micro-batches may be less."""
+        """Size of its micro-batches that can be reduced."""
         sequences, tokens = self.plan.micro_batch_size, self.plan.micro_batch_tokens
         if tokens is None:
             return MicroBatchBound(key="micro_batch_size", full=sequences, least=1)
@@ -122,7 +122,7 @@ class Planned:
         return MicroBatchBound(key="micro_batch_tokens", full=full, least=longest)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Plain values of the plan, for JSON."""
         plan, train = self.plan, self.plan.recipe.train
         memory = dataclasses.asdict(self.memory)
         return {
@@ -232,7 +232,7 @@ def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Plan
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a plan is to run."""
+    """Machine and device that a plan is made for."""
 
     devices: Devices
     gpu: Gpu | None
@@ -240,11 +240,7 @@ class _Place:
 
 
 def _place(recipe: Recipe, gpu: Gpu | None) -> _Place:
-    """This machine, unless a GPU is named, of which there are as many as the recipe needs.
-
-    Raises:
-        UserError: the recipe cannot run there.
-    """
+    """This machine, or as many of the named GPU as the recipe needs."""
     if gpu is not None:
         return _Place(devices=_devices_of(recipe, gpu), gpu=gpu, is_here=False)
     try:
@@ -255,11 +251,7 @@ def _place(recipe: Recipe, gpu: Gpu | None) -> _Place:
 
 
 def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> Planned:
-    """The plan of a recipe at a place.
-
-    Raises:
-        UserError: as a run would.
-    """
+    """Make the plan of a recipe at a place."""
     check_data(recipe.data, recipe.eval.sets)
     gpu = place.gpu
     made = _make_plan(recipe, place)
@@ -307,7 +299,7 @@ def _make_plan(recipe: Recipe, place: _Place) -> Plan:
 
 
 def _with_advice(error: UserError, recipe: Recipe) -> UserError:
-    """Why a recipe cannot run here, with what to do if it could on other machines."""
+    """Return the error, with advice if the recipe could run on other machines."""
     if not _runs_on_gpus(recipe):
         return error
     return UserError(
@@ -317,7 +309,7 @@ def _with_advice(error: UserError, recipe: Recipe) -> UserError:
 
 
 def _runs_on_gpus(recipe: Recipe) -> bool:
-    """Whether a recipe that cannot run here could on other machines."""
+    """Whether a recipe that cannot run on this machine could run on others."""
     try:
         make_plan(recipe, _devices_of(recipe, Gpu(name="GPU", memory_bytes=0)))
     except UserError:
@@ -326,13 +318,13 @@ def _runs_on_gpus(recipe: Recipe) -> bool:
 
 
 def _conversion(recipe: Recipe) -> Conversion | None:
-    """Of a base model in a GGUF file."""
+    """Conversion of a base model in a GGUF file."""
     file = find_gguf(recipe.checkpoint_dir)
     return None if file is None else planned_conversion(file, ROOT)
 
 
 def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:
-    """How the result will be written; refuses, as a run would, what could not be."""
+    """Layout in which the result will be written; refuses what a run would refuse."""
     if base.random or not recipe.checkpoint.save:
         return None
     if not isinstance(recipe, LoraRecipe):
@@ -342,7 +334,7 @@ def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:
 
 
 def _devices_of(recipe: Recipe, gpu: Gpu) -> Devices:
-    """As many as the recipe asks for, wherever it will run."""
+    """Devices that the recipe needs, on whatever machine it will run."""
     count = recipe.devices if isinstance(recipe.devices, int) else 1
     if recipe.accelerator == HOST_KIND and gpu.name == HOST:
         return Devices(accelerator=HOST_KIND, count=count)

@@ -30,29 +30,29 @@ from ftkit.models.pretrained.hub import has_tokenizer
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component
 
-BESIDE_TEXT = 8
+_BESIDE_TEXT = 8
 """Tokens of a sample that no byte of its text stands for, at most: special ones at both ends of
 prompt and answer, and the space that some tokenizers put before each."""
 MOST_BYTES = 16 * 2**20
-"""Of text that is tokenised: a few seconds on one core."""
+"""Bytes of text that are tokenised at most: a few seconds on one core."""
 _AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Longest:
-    """How long the longest sample is that can be trained on."""
+    """Length of the longest sample that can be trained on."""
 
     at_most: int
     """Tokens that no sample exceeds; of a large data set, most likely."""
     at_least: int = 0
-    """Tokens of the longest one that was tokenised; 0: none was."""
+    """Tokens of the longest sample that was tokenised; 0: none was."""
     label_tokens: int = 0
-    """Those of them that carry loss."""
+    """Number of its tokens that carry loss."""
     is_exact: bool = False
     """Whether this sample is the longest of all."""
 
 
-def longest_of(samples: Samples) -> Longest | None:
+def _longest_of(samples: Samples) -> Longest | None:
     """The longest of samples that are here; None: there are none."""
     if not len(samples):
         return None
@@ -62,7 +62,7 @@ def longest_of(samples: Samples) -> Longest | None:
     return Longest(at_most=tokens, at_least=tokens, label_tokens=labels, is_exact=True)
 
 
-def longest_in_all(found: Iterable[Longest | None]) -> Longest | None:
+def _longest_in_all(found: Iterable[Longest | None]) -> Longest | None:
     """The longest sample of several sources; None: they make none."""
     known = [longest for longest in found if longest is not None]
     if not known:
@@ -103,17 +103,17 @@ def longest_sample(
     falling = np.argsort(-sizes, kind="stable")
     largest = int(sizes[falling[0]])
     if by_bytes:
-        return Longest(at_most=min(largest + BESIDE_TEXT, max_seq_length))
+        return Longest(at_most=min(largest + _BESIDE_TEXT, max_seq_length))
     tokens = label_tokens = done_bytes = 0
     densest = 0.0
     for start in range(0, len(falling), _AT_ONCE):
         chunk = falling[start : start + _AT_ONCE]
         largest = int(sizes[chunk[0]])
-        if tokens >= min(largest + BESIDE_TEXT, max_seq_length):
+        if tokens >= min(largest + _BESIDE_TEXT, max_seq_length):
             break
         if done_bytes > MOST_BYTES:
             expected = max(tokens, math.ceil(densest * largest))
-            at_most = min(expected, largest + BESIDE_TEXT, max_seq_length)
+            at_most = min(expected, largest + _BESIDE_TEXT, max_seq_length)
             return Longest(at_most=at_most, at_least=tokens, label_tokens=label_tokens)
         renderings = renderer.render([answered[i][0] for i in chunk])
         for index, rendering in zip(chunk, renderings, strict=True):
@@ -128,8 +128,8 @@ def longest_sample(
     return Longest(at_most=tokens, at_least=tokens, label_tokens=label_tokens, is_exact=True)
 
 
-ASSUMED_TOKENS = 2048
-"""Of sequences of which nothing is known; the records of most instruction data sets are shorter."""
+_ASSUMED_TOKENS = 2048
+"""Length assumed where nothing is known; most instruction data sets have shorter records."""
 
 LengthSource = Literal[
     "data", "largest_samples", "bytes", "max_seq_length", "model_context", "assumed"
@@ -144,18 +144,18 @@ class SequenceLength:
     """Tokens of a run's longest sequence."""
 
     tokens: int
-    """At most, or as assumed; cut to train.max_seq_length."""
+    """Upper bound or assumption, cut to train.max_seq_length."""
     source: LengthSource
     trained: Longest | None = None
     """The longest training sample; None: the data are not known."""
     train_samples: int | None = None
-    """That an epoch takes; records that become none are known only once they are tokenised."""
+    """Samples of an epoch at most; records that give no sample are known only after tokenising."""
     lacks: Literal["data", "tokenizer"] = "data"
-    """What is not here, where nothing is known of the samples."""
+    """Missing part, where nothing is known of the samples."""
 
     @property
     def words(self) -> str:
-        """The same for people."""
+        """Length and its source as a text."""
         count = f"{self.tokens:,} tokens"
         lacking = "the data are not known"
         if self.lacks == "tokenizer":
@@ -212,9 +212,9 @@ def sequence_length(
 def _unknown(asked: int | None, context: int) -> SequenceLength:
     if asked is not None:
         return SequenceLength(tokens=asked, source="max_seq_length")
-    if context <= ASSUMED_TOKENS:
+    if context <= _ASSUMED_TOKENS:
         return SequenceLength(tokens=context, source="model_context")
-    return SequenceLength(tokens=ASSUMED_TOKENS, source="assumed")
+    return SequenceLength(tokens=_ASSUMED_TOKENS, source="assumed")
 
 
 _Stamps = tuple[tuple[Path, int, int], ...]
@@ -248,14 +248,14 @@ def _longest(
     trains, vals, counts = zip(*of_parts, strict=True)
     others = validation_sets(json.loads(data), json.loads(sets)).values()
     vals += tuple(_of_set(source, tokenizer, limit) for source in others)
-    return longest_in_all(trains), longest_in_all(vals), sum(counts)
+    return _longest_in_all(trains), _longest_in_all(vals), sum(counts)
 
 
 _OfPart = tuple[Longest | None, Longest | None, int]
 
 
 def _of_cache(found: dict[Split, Prepared]) -> _OfPart:
-    train, val = (longest_of(found[split].samples) for split in SPLITS)
+    train, val = (_longest_of(found[split].samples) for split in SPLITS)
     return train, val, len(found["train"].samples)
 
 
@@ -266,7 +266,7 @@ def _of_set(source: DataSource, tokenizer: Tokenizer | None, limit: int) -> Long
     (part,) = source.parts()
     found = tokenizer and find_part(part, tokenizer, limit, ("val",))
     if found:
-        return longest_of(found["val"].samples)
+        return _longest_of(found["val"].samples)
     read = part.read()
     return _longest_among(read.val, read, tokenizer, limit) if _is_known(read, tokenizer) else None
 
@@ -284,7 +284,7 @@ def _of_records(
 
 
 def _is_known(part: Part, tokenizer: Tokenizer | None) -> bool:
-    """Whether the texts of its samples are."""
+    """Whether the texts of the samples of a part are known."""
     return tokenizer is not None or part.rules.chat_template != OF_TOKENIZER
 
 

@@ -51,7 +51,7 @@ LEAST_DEPTH = 3
 def largest_micro_batch(
     sequences: int, tokens: int, *, padding_free: bool = False, most_tokens: int | None = None
 ) -> MicroBatchSize:
-    """What no micro-batch exceeds: samples of so many tokens, all of which carry loss.
+    """Upper bound of micro-batches: samples of equal length whose tokens all carry loss.
 
     Args:
         sequences: at most.
@@ -116,7 +116,7 @@ def _smaller_depth(depth: int, period: int) -> int:
 
 
 def _layers_differ(base: BaseModel, plan: Plan) -> bool:
-    """Whether layers are of different kinds, or may be adapted one by one by their numbers."""
+    """Whether layers differ in kind, or can be adapted individually by their numbers."""
     recipe = plan.recipe
     if not base.architecture.has_equal_layers:
         return True
@@ -179,12 +179,12 @@ def _page_locked_bytes(size_bytes: int) -> int:
 
 
 def with_layers(base: BaseModel, layers: int) -> BaseModel:
-    """The same architecture with another number of layers."""
+    """Copy of a base model with another number of layers."""
     return dataclasses.replace(base, architecture=base.architecture.with_layers(layers))
 
 
 class _HostMemory:
-    """In the place of host memory: what is saved there leaves the device, and is counted."""
+    """Stand-in for host memory: tensors saved there leave the device, and are counted."""
 
     def __init__(self) -> None:
         self._bytes = self.most_bytes = 0
@@ -267,7 +267,7 @@ class _Step:
         self._live = LiveTensors(CPU, granularity_bytes=plan.kind.allocator_block_bytes)
         self._trained = trainable(model)
         self._buckets: dict[Tensor, Tensor] = {}
-        """Of DDP: where the gradient of a parameter lies after the last micro-step."""
+        """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
         self._backward = False
         self._updates_in_backward = plan.recipe.train.optimizer_in_backward
 
@@ -332,7 +332,7 @@ class _Step:
             self._make_gradients()
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """A micro-step; where there is an optimizer, the last one, and the update."""
+        """Run a micro-step; with an optimizer the last one, and the update."""
         live, batch = self._live, self._batch
         self._mark("before the blocks")
         shape = (batch.sequences, batch.positions) if batch.tokens is None else (1, batch.tokens)
@@ -420,7 +420,7 @@ class _Step:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of messages, and of bitsandbytes' kernels, which take no memory of their own."""
+    """Stand-in for messages, and for bitsandbytes' kernels, which take no memory of their own."""
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -429,7 +429,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def scales(model: nn.Module) -> Iterator[Tensor]:
-    """What quantised layers hold beside their parameters."""
+    """Scales that quantised layers hold beside their parameters."""
     for module in model.modules():
         state = getattr(module, "quant_state", None)
         while state is not None:

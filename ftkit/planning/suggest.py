@@ -18,7 +18,7 @@ _ADAMS = ("torch.optim.Adam", "torch.optim.AdamW")
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 """Arguments of torch's optimizers that bitsandbytes' do not know or that mean something else."""
 _FEWEST_TOKENS = 128
-"""That samples are cut to, where nothing else is left."""
+"""Fewest tokens that samples are cut to, as the last resort."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Change:
 
 
 def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]) -> str:
-    """What is planned as a run, as a line to copy."""
+    """Command line that runs the plan."""
     method = planned.plan.recipe.method
     words = ["ftkit", "finetune" if method == "lora" else "finetune_full"]
     for file in files:
@@ -90,7 +90,7 @@ class _Step:
 
 
 def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
-    """What may be changed, the cheapest in speed first."""
+    """Single changes that save memory, the cheapest in speed first."""
     plan, recipe = planned.plan, planned.plan.recipe
     if planned.micro_batch.full > planned.micro_batch.least:
         yield _Step("smaller micro-batch, same global batch", ())
@@ -131,7 +131,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
 
 
 def _could_update_in_backward(planned: Planned) -> bool:
-    """Whether there are gradients worth the name, and nothing needs them all at once."""
+    """Whether gradients take much memory, and nothing needs all of them at once."""
     plan, train = planned.plan, planned.plan.recipe.train
     return (
         not isinstance(plan.recipe, LoraRecipe)

@@ -23,7 +23,7 @@ from ftkit.utils.console.html import block, escaped, grid, labelled, styled
 from ftkit.utils.console.terminal import REPORT_WIDTH, fitted, labelled_grid, plain_text
 
 _ANY_WIDTH = 1000
-"""Of a file, where a table of many columns is neither folded nor cut."""
+"""Width of tables in a file, where many columns are neither folded nor cut."""
 _UNITS = "GiB of each rank; batch: sequences of a step / of a forward pass (t: its tokens)"
 _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
 
@@ -108,7 +108,7 @@ def show_changes(
 
 
 def verdict(planned: Planned) -> str:
-    """Whether it fits, in words; empty: the memory of the devices is not known."""
+    """Verdict on a plan: fits, does not fit, UNCERTAIN; empty: device memory is not known."""
     if planned.gpu is None:
         return ""
     return {True: "fits", False: "does not fit", None: "UNCERTAIN"}[planned.fits]
@@ -125,7 +125,7 @@ def plan_table(planned: Planned) -> Group:
 
 
 def plan_title(planned: Planned) -> str:
-    """What is planned."""
+    """Title of a plan: method and base model."""
     return f"plan: {planned.plan.recipe.method} on {planned.base_model}"
 
 

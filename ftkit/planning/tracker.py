@@ -46,7 +46,7 @@ class Stretch:
     """Part of a step: from one mark to the next, or to the end."""
 
     name: str
-    """Of the mark where it begins; empty before the first one."""
+    """Name of the mark where it begins; empty before the first mark."""
     start: Snapshot
     """When it begins."""
     peak: Snapshot
@@ -60,18 +60,18 @@ class _Storage:
 
     def __init__(self, born: int) -> None:
         self.nbytes = 0
-        """As torch says it; `size_bytes` is what the allocator takes for it."""
+        """Size as torch gives it; `size_bytes` is the memory that the allocator takes for it."""
         self.size_bytes = 0
         self.category: Category = "temporaries"
         self.turned_out: Category | None = None
-        """What it was when it still seemed temporary."""
+        """Category that it turned out to have while it still seemed temporary."""
         self.born = born
         """Forward passes begun when it was first seen; 0: there was none."""
         self.reference: Any = None
-        """Weak; tells when the storage is freed."""
+        """Weak reference, whose callback runs when the storage is freed."""
 
     def as_counted(self, category: Category) -> Category:
-        """What it was while it was in a category, as far as is known by now."""
+        """Category by what is known now: temporaries may turn out to be something else."""
         return self.turned_out or category if category == "temporaries" else category
 
 
@@ -98,11 +98,11 @@ class LiveTensors(TorchDispatchMode):
         self._changes: list[tuple[_Storage, int, Category, int, Category]] = []
         """Storage; bytes and category before; the same after."""
         self._changes_before = 0
-        """How many of the changes only say what was alive at the start."""
+        """Number of changes that only describe what was alive at the start."""
         self.total_bytes = 0
-        """What is alive, of all categories."""
+        """Bytes alive, over all categories."""
         self._marks: list[tuple[int, str]] = []
-        """Where a stretch of the step begins, as a number of changes, and its name."""
+        """Start of each stretch of the step, as a number of changes, and its name."""
         self._forward_passes = 0
         self._resize: Any = None
 
@@ -172,7 +172,7 @@ class LiveTensors(TorchDispatchMode):
                 self._enter(storage, "unattributed", is_new=False)
 
     def restart(self) -> None:
-        """Forget how it came to what is alive now: `stretches` and `peak` begin here."""
+        """Forget the history: `stretches` and `peak` begin with what is alive now."""
         self._changes = [
             (storage, 0, storage.category, storage.size_bytes, storage.category)
             for storage in list(self._alive.values())
@@ -202,7 +202,7 @@ class LiveTensors(TorchDispatchMode):
                 storage.turned_out = "activations"
 
     def now(self) -> Snapshot:
-        """What is alive, as far as is known by now."""
+        """Bytes alive by category, as far as is known by now."""
         found = dict.fromkeys(CATEGORIES, 0)
         for storage in list(self._alive.values()):
             found[storage.as_counted(storage.category)] += storage.size_bytes
@@ -213,7 +213,7 @@ class LiveTensors(TorchDispatchMode):
         self._marks.append((len(self._changes) - self._changes_before, name))
 
     def stretches(self) -> list[Stretch]:
-        """What was alive since `restart`, as far as is known by now, in the order of the marks."""
+        """Stretches since `restart`, in the order of the marks, as far as is known by now."""
         now = dict.fromkeys(CATEGORIES, 0)
         total = 0
 
@@ -287,7 +287,7 @@ class LiveTensors(TorchDispatchMode):
     def _change(
         self, known: _Storage, storage: torch.UntypedStorage | None, category: Category
     ) -> None:
-        """What is known of a storage is not so any more; None: it is freed."""
+        """Record a change of a storage's size or category; None: it is freed."""
         known.nbytes = 0 if storage is None else storage.nbytes()
         size_bytes = -(-known.nbytes // self._granularity_bytes) * self._granularity_bytes
         if (known.size_bytes, known.category) != (size_bytes, category):

@@ -34,7 +34,7 @@ class OutOfTime(BaseException):
 
 
 def set_limits(seconds: float, memory_bytes: int) -> None:
-    """From here on, let this process take no more than so much.
+    """Limit the processor time and memory that this process may still take.
 
     At the limit of time the main thread raises `OutOfTime`. If it is inside a library that does
     not return, the kernel ends the process 5 s later. Beyond the limit of memory allocations fail:
@@ -76,7 +76,7 @@ def without_limits() -> Iterator[None]:
 
 
 def extend_limits(memory_bytes: int) -> None:
-    """Let this process take so much more memory, for a further file that it reads."""
+    """Raise the memory limit of this process, for a further file that it reads."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != hard:
         _set_data_limit(soft + memory_bytes)
@@ -89,7 +89,7 @@ def _set_data_limit(limit_bytes: int) -> None:
 
 
 def _data_bytes() -> int | None:
-    """What counts for RLIMIT_DATA now; None: the system does not say."""
+    """Bytes that count for RLIMIT_DATA now; None: the system does not say."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -97,24 +97,24 @@ def _data_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), None)
 
 
-BASE_SECONDS = 20.0
-BASE_BYTES = 2**30
-"""What a reader may take beside what is proportional to the size of its file."""
+_BASE_SECONDS = 20.0
+_BASE_BYTES = 2**30
+"""Limits of a reader, beside the part that is proportional to its file's size."""
 _BYTES_PER_SECOND = 10e6
 """Slower reading than this is not justified by a file's size. Parsing and hashing are faster."""
 _BYTES_PER_BYTE = 4
 """Bytes of memory for each byte of a file: torch maps files so that they count once; old formats
 are read whole and converted; Python's objects for short texts are several times as large."""
 _GRACE_S = 10.0
-"""How long a child may tidy up after Ctrl+C."""
+"""Seconds that a child may take to clean up after Ctrl+C."""
 
 
 def confined(
     function: str,
     *arguments: Any,
     file: Path,
-    seconds: float = BASE_SECONDS,
-    memory_bytes: int = BASE_BYTES,
+    seconds: float = _BASE_SECONDS,
+    memory_bytes: int = _BASE_BYTES,
     stdin: IO[bytes] | None = None,
     shows_output: bool = False,
 ) -> Any:

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-RESERVE_BYTES = 2**18
+_RESERVE_BYTES = 2**18
 CACHE_VARIABLE = "FTKIT_CACHE_DIR"
 
 
 def cache_root() -> Path:
-    """Where everything lies that is kept between runs and may be deleted between them."""
+    """Directory of everything that is kept between runs and may be deleted between them."""
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/ftkit").expanduser()
 
 
@@ -53,7 +53,7 @@ def make_reserve(path: Path) -> None:
     Raises:
         OSError: there is none left.
     """
-    path.write_bytes(os.urandom(RESERVE_BYTES))  # what can be compressed takes no space
+    path.write_bytes(os.urandom(_RESERVE_BYTES))  # what can be compressed takes no space
 
 
 def write_with_reserve(write: Callable[[], object], reserve: Path) -> None:

@@ -126,9 +126,9 @@ class HostLimit(NamedTuple):
     """Host memory that the processes of this machine, or of its container, may hold at most."""
 
     memory_bytes: int
-    """Without what is swapped out."""
+    """Memory without swap."""
     swap_bytes: int
-    """What the kernel may swap out besides."""
+    """Swap that is available beside it."""
 
 
 def host_limit(
@@ -207,7 +207,7 @@ def _bytes_in(*files: Path) -> int | None:
 
 
 def processes_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int | None:
-    """How many processes the kernel has killed since it started because memory ran out.
+    """Number of processes that the kernel has killed for lack of memory since it started.
 
     Those of containers that reached their limit are among them. None: the kernel does not say.
     """
@@ -276,7 +276,7 @@ def _text(value: str | bytes) -> str:
 
 
 class CpuUtilization:
-    """How busy this process and its children keep the hardware threads of the machine."""
+    """Use of the machine's hardware threads by this process and its children."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

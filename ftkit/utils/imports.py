@@ -25,7 +25,7 @@ is used."""
 FUNCTIONS = ("litgpt.scripts.convert_hf_checkpoint", "litgpt.utils")
 """Functions can be imported from them; their code runs when one is called. Seen in LitGPT 0.5.13:
 the network and the tokenizer import one function each, for files that ftkit reads by itself."""
-LISTING = "transformers.utils.import_utils"
+_LISTING = "transformers.utils.import_utils"
 """Lists the names of all 1,300 files of models when transformers is imported. It does so twice, as
 it remembers 128 folders and has 440, and line by line, though names stand last. Seen in 5.3.0. And
 it says whether scikit-learn and SciPy are there: generation with a second model and losses of
@@ -92,7 +92,7 @@ def postpone_modules() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what is to be postponed, where Python finds it."""
+    """Finds modules to postpone, where Python finds them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -107,19 +107,19 @@ class _Finder(MetaPathFinder):
 
 
 def _loader_class(module: str) -> type[SourceFileLoader] | None:
-    """What loads a module; None: Python's own."""
+    """Loader class of a module; None: Python's own."""
     if module in PACKAGES:
         return _Package
     if module in FUNCTIONS:
         return _Functions
-    return _Listing if module == LISTING else None
+    return _Listing if module == _LISTING else None
 
 
 class _Listing(SourceFileLoader):
-    """Gives the same list in a quarter of the time, and finds no scikit-learn or SciPy."""
+    """Makes the same list in a quarter of the time, and hides scikit-learn and SciPy."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code, and mend some functions, if they are as they were seen."""
+        """Run the module's code, and replace some functions if they are as expected."""
         super().exec_module(module)
         names = vars(module)
         of_folder = names.get("create_import_structure_from_path")
@@ -132,23 +132,19 @@ class _Listing(SourceFileLoader):
 
 
 def _from_last_line(text: str, start: str) -> str:
-    """The text from the last line that begins so; all of it, where there is none."""
+    """The text from the last line with this start on; all of it if there is no such line."""
     return text[text.rfind(f"\n{start}") + 1 :]
 
 
 class _Postponed(SourceFileLoader):
-    """Leaves a module empty, and runs its code when a name is not found in it."""
+    """Leaves a module empty, and runs its code when a name is missing from it."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run nothing yet."""
         vars(module)["__getattr__"] = lambda name: self.found(module, name)
 
     def found(self, module: ModuleType, name: str) -> Any:
-        """What the module has under a name.
-
-        Raises:
-            AttributeError: nothing.
-        """
+        """Resolve a name of the module."""
         self.run(module)
         return getattr(module, name)
 
@@ -160,10 +156,10 @@ class _Postponed(SourceFileLoader):
 
 
 class _Package(_Postponed):
-    """The modules of a package, and its version, are found without its code."""
+    """Resolves the modules of a package, and its version, without running its code."""
 
     def found(self, module: ModuleType, name: str) -> Any:
-        """What the package has under a name."""
+        """Resolve a name of the package."""
         if name == "__version__":
             return metadata.version(module.__name__)
         inner = f"{module.__name__}.{name}"
@@ -176,7 +172,7 @@ class _Functions(_Postponed):
     """Every name is a function, which runs the module's code when it is called."""
 
     def found(self, module: ModuleType, name: str) -> Callable[..., Any]:
-        """What stands for a function until then."""
+        """Return a stand-in for a function, which runs the module's code when called."""
         if name.startswith("__"):  # what Python asks of modules
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 

@@ -6,13 +6,13 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 _UNFIT = re.compile(r'[",\s]+')
-"""What a name of a column does not contain."""
+"""Characters that column names do not contain."""
 
 
 def leaves(
     values: dict[str, Any], prefix: str = "", *, whole: Container[str] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """All values that are no mapping, by their dotted keys.
+    """Iterate over all values other than mappings, by dotted keys.
 
     Args:
         values: nested mappings.
@@ -28,12 +28,12 @@ def leaves(
 
 
 def column_name(name: str) -> str:
-    """A name as columns of tables have it."""
+    """Make a name fit for a column of a table."""
     return _UNFIT.sub("_", name)
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that looks most like it, whatever the case; None: none does.
+    """Return the known name that is most similar, ignoring case; None: none is similar.
 
     Args:
         name: what was written.

@@ -21,7 +21,7 @@ AT_REST, BUSY = 10_000, 1_000
 core for each of them and on one without. libgomp's own 300,000 are as fast as 10,000 at rest, and
 may cost a busy machine most of its time."""
 LOOKS, BETWEEN_LOOKS_S = 5, 0.002
-"""How often, at most, a machine is looked at for what runs on it."""
+"""How often, at most, the machine's load is polled, and how long between polls."""
 
 
 def start_command(
@@ -54,7 +54,7 @@ def start_command(
 
 
 def launcher_starts_again() -> bool:
-    """Whether the launcher of this process starts a run anew after it has lost it."""
+    """Whether the launcher of this process restarts a run that has died."""
     variables = os.environ
     return int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 or (
         "SLURM_RESTART_COUNT" in variables
@@ -162,7 +162,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._before)
 
     def check(self) -> None:
-        """Raise the KeyboardInterrupt that has not arrived, if there is one."""
+        """Raise the KeyboardInterrupt that Python could not deliver, if there is one."""
         if self._received:
             raise KeyboardInterrupt
 

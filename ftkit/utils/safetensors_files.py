@@ -18,7 +18,7 @@ _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-"""In the order in which the library compares them."""
+"""Names in headers, in the order in which the library compares dtypes."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPE_NAMES)}
 
 

@@ -13,18 +13,18 @@ from ftkit.utils import embedded
 from ftkit.utils.names import nearest
 
 STANDARD_INPUT = Path("-")
-"""As a file of a command line."""
+"""File name that stands for standard input on a command line."""
 _MOST_CHARACTERS = 2**18
-"""Of a file; recipes have a few thousand."""
+"""Characters of a file at most; recipes have a few thousand."""
 _MOST_DIGITS = 1000
-"""Of a number: Python prints none of more than 4,300, and 1:1:1 takes quadratic time."""
+"""Digits of a number at most: Python prints none above 4,300, and 1:1:1 takes quadratic time."""
 _NUMBERS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int")
 _MOST_SHOWN = 40
 """Characters of a value in a message."""
 _MOST_LEVELS = 100
-"""Of nesting. Recipes have five; libraries raise Python's own limit, which then says nothing."""
+"""Levels of nesting at most. Recipes have five; libraries raise Python's own limit."""
 _MOST_VALUES = 100_000
-"""Of a file, each as often as an alias repeats it."""
+"""Values of a file at most, each counted as often as an alias repeats it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -108,9 +108,6 @@ def _check_size(root: yaml.Node) -> None:
     """Refuse what holds itself, and what is much larger than its text, because of aliases.
 
     Nodes are shared between aliases, so what each one means is counted once: in linear time.
-
-    Raises:
-        yaml.YAMLError: with the line.
     """
     sizes: dict[int, int] = {}
     inside = set()

@@ -62,49 +62,41 @@ from ftkit.utils.hardware import versions
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress, print_notice
 
-IMPORTABLE = (
+_IMPORTABLE = (
     "a checkpoint-N of transformers' Trainer, TRL or axolotl; a directory of DeepSpeed or of "
     "torch.distributed.checkpoint; a .ckpt of Lightning; or a step-N of LitGPT"
 )
-"""What can be imported, in words."""
+"""Formats that can be imported, for messages."""
 
 
-def open_run(source: Path) -> ForeignRun:
-    """The foreign checkpoint in a directory or file.
-
-    Raises:
-        UserError: there is none of a kind that is known, or its small files are damaged.
-    """
+def _open_run(source: Path) -> ForeignRun:
+    """Open the foreign checkpoint in a directory or file; its files show its format."""
     if not source.exists():
-        raise UserError(f"{source} does not exist. Give {IMPORTABLE}.")
-    with reading(source, IMPORTABLE, advice="Copy the whole checkpoint again."):
-        return _opened(source)
-
-
-def _opened(source: Path) -> ForeignRun:
-    if source.is_file():
-        if source.suffix == ".ckpt":
+        raise UserError(f"{source} does not exist. Give {_IMPORTABLE}.")
+    with reading(source, _IMPORTABLE, advice="Copy the whole checkpoint again."):
+        if source.is_file():
+            if source.suffix == ".ckpt":
+                return LightningRun(source)
+            if source.name in (LITGPT_WEIGHTS, LITGPT_ADAPTER):
+                return LitgptRun(source.parent)
+        elif (source / STATE).is_file():
+            return TrainerRun(source)
+        elif zero_directory(source) is not None:
+            return DeepSpeedRun(source)
+        elif is_sharded(source):
             return LightningRun(source)
-        if source.name in (LITGPT_WEIGHTS, LITGPT_ADAPTER):
-            return LitgptRun(source.parent)
-    elif (source / STATE).is_file():
-        return TrainerRun(source)
-    elif zero_directory(source) is not None:
-        return DeepSpeedRun(source)
-    elif is_sharded(source):
-        return LightningRun(source)
-    elif (source / DCP_METADATA).is_file():
-        return DistributedRun(source)
-    elif any((source / name).is_file() for name in (LITGPT_WEIGHTS, LITGPT_ADAPTER)):
-        return LitgptRun(source)
-    elif inside := list(source.glob(f"*/{STATE}")):
-        newest = max(inside, key=lambda file: file.stat().st_mtime).parent
-        raise UserError(f"{source} holds checkpoints, and is none itself. Try {newest}.")
-    raise UserError(f"{source} is no checkpoint that ftkit knows. Give {IMPORTABLE}.")
+        elif (source / DCP_METADATA).is_file():
+            return DistributedRun(source)
+        elif any((source / name).is_file() for name in (LITGPT_WEIGHTS, LITGPT_ADAPTER)):
+            return LitgptRun(source)
+        elif inside := list(source.glob(f"*/{STATE}")):
+            newest = max(inside, key=lambda file: file.stat().st_mtime).parent
+            raise UserError(f"{source} holds checkpoints, and is none itself. Try {newest}.")
+        raise UserError(f"{source} is no checkpoint that ftkit knows. Give {_IMPORTABLE}.")
 
 
 _SHARD_BYTES = 2**31
-"""Of a shard, which is held in memory until it is written."""
+"""Size of a shard, which is held in memory until it is written."""
 _NO_OPTIMIZER = (
     "not taken over: the optimizer's state, which its program has not kept here. The optimizer "
     "begins anew, so its first steps are those of a new run; a few steps of warm-up "
@@ -120,7 +112,7 @@ def import_run(options: ImportOptions) -> int:
             there is no room; nothing is left behind.
     """
     source, out = options.source.expanduser(), options.out.expanduser()
-    run = open_run(source)
+    run = _open_run(source)
     check_apart(out, source)
     files, overrides = sorted_words((), options.config, options.keys)
     asked = ImportRecipe(run, files, overrides, out)
@@ -146,7 +138,7 @@ def import_in_child(
     overwrite: bool,
     keys: Sequence[tuple[str, str]],
 ) -> int:
-    """The same for `confined`, to which the options come as JSON."""
+    """Run `import_run` with options that arrived as JSON, for `confined`."""
     return import_run(
         ImportOptions(
             source=Path(source),
@@ -160,13 +152,13 @@ def import_in_child(
 
 @dataclass(frozen=True, kw_only=True)
 class _Imported:
-    """All of a run that is to be written."""
+    """Everything of a run that is to be written."""
 
     setup: Setup
     metadata: Metadata
     placed: Sequence[PlacedTensor]
     lines: Sequence[str]
-    """What was taken over, and what was not."""
+    """Report lines about what was taken over, and what was not."""
 
 
 def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
@@ -271,7 +263,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
 
 
 def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:
-    """What to tell where weight decay leaves out parameters, as ftkit's does not."""
+    """Report line where weight decay left out parameters; ftkit's decays all of them."""
     decays = {float(group.settings.get("weight_decay") or 0.0) for group in state.groups}
     if len(decays) < 2 or not recipe.optimizer["init_args"].get("weight_decay"):
         return []
@@ -285,12 +277,7 @@ def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:
 
 
 def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
-    """Kinds of optimizer state that begin at zero, as the checkpoint has none.
-
-    Raises:
-        UserError: the optimizer keeps another state than the checkpoint has, or one that does not
-            begin at zero.
-    """
+    """Kinds of optimizer state that begin at zero, as the checkpoint has none."""
     chosen, arguments = resolve_optimizer(recipe, may_fuse=False)
     kinds = state_kinds(chosen, arguments, torch.device("cpu"))
     if state.moments is None:
@@ -311,7 +298,7 @@ def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
 
 
 def _alone(recipe: Recipe) -> Recipe:
-    """The recipe on one CPU, where it is read: what hardware it asks for matters when it runs."""
+    """Move the recipe to one CPU for the import: its hardware matters only when it runs."""
     return dataclasses.replace(
         recipe,
         accelerator="cpu",

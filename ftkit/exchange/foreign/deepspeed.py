@@ -77,10 +77,10 @@ def is_neox(names: Iterable[str]) -> bool:
 
 
 class NeoxNames:
-    """What the parameters of a model are in a checkpoint of GPT-NeoX."""
+    """Mapping from GPT-NeoX's parameters to those of transformers."""
 
     def __init__(self, base: BaseModel) -> None:
-        """Of a base model in Hugging Face's layout.
+        """Prepare for a base model in Hugging Face's layout.
 
         Raises:
             UserError: it is of a family that GPT-NeoX does not train, or not known.
@@ -100,7 +100,7 @@ class NeoxNames:
         self._of_head = int(settings["hidden_size"]) // self._heads
 
     def held(self, tensors: ForeignTensors) -> dict[str, WeightTensor]:
-        """Tensors by transformers' names, those that hold several of them apart.
+        """Tensors by transformers' names; joined matrices are split.
 
         Raises:
             UserError: a tensor has no place in the model.
@@ -112,7 +112,7 @@ class NeoxNames:
         return found
 
     def names(self, name: str) -> list[str]:
-        """Transformers' names of what a parameter holds."""
+        """Names in transformers of the matrices that a parameter holds."""
         return list(self._parts(name))
 
     def _parts(self, name: str) -> Mapping[str, _Split | None]:
@@ -173,13 +173,13 @@ def _part_of(tensor: WeightTensor, split: _Split) -> WeightTensor:
     return WeightTensor(shape, tensor.dtype, lambda: split(tensor.read()))
 
 
-NEWEST_TAG = "latest"
+_NEWEST_TAG = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _CLASSES = IN_DEEPSPEED + IN_LIGHTNING
 """Lightning's own strategy has DeepSpeed write what Lightning keeps beside the model."""
 _MASTER = "master"
-"""Beside the kinds of optimizer state: the parameters themselves."""
+"""Kind under which the parameters themselves stand beside those of optimizer state."""
 
 
 def zero_directory(source: Path) -> Path | None:
@@ -192,12 +192,12 @@ def zero_directory(source: Path) -> Path | None:
         return None
     if any(_OPTIMIZER.fullmatch(file.name) for file in source.iterdir()):
         return source
-    if not (source / NEWEST_TAG).is_file():
+    if not (source / _NEWEST_TAG).is_file():
         return None
-    name = (source / NEWEST_TAG).read_text(encoding="utf-8", errors="replace").strip()
+    name = (source / _NEWEST_TAG).read_text(encoding="utf-8", errors="replace").strip()
     if Path(name).name != name or not (source / name).is_dir():
         raise UserError(
-            f"{source / NEWEST_TAG} names {name!r}, which is not there. Copy all of it, or "
+            f"{source / _NEWEST_TAG} names {name!r}, which is not there. Copy all of it, or "
             "give the directory of another step."
         )
     return source / name
@@ -209,13 +209,13 @@ class _Range:
 
     rank: int
     flat: int
-    """Which flat tensor of the rank."""
+    """Index of the flat tensor within the rank."""
     start: int
     numel: int
 
 
 class ZeroFiles:
-    """What DeepSpeed's engine has saved."""
+    """Files that DeepSpeed's engine has saved."""
 
     def __init__(self, directory: Path) -> None:
         """Map the files of all ranks into memory.
@@ -306,7 +306,7 @@ class ZeroFiles:
         return len(self._ranks)
 
     def tensors(self) -> dict[str, dict[str, WeightTensor]]:
-        """By kind and by DeepSpeed's names; the parameters themselves under `_MASTER`."""
+        """Tensors by kind and DeepSpeed's name; the parameters themselves under `_MASTER`."""
         places = dict(self._places())
         found: dict[str, dict[str, WeightTensor]] = {}
         for kind in self._flat[0]:
@@ -323,7 +323,7 @@ class ZeroFiles:
         return found
 
     def state(self, model: TrainedModel, **progress: Any) -> ForeignState:
-        """As ftkit knows states of training.
+        """State of training in ftkit's terms.
 
         Args:
             model: that is trained.
@@ -374,11 +374,7 @@ class ZeroFiles:
         return found
 
     def _check_partitions(self) -> None:
-        """Refuse flat tensors that are no equal parts of one, of which padding may be left out.
-
-        Raises:
-            UserError: they are not.
-        """
+        """Refuse flat tensors that are not equal parts of a whole; padding may be missing."""
         for kind, first in self._flat[0].items():
             for number, tensor in enumerate(first):
                 of_ranks = [flat.get(kind, []) for flat in self._flat]
@@ -422,7 +418,7 @@ class ZeroFiles:
         return float(steps[0]) if steps else float(self.step)
 
     def _places(self) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
-        """Where each parameter lies."""
+        """Shape and ranges of each parameter, by name."""
         if self._is_cut_by_parameter:
             yield from self._cut_by_parameter()
             return
@@ -437,11 +433,7 @@ class ZeroFiles:
     def _as_mapped(
         self, number: int, shapes: Mapping[str, torch.Size], mappings: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
-        """Of a group under ZeRO 1 and 2, whose files say where each parameter lies.
-
-        Raises:
-            UserError: the ranges do not lie one after another, or are not of all numbers.
-        """
+        """Places in a group under ZeRO 1 and 2, from the slice mappings in its files."""
         found: dict[str, list[_Range]] = {}
         last = None
         is_padding = False
@@ -465,7 +457,7 @@ class ZeroFiles:
     def _one_after_another(
         self, number: int, shapes: Mapping[str, torch.Size]
     ) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
-        """Of a group under ZeRO 1 and 2, whose files do not say where each parameter lies."""
+        """Places in a group under ZeRO 1 and 2 without slice mappings: one after another."""
         sizes = [flat[_MASTER][number].numel() for flat in self._flat]
         position = 0
         for name, shape in shapes.items():
@@ -473,7 +465,7 @@ class ZeroFiles:
             position += shape.numel()
 
     def _cut_by_parameter(self) -> Iterator[tuple[str, tuple[torch.Size, list[_Range]]]]:
-        """Under ZeRO 3."""
+        """Places under ZeRO 3, which cuts each parameter into equal parts."""
         sizes = [tensor.numel() for tensor in self._flat[0][_MASTER]]
         position = 0
         for shapes in self._shapes:
@@ -506,7 +498,7 @@ class ZeroFiles:
 
 
 def _mapping(state: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
-    """Where the parameters of a group lie in a rank's flat tensor, if it says so."""
+    """Places of a group's parameters in a rank's flat tensor; None: the file has none."""
     mappings = state.get("param_slice_mappings")
     if not isinstance(mappings, list) or number >= len(mappings):
         return None
@@ -533,7 +525,7 @@ def _ranges(sizes: Sequence[int], start: int, numel: int, flat: int) -> list[_Ra
 
 
 class DeepSpeedRun(ForeignRun):
-    """A checkpoint that DeepSpeed's engine has written."""
+    """A checkpoint written by DeepSpeed's engine."""
 
     program = "DeepSpeed"
 

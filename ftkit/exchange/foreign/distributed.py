@@ -42,7 +42,7 @@ class _Chunk:
     sizes: tuple[int, ...]
 
     def read(self) -> Any:
-        """What torch.save wrote there."""
+        """Load the object that torch.save wrote there."""
         with reading(self.file, _EXPECTED), self.file.open("rb") as stream:
             stream.seek(self.start)
             content = stream.read(self.length)
@@ -50,7 +50,7 @@ class _Chunk:
 
 
 class DistributedFiles:
-    """What lies in a directory of torch.distributed.checkpoint, by the keys it was saved under."""
+    """Content of a directory of torch.distributed.checkpoint, by the keys it was saved under."""
 
     def __init__(self, directory: Path) -> None:
         """Read `.metadata`.
@@ -61,13 +61,13 @@ class DistributedFiles:
         self._directory = directory
         metadata = load_metadata(directory / DCP_METADATA)
         self.tensors: dict[Place, WeightTensor] = {}
-        """By place."""
+        """Tensors by their place."""
         self._values: dict[Place, _Chunk] = {}
         with reading(directory / DCP_METADATA, _EXPECTED, advice="Copy the checkpoint again."):
             self._read(metadata, self._chunks(metadata))
 
     def _chunks(self, metadata: Inert) -> dict[str, dict[tuple[int, ...], _Chunk]]:
-        """Where chunks lie, by the name of their tensor or value and by their corner in it."""
+        """Chunks by the name of their tensor or value, and by their corner in it."""
         chunks: dict[str, dict[tuple[int, ...], _Chunk]] = {}
         sizes: dict[str, int] = {}
         for index, info in metadata["storage_data"].items():
@@ -130,7 +130,7 @@ class DistributedFiles:
             self.tensors[place] = WeightTensor(shape, dtype, read)
 
     def values(self) -> Iterator[tuple[Place, Any]]:
-        """What is no tensor, by place."""
+        """Values other than tensors, by place."""
         for place, chunk in self._values.items():
             yield place, chunk.read()
 
@@ -216,11 +216,7 @@ def distributed_state(
 
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:
-    """Sizes or positions, none of which is negative.
-
-    Raises:
-        ValueError: they are anything else.
-    """
+    """Check that sizes or positions are whole numbers from 0 on."""
     if not isinstance(values, tuple | list) or not all(
         type(value) is int and value >= 0 for value in values
     ):
@@ -229,11 +225,7 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 
 def _check_apart(chunks: Iterable[_Chunk]) -> None:
-    """Refuse two chunks that share bytes of a file: one of them was never saved.
-
-    Raises:
-        ValueError: there are two.
-    """
+    """Refuse two chunks that share bytes of a file: one of them was never saved."""
     ordered = sorted((chunk.file.name, chunk.start, chunk.length) for chunk in chunks)
     for before, after in pairwise(ordered):
         if before[0] == after[0] and before[1] + before[2] > after[1]:
@@ -245,13 +237,7 @@ def _check_tiling(
 ) -> None:
     """Refuse boxes that do not fill a tensor exactly: inside its bounds, without overlap or gap.
 
-    Args:
-        name: of the tensor.
-        shape: of the tensor.
-        boxes: the corner and the sizes of each.
-
-    Raises:
-        ValueError: they do not.
+    Each of `boxes` is a corner and the sizes.
     """
     for corner, sizes in boxes:
         if not len(corner) == len(sizes) == len(shape) or any(
@@ -282,7 +268,7 @@ def _is_state(place: Place) -> bool:
 def _groups(
     tensors: Mapping[Place, WeightTensor], values: Mapping[Place, Any], known: list[str]
 ) -> list[ParameterGroup]:
-    """The settings of each group, whether they were saved as one value or one by one."""
+    """Settings of each group, saved either as one value or key by key."""
     found: dict[Any, dict[str, Any]] = {}
     for place, value in values.items():
         if place[-1] == _GROUPS and isinstance(value, list):

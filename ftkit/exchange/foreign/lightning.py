@@ -11,7 +11,7 @@ from ftkit.exchange.foreign.torch_optimizer import NamedState, names_by_shape
 from ftkit.exchange.foreign.unpickling import IN_LIGHTNING, held, load_torch_file, mapping_in
 
 _REST = "meta.pt"
-"""Of a directory: what is neither model nor optimizer."""
+"""File of a sharded checkpoint with everything but model and optimizer."""
 _STEP = "global_step"
 
 
@@ -57,7 +57,7 @@ class LightningRun(ForeignRun):
 
 
 def _orders(order: list[TrainedParameter]) -> list[list[list[TrainedParameter]]]:
-    """How modules hand their parameters to an optimizer: all, or in two groups by weight decay."""
+    """Usual groupings of parameters in an optimizer: all, or two groups by weight decay."""
     matrices = [p for p in order if len(p.shape) > 1]
     vectors = [p for p in order if len(p.shape) <= 1]
     decayed = [p for p in order if p.is_decayed]
@@ -66,5 +66,5 @@ def _orders(order: list[TrainedParameter]) -> list[list[list[TrainedParameter]]]
 
 
 def is_sharded(directory: Path) -> bool:
-    """Whether Lightning has written a directory."""
+    """Whether a directory is a sharded checkpoint of Lightning."""
     return (directory / _REST).is_file() and (directory / DCP_METADATA).is_file()

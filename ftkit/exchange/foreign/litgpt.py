@@ -36,7 +36,7 @@ _TAKEN = ("global_batch_size", "max_steps", "epochs", "max_seq_length", "max_nor
 
 
 class LitgptRun(ForeignRun):
-    """A directory that LitGPT has written while it trained, or at the end."""
+    """A directory written by LitGPT during training, or at its end."""
 
     program = "LitGPT"
 
@@ -107,7 +107,7 @@ class LitgptRun(ForeignRun):
         )
 
     def _whole(self, content: Mapping[str, Any]) -> ForeignState:
-        """With the state of the optimizer, whose parameters are numbered as the model has them."""
+        """State with the optimizer's, whose parameters are numbered in the order of the model."""
         if not isinstance(content.get(_STEP), int):
             raise self.broken(f"{self._file.name} has no {_STEP}")
         step = content[_STEP]
@@ -127,7 +127,7 @@ class LitgptRun(ForeignRun):
         )
 
     def _adapter(self, weights: Mapping[str, Tensor], base: BaseModel) -> dict[str, Tensor]:
-        """By our names: LitGPT adapts query, key and value as one matrix, of as many ranks each."""
+        """Split LitGPT's adapter, where query, key and value are one matrix, into ours."""
         shapes = parameter_shapes(base)
         parts = [part for part, key in _ENABLED if self._asked.get(key)]
         found: dict[str, Tensor] = {}

@@ -21,7 +21,7 @@ from ftkit.utils.confinement import without_limits
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names that transformers' Trainer leaves out of weight decay, in lower case."""
 _OF_ADAPTER = ".default"
-"""What PEFT calls an adapter in memory, and leaves out of files."""
+"""Name of an adapter in PEFT's memory, which its files leave out."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class TrainedParameter:
     """A parameter of transformers' or PEFT's model that is trained."""
 
     name: str
-    """As in files."""
+    """Name in files."""
     shape: torch.Size
     is_decayed: bool
     """Whether transformers' Trainer applies weight decay."""
 
 
 def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedParameter, ...]:
-    """What is trained of a model, in the order of its modules.
+    """Trained parameters of a model, in the order of its modules.
 
     Args:
         base: in Hugging Face's layout.
@@ -67,7 +67,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
     )
     return tuple(
         TrainedParameter(
-            in_files(name),
+            _in_files(name),
             parameter.shape,
             not (name.startswith(norms) or _UNDECAYED.search(name.lower())),
         )
@@ -76,7 +76,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
     )
 
 
-def in_files(name: str) -> str:
+def _in_files(name: str) -> str:
     """PEFT's name of a parameter in memory as it is in files; others stay as they are."""
     name = name.replace(".modules_to_save.default.", ".")
     head, found, tail = name.rpartition(_OF_ADAPTER)
@@ -95,7 +95,7 @@ def plain_names(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
     Returns:
         For each of the program's names the one in files; names of other tensors without the prefix.
     """
-    names = {name: in_files(name) for name in given}
+    names = {name: _in_files(name) for name in given}
     wanted = max(known, key=len)
     prefixes = {
         found.removesuffix(wanted) for found in names.values() if f".{found}".endswith(f".{wanted}")

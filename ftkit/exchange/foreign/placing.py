@@ -26,11 +26,11 @@ class PlacedTensor:
     """A tensor of our checkpoint."""
 
     name: str
-    """As checkpoints call it: parameter/NAME, exp_avg/NAME, ..."""
+    """Name in checkpoints: parameter/NAME, exp_avg/NAME, ..."""
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[], Tensor]
-    """Of this shape, or UserError."""
+    """Returns a tensor of this shape, or raises UserError."""
 
 
 def placed_tensors(
@@ -41,7 +41,7 @@ def placed_tensors(
     source: Path,
     begun: Iterable[str] = (),
 ) -> list[PlacedTensor]:
-    """All of our checkpoint, out of a foreign one; full tensors are read when they are asked.
+    """All tensors of our checkpoint, taken from a foreign one; each is read when needed.
 
     Args:
         state: of the foreign run.
@@ -90,7 +90,7 @@ def placed_tensors(
 def _of_model(
     tensors: ForeignTensors, base: BaseModel, layout: ModelLayout
 ) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
-    """By our names; the files' own rules split and join what the model has otherwise."""
+    """Tensors by our names; the layout's own rules split and join matrices."""
     holders = storage_of(base.architecture, layout).holders(tensors)
     return {name: (holder.dtype, holder.read) for name, holder in holders.items()}
 
@@ -98,11 +98,7 @@ def _of_model(
 def _of_adapter(
     tensors: ForeignTensors, base: BaseModel, adapter: Path
 ) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
-    """By our names.
-
-    Raises:
-        UserError: a layer of the adapter is several of ours, which would be trained apart.
-    """
+    """Tensors of an adapter by our names."""
     read = {name: tensor.read() for name, tensor in tensors.items()}
     found = adapter_tensors(read, adapter, base)
     if len(found) > len(read):

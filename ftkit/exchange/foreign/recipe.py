@@ -24,11 +24,11 @@ from ftkit.utils.yaml_files import dump_yaml, load_yaml
 _OF_ADAM = ("betas", "eps", "weight_decay")
 """Settings of an optimizer that are taken over where its state says them."""
 _LEAST_SHARE = 1e-3
-"""Of the full learning rate, from which that one is not computed back."""
+"""Share of the full learning rate below which that one is not computed back."""
 
 
 class ImportRecipe:
-    """Reads a recipe, with more and more of what the foreign checkpoint tells below it."""
+    """A recipe whose defaults come from a foreign checkpoint, step by step."""
 
     def __init__(
         self, run: ForeignRun, files: Sequence[str | Path], overrides: Sequence[Override], out: Path
@@ -53,11 +53,11 @@ class ImportRecipe:
         self._run = run
 
     def tell(self, keys: Mapping[str, Any]) -> None:
-        """Add what the checkpoint tells; the user's own keys still win."""
+        """Add keys that come from the checkpoint; the user's own keys still win."""
         self._told = _merged(self._told, keys)
 
     def read(self) -> Recipe:
-        """The recipe as far as it is known.
+        """Resolve the recipe with all that is known so far.
 
         Raises:
             UserError: it is not valid, or says neither base model nor data.
@@ -190,17 +190,17 @@ _OWN_ORDER = (
 _UNUSUAL = 0.05
 """Relative difference of batch sizes that is worth a word."""
 _WHOLE = 1e-3
-"""How far a count computed from an epoch may lie from a whole number: epochs are floats."""
+"""Tolerance of counts that are computed from an epoch, which is a float."""
 
 
 @dataclass(frozen=True)
 class PositionInData:
-    """Where in the data a run goes on."""
+    """Position in the data at which a run goes on."""
 
     samples: int
     """Consumed so far."""
     lines: Sequence[str]
-    """What the user should know of it."""
+    """Report lines about it."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a recipe that follow from it."""
 
@@ -256,13 +256,9 @@ def position_in_data(state: ForeignState, asked: ImportRecipe, of_epoch: int) ->
 
 
 def _accumulated(step: int, epochs: float, micro_batch: int, of_epoch: int) -> int | None:
-    """Forward passes in a step, if the run had data of this size; None: it had not.
+    """Forward passes in a step, if the run's data had this size; None: it had another.
 
-    Args:
-        step: steps done.
-        epochs: passes over the data.
-        micro_batch: samples of one forward pass on all processes.
-        of_epoch: samples of an epoch.
+    `micro_batch` and `of_epoch` count samples: of a forward pass on all processes, of an epoch.
     """
     in_epoch = math.ceil(of_epoch / micro_batch)
     whole_epochs = math.floor(epochs + _WHOLE / in_epoch)

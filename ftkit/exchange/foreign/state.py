@@ -19,9 +19,9 @@ from ftkit.recipe.recipe import Method
 from ftkit.utils.damaged_files import reading
 
 _MOST = 2**53
-"""From here on not every number is one of JSON's; no training gets that far."""
+"""Limit of counts: above it, JSON cannot hold every number, and no training gets there."""
 ForeignTensors = Mapping[str, WeightTensor]
-"""By Hugging Face's names, of adapters by PEFT's, or by others: as `ForeignState.layout` says."""
+"""Tensors by the names of Hugging Face, PEFT or others: see `ForeignState.layout`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ParameterGroup:
     """Parameters with the same settings of the optimizer."""
 
     names: tuple[str, ...]
-    """Of the parameters."""
+    """Names of the parameters."""
     settings: Mapping[str, Any]
     """lr, initial_lr, weight_decay, betas, eps, ..., as far as the program keeps them."""
 
@@ -51,7 +51,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignState:
-    """The state of training in a foreign checkpoint; its tensors are read when they are asked."""
+    """The state of training in a foreign checkpoint; its tensors are read when needed."""
 
     step: int
     """Optimizer steps done."""
@@ -62,11 +62,11 @@ class ForeignState:
     epochs: float | None = None
     """Passes over the data; None: the program does not say."""
     loss: float | None = None
-    """Of the newest step that was logged."""
+    """Loss of the newest step that was logged."""
     layout: ModelLayout | Literal["ftkit"] = "hf"
-    """Whose names the tensors have; ftkit: those of our checkpoints."""
+    """Naming of the tensors; ftkit: as in our checkpoints."""
     parameters: ForeignTensors
-    """Trained parameters, in the highest precision that is there."""
+    """Trained parameters, in the highest available precision."""
     moments: Mapping[str, ForeignTensors] | None
     """State of the optimizer, by torch's names of its kinds (exp_avg, ...). None: the program has
     kept none, so that the optimizer begins anew."""
@@ -75,7 +75,7 @@ class ForeignState:
     groups: Sequence[ParameterGroup]
     """All parameters that the optimizer updates."""
     notes: Sequence[str] = ()
-    """What was not taken over, and what that means."""
+    """Notes about what was not taken over, and its effect."""
 
     def __post_init__(self) -> None:
         """Refuse what no training can come to.
@@ -98,13 +98,13 @@ class ForeignState:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Of the group with the most parameters."""
+        """Settings of the group with the most parameters."""
         largest = max(self.groups, key=lambda group: len(group.names), default=None)
         return {} if largest is None else largest.settings
 
     @property
     def learning_rate(self) -> float | None:
-        """Of the next step; None: the program does not say."""
+        """Learning rate of the next step; None: the program does not say."""
         found = self.settings.get("lr")
         return float(found) if found is not None else None
 
@@ -129,15 +129,15 @@ class TrainedModel:
 
     @cached_property
     def parameters(self) -> tuple[TrainedParameter, ...]:
-        """In the order of transformers' (and PEFT's) modules."""
+        """Trained parameters in the order of transformers' (and PEFT's) modules."""
         return trained_parameters(self.base, self.adapter)
 
 
 class ForeignRun(ABC):
-    """A checkpoint of another program, of which the small files are read."""
+    """A checkpoint of another program, whose small files have been read."""
 
     program: str
-    """What wrote it, for messages."""
+    """Program that wrote it, for messages."""
 
     def __init__(self, directory: Path) -> None:
         """Look at a checkpoint; see `told`.
@@ -149,7 +149,7 @@ class ForeignRun(ABC):
 
     @property
     def method(self) -> Method | None:
-        """How the model is adapted; None: the recipe has to say."""
+        """Method of the run; None: the recipe has to say."""
         return None
 
     @property
@@ -190,7 +190,7 @@ class ForeignRun(ABC):
     def _state(self, model: TrainedModel) -> ForeignState: ...
 
     def broken(self, what: str) -> UserError:
-        """What is said of a checkpoint that is not as its program writes it."""
+        """Error for a checkpoint that its program would not write."""
         return UserError(
             f"{self.directory} ({self.program}): {what}. Give a whole checkpoint, and the base "
             "model and method (full or LoRA) that it is of."

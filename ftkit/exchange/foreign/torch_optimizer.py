@@ -41,7 +41,7 @@ class NamedState:
             kind: {name: held(tensor) for name, tensor in tensors.items()}
             for kind, tensors in moments.items()
         }
-        """By kind and name."""
+        """State tensors by kind and name."""
 
     def _sorted(
         self, content: Any, names: Sequence[Sequence[str]], file: Path
@@ -134,7 +134,7 @@ def names_by_shape(
 def _agrees(
     numbers: Sequence[int], parameters: Sequence[TrainedParameter], states: Mapping[int, Any]
 ) -> bool:
-    """Whether as many parameters have state of their own shapes."""
+    """Whether the counts agree and each state has the shape of its parameter."""
     if len(numbers) != len(parameters):
         return False
     return all(

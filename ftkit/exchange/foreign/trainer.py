@@ -107,7 +107,7 @@ class TrainerRun(ForeignRun):
         )
 
     def _gathered(self, model: TrainedModel) -> ForeignState:
-        """What one rank of FSDP has written of all; the optimizer's state is by names."""
+        """State that rank 0 of FSDP gathered and wrote; the optimizer's is keyed by names."""
         of_model, of_optimizer = (self.directory / name for name in _GATHERED)
         weights, content = load_torch_file(of_model), load_torch_file(of_optimizer)
         if not isinstance(weights, dict):

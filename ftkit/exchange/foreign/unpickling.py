@@ -26,20 +26,20 @@ from ftkit.utils.damaged_files import reading
 
 
 class Inert:
-    """In the place of an object of another program: holds what it is given, and does nothing."""
+    """Stand-in for an object of another program: holds what it is given, and does nothing."""
 
     def __new__(cls, *arguments: Any) -> "Inert":
-        """As pickles make objects."""
+        """Make an object as pickles do."""
         made = super().__new__(cls)
         made.arguments, made.state = arguments, {}
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """As they call classes; what is given is held already."""
+        """Keep the arguments; `__new__` has stored them already."""
         self.arguments: tuple[Any, ...] = arguments
-        """Of its constructor."""
+        """Arguments of its constructor."""
         self.state: Any = {}
-        """What it held: its attributes by name, or what its class has made of them."""
+        """Its attributes by name, or the state that its class stored instead."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -51,7 +51,7 @@ class Inert:
         return self is other
 
     __iter__ = None
-    """Else `tuple(inert)` would call `__getitem__` with 0, 1, 2, ... without end."""
+    """Without this, `tuple(inert)` would call `__getitem__` with 0, 1, 2, ... without end."""
     __contains__ = None
 
     def __getitem__(self, name: str) -> Any:
@@ -105,7 +105,7 @@ _VALUES: Mapping[str, Any] = MappingProxyType(
         **{str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)},
     }
 )
-"""What `.metadata` may name besides; the classes among them do nothing but hold values."""
+"""Other names allowed in `.metadata`; the classes among them only hold values."""
 _WRITTEN = "a file as torch.save has written it since torch 1.6"
 _BLOCK_BYTES = 2**20
 _METADATA = "the .metadata of torch.distributed.checkpoint"
@@ -113,7 +113,7 @@ _NAMED = re.compile(r"(?:GLOBAL |[Uu]nsupported (?:global|class|operand)[^\w]*)(
 
 
 def load_torch_file(file: Path, stand_ins: tuple[str, ...] = ()) -> Any:
-    """What torch.save wrote: tensors, mapped into memory, in containers of plain values.
+    """Load a file of torch.save: tensors, mapped into memory, in containers of plain values.
 
     Args:
         file: it.
@@ -130,7 +130,7 @@ def load_torch_file(file: Path, stand_ins: tuple[str, ...] = ()) -> Any:
 
 
 def load_torch_bytes(content: bytes, file: Path) -> Any:
-    """The same of a part of a file, without stand-ins."""
+    """Load a part of a file that torch.save wrote, without stand-ins."""
     with reading(file, _WRITTEN, advice="Copy the whole checkpoint again."):
         with zipfile.ZipFile(io.BytesIO(content)) as members:
             stored = _verified_sizes(members, len(content))
@@ -138,13 +138,9 @@ def load_torch_bytes(content: bytes, file: Path) -> Any:
 
 
 def _verified_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
-    """How many records of each size a file has, after a look at their checksums.
+    """Count the records of a file by size, after verifying their checksums.
 
     torch maps records without that look; an import reads all of them once anyway.
-
-    Raises:
-        ValueError: the file is not stored as torch.save stores it.
-        zipfile.BadZipFile: a record has other bytes than were written.
     """
     sizes = record_sizes(archive, size_bytes)
     for record in archive.infolist():
@@ -174,9 +170,6 @@ def _check_tensors(content: Any, stored: Counter[int]) -> None:
 
     torch maps as many bytes as the pickle says, from the start of the storage on: what is beyond
     its end are bytes of its neighbour.
-
-    Raises:
-        ValueError: there is one.
     """
     seen: set[int] = set()
     storages: dict[int, int] = {}
@@ -206,10 +199,10 @@ def _check_tensors(content: Any, stored: Counter[int]) -> None:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Of `.metadata`: every name is looked up in two fixed lists, and nowhere else."""
+    """Unpickler of `.metadata`: every name is looked up in two fixed lists, and nowhere else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for."""
+        """Look up a name in the two lists."""
         full = f"{module}.{name}"
         if full in _IN_METADATA:
             return Inert
@@ -218,7 +211,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise _NotListed(full)
 
     def persistent_load(self, pid: Any) -> Any:
-        """Of objects outside the file, of which there are none."""
+        """Refuse objects outside the file, of which there are none."""
         raise _NotListed(f"persistent object {pid!r}"[:100])
 
 
@@ -227,7 +220,7 @@ class _NotListed(Exception):
 
 
 def load_metadata(file: Path) -> Inert:
-    """What `.metadata` of torch.distributed.checkpoint holds.
+    """Load `.metadata` of torch.distributed.checkpoint.
 
     Raises:
         UserError: missing, damaged, or it names what such files do not.
@@ -244,7 +237,7 @@ def load_metadata(file: Path) -> Inert:
 
 
 def held(tensor: Tensor) -> WeightTensor:
-    """A tensor that is there, as those in files are."""
+    """Wrap a tensor in memory like those in files."""
     return WeightTensor(tensor.shape, tensor.dtype, lambda: tensor)
 
 

@@ -34,9 +34,9 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "phi3": "phi3",
 }
-"""What llama.cpp calls the families that are written, by model_type."""
+"""Names in llama.cpp of the families that can be written, by model_type."""
 _GEMMA2_27B_LAYERS = 46
-"""By which llama.cpp tells it: its attention is scaled by the width of the model."""
+"""Layers by which llama.cpp recognises it: its attention is scaled by the model's width."""
 _DEFAULT_THETA = 10000.0
 
 
@@ -71,7 +71,7 @@ def complete_settings(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _obstacles(settings: Mapping[str, Any]) -> list[str]:
-    """What of a model llama.cpp would compute otherwise."""
+    """Features of a model that llama.cpp would compute differently."""
     family, rope = settings["model_type"], settings["rope_parameters"]
     kind = rope.get("rope_type", "default")
     known = {"llama": ("linear", "llama3"), "mistral": ("linear", "llama3"), "phi3": ("longrope",)}
@@ -108,7 +108,7 @@ def _obstacles_of_gemma2(settings: Mapping[str, Any]) -> list[str]:
 
 
 def model_metadata(settings: Mapping[str, Any]) -> GgufMetadata:
-    """What llama.cpp has to know of a model, by its keys.
+    """Metadata of a model by llama.cpp's keys.
 
     Args:
         settings: from `complete_settings`.
@@ -205,9 +205,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md"""
 _SPACE = "▁"
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
-"""What llama.cpp's converter gives tokens that no merge makes."""
+"""Scores that llama.cpp's converter gives tokens that no merge makes."""
 _OTHER_SPECIALS = {"unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
-"""As GGUF spells them."""
+"""Keys of special tokens, in GGUF's spelling."""
 _SAMPLES = (
     "The quick brown fox (aged 7) didn't jump over 1234567 lazy dogs; it's 3.14, isn't it?",
     "def main(a, b):\n    return a ** b  # twice\n\n\n\tprint('ok!!!')\r\n",
@@ -227,7 +227,7 @@ def vocabulary_metadata(
     template: str | None,
     end_ids: Sequence[int],
 ) -> GgufMetadata:
-    """What a GGUF file says of a tokenizer.
+    """Metadata of a tokenizer by llama.cpp's keys.
 
     Args:
         tokenizer: of the model.
@@ -270,7 +270,7 @@ def vocabulary_metadata(
 
 
 def _is_pieces(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether a tokenizer.json is one of SentencePiece, with a token for each byte; else BPE."""
+    """Whether a tokenizer.json comes from SentencePiece, with byte tokens; else it is BPE."""
     model = tokenizer.processor.model
     if type(model).__name__ != "BPE":
         raise _refusal(name, f"is of the kind {type(model).__name__}")
@@ -342,7 +342,7 @@ def _pieces(
 
 
 def _sentencepiece(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> Any:
-    """The model in tokenizer.model; None: there is none, or it is no SentencePiece."""
+    """SentencePiece model in tokenizer.model; None: missing, or of another kind."""
     if tokenizer.backend == "sentencepiece":
         return tokenizer.processor
     if "tokenizer.model" not in files:
@@ -366,7 +366,7 @@ def _kind_of_piece(model: Any, number: int) -> int:
 
 
 def _added_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[int, tuple[str, bool]]:
-    """Texts of tokens that are found by spelling them out, and whether they are not text."""
+    """Texts of added tokens, and whether each is special."""
     if tokenizer.backend == "huggingface":
         added = tokenizer.processor.get_added_tokens_decoder()
         return {
@@ -381,7 +381,7 @@ def _added_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[int,
 
 
 def _looks_special(text: str) -> bool:
-    """Whether a token is none of a text, whatever its file says; as llama.cpp's converter has it.
+    """Whether a token looks special, by the rules of llama.cpp's converter.
 
     Files of some models (Command R, Gemma 2, DeepSeek) do not mark such tokens.
     """
@@ -391,7 +391,7 @@ def _looks_special(text: str) -> bool:
 
 
 def _begins_with_space(tokenizer: Tokenizer) -> bool:
-    """Whether a space is put before a text."""
+    """Whether the tokenizer puts a space before a text."""
     if tokenizer.backend == "sentencepiece":
         return str(tokenizer.processor.encode("a", out_type=str)[0]).startswith(_SPACE)
     tokens = tokenizer.processor.encode("a", add_special_tokens=False).tokens
@@ -427,7 +427,7 @@ def _special_tokens(
 
 
 def _check(metadata: GgufMetadata, tokenizer: Tokenizer, name: str) -> None:
-    """Refuse what, read back, would cut texts otherwise than the model's own tokenizer."""
+    """Refuse metadata that, read back, would tokenise texts differently than the model's own."""
     from tokenizers import Tokenizer as Processor
 
     arrays = {"tokenizer.ggml.token_type": np.int32, "tokenizer.ggml.scores": np.float32}

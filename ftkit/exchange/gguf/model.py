@@ -47,7 +47,7 @@ from ftkit.recipe.options import ExportOptions, GgufNumbers
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
 from ftkit.utils.progress import OnProgress
 
-OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {
+_OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {
     torch.float32: "f32",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
@@ -70,10 +70,10 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     require_gguf()
     out = options.directory
     base = open_result(result)
-    settings = settings_for_gguf(base)
+    settings = _settings_for_gguf(base)
     family = settings["model_type"]
     _, first = next(full_weights(result, base))
-    numbers = options.quantization or OF_DTYPES[first.dtype]
+    numbers = options.quantization or _OF_DTYPES[first.dtype]
     names = tensor_names(settings)
     factors = rotary_factors(settings)
     planned = {name: planned_tensor(name, values.shape, "f32") for name, values in factors.items()}
@@ -103,7 +103,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
         for name, values in factors.items():
             yield name, torch.from_numpy(values)
         for theirs, tensor in stored:
-            yield ours[theirs], as_llama_cpp(ours[theirs], tensor, settings)
+            yield ours[theirs], _as_llama_cpp(ours[theirs], tensor, settings)
 
     with output_directory(out, overwrite=options.overwrite) as partial:
         write_file(
@@ -122,12 +122,8 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     return out / file
 
 
-def settings_for_gguf(base: BaseModel) -> dict[str, Any]:
-    """All settings of a model that a GGUF file is written of.
-
-    Raises:
-        UserError: as `complete_settings`; or the model is not described for Hugging Face.
-    """
+def _settings_for_gguf(base: BaseModel) -> dict[str, Any]:
+    """All settings of a model that a GGUF file is written of."""
     known = dict(base.settings) or base.architecture.settings_in("hf")
     if known is None:
         raise UserError(
@@ -140,14 +136,8 @@ def settings_for_gguf(base: BaseModel) -> dict[str, Any]:
     )
 
 
-def as_llama_cpp(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """A tensor of Hugging Face's in llama.cpp's order and convention.
-
-    Args:
-        name: llama.cpp's.
-        tensor: rows are outputs.
-        settings: from `settings_for_gguf`.
-    """
+def _as_llama_cpp(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Convert a tensor of Hugging Face, whose rows are outputs, to llama.cpp's convention."""
     family = settings["model_type"]
     if family in ("llama", "mistral") and (".attn_q." in name or ".attn_k." in name):
         return _pairs_beside_each_other(tensor, settings["head_dim"])
@@ -175,7 +165,7 @@ def _described(result: Result, base: BaseModel) -> GgufMetadata:
 
 
 _PREFIX = "base_model.model."
-"""Of PEFT's names."""
+"""Prefix of PEFT's names."""
 _MATRICES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b"}
 
 
@@ -196,13 +186,13 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     keys = adapter_keys(directory)
     _check_kind(result, keys)
     base = open_result(result, options.checkpoint_dir, "--checkpoint_dir")
-    settings = settings_for_gguf(base)
+    settings = _settings_for_gguf(base)
     theirs = {
         name.removesuffix(".weight"): ours for ours, (name, _) in tensor_names(settings).items()
     }
     stored = stored_adapter(directory)
     first = next(iter(stored.values()))
-    numbers = options.quantization or OF_DTYPES[first.dtype]
+    numbers = options.quantization or _OF_DTYPES[first.dtype]
     names = {name: _name_in_gguf(name, theirs, result) for name in stored}
     planned: dict[str, PlannedTensor] = {
         names[name]: planned_tensor(names[name], tuple(tensor.shape), numbers)
@@ -222,7 +212,7 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
         for name, tensor in stored.items():
             ours = names[name]
             if ours.endswith("lora_b"):
-                tensor = as_llama_cpp(ours, tensor, settings)
+                tensor = _as_llama_cpp(ours, tensor, settings)
                 factor = factors[name]
                 tensor = tensor if factor == 1 else tensor.float() * factor
             yield ours, tensor
@@ -266,7 +256,7 @@ def _name_in_gguf(name: str, theirs: Mapping[str, str], result: Result) -> str:
 
 
 def _factors(directory: Path, stored: Mapping[str, Tensor]) -> dict[str, float]:
-    """What B is multiplied by where PEFT scales a layer otherwise than by alpha / rank.
+    """Factor for B in layers that PEFT scales by something other than alpha / rank.
 
     llama.cpp has one alpha for all layers, and takes the rank from B.
     """

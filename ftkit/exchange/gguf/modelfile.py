@@ -29,12 +29,12 @@ _SPACES = str.maketrans("\t\n", "  ")
 
 @dataclass(frozen=True, kw_only=True)
 class _Turns:
-    """What stands around the turns of each role."""
+    """Texts around the turns of each role."""
 
     begin: str
     """Before everything; without the BOS that llama.cpp puts there itself."""
     default_system: str
-    """The turn that begins a conversation in which the system says nothing; "": there is none."""
+    """Default system turn of a conversation without a system message; "": none."""
     system: tuple[str, str] | None
     """None: the template takes no system message."""
     user: tuple[str, str]
@@ -43,7 +43,7 @@ class _Turns:
     """After the last turn of a user."""
 
     def text(self, messages: Sequence[dict[str, str]]) -> str:
-        """What the template makes of a conversation that ends with a user."""
+        """Render a conversation that ends with a user."""
         is_told = any(message["role"] == "system" for message in messages)
         parts = [self.begin, "" if is_told else self.default_system]
         for message in messages:
@@ -53,12 +53,12 @@ class _Turns:
 
     @property
     def roles(self) -> dict[str, tuple[str, str]]:
-        """What stands around a turn, by its role."""
+        """Texts around a turn, by its role."""
         own = {"user": self.user, "assistant": self.assistant}
         return own if self.system is None else {"system": self.system} | own
 
     def as_go(self) -> str:
-        """As Go's text/template, with Ollama's variables."""
+        """Template in Go's text/template, with Ollama's variables."""
         cases = [
             f'{{{{ if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{ end }}}}'
             for role, (before, after) in self.roles.items()
@@ -70,7 +70,7 @@ class _Turns:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing in the texts means something in Go's templates or Modelfiles.
+        """Whether the texts contain no syntax of Go's templates or Modelfiles.
 
         Reading a Modelfile, Ollama leaves out what cannot be printed, but for spaces and new lines.
         """
@@ -117,7 +117,7 @@ def _template_lines(base: BaseModel, prompting: Prompting) -> list[str]:
 def _turns_of(
     template: ChatTemplate, bos: str, ends: Collection[str], *, puts_bos: bool
 ) -> _Turns | None:
-    """What stands around turns; None: no such texts make what the template makes."""
+    """Texts around turns that reproduce the template; None: no such texts do."""
 
     def rendered(messages: Sequence[dict[str, str]]) -> str:
         return template.render(messages, add_generation_prompt=True)
@@ -140,11 +140,7 @@ def _turns_of(
 def _turns_after(
     begin: str, rendered: Callable[[Sequence[dict[str, str]]], str], ends: Collection[str]
 ) -> _Turns:
-    """What seems to stand around turns, in conversations that begin with a text.
-
-    Raises:
-        TemplateRefusal: the template takes no such conversation.
-    """
+    """Candidate texts around turns, in conversations that begin with a given text."""
     default = _default_system(rendered, begin, ends)
     first = rendered(_TURNS[1:2]).removeprefix(begin + default)
     user, _, begin_answer = first.partition(_FIRST)

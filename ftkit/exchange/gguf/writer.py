@@ -24,7 +24,7 @@ from ftkit.utils.progress import OnProgress
 _ALIGNMENT = 32
 """GGUF's own, where general.alignment is not said."""
 _CHUNK_NUMBERS = 2**22
-"""How many are in memory as float32 at a time, unless a row has more."""
+"""Numbers held in memory as float32 at a time, unless a row has more."""
 _LARGEST_F16 = 65504.0
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 """general.file_type: of most tensors; llama.cpp's llama_ftype."""
@@ -42,13 +42,13 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """In the file, without what fills it up to the next."""
+        """Bytes in the file, without padding."""
         _, numbers, block_bytes = BLOCKS[self.kind]
         return math.prod(self.shape) // numbers * block_bytes
 
 
 def planned_tensor(name: str, shape: tuple[int, ...], numbers: GgufNumbers) -> PlannedTensor:
-    """How a tensor is held: vectors and norms as float32, rows that no block divides as float16.
+    """Choose a tensor's format: vectors and norms float32, rows that blocks do not divide float16.
 
     Args:
         name: llama.cpp's.
@@ -76,7 +76,7 @@ def require_gguf() -> None:
 
 
 def file_bytes(tensors: Mapping[str, PlannedTensor]) -> int:
-    """Of the tensors of a file, with what lies between them."""
+    """Bytes of a file's tensors, with the padding between them."""
     return sum(_padded(tensor.nbytes) for tensor in tensors.values())
 
 

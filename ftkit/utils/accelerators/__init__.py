@@ -1,1 +1,1 @@
-"""Kinds of devices, and what is asked of them."""
+"""Kinds of devices, and functions for the device in use."""

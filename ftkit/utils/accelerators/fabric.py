@@ -9,7 +9,7 @@ from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
 
 
 class CurrentAccelerator(FabricAccelerator):
-    """Whatever torch.accelerator names, as Fabric asks for it."""
+    """The device that torch.accelerator names, behind Fabric's interface."""
 
     def setup_device(self, device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
@@ -41,7 +41,7 @@ class CurrentAccelerator(FabricAccelerator):
 
 
 def fabric_accelerator(kind: str) -> str | FabricAccelerator:
-    """What Fabric takes for a kind of device: a name of its own, or ours for any other.
+    """Accelerator to give to Fabric for a kind of device: its own name, or ours for any other.
 
     Its own tpu is torch_xla, which is no device of torch.accelerator.
     """

@@ -15,18 +15,18 @@ StrategyOfKind = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKind:
-    """What is known of a kind of device. The defaults hold for one that has no row."""
+    """Properties of a kind of device. The defaults hold for kinds without a row."""
 
     name: str
-    """As torch calls it in `torch.device`: cpu, cuda, xpu, mps, ..."""
+    """Name in `torch.device`: cpu, cuda, xpu, mps, ..."""
     noun: str = "device"
-    """What one of them is called in messages."""
+    """Word for one device in messages."""
     tried: bool = False
-    """Whether ftkit has been tried on it: on simulated ones at least."""
+    """Whether ftkit has been tested on it, at least on simulated devices."""
     communication: str | None = None
     """The backend of torch.distributed that takes its tensors; None: ranks cannot speak."""
     strategies: tuple[StrategyOfKind, ...] = ("single",)
-    """What runs on it."""
+    """Strategies that run on it."""
     counts_memory: bool = False
     """Whether torch.accelerator counts its memory: allocated, requested and reserved bytes."""
     allocator_block_bytes: int = 1
@@ -43,9 +43,9 @@ class DeviceKind:
     """Whether bitsandbytes' paged optimizers keep their state in memory that the driver moves to
     the host."""
     nvml_tells_use: bool = False
-    """Whether NVIDIA's library tells how busy it is."""
+    """Whether NVML reports how busy it is."""
     has_float64: bool = True
-    """Whether it computes in float64, in which losses are added up."""
+    """Whether it computes in float64, in which losses are summed."""
     has_flash: bool = False
     """Whether torch's flash attention over variable lengths runs on it, in 16 bits."""
     has_triton: bool = False
@@ -99,7 +99,7 @@ DEVICE_KINDS = {
 
 
 def device_kind(name: str) -> DeviceKind:
-    """What is known of a kind; of one without a row, what holds for all."""
+    """Properties of a kind; the defaults for one without a row."""
     return DEVICE_KINDS.get(name) or DeviceKind(name=name)
 
 

@@ -1,4 +1,4 @@
-"""Device in use: what is asked of it that torch.accelerator does not answer for every kind."""
+"""Functions for the device in use that torch.accelerator does not offer for every kind."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 
 
 def accelerator_in_use() -> torch.device | None:
-    """The kind of device that this process has begun to compute on; None: on the host alone."""
+    """The kind of device that this process has started to use; None: only the host."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return None
@@ -34,7 +34,7 @@ def free_cached_memory() -> None:
 
 
 def product_name(device: torch.device) -> str | None:
-    """Of a device, as its maker calls it; None: it is the host, or torch does not say."""
+    """Product name of a device; None: it is the host, or torch does not say."""
     if device.type == HOST_KIND:
         return None
     name = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -42,7 +42,7 @@ def product_name(device: torch.device) -> str | None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """In which losses and counts are added up: float64 where a device has it."""
+    """Number format for sums of losses and counts: float64 where a device has it."""
     return torch.float64 if device_kind(device.type).has_float64 else torch.float32
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of a Braille character by row and column, from U+2800 on."""
 _LOGARITHMIC_FROM = 20.0
-"""How many times the lowest value the highest must be for a logarithmic scale."""
+"""Ratio of highest to lowest value from which the scale is logarithmic."""
 
 
 def curve(
@@ -51,7 +51,7 @@ def _label(value: float) -> str:
 
 
 def means(values: Sequence[float], count: int) -> list[float]:
-    """At most so many values: means of neighbours where there are more."""
+    """Reduce values to at most `count`, by means of neighbours."""
     if len(values) <= count:
         return list(values)
     edges = [round(i * len(values) / count) for i in range(count + 1)]
@@ -59,7 +59,7 @@ def means(values: Sequence[float], count: int) -> list[float]:
 
 
 def _resampled(values: Sequence[float], count: int) -> list[float]:
-    """As many values as there is room for: means of more, straight lines between fewer."""
+    """Exactly `count` values: means of more, straight lines between fewer."""
     if len(values) > count:
         return means(values, count)
     if len(values) == 1:
@@ -74,7 +74,7 @@ def _resampled(values: Sequence[float], count: int) -> list[float]:
 
 
 def _levels(values: list[float], low: float, high: float, most: int) -> list[int]:
-    """How far below the top each value is drawn."""
+    """Distance of each value from the top, in dots."""
     if low > 0 and high / low > _LOGARITHMIC_FROM:
         values, low, high = [math.log(max(v, low)) for v in values], math.log(low), math.log(high)
     if high == low:

@@ -36,7 +36,7 @@ def whole_page(title: str, body: str, style: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Any text as HTML, without what is no character."""
+    """Escape a text for HTML, without control characters."""
     return html.escape(printable(text))
 
 

@@ -21,7 +21,7 @@ REPORT_WIDTH = 80
 
 
 class LastingStream:
-    """A text stream that never raises; the first failure is told to on_failure."""
+    """A text stream that never raises; on_failure gets the first error."""
 
     def __init__(self, stream: TextIO, on_failure: Callable[[OSError], None]) -> None:
         self._stream = stream
@@ -34,7 +34,7 @@ class LastingStream:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def fileno(self) -> int:
-        """Its descriptor; an OSError if it has none."""
+        """File descriptor; raises OSError if there is none."""
         return self._stream.fileno()
 
     def isatty(self) -> bool:
@@ -172,4 +172,4 @@ class Value:
 
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMG]iB|B|ms|s|min|h)\b|%)")
 _JOINT = "\ue000"
-"""As wide as a space, and nothing that lines break at."""
+"""Placeholder as wide as a space, at which rich does not break lines."""

@@ -25,5 +25,5 @@ def recipe_file(file: Path) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Recipes and sweeps that come with ftkit, as they are asked for."""
+    """Names of recipes and sweeps that come with ftkit, with the prefix `embedded:`."""
     return [f"{PREFIX}{f.relative_to(_RECIPES)}" for f in sorted(_RECIPES.rglob("*.yaml"))]
