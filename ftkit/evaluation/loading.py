@@ -16,7 +16,7 @@ from ftkit.evaluation.prompting import Prompting, prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.language_model import LanguageModel, outline, outline_plain
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Whole, fill
 from ftkit.models.lora.load import check_shapes, read_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -26,7 +26,6 @@ from ftkit.models.pretrained.base_model import (
     weights,
 )
 from ftkit.models.pretrained.fingerprint import fingerprint, implementation_of
-from ftkit.models.sharding import Whole
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.peft_adapter import CONFIG
 from ftkit.recipe.plan import Plan, make_plan

@@ -177,11 +177,11 @@ def _reaching(model: LanguageModel, length: int) -> Iterator[None]:
     if length <= usual:
         yield
         return
-    body.place_rotary_tables(body.device, length)
+    body.build_rope_cache(body.device, length)
     try:
         yield
     finally:
-        body.place_rotary_tables(body.device, usual)
+        body.build_rope_cache(body.device, usual)
 
 
 def answer_scores(

@@ -30,7 +30,7 @@ from ftkit.models.bodies.experts import PAIRS, packed_in
 from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.lora.experts import expert_pairs, merged_experts
 from ftkit.models.lora.layers import lora_layers
-from ftkit.models.lora.names import TRAINED, our_name
+from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.lora.variants import merged
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
@@ -70,7 +70,7 @@ def logits_of(
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)
         is_real[row, : len(sequence)] = True
-    model.eval().body.place_rotary_tables(_CPU, longest)
+    model.eval().body.build_rope_cache(_CPU, longest)
     with _filled_when_needed(model, values, progress):
         result: Tensor = model(tokens, is_real.flatten().nonzero().squeeze(1))
     return result

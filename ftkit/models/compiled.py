@@ -31,14 +31,14 @@ def compile_blocks(body: Body, output_layer: nn.Module) -> None:
 
     dynamo.optimize_ddp = False  # cuts whole models at its buckets, not blocks
     inductor.fallback_random = True  # dropout draws what it draws elsewhere
-    body.keep_apart()
+    body.exclude_from_compile()
     for block in body.blocks:
         plain = block.forward
         compiled = torch.compile(plain, dynamic=True, backend=BACKEND)
         block.forward = partial(_forward, compiled, plain)
     if isinstance(output_layer, OutputLayer):
-        compute = torch.compile(output_layer.loss_and_slope, dynamic=True, backend=BACKEND)
-        output_layer.loss_and_slope = compute
+        compute = torch.compile(output_layer.loss_and_grad, dynamic=True, backend=BACKEND)
+        output_layer.loss_and_grad = compute
 
 
 def _forward(

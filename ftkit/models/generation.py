@@ -77,7 +77,7 @@ def answer_in_tokens(
     length = len(prompt)
     room = min(length + max_new_tokens, model.architecture.context_length)
     if room > body.max_length:
-        body.place_rotary_tables(device, room)
+        body.build_rope_cache(device, room)
     generator = sampling.generator()
     newest, places = prompt.long().to(device), torch.arange(length, device=device)
     try:

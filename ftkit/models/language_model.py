@@ -16,8 +16,8 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.architectures.router_loss import RouterLoss
 from ftkit.models.bodies.attention import AttentionKernel
+from ftkit.models.bodies.body import Body
 from ftkit.models.bodies.routing import Routing
-from ftkit.models.bodies.select import body_of
 from ftkit.models.lora.layers import add_adapter
 from ftkit.models.loss import Head
 from ftkit.models.pretrained.base_model import BaseModel
@@ -117,9 +117,9 @@ def outline(
         model.lora = recipe
     model.head.label_smoothing = recipe.train.label_smoothing
     if recipe.kernels == "liger":
-        from ftkit.models.liger import put_kernels_in_place
+        from ftkit.models.liger import apply_liger
 
-        put_kernels_in_place(model, model.body.gated_mlps())
+        apply_liger(model, model.body.gated_mlps())
     if recipe.compile:
         from ftkit.models.compiled import compile_blocks
 
@@ -200,8 +200,7 @@ def outline_plain(
     with torch.device("meta"):
         model = LanguageModel(base.architecture, tied=tied)
         if kind is not None:
-            from ftkit.models.quantization import quantize
-            from ftkit.models.quantized_experts import quantize_experts
+            from ftkit.models.quantization import quantize, quantize_experts
 
             body, computing = model.body, compute_dtype or dtype
             quantize(body.blocks, kind, computing, body.kept_in_full)
@@ -214,3 +213,19 @@ def outline_plain(
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that an optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def body_of(architecture: Architecture) -> Body:
+    """Modules of an architecture, with its head, on torch's default device."""
+    # Each is imported where it is needed alone: it takes as long as all the rest, or is absent.
+    if architecture.implementation == "litgpt":
+        from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
+        from ftkit.models.bodies.litgpt_body import LitgptBody
+
+        assert isinstance(architecture, LitgptArchitecture)
+        return LitgptBody(architecture.config)
+    from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+    from ftkit.models.bodies.transformers_body import TransformersBody
+
+    assert isinstance(architecture, TransformersArchitecture), "the other implementation"
+    return TransformersBody(architecture)

@@ -23,7 +23,7 @@ _LARGEST_BLOCK = 2**15
 """Numbers of a row that the kernel of the loss takes at once, at most; as Liger has it."""
 
 
-def put_kernels_in_place(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> None:
+def apply_liger(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> None:
     """Have a model's norms, gated MLPs, rotary embeddings and loss computed by Liger's kernels.
 
     A layer whose variant Liger has no kernel for stays as it is.
@@ -45,7 +45,7 @@ def put_kernels_in_place(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> No
         elif isinstance(module, AttentionLayer) and module.rotation == "halves":
             module.rotate = _rotated
         elif isinstance(module, OutputLayer):
-            module.loss_and_slope = _loss_and_slope
+            module.loss_and_grad = _loss_and_grad
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def _loss_and_slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def _loss_and_grad(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """As torch's; the gradient takes the place of the logits."""
     from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
 

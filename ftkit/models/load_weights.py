@@ -1,7 +1,7 @@
-"""Loading of weights into a model that was made on the meta device."""
+"""Loading of weights into a model that was made on the meta device, whole or sharded."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -9,12 +9,60 @@ from torch import Tensor
 
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.lora.init import adapter_from_base, follows_from_base, initial_adapter
 from ftkit.models.lora.layers import lora_layers
-from ftkit.models.lora.names import is_adapter, our_name
+from ftkit.models.lora.targets import is_adapter, our_name
+from ftkit.models.lora.variants import adapter_from_base, follows_from_base, initial_adapter
 from ftkit.models.pretrained.base_model import BaseModel, weights
-from ftkit.models.sharding import Rows, Sharding
 from ftkit.utils.progress import OnProgress
+
+
+class Rows(Protocol):
+    """A tensor in memory, or in a file, of which some rows are asked for."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The rows."""
+
+
+class Sharding(Protocol):
+    """How a model gets its memory on this rank."""
+
+    def allocate(self, model: Any, device: torch.device) -> None:
+        """Give every parameter of the model its memory on this rank; the values are undefined."""
+
+    def put(self, model: nn.Module, name: str, value: Rows) -> None:
+        """Set a parameter; only what belongs to this rank is read from the value.
+
+        Every rank puts the same parameters in the same order.
+        """
+
+    def replace(self, parameter: nn.Parameter, value: Rows) -> None:
+        """Set a parameter of a model that has trained; every rank does so, in the same order."""
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free what was gathered for a forward pass that no backward pass has followed."""
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The full parameter, gathered from all ranks, which all call this."""
+
+
+class Whole:
+    """Every rank has every parameter."""
+
+    def allocate(self, model: Any, device: torch.device) -> None:
+        model.to_empty(device=device)
+        model.tie()
+
+    def put(self, model: nn.Module, name: str, value: Rows) -> None:
+        self.replace(model.get_parameter(name), value)
+
+    def replace(self, parameter: nn.Parameter, value: Rows) -> None:
+        parameter.data.copy_(value[:])
+
+    def reshard(self, model: nn.Module) -> None:
+        pass
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        return parameter.detach()
 
 
 def fill(
@@ -55,7 +103,7 @@ def fill(
         from ftkit.models.quantization import allocate
 
         allocate(model, device)
-    model.body.place_rotary_tables(device, rope_length)
+    model.body.build_rope_cache(device, rope_length)
 
     def put(ours: str, value: Rows) -> None:
         sharding.put(model, names[ours], value)

@@ -25,7 +25,7 @@ def rows_at_once(vocabulary: int) -> int:
     return min(max(LOGITS_AT_ONCE // vocabulary, FEWEST_ROWS), MOST_ROWS)
 
 
-def step_share(total: Tensor, label_tokens: Tensor | int) -> Tensor:
+def normalize_loss(total: Tensor, label_tokens: Tensor | int) -> Tensor:
     """What a micro-batch adds to the loss of its step, in nats per label token.
 
     The loss of a step is the sum of its token losses divided by its label tokens: so it is the
@@ -38,7 +38,7 @@ def step_share(total: Tensor, label_tokens: Tensor | int) -> Tensor:
     return total / label_tokens
 
 
-def loss_and_slope(
+def loss_and_grad(
     logits: Tensor, wanted: Tensor, softcap: float | None, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy in float32, and its gradient in the number format of the logits.
@@ -49,42 +49,42 @@ def loss_and_slope(
         softcap: of the logits.
         smoothing: how much of each label is spread evenly over the vocabulary.
     """
-    bent = None
+    capped = None
     if softcap:
-        bent = torch.tanh(logits.float() / softcap)
-        slope = torch.log_softmax(bent * softcap, 1)
+        capped = torch.tanh(logits.float() / softcap)
+        grad = torch.log_softmax(capped * softcap, 1)
     else:
-        slope = torch.log_softmax(logits, 1, dtype=torch.float32)
-    loss = -slope.gather(1, wanted).sum()
+        grad = torch.log_softmax(logits, 1, dtype=torch.float32)
+    loss = -grad.gather(1, wanted).sum()
     if smoothing:
-        evenly = smoothing / slope.size(1)
-        loss = (1 - smoothing) * loss - evenly * slope.sum()
-        slope.exp_().sub_(evenly)
-        slope.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=slope.dtype))
+        evenly = smoothing / grad.size(1)
+        loss = (1 - smoothing) * loss - evenly * grad.sum()
+        grad.exp_().sub_(evenly)
+        grad.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
     else:
-        slope.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=slope.dtype))
-    if bent is not None:
-        slope.mul_(1 - bent.square_())
-    return loss, slope if logits.dtype == slope.dtype else logits.copy_(slope)
+        grad.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=grad.dtype))
+    if capped is not None:
+        grad.mul_(1 - capped.square_())
+    return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
 
 
 def in_cache(
     compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], logits: Tensor, wanted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`loss_and_slope` of so few rows at once that a CPU's caches hold them.
+    """`loss_and_grad` of so few rows at once that a CPU's caches hold them.
 
     Args:
-        compute: `loss_and_slope` with its softcap.
+        compute: `loss_and_grad` with its softcap.
         logits: [n, vocabulary]; written over.
         wanted: [n, 1], the right ones.
     """
     rows = max(1, LOGITS_IN_CACHE // logits.size(1))
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     for part, right in zip(logits.split(rows), wanted.split(rows), strict=True):
-        loss, slope = compute(part, right)
+        loss, grad = compute(part, right)
         total += loss
-        if slope is not part:
-            part.copy_(slope)
+        if grad is not part:
+            part.copy_(grad)
     return total, logits
 
 
@@ -95,7 +95,7 @@ class OutputLayer(nn.Linear):
     backward pass. So nothing is kept of the logits, and no product is computed twice.
     """
 
-    loss_and_slope: Callable[..., tuple[Tensor, Tensor]] = staticmethod(loss_and_slope)
+    loss_and_grad: Callable[..., tuple[Tensor, Tensor]] = staticmethod(loss_and_grad)
     """May be another one that computes the same."""
 
     def forward(
@@ -113,7 +113,7 @@ class OutputLayer(nn.Linear):
             rows: [n, width].
             labels: [n]; None asks for logits.
             softcap: of the logits, if there are labels.
-            smoothing: see `loss_and_slope`.
+            smoothing: see `loss_and_grad`.
             on_cpu: whether a CPU computes; where a GPU's memory is predicted, it does not.
 
         Returns:
@@ -122,7 +122,7 @@ class OutputLayer(nn.Linear):
         """
         if labels is None:
             return super().forward(rows)
-        compute = partial(self.loss_and_slope, softcap=softcap)
+        compute = partial(self.loss_and_grad, softcap=softcap)
         if smoothing:
             compute = partial(compute, smoothing=smoothing)
         if on_cpu:
@@ -159,10 +159,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             for start in range(0, max(len(rows), 1), step):  # without rows, gradients of zero
                 part, wanted = rows[start : start + step], labels[start : start + step, None]
-                loss, slope = compute(F.linear(part, weight, bias), wanted)
+                loss, grad = compute(F.linear(part, weight, bias), wanted)
                 total += loss
-                gradients.add(start, part, slope, weight)
-                del slope
+                gradients.add(start, part, grad, weight)
+                del grad
         ctx.gradients = gradients
         return total
 
@@ -183,27 +183,27 @@ class _Gradients:
         self._weight_dtype = weight.dtype
         self._bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
 
-    def add(self, start: int, part: Tensor, slope: Tensor, weight: Tensor) -> None:
+    def add(self, start: int, part: Tensor, grad: Tensor, weight: Tensor) -> None:
         """Add what some rows give.
 
         Args:
             start: their place among all.
             part: [n, width], the rows.
-            slope: [n, vocabulary], the gradient of their logits.
+            grad: [n, vocabulary], the gradient of their logits.
             weight: [vocabulary, width], in the same number format.
         """
         if self._rows is not None:
-            self._rows[start : start + len(part)] = slope @ weight
+            self._rows[start : start + len(part)] = grad @ weight
         if self._bias is not None:
-            self._bias += slope.sum(0)
+            self._bias += grad.sum(0)
         if not self._needed[1]:
             return
         if self._weight is None:
-            self._weight = (slope.t() @ part).to(self._weight_dtype)
-        elif self._weight_dtype == slope.dtype:
-            self._weight.addmm_(slope.t(), part)
+            self._weight = (grad.t() @ part).to(self._weight_dtype)
+        elif self._weight_dtype == grad.dtype:
+            self._weight.addmm_(grad.t(), part)
         else:  # sums of a mixed precision are float32
-            self._weight += slope.t() @ part
+            self._weight += grad.t() @ part
 
     def times(self, factor: Tensor) -> Iterator[Tensor | None]:
         """Of rows, weight and bias, for a loss that is multiplied with a scalar; once."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.errors import is_out_of_memory
 from ftkit.models.bodies.experts import packed_in
-from ftkit.models.quantized_layer import QuantizedLayer
 from ftkit.planning.tracker import LiveTensors, Stretch, highest
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.simulated_step import Snapshot
@@ -287,7 +286,7 @@ def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Ten
         for parameter in module.parameters(recurse=False):
             yield from strategy.parameter_memory(parameter)
         yield from module.buffers(recurse=False)
-        if isinstance(module, QuantizedLayer):
+        if hasattr(module, "unpacked"):  # a quantised layer, whose scales are no parameters
             yield from tensors_in(vars(module))
         for matrices in packed_in(module).values():
             yield from tensors_in(vars(matrices))

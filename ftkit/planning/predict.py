@@ -10,13 +10,13 @@ from typing import Any, Literal
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.dry_run import require_trainable
 from ftkit.models.lora.save import check_adapter
 from ftkit.models.pretrained.base_model import BaseModel, checked_length
 from ftkit.models.pretrained.blueprint import read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
 from ftkit.models.pretrained.save import layout_of
-from ftkit.models.trial import require_trainable
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.planning.memory import PredictedMemory, heaviest_micro_batch, predict
 from ftkit.planning.sequence_length import SequenceLength, sequence_length

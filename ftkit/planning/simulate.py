@@ -26,7 +26,7 @@ from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.flops import parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
-from ftkit.models.loss import step_share
+from ftkit.models.loss import normalize_loss
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.checks import has_liger
@@ -147,7 +147,7 @@ def _run(
         context = base.architecture.context_length
         asked = recipe.train.max_seq_length or context
         answers = recipe.eval.max_new_tokens or 0
-        model.body.place_rotary_tables(CPU, min(context, asked + answers))
+        model.body.build_rope_cache(CPU, min(context, asked + answers))
         _pack(model)
         peaks = _Step(model, strategy, batch, accumulates).peaks()
         return Simulation(peaks, sizes, host.most_bytes)
@@ -346,7 +346,7 @@ class _Step:
         with routing.of(is_real):
             with torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext():
                 total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
-            loss = step_share(total, batch.targets)
+            loss = normalize_loss(total, batch.targets)
             routed, of_routers = routing.take(), routing.loss
             if routed is not None and of_routers is not None:
                 added = of_routers.share(routed.probabilities, routed.choices)

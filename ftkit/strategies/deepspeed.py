@@ -26,7 +26,7 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, trainable
-from ftkit.models.sharding import Rows
+from ftkit.models.load_weights import Rows
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import DeepSpeedOptions
 from ftkit.strategies.deepspeed_build import compile_cpu_optimizer
@@ -125,7 +125,7 @@ class DeepSpeed(Strategy):
         if self.averages is not None:  # beside the moments
             self.averages = self._zero.optimizer.state
         # DeepSpeed has cast the tables with the parameters.
-        model.body.place_rotary_tables(self.device, model.body.max_length)
+        model.body.build_rope_cache(self.device, model.body.max_length)
         self._note_rates()
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:

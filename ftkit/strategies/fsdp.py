@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftkit.models.sharding import Rows, Sharding
+from ftkit.models.load_weights import Rows, Sharding
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import FsdpOptions
 from ftkit.strategies.optim.optimizers import make_optimizer

@@ -22,7 +22,7 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, trainable
-from ftkit.models.sharding import Sharding, Whole
+from ftkit.models.load_weights import Sharding, Whole
 from ftkit.recipe.plan import Plan
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.optim.average import AVERAGE, StateOf, local_rows, update_average

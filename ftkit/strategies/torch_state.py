@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ftkit.errors import UserError
-from ftkit.models.lora.names import our_name
+from ftkit.models.lora.targets import our_name
 from ftkit.strategies.optim.average import AVERAGE, StateOf
 from ftkit.strategies.optim.muon import is_muons
 from ftkit.strategies.optim.state_kinds import canonical_kind, is_scalar_state, is_tensor_state

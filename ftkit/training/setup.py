@@ -17,6 +17,7 @@ from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.bodies.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.models.chat_templates.named import OF_TOKENIZER, resolve_chat_template
 from ftkit.models.chat_templates.template import ChatTemplate
+from ftkit.models.dry_run import require_trainable
 from ftkit.models.flops import attention_cost, mean_flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
@@ -28,7 +29,6 @@ from ftkit.models.pretrained.chat_files import chat_files, end_tokens
 from ftkit.models.pretrained.fingerprint import fingerprint, implementation_of
 from ftkit.models.pretrained.hub import find_here
 from ftkit.models.pretrained.save import layout_of
-from ftkit.models.trial import require_trainable
 from ftkit.recipe.checks import check_validations
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.compiled import compiled_graphs
-from ftkit.models.loss import step_share
+from ftkit.models.loss import normalize_loss
 from ftkit.planning.meter import MemoryMeter
 from ftkit.runs.report.step_record import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
@@ -191,7 +191,7 @@ class TrainStep:
 
     def _scaled_loss(self, batch: Batch) -> Tensor:
         """The share of a micro-batch in the loss of the step, as its gradients need it."""
-        share = step_share(self._strategy.forward(batch), batch["label_tokens_in_step"])
+        share = normalize_loss(self._strategy.forward(batch), batch["label_tokens_in_step"])
         self._loss += share.detach()
         routed, loss = self._routing.take(), self._routing.loss
         if routed is not None and loss is not None:

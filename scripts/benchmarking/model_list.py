@@ -7,9 +7,9 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
-from ftkit.models.architectures.transformers.reading import read_transformers_architecture
-from ftkit.models.trial import try_architecture
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_reading import read_transformers_architecture
+from ftkit.models.dry_run import try_architecture
 
 DOCUMENT = "docs/models.md"
 START, END = "<!-- made by scripts/list_models -->", "<!-- end -->"

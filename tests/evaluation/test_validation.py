@@ -144,12 +144,12 @@ def test_a_prompt_that_is_longer_than_what_is_trained_is_asked_whole(loaded: Loa
     usual = body.max_length
     whole = answers()
     assert [len(answer) for answer in whole] == [6, 0, 3], "the second is longer than the context"
-    body.place_rotary_tables(body.device, 8)
+    body.build_rope_cache(body.device, 8)
     try:
         assert answers() == whole
         assert body.max_length == 8, "as trained again"
     finally:
-        body.place_rotary_tables(body.device, usual)
+        body.build_rope_cache(body.device, usual)
 
 
 def test_spaces_and_half_characters_that_may_still_change_decide_nothing() -> None:

@@ -13,9 +13,8 @@ from transformers_models import make_transformers_model
 from ftkit.models import compiled
 from ftkit.models.compiled import compiled_graphs
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.models.sharding import Whole
 from ftkit.recipe.recipe import LoraRecipe, Memory, Recipe
 
 QUICKSTART = "embedded:quickstart"

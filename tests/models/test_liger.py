@@ -54,7 +54,7 @@ def test_the_loss_of_16_bit_logits_is_summed_in_32_bits(
     found: dict[str, dict[str, float]],
 ) -> None:
     assert found["loss in bf16"]["loss"] < 1e-6
-    assert found["loss in bf16"]["slope"] < 5e-3
+    assert found["loss in bf16"]["grad"] < 5e-3
 
 
 def test_a_residual_keeps_its_gradient_beside_that_of_a_norm(

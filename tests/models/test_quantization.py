@@ -25,10 +25,9 @@ from tiny import make_data, make_llama
 
 from ftkit.models.flops import flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Sharding, Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.models.quantization import EightBit, FourBit
-from ftkit.models.sharding import Sharding, Whole
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan

@@ -18,13 +18,12 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import open_adapter
 from ftkit.evaluation.result import find_result
 from ftkit.exchange.merge import Merged
-from ftkit.models.architectures.transformers.architecture import is_router
+from ftkit.models.architectures.transformers_architecture import is_router
 from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, packed_in
 from ftkit.models.flops import flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import BaseModel, open_base, weights
-from ftkit.models.quantization import rounded
-from ftkit.models.quantized_experts import quantize_experts
+from ftkit.models.quantization import quantize_experts, rounded
 from ftkit.recipe.recipe import Quantization
 
 KINDS: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]

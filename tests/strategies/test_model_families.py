@@ -22,9 +22,8 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import trained_parameter
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.sharding import Whole
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method
 

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.evaluation.validation import validation_loss
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Sharding, Whole, fill
 from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.sharding import Sharding, Whole
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import Plan, make_plan

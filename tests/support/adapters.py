@@ -10,11 +10,10 @@ from tiny import make_llama, make_tokenizer
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import fill, trained_weights
+from ftkit.models.load_weights import Whole, fill, trained_weights
 from ftkit.models.lora.load import check_shapes, read_adapter
 from ftkit.models.lora.save import check_adapter, save_adapter
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.sharding import Whole
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import LoraRecipe

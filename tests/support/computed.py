@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from transformers_models import VOCABULARY
 
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.models.sharding import Whole
 from ftkit.recipe.recipe import Recipe
 
 LENGTHS = (9, 14, 3)

@@ -19,7 +19,7 @@ from ftkit.models import liger
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.loss import loss_and_slope
+from ftkit.models.loss import loss_and_grad
 from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 
@@ -76,7 +76,7 @@ def make_interpreter_complete() -> None:
 def make_model(family: str) -> LanguageModel:
     torch.manual_seed(0)
     model = LanguageModel(LitgptArchitecture(Config(**SIZES | FAMILIES[family])), tied=False)
-    model.body.place_rotary_tables(torch.device("cpu"), 32)
+    model.body.build_rope_cache(torch.device("cpu"), 32)
     return model
 
 
@@ -111,7 +111,7 @@ def compared(family: str) -> dict[str, float]:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     expected = step(model, family)
     before = {name: vars(m).get("forward") for name, m in model.named_modules()}
-    liger.put_kernels_in_place(model, model.body.gated_mlps())
+    liger.apply_liger(model, model.body.gated_mlps())
     replaced = [n for n, m in model.named_modules() if vars(m).get("forward") is not before[n]]
     kinds = {type(model.get_submodule(name)).__name__ for name in replaced}
     found = step(model, family)
@@ -126,10 +126,10 @@ def loss_in_16_bits() -> dict[str, float]:
     torch.manual_seed(0)
     logits = (torch.randn(40, 50) * 3).bfloat16()
     wanted = torch.randint(50, (40, 1))
-    loss, slope = liger._loss_and_slope(logits.clone(), wanted, None)
-    expected, right = loss_and_slope(logits.clone(), wanted, None)
+    loss, grad = liger._loss_and_grad(logits.clone(), wanted, None)
+    expected, right = loss_and_grad(logits.clone(), wanted, None)
     assert loss.dtype == torch.float32
-    return {"loss": distance(loss, expected), "slope": distance(slope, right)}
+    return {"loss": distance(loss, expected), "grad": distance(grad, right)}
 
 
 def norm_beside_a_residual() -> dict[str, float]:
@@ -142,14 +142,14 @@ def norm_beside_a_residual() -> dict[str, float]:
         both = leaf * scale
         (norm(both) + both).pow(3).sum().backward()
         found.append(leaf.grad)
-        liger.put_kernels_in_place(norm, [])
+        liger.apply_liger(norm, [])
     return {"gradients": distance(*found)}
 
 
 def names() -> dict[str, float]:
     model = make_model("llama")
     before = list(dict(model.named_parameters()))
-    liger.put_kernels_in_place(model, model.body.gated_mlps())
+    liger.apply_liger(model, model.body.gated_mlps())
     return {"equal": float(list(dict(model.named_parameters())) == before)}
 
 

@@ -146,6 +146,12 @@ def make_multimodal_model(directory: Path, model: str) -> Path:
 
 def multimodal_model(directory: Path) -> transformers.PreTrainedModel:
     """The whole model of a directory, loaded by transformers; its attention step by step."""
-    return transformers.AutoModelForImageTextToText.from_pretrained(
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
         directory, attn_implementation="eager"
-    ).eval()
+    )
+    if model.config.model_type == "llama4":
+        # Transformers 5.24 reads this attribute of an output, which does not have it.
+        model.language_model.register_forward_hook(
+            lambda module, inputs, output: setattr(output, "image_outputs", None)
+        )
+    return model.eval()

@@ -114,7 +114,7 @@ class Scorer:
     def restore(self) -> None:
         """Put back what longer sequences than usual have changed."""
         if self.model.body.max_length != self._positions:
-            self.model.body.place_rotary_tables(self._device, self._positions)
+            self.model.body.build_rope_cache(self._device, self._positions)
 
     # All of them
 
@@ -231,7 +231,7 @@ class Scorer:
     def _reach(self, length: int) -> None:
         """Have the model take sequences of so many tokens."""
         if length > self.model.body.max_length:
-            self.model.body.place_rotary_tables(self._device, length)
+            self.model.body.build_rope_cache(self._device, length)
 
 
 def _cut(text: str, until: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from ftkit.exchange.foreign.names import TrainedParameter
 from ftkit.exchange.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
 from ftkit.exchange.foreign.torch_optimizer import NamedState, names_by_shape
 from ftkit.exchange.foreign.unpickling import held, load_torch_file, mapping_in
-from ftkit.models.lora.names import TRAINED
+from ftkit.models.lora.targets import TRAINED
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.models.pretrained.hub import has_tokenizer
 from ftkit.recipe.recipe import LAYER_SWITCHES, Method

@@ -15,7 +15,7 @@ from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.load_weights import kept_parameters
 from ftkit.models.lora.load import adapter_tensors
-from ftkit.models.lora.names import our_name
+from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, storage_of
 from ftkit.strategies.state import PARAMETER
 from ftkit.utils.damaged_files import reading

@@ -40,7 +40,7 @@ class AttentionTraits:
 
 
 class Architecture(ABC):
-    """What a model is made of; `ftkit.models.bodies.select` builds it.
+    """What a model is made of; `ftkit.models.language_model` builds it.
 
     Our names of parameters are the implementation's: they depend on the architecture alone, and
     checkpoints and adapters are written by them.

@@ -11,8 +11,8 @@ from torch import nn
 
 from ftkit.errors import UserError
 from ftkit.models.architectures import naming
+from ftkit.models.architectures.checks import require_plain_weights
 from ftkit.models.architectures.naming import Naming
-from ftkit.models.architectures.quantized import require_plain_weights
 
 Settings = Mapping[str, Any]
 """The content of a config.json."""

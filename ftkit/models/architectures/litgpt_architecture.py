@@ -21,9 +21,9 @@ from ftkit.models.architectures.architecture import (
     Initial,
     ModelLayout,
 )
+from ftkit.models.architectures.checks import require_plausible, require_sound
 from ftkit.models.architectures.families import AttentionBiasConfig, Family, Settings
 from ftkit.models.architectures.naming import LITGPT, Naming
-from ftkit.models.architectures.plausible import require_plausible, require_sound
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.yaml_files import load_yaml
 

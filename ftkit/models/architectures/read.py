@@ -1,4 +1,4 @@
-"""The architecture of a model in a directory, and whose code computes it."""
+"""Architectures of models in a directory or known by name, and whose code computes them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,18 +11,24 @@ from ftkit.models.architectures.architecture import (
     Implementation,
     ModelLayout,
 )
+from ftkit.models.architectures.checks import require_plausible
 from ftkit.models.architectures.litgpt_library import litgpt_is_installed, require_litgpt
-from ftkit.models.architectures.plausible import require_plausible
 from ftkit.utils.damaged_files import reading
 
 if TYPE_CHECKING:
+    from litgpt.config import Config
+
     from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
+
 
 Settings = Mapping[str, Any]
 """The content of a config.json."""
 _FEWEST_POSITIONS = 2
 """One token has nothing to predict."""
 _ADVICE = "Take it from the original model, or choose another model."
+
+
+_PLAIN_ROPE = {"rope_type": "default"}
 
 
 def read_architecture(
@@ -62,7 +68,7 @@ def read_architecture(
     if implementation is None and (known := _known_to_litgpt(directory, settings, name)):
         return known
     # It imports transformers, which takes as long as all the rest.
-    from ftkit.models.architectures.transformers.reading import read_transformers_architecture
+    from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 
     with reading(file, "settings of which transformers makes a whole model", advice=_ADVICE):
         found = read_transformers_architecture(settings, name)
@@ -106,3 +112,123 @@ def _require_whole(architecture: Architecture) -> None:
     architecture.attention  # noqa: B018 (fails where heads and sizes are no numbers)
     architecture.expert_share  # noqa: B018
     architecture.identity()
+
+
+def known_architecture(
+    name: str, implementation: Implementation | None = None
+) -> tuple[str, Architecture] | None:
+    """ORG/NAME of a model on the hub, and its architecture, if LitGPT has its sizes.
+
+    Whose code computes it is as for the same model in Hugging Face's layout: transformers' for
+    mixtures of experts, windows and OLMo 2, of a config.json that is made of LitGPT's sizes. Of
+    what LitGPT alone describes well enough (Falcon, Phi 1 and 2, OLMo 1, StableLM 3B), its own.
+
+    Args:
+        name: that one, or LitGPT's own, in any case of letters.
+        implementation: whose code computes it; None: as above.
+
+    Raises:
+        UserError: that implementation cannot be had by this name, or LitGPT is not installed.
+    """
+    if implementation == "litgpt":
+        require_litgpt(f"{name} is computed by LitGPT's code (model_implementation).")
+    if not litgpt_is_installed():
+        return None
+    from ftkit.models.architectures.litgpt_architecture import find_by_hub_name
+
+    found = find_by_hub_name(name)
+    if found is None or implementation == "litgpt":
+        return found
+    hub_name, known = found
+    if implementation is None and known.family is not None and known.window is None:
+        return found
+    settings = _settings_of(known)
+    if settings is None:
+        if implementation is None:
+            return found
+        raise UserError(
+            f"model_implementation is transformers, but {hub_name} is known to LitGPT by this "
+            "name, without a config.json. Try --model_implementation litgpt, or give the directory "
+            "of the model."
+        )
+    # It imports transformers, which takes as long as all the rest.
+    from ftkit.models.architectures.transformers_reading import read_transformers_architecture
+
+    return hub_name, read_transformers_architecture(settings, known.name)
+
+
+def default_architecture(model_type: str) -> Architecture | None:
+    """The default configuration of a model type of transformers; None: it knows no such type.
+
+    Raises:
+        UserError: it is refused; says why.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        return None
+    from ftkit.models.architectures.transformers_reading import read_transformers_architecture
+
+    name = f"random:{model_type}"
+    try:
+        return read_transformers_architecture({"model_type": model_type}, name)
+    except UserError:
+        raise
+    except Exception as error:  # of any family's code
+        raise UserError(
+            f"checkpoint_dir {name}: the default settings of {model_type} do not describe a whole "
+            f"model: transformers fails with them ({type(error).__name__}: {error}).\nGive a "
+            "directory with the config.json of a model."
+        ) from error
+
+
+def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
+    """The config.json of a model of LitGPT's; None: its settings do not tell all of it."""
+    from litgpt.config import Config
+
+    from ftkit.models.architectures import families
+
+    config = Config.from_name(known.name)  # with its whole context
+    sizes = families.shared_settings(config)
+    if config.n_expert:
+        return sizes | _of_experts(config)
+    if config.norm_qk_type == "olmo2":
+        return sizes | {"model_type": "olmo2"}
+    if config.mlp_class_name == "GemmaMLP" and config.sliding_window_size:
+        return sizes | _of_gemma(config)
+    family = known.family
+    if family is not None and family.model_type == "phi3" and config.sliding_window_size:
+        return sizes | {"model_type": "phi3", "sliding_window": config.sliding_window_size}
+    return None if family is None else families.huggingface_settings(config, family)
+
+
+def _of_experts(config: "Config") -> dict[str, Any]:
+    """Mixtral and Qwen3."""
+    chosen = {"num_experts_per_tok": config.n_expert_per_token}
+    if config.norm_qk:
+        of_experts = {"moe_intermediate_size": config.moe_intermediate_size}
+        named = {"model_type": "qwen3_moe", "num_experts": config.n_expert}
+        return chosen | named | of_experts
+    named = {"model_type": "mixtral", "num_local_experts": config.n_expert}
+    return chosen | named | {"sliding_window": None}
+
+
+def _of_gemma(config: "Config") -> dict[str, Any]:
+    """Gemma 2, and the language model of Gemma 3."""
+    kinds = ("full_attention", "sliding_attention")
+    settings = {
+        "layer_types": [kinds[is_sliding] for is_sliding in config.sliding_window_indices],
+        "sliding_window": config.sliding_window_size,
+        "query_pre_attn_scalar": config.attention_scores_scalar,
+        "attn_logit_softcapping": config.attention_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    if config.rope_local_base_freq is None:
+        return settings | {"model_type": "gemma2"}
+    scaling = config.rope_adjustments
+    kind = {"rope_type": "linear", "factor": scaling["factor"]} if scaling else _PLAIN_ROPE
+    rope = {
+        "full_attention": kind | {"rope_theta": float(config.rope_base)},
+        "sliding_attention": _PLAIN_ROPE | {"rope_theta": float(config.rope_local_base_freq)},
+    }
+    return settings | {"model_type": "gemma3_text", "rope_parameters": rope}

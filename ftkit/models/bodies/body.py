@@ -67,7 +67,7 @@ class Body(nn.Module, ABC):
         """Names in the blocks of the layers that are not quantised."""
 
     @abstractmethod
-    def keep_apart(self) -> None:
+    def exclude_from_compile(self) -> None:
         """Leave attention and experts out of compiled graphs: lengths are others in each step."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Body(nn.Module, ABC):
     # Positions
 
     @abstractmethod
-    def place_rotary_tables(self, device: torch.device, length: int) -> None:
+    def build_rope_cache(self, device: torch.device, length: int) -> None:
         """Compute the rotary embeddings of so many positions; float32 whatever the parameters."""
 
     @property

@@ -1,6 +1,7 @@
-"""LitGPT's GPT as a body, with attention and norms of our own."""
+"""LitGPT's GPT as a body, with ftkit's attention, experts and norms in it."""
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,15 +9,21 @@ import litgpt.model
 import torch
 import torch.nn as nn
 from litgpt.config import Config
-from litgpt.model import GPT, GemmaMLP, LLaMAMLP, LLaMAMoE
+from litgpt.model import (
+    GPT,
+    CausalSelfAttention,
+    GemmaMLP,
+    LLaMAMLP,
+    LLaMAMoE,
+    apply_rope,
+    apply_rope_interleave,
+)
 from torch import Tensor
 
 from ftkit.models.architectures.router_loss import RouterLoss
-from ftkit.models.bodies.attention import AttentionKernel, AttentionLayer, Sequences
+from ftkit.models.bodies.attention import AttentionKernel, AttentionLayer, Scores, Sequences
 from ftkit.models.bodies.body import Body, GatedMlp
-from ftkit.models.bodies.experts import FusedExperts
-from ftkit.models.bodies.litgpt_attention import Attention
-from ftkit.models.bodies.litgpt_experts import Experts
+from ftkit.models.bodies.experts import FusedExperts, count_of_each, rows_of_each
 from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.bodies.routing import Routing
 
@@ -86,7 +93,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     def kept_in_full(self) -> frozenset[str]:
         return frozenset()
 
-    def keep_apart(self) -> None:
+    def exclude_from_compile(self) -> None:
         for layer in self.modules():
             if isinstance(layer, AttentionLayer):
                 layer.attend = torch.compiler.disable(layer.attend)
@@ -96,7 +103,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     def watch_routing(self, loss: RouterLoss | None) -> Routing:
         return Routing((), 0, loss)  # LitGPT's experts do not tell who asks for them
 
-    def place_rotary_tables(self, device: torch.device, length: int) -> None:
+    def build_rope_cache(self, device: torch.device, length: int) -> None:
         self._max_seq_length = length
         self.cos, self.sin = super().rope_cache(device=device)
 
@@ -143,3 +150,113 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
 
     def end_cache(self) -> None:
         super().clear_kv_cache()
+
+
+class QKV(nn.Module):
+    """Query, key and value as three layers, so that adapters are those of other libraries."""
+
+    def __init__(self, config: Config, *, bias: bool) -> None:
+        super().__init__()
+        assert config.head_size is not None and config.n_query_groups is not None
+        width = config.n_embd
+        self.q_proj = nn.Linear(width, config.n_head * config.head_size, bias=bias)
+        self.k_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
+        self.v_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As litgpt's fused layer, which it stands in for where a key-value cache is used."""
+        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+
+
+class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # litgpt has no types
+    """litgpt's attention with three projections, and with sequences in a row."""
+
+    def __init__(self, config: Config, block_idx: int) -> None:
+        super().__init__(config, block_idx)
+        self.qkv = QKV(config, bias=config.bias or config.attn_bias)
+        self.rotation = "pairs" if config.rope_interleave else "halves"
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | Sequences | None = None,
+        input_pos: Tensor | None = None,
+        input_pos_maxp1: int | None = None,
+    ) -> Tensor:
+        """What each token takes from those before it in its sequence.
+
+        Args:
+            x: [batch, tokens, width].
+            cos: [1, tokens, rotated], the rotary table at the tokens' positions.
+            sin: likewise.
+            mask: the sequences in batch * tokens; with a key-value cache, litgpt's mask.
+            input_pos: positions in the key-value cache; None: it is not used.
+            input_pos_maxp1: see litgpt.
+        """
+        if not isinstance(mask, Sequences):
+            cached: Tensor = super().forward(x, cos, sin, mask, input_pos, input_pos_maxp1)
+            return cached
+        heads = self._heads(x, cos, sin)
+        scale = self.mscale**2 / math.sqrt(
+            self.config.attention_scores_scalar or self.config.head_size
+        )
+        scores = Scores(scale, softcap=self.config.attention_logit_softcapping)
+        found = self.attend(*heads, mask, scores)
+        result: Tensor = self.proj(found.reshape(*x.shape[:2], -1))
+        return result
+
+    def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, [batch * tokens, heads, head size] each."""
+        q, k, v = self.qkv.q_proj(x), self.qkv.k_proj(x), self.qkv.v_proj(x)
+        kind = self.config.norm_qk_type if self.config.norm_qk else None
+        if kind == "olmo2":
+            q, k = self.norm_q(q), self.norm_k(k)
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_size)) for part in (q, k, v))
+        if kind == "default":
+            q, k = self.norm_q(q), self.norm_k(k)
+        if self.rotate is not None:
+            q, k = self.rotate(q, k, cos, sin)
+        else:
+            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+        return q.flatten(0, 1).to(v.dtype), k.flatten(0, 1).to(v.dtype), v.flatten(0, 1)
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[batch, tokens, heads, head size], turned by the tokens' positions."""
+        rotate = apply_rope if self.rotation == "halves" else apply_rope_interleave
+        count = self.config.rope_n_elem
+        turned: Tensor = rotate(x[..., :count].transpose(1, 2), cos, sin).transpose(1, 2)
+        return turned if count == x.size(-1) else torch.cat((turned, x[..., count:]), dim=-1)
+
+
+class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
+    """LitGPT's experts, sorted once: its own search for the tokens of each has no fake tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] of the same."""
+        tokens = x.flatten(0, 1)
+        weights, chosen = self._route(tokens)
+        of_each = chosen.size(-1)
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        rows = rows_of_each(count_of_each(experts, len(self.experts)), len(experts))
+        # All are called, also for no token: strategies wait for each other in their layers.
+        results = [
+            expert(tokens[order[own] // of_each])
+            for expert, own in zip(self.experts, rows, strict=True)
+        ]
+        found = torch.cat(results) * weights.flatten()[order, None]
+        found = found[order.argsort()].unflatten(0, (-1, of_each)).sum(1).view_as(x)
+        if self.config.n_shared_expert:
+            found = found + self.shared_experts(x)
+        return found
+
+    def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of each token, [tokens, experts of each]."""
+        if self.config.n_expert_groups:
+            weights, chosen = self.gate(tokens)
+        else:
+            scores, chosen = self.gate(tokens).topk(self.config.n_expert_per_token)
+            weights = scores.softmax(dim=1, dtype=torch.float).to(tokens.dtype)
+        return weights * self.config.routed_scaling_factor, chosen

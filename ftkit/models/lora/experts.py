@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.bodies.experts import PAIRS, FusedExperts, grouped_product
-from ftkit.models.lora.names import TRAINED, our_name
+from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.recipe.recipe import LoraRecipe
 

@@ -12,8 +12,7 @@ import torch.nn as nn
 
 from ftkit.errors import UserError
 from ftkit.models.lora.experts import ExpertPairs, add_expert_pairs
-from ftkit.models.lora.names import INITIAL, TRAINED, our_name
-from ftkit.models.lora.targets import adapted_layers, whole_layers
+from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.lora.variants import Dora, FromInitial, Magnitude, Plain
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.recipe import LoraRecipe

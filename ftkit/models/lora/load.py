@@ -14,8 +14,8 @@ from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.naming import Fused
 from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.experts import from_peft, parameters_adapted
-from ftkit.models.lora.names import TRAINED, our_name
 from ftkit.models.lora.save import _PREFIX
+from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
 from ftkit.models.pretrained.weights.pickled import load_pickled
 from ftkit.recipe.peft_adapter import (

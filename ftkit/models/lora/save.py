@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,9 +21,7 @@ from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.naming import Fused, Naming
 from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.experts import in_peft
-from ftkit.models.lora.names import INITIAL, TRAINED, is_adapter, names_of
-from ftkit.models.lora.renamed import taken_for_experts
-from ftkit.models.lora.targets import chosen_layers
+from ftkit.models.lora.targets import INITIAL, TRAINED, chosen_layers, is_adapter, names_of
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.models.pretrained.save import save_beside
 from ftkit.recipe.peft_adapter import BASE_KEY, CONFIG, NOTES_KEY, PARTS_KEY, WEIGHTS
@@ -282,3 +281,35 @@ def _sort_targets(path: Path) -> None:
         if isinstance(settings.get(key), list):
             settings[key].sort()
     path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def taken_for_experts(base: BaseModel, layers: Iterable[str]) -> set[str]:
+    """Those of some linear layers that PEFT would not adapt as target modules.
+
+    Args:
+        base: that is adapted.
+        layers: Hugging Face's names.
+    """
+    if base.architecture.implementation != "transformers":
+        return set()  # its experts are layers, which PEFT stacks while it reads them
+    of_kind: dict[str, set[str]] = {}
+    for name in layers:
+        of_kind.setdefault(name.rpartition(".")[2], set()).add(name)
+    model = SimpleNamespace(config=SimpleNamespace(model_type=base.architecture.name))
+    return {name for kind, names in of_kind.items() if _is_taken(kind, model) for name in names}
+
+
+def _is_taken(kind: str, model: Any) -> bool:
+    """Whether PEFT makes another target of the last word of a name."""
+    from peft.tuners.lora import LoraConfig
+
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # older versions leave targets as they are
+        return False
+    config = LoraConfig(target_modules=[kind])
+    try:
+        conversion.convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # without the others that are stacked with it
+        return True
+    return kind not in (config.target_modules or ())

@@ -1,4 +1,4 @@
-"""Target layers of LoRA: the layers that a recipe names, by switch, name or pattern."""
+"""Target layers of LoRA: their names, and those that a recipe picks by switch, name or pattern."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,12 +9,36 @@ import torch.nn as nn
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import packed_in
-from ftkit.models.lora.names import names_of, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.recipe.recipe import LoraRecipe
 
+TRAINED, INITIAL = "default", "initial"
+"""Names of the low-rank matrices of a layer: those that are trained, and, where their first values
+are taken from the base weight, a frozen copy of these."""
+
+
 _MATCH_S = 1.0
 """For one name, which takes microseconds."""
+
+
+def our_name(name: str) -> str:
+    """The name of a parameter or module without the wrapper's prefix."""
+    return name.removeprefix("body.").removeprefix("head.").replace(".base_layer.", ".")
+
+
+def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
+    """Hugging Face's full name of a layer of ours; where it has none, that in the model's files.
+
+    Where that is a part of theirs, there are two: theirs followed by ours, and theirs.
+    """
+    naming = base.architecture.naming_in("hf") or base.naming
+    theirs, fused = naming.stored_in(ours)
+    return (theirs,) if fused is None else (f"{theirs}.{ours.rpartition('.')[2]}", theirs)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to the adapter."""
+    return ".lora_" in name
 
 
 def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[str]:

@@ -20,9 +20,12 @@ from ftkit.models.architectures.architecture import (
     Implementation,
     ModelLayout,
 )
-from ftkit.models.architectures.known import default_architecture, known_architecture
 from ftkit.models.architectures.naming import Naming
-from ftkit.models.architectures.read import read_architecture
+from ftkit.models.architectures.read import (
+    default_architecture,
+    known_architecture,
+    read_architecture,
+)
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.base_outline import KEEPS_REST, OUTLINE
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
@@ -310,7 +313,7 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
         assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
         return NamedStorage(architecture, naming)
     # These import transformers, which takes as long as all the rest.
-    from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+    from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
     from ftkit.models.pretrained.weights.transformers_storage import TransformersStorage
 
     assert isinstance(architecture, TransformersArchitecture), "the other implementation"

@@ -12,8 +12,7 @@ from ftkit.models.architectures.architecture import (
     Implementation,
     ModelLayout,
 )
-from ftkit.models.architectures.known import known_architecture
-from ftkit.models.architectures.read import read_architecture
+from ftkit.models.architectures.read import known_architecture, read_architecture
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.base_model import BaseModel, is_tied, open_base, short_name
 from ftkit.models.pretrained.gguf.convert import conversion_place, gguf_settings

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.quantized import quantized_weights, require_plain_weights
+from ftkit.models.architectures.checks import quantized_weights, require_plain_weights
 from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
 from ftkit.models.pretrained.licences import is_licence
 from ftkit.models.pretrained.weights.shard_index import indexed_files

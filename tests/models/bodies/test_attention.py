@@ -25,7 +25,7 @@ from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.bodies import attention
 from ftkit.models.bodies.attention import AttentionKernel, Scores, Sequences, attend, attention_path
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.lora.names import our_name
+from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
@@ -198,7 +198,7 @@ def test_adapters_learn_from_rows_what_they_learn_from_padded_sequences(
     llama: BaseModel, keys: dict[str, Any], kernel: AttentionKernel
 ) -> None:
     model = build(llama, lora_recipe(llama, **keys)).train()
-    model.body.place_rotary_tables(torch.device("cpu"), 64)
+    model.body.build_rope_cache(torch.device("cpu"), 64)
     model.kernel = kernel
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # which begins with zeros, and A then has no gradient

@@ -8,7 +8,7 @@ import torch
 from litgpt.model import LLaMAMoE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ftkit.models.bodies.litgpt_experts import Experts
+from ftkit.models.bodies.litgpt_body import Experts
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "Mixtral-8x7B-v0.1": {"n_expert": 4, "n_expert_per_token": 2},

@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers_models import model_type, settings_of
 
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
-from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.bodies.norm import RMSNorm, replace_norms
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.lora.names import our_name
+from ftkit.models.lora.targets import our_name
 
 SIZE, EPS = 96, 1e-5
 DTYPES = [torch.float32, torch.bfloat16]

@@ -14,12 +14,11 @@ from transformers_models import SIZES, VOCABULARY, save_random, transformers_mod
 
 from ftkit.errors import UserError
 from ftkit.models import compiled
-from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.language_model import LanguageModel, outline, trained_router_loss
-from ftkit.models.load_weights import fill
-from ftkit.models.lora.names import our_name
+from ftkit.models.load_weights import Whole, fill
+from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.sharding import Whole
 from ftkit.recipe.recipe import Memory, Recipe
 
 LENGTHS = (9, 14, 3)

@@ -24,8 +24,8 @@ from transformers_models import (
     transformers_model,
 )
 
-from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
-from ftkit.models.lora.names import our_name
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import open_base, weights
 from ftkit.models.pretrained.save import save_hf
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
 from ftkit.models.language_model import outline
-from ftkit.models.lora.init import initial_adapter
 from ftkit.models.lora.layers import _without_bitsandbytes
 from ftkit.models.lora.load import read_adapter
-from ftkit.models.lora.names import is_adapter, our_name
 from ftkit.models.lora.save import check_adapter
+from ftkit.models.lora.targets import is_adapter, our_name
+from ftkit.models.lora.variants import initial_adapter
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.models.lora.layers import lora_layers
-from ftkit.models.lora.names import INITIAL, TRAINED
+from ftkit.models.lora.targets import INITIAL, TRAINED
 from ftkit.models.lora.variants import numbers_of
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 

@@ -24,7 +24,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures import families
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.language_model import outline
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained import base_model, hub
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -37,7 +37,6 @@ from ftkit.models.pretrained.base_model import (
 from ftkit.models.pretrained.blueprint import read_blueprint
 from ftkit.models.pretrained.fingerprint import fingerprint
 from ftkit.models.pretrained.save import save_hf
-from ftkit.models.sharding import Whole
 from ftkit.recipe.recipe import Recipe
 from ftkit.utils import embedded
 

@@ -85,7 +85,7 @@ def test_it_updates_in_the_backward_pass_too(base: Path) -> None:
     (model, optimizer, _), (theirs, expected, _) = make(base), make(base)
     in_backward = OptimizerInBackward(optimizer)
     for one in (model, theirs):
-        one.body.place_rotary_tables(CPU, 8)
+        one.body.build_rope_cache(CPU, 8)
         ids = torch.arange(8)[None]
         one(ids, torch.arange(8), torch.arange(8)).backward()
     expected.step()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.plausible import require_plausible
+from ftkit.models.architectures.checks import require_plausible
 from ftkit.models.pretrained.gguf.header import GgufHeader
 from ftkit.utils.damaged_files import reading
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -21,7 +22,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.pretrained.weights.files import WeightTensor
 from ftkit.models.pretrained.weights.storage import (
     HeldParameter,
@@ -34,32 +35,67 @@ from ftkit.models.pretrained.weights.storage import (
     unexplained,
 )
 
+# Versions of transformers that have this function write files by the rules in the opposite order
+# (seen in 5.24): converters first, then renamings. Others (5.3) rename before they convert.
+_CONVERTS_BEFORE_RENAMING = hasattr(core_model_loading, "apply_converters")
+
 
 @dataclass(frozen=True)
 class _Rules:
-    """What names become, and which tensors become others."""
+    """Rules by which tensors are renamed, and by which some become others."""
 
     renamings: list[WeightRenaming]
     converters: list[WeightConverter]
+    last_renamings: list[WeightRenaming]
+    """Renamings of what converters make."""
 
     @classmethod
-    def of(cls, rules: Iterable[WeightTransform]) -> "_Rules":
-        known = list(rules)
-        return cls(
-            [rule for rule in known if isinstance(rule, WeightRenaming)],
-            [rule for rule in known if isinstance(rule, WeightConverter)],
-        )
+    def for_reading(cls, model: Any) -> "_Rules":
+        renamings, converters = _by_kind(get_model_conversion_mapping(model))
+        return cls(renamings, converters, [])
 
-    def renamed(self, name: str, **known: Any) -> tuple[str, str | None]:
-        """What a name becomes, and by which pattern of a converter."""
+    @classmethod
+    def for_writing(cls, model: Any) -> "_Rules":
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+        if not _CONVERTS_BEFORE_RENAMING:
+            renamings, converters = _by_kind(rule.reverse_transform() for rule in rules)
+            return cls(renamings, converters, [])
+        # A changed prefix was the choice of whoever wrote the file that was read.
+        kept = [rule for rule in rules if not isinstance(rule, core_model_loading.PrefixChange)]
+        renamings, converters = _by_kind(rule.reverse_transform() for rule in reversed(kept))
+        return cls([], converters, renamings)
+
+    def renamed(self, name: str, *known: Any) -> tuple[str, str | None]:
+        """The new name, before `last_renamings`, and the pattern of the converter that applies.
+
+        Args:
+            name: of a tensor.
+            known: prefix of the base model and its state dict, if that may be added or removed.
+        """
         found: tuple[str, str | None] = rename_source_key(
-            name, self.renamings, self.converters, **known
+            name, self.renamings, self.converters, *known
         )
         return found
+
+    def last_name(self, name: str) -> str:
+        """The name of what is not converted any more."""
+        for renaming in self.last_renamings:
+            name = renaming.rename_source_key(name)[0]
+        return name
 
     def converter(self, pattern: str) -> WeightConverter:
         """A fresh one, which has seen no tensors."""
         return copy.deepcopy(next(c for c in self.converters if pattern in c.source_patterns))
+
+
+def _by_kind(
+    rules: Iterable[WeightTransform],
+) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    known = list(rules)
+    return (
+        [rule for rule in known if isinstance(rule, WeightRenaming)],
+        [rule for rule in known if isinstance(rule, WeightConverter)],
+    )
 
 
 @dataclass
@@ -103,9 +139,8 @@ class TransformersStorage(WeightStorage):
         assert naming is not None, "its own layout"
         self._naming = naming
         self._known = self._model.state_dict()
-        self._reading = _Rules.of(get_model_conversion_mapping(self._model))
-        own = get_model_conversion_mapping(self._model, add_legacy=False)
-        self._writing = _Rules.of(rule.reverse_transform() for rule in own)
+        self._reading = _Rules.for_reading(self._model)
+        self._writing = _Rules.for_writing(self._model)
 
     def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
         found: dict[str, HeldParameter] = {}
@@ -162,7 +197,7 @@ class TransformersStorage(WeightStorage):
             value = value.reshape(()) if self._is_scalar(ours) else value
             target, pattern = self._writing.renamed(name)
             if pattern is None:
-                yield target, value
+                yield self._writing.last_name(target), value
                 continue
             made = conversions.setdefault(
                 target, _Conversion(self._writing.converter(pattern), target, [])
@@ -170,10 +205,11 @@ class TransformersStorage(WeightStorage):
             made.sources.append((pattern, name, partial(_itself, value)))
             if len(made.sources) == len(made.converter.source_patterns):
                 del conversions[target]
-                yield from made.results(self._model).items()
+                for result, converted in made.results(self._model).items():
+                    yield self._writing.last_name(result), converted
 
     def written_name(self, ours: str) -> str:
-        return self._writing.renamed(self._naming.theirs(ours))[0]
+        return self._writing.last_name(self._writing.renamed(self._naming.theirs(ours))[0])
 
     def is_kept(self, name: str) -> bool:
         return self._architecture.is_rest(self._target(name)[0])
@@ -184,10 +220,11 @@ class TransformersStorage(WeightStorage):
 
     def _target(self, name: str) -> tuple[str, str | None]:
         """The name in transformers' model of what is stored, and the pattern that converts it."""
-        known = {"prefix": self._model.base_model_prefix, "meta_state_dict": self._known}
-        target, pattern = self._reading.renamed(name, **known)
+        # By place: the names of these arguments are others in each version of transformers.
+        known = (self._model.base_model_prefix, self._known)
+        target, pattern = self._reading.renamed(name, *known)
         if target not in self._known and name in self._known:
-            target, pattern = _Rules([], []).renamed(name, **known)
+            target, pattern = _Rules([], [], []).renamed(name, *known)
         return target, pattern
 
     def _converted(self, conversion: _Conversion, target: str) -> Tensor:

@@ -64,7 +64,7 @@ def try_architecture(architecture: Architecture) -> None:
     in_rows = architecture.attention.takes_rows
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        model.body.place_rotary_tables(torch.device("cpu"), max(_LENGTHS))
+        model.body.build_rope_cache(torch.device("cpu"), max(_LENGTHS))
         model.kernel = "cpu"
         shape = (1, sum(_LENGTHS)) if in_rows else (2, max(_LENGTHS))
         tokens = torch.zeros(shape, dtype=torch.long, device="cpu")

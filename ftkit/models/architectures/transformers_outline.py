@@ -1,5 +1,6 @@
-"""Models of transformers on the meta device: how they are looked at, and made ready for ftkit."""
+"""Models of transformers on the meta device: their parts, and how ftkit prepares them."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +9,20 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.output_capturing import OutputRecorder
 
 from ftkit.errors import UserError
+from ftkit.models.architectures.router_loss import RouterLoss
 
 _MOST_BUFFER_BYTES = 2**31
 """Of masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of it."""
+
+
+_TOKENS = 8
+"""For which the two losses are compared; the last one is padding."""
 
 
 def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
@@ -181,8 +190,16 @@ def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: 
         given = _Given(products, embedding, model.get_submodule(language))
         model.set_submodule(head_name(model), _SameProducts())
         model.set_submodule(language, given)
+        if owner := language.rpartition(".")[0]:
+            model.get_submodule(owner).register_forward_hook(_add_image_outputs)
         logits: Tensor = model.eval()(input_ids=tokens).logits
         return Called(tokens, embedding(tokens), given.arguments, logits)
+
+
+def _add_image_outputs(_: nn.Module, __: Any, output: Any) -> None:
+    # Llama 4 of transformers 5.24 reads this attribute, which its language model does not give.
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None
 
 
 def finished_logits(model: PreTrainedModel, language: str, products: Tensor) -> Tensor:
@@ -195,3 +212,81 @@ def finished_logits(model: PreTrainedModel, language: str, products: Tensor) -> 
     """
     tokens = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     return call_apart(model, language, tokens, products[None, None]).logits[0, 0]
+
+
+def whole_class_name(model_type: str) -> str | None:
+    """The class of a model of which the language model is a part; None: it is all of the model."""
+    if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return None
+    known = model_type in CONFIG_MAPPING_NAMES
+    is_composite = known and "text_config" in CONFIG_MAPPING[model_type].sub_configs
+    return str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]) if is_composite else None
+
+
+def language_model_name(whole: PreTrainedModel) -> str:
+    """The name of the language model in a whole model; its head is beside it."""
+    found = whole.get_decoder()
+    if found.get_output_embeddings() is not None:  # the head is in it
+        found = next(part for part in found.children() if isinstance(part, PreTrainedModel))
+    return next(name for name, module in whole.named_modules() if module is found)
+
+
+def router_outputs(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """The modules whose results have the logits of routers, by name, and the place of these.
+
+    Args:
+        model: below its head, as transformers makes it.
+    """
+    recorders = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", [])
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        if not isinstance(recorder, OutputRecorder):
+            continue
+        for name, module in model.named_modules():
+            if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
+                yield name, recorder.index
+
+
+def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
+    """The auxiliary loss of a model's routers; None: it has none, or another one.
+
+    Args:
+        model: with its head; on any device.
+    """
+    experts = getattr(model, "num_experts", None)
+    chosen = getattr(model, "num_experts_per_tok", None)
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    coefficient = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if not experts or not chosen or coefficient is None:
+        return None
+    if not any(router_outputs(model.base_model)):
+        return None
+    found = RouterLoss(experts=experts, chosen=chosen, coefficient=float(coefficient))
+    return found if _is_as_theirs(found, type(model)) else None
+
+
+def _is_as_theirs(loss: RouterLoss, model_class: type[PreTrainedModel]) -> bool:
+    """Whether transformers computes the same for some logits of two layers."""
+    theirs = getattr(sys.modules[model_class.__module__], "load_balancing_loss_func", None)
+    if theirs is None:
+        return False
+    with torch.device("cpu"):
+        layers = torch.sin(torch.arange(2.0 * _TOKENS * loss.experts) ** 2)
+        logits = layers.view(2, _TOKENS, loss.experts)
+        is_real = torch.arange(_TOKENS) < _TOKENS - 1
+        choices, probabilities = loss.routed(logits.flatten(0, 1), is_real.repeat(2))
+        ours = loss.share(probabilities, choices)
+        try:
+            found = theirs(tuple(logits), loss.experts, loss.chosen, is_real[None].long())
+        except Exception:  # of a function that takes something else
+            return False
+    return isinstance(found, torch.Tensor) and torch.allclose(found.double(), ours, rtol=1e-5)
+
+
+def experts_of(block: nn.Module) -> Iterator[tuple[str, int]]:
+    """The modules of a block that hold the matrices of all its experts: names and numbers of these.
+
+    They are called with hidden states, the experts that each token chooses, and their weights.
+    """
+    for name, module in block.named_modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
+            yield name, int(module.num_experts)

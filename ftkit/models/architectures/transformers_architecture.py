@@ -26,18 +26,19 @@ from ftkit.models.architectures.architecture import (
 )
 from ftkit.models.architectures.naming import SameNames
 from ftkit.models.architectures.router_loss import RouterLoss
-from ftkit.models.architectures.transformers.outline import (
+from ftkit.models.architectures.transformers_outline import (
     blocks_of,
     compute_buffers,
+    find_router_loss,
     finished_logits,
     freeze_stored_buffers,
     head_name,
+    language_model_name,
     model_name,
     set_depth,
     untranspose_layers,
+    whole_class_name,
 )
-from ftkit.models.architectures.transformers.parts import language_model_name, whole_class_name
-from ftkit.models.architectures.transformers.routers import find_router_loss
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which a token sees others of its sequence alone, by their positions."""

@@ -8,23 +8,30 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.models.architectures.router_loss import RouterLoss
-from ftkit.models.architectures.transformers.architecture import TransformersArchitecture, is_router
-from ftkit.models.architectures.transformers.outline import blocks_of, head_name
-from ftkit.models.architectures.transformers.routers import experts_of, router_outputs
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture, is_router
+from ftkit.models.architectures.transformers_outline import (
+    blocks_of,
+    experts_of,
+    head_name,
+    router_outputs,
+)
 from ftkit.models.bodies.attention import AttentionKernel, Sequences
 from ftkit.models.bodies.body import Body, GatedMlp
 from ftkit.models.bodies.experts import FusedExperts
 from ftkit.models.bodies.norm import replace_norms
 from ftkit.models.bodies.routing import Routing
-from ftkit.models.bodies.transformers.attention import Attended, KeyValueCache, follow
-from ftkit.models.bodies.transformers.experts import compute_experts, fused_experts
-from ftkit.models.bodies.transformers.values import compute_without_values
+from ftkit.models.bodies.transformers_attention import Attended, KeyValueCache, follow
+from ftkit.models.bodies.transformers_experts import compute_experts, fused_experts
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """By the names of their classes."""
 
 _LIKE_PARAMETERS = {"bias", "mup_vector"}
 """Tables of factors, which have the number format of the parameters; others are of angles."""
+
+
+_MASKS_OF_STATES = ("_update_mamba_mask", "_update_linear_attn_mask")
+"""Methods that look whether a mask of padding is of use; there is none here."""
 
 
 class TransformersBody(Body):
@@ -116,7 +123,7 @@ class TransformersBody(Body):
     def kept_in_full(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.blocks.named_modules() if is_router(name))
 
-    def keep_apart(self) -> None:
+    def exclude_from_compile(self) -> None:
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]
         for experts in self.fused_experts():
             experts.module.forward = torch.compiler.disable(experts.module.forward)
@@ -131,7 +138,7 @@ class TransformersBody(Body):
             routing.watch_router(self._model.get_submodule(name), place)
         return routing
 
-    def place_rotary_tables(self, device: torch.device, length: int) -> None:
+    def build_rope_cache(self, device: torch.device, length: int) -> None:
         self._device, self._max_length = device, length
         for name, table in self._tables.items():
             owner, _, kind = name.rpartition(".")
@@ -202,3 +209,49 @@ def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
             yield from _beside(child, known)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def compute_without_values(model: nn.Module) -> None:
+    """Have a model compute its states' masks and its routing as below.
+
+    Args:
+        model: of transformers.
+    """
+    for module in model.modules():
+        for name in _MASKS_OF_STATES:
+            if hasattr(module, name):
+                setattr(module, name, _same_mask)
+        if type(module).__name__.endswith("TopKGating"):
+            module.forward = _Gating(module)
+
+
+def _same_mask(attention_mask: Tensor | None, *_: Any) -> Tensor | None:
+    """As it is: sequences are padded on the right, where no token sees the padding."""
+    return attention_mask
+
+
+class _Gating:
+    """Chooses the experts of each token, and sorts tokens by them."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[tokens, width] in.
+
+        Returns:
+            order: [tokens * experts of each], of the pairs of token and expert.
+            tokens: of these pairs.
+            weights: likewise.
+            counts: [experts], of tokens.
+            logits: [tokens, experts].
+        """
+        module = self._module
+        logits = module.layer(hidden).float()
+        best, chosen = logits.topk(module.top_k, dim=1)
+        weights = best.softmax(1).type_as(hidden).flatten()
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        counts = torch.zeros(module.num_experts, dtype=torch.int64, device=hidden.device)
+        counts = counts.scatter_add_(0, experts, torch.ones_like(experts))
+        return order, order // module.top_k, weights[order], counts, logits

@@ -11,10 +11,10 @@ from command import command_environment
 from transformers_models import settings_of
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.transformers.architecture import TransformersArchitecture
-from ftkit.models.architectures.transformers.reading import read_transformers_architecture
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_reading import read_transformers_architecture
+from ftkit.models.dry_run import require_trainable
 from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.models.trial import require_trainable
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "is an encoder, in which tokens see"),

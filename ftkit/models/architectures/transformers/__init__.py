@@ -1,1 +1,0 @@
-"""Models of transformers: what they are before they have numbers."""

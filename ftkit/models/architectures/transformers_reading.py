@@ -1,0 +1,259 @@
+"""Reading of config.json for transformers' models, and the reasons why a model is refused."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_outline import (
+    Called,
+    call_apart,
+    head_name,
+    model_name,
+    whole_class_name,
+)
+
+_NO_OTHER_INPUT = {"text_config", "attn_config", "ffn_config"}
+"""Parts of settings that need no input beside tokens."""
+_ONE_BY_ONE = (
+    "computes its experts one by one, each with the tokens that have chosen it, which a "
+    "prediction of memory does not know"
+)
+_NOT_CAUSAL = (
+    f"is computed by transformers {transformers.__version__} so that tokens see later ones"
+)
+_IN_PLACE = "writes its states over those that its gradients need"
+_SHARED = "computes several blocks with the same weights"
+_FAMILIES = {
+    "afmoe": _ONE_BY_ONE,
+    "blt": "reads bytes, in patches that another model makes of them",
+    "cpmant": "takes a prompt that it sees as a whole, and tokens in segments",
+    "dbrx": _ONE_BY_ONE,
+    "longcat_flash": _ONE_BY_ONE,
+    "nemotron_h": _NOT_CAUSAL,
+    "recurrent_gemma": _NOT_CAUSAL,
+    "reformer": "sees tokens in buckets that change from step to step",
+    "rwkv": _IN_PLACE,
+    "trocr": "reads what an encoder of images gives it",
+    "xlm": "asks for the values of lengths and languages of its sequences",
+    "xlnet": "predicts tokens in any order, each of them from those on both sides",
+    "xlstm": _IN_PLACE,
+    "zamba": _SHARED,
+    "zamba2": _SHARED,
+}
+"""Whatever their settings."""
+_TOKENS = 3
+"""Of the text that a whole model is called with; fewer than any window has."""
+
+
+def read_transformers_architecture(
+    settings: Mapping[str, Any], name: str
+) -> TransformersArchitecture:
+    """The architecture that a config.json describes to transformers.
+
+    Args:
+        settings: its content.
+        name: of the model, for messages.
+
+    Raises:
+        UserError: transformers has no such causal language model, or what it needs is missing.
+        Exception: of any family's code, for settings that do not fit each other.
+    """
+    model_type = _known_type(settings, name)
+    if obstacle := obstacle_of_settings(settings):
+        raise _refusal(name, obstacle)
+    is_part = whole_class_name(model_type) is not None
+    architecture = TransformersArchitecture(settings)
+    try:
+        obstacle = _obstacle(architecture)
+        if obstacle is None:
+            architecture.parameter_shapes(tied=False)
+            if is_part:
+                require_text_alone(architecture.build(), architecture.language_name, name)
+            architecture.logit_scale  # noqa: B018 (refuses what it does not know)
+    except ImportError as error:
+        needed = str(error).strip().partition("\n")[0]
+        raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
+    if obstacle:
+        raise _refusal(name, obstacle)
+    return architecture
+
+
+def _known_type(settings: Mapping[str, Any], name: str) -> str:
+    """The model_type; UserError if transformers has no causal language model of it."""
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
+        code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
+        raise UserError(
+            f"{name} is of model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know.{code} Choose another model, or a newer "
+            "ftkit."
+        )
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_causal and whole_class_name(model_type) is None:
+        raise UserError(
+            f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
+            "model. Choose another model."
+        )
+    return model_type
+
+
+def _obstacle(architecture: TransformersArchitecture) -> str | None:
+    """What its settings, with the defaults of the family, and its modules tell."""
+    if (found := obstacle_of_config(architecture.config)) or architecture.is_part:
+        return found
+    return obstacle_of_model(architecture.outline)
+
+
+def _refusal(name: str, obstacle: str) -> UserError:
+    return UserError(
+        f"{name} {obstacle}; ftkit trains causal language models. Choose another model."
+    )
+
+
+def obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
+    """What config.json tells; the rest of a sentence that begins with the model's name.
+
+    None: nothing there is in the way.
+
+    Args:
+        settings: the content of config.json, of a model type that transformers knows.
+    """
+    model_type = settings["model_type"]
+    if model_type in _FAMILIES:
+        return _FAMILIES[model_type]
+    if whole_class_name(model_type) is not None:
+        return None
+    parts = set(CONFIG_MAPPING[model_type].sub_configs)
+    if "text_config" in parts:
+        return "is made of a language model and others, for images or sound"
+    if model_type != "phi4_multimodal" and (others := sorted(parts - _NO_OTHER_INPUT)):
+        return f"needs inputs beside tokens, such as those of its {others[0]}"
+    return None
+
+
+def obstacle_of_config(config: PretrainedConfig) -> str | None:
+    """The same, with the defaults of the family."""
+    if config.is_encoder_decoder:
+        return "is an encoder and a decoder, which reads what the encoder gives"
+    if getattr(config, "add_cross_attention", False):
+        return "reads what an encoder gives (add_cross_attention is true in its config.json)"
+    has_both = hasattr(config, "is_decoder") and hasattr(config, "add_cross_attention")
+    if has_both and not config.is_decoder:
+        return (
+            "is an encoder, in which tokens see those that follow (is_decoder is not true in its "
+            "config.json)"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        return "has tokens see those that follow (use_bidirectional_attention in its config.json)"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "has blocks that take keys and values of others from a cache, which training has not"
+    return None
+
+
+def obstacle_of_model(model: PreTrainedModel) -> str | None:
+    """The same, of the model on the meta device."""
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        return "has no linear layer at its end"
+    ours = (f"{model_name(model)}.", f"{head_name(model)}.")
+    head = set(map(id, model.get_output_embeddings().parameters()))
+    others = [
+        name
+        for name, parameter in model.named_parameters()
+        if not name.startswith(ours) and id(parameter) not in head
+    ]
+    if not others:
+        return None
+    return f"has layers between its last block and its head ({others[0].rpartition('.')[0]})"
+
+
+def require_text_alone(whole: PreTrainedModel, language: str, name: str) -> None:
+    """Refuse a model whose language model is not on its own what it is within the whole.
+
+    Args:
+        whole: on the meta device; it is of no use afterwards.
+        language: name of the language model in it.
+        name: of the model, for the message.
+
+    Raises:
+        UserError: what the whole model does on text beside calling it.
+    """
+    tokens = _plain_tokens(whole.config)
+    called = call_apart(whole, language, tokens, torch.zeros(*tokens.shape, 1, device="cpu"))
+    reason = next(_differences(called), None) or _unused_layers(whole.config)
+    if reason:
+        raise UserError(
+            f"{name} is a {type(whole).__name__}, which {reason}: its language model cannot be "
+            "trained alone. Choose another model."
+        )
+
+
+def _plain_tokens(config: PretrainedConfig) -> Tensor:
+    """[1, tokens], ids that stand for no image or sound."""
+    special = set(_numbers(config.to_dict()))
+    ids = [number for number in range(1, 10_000) if number not in special]
+    return torch.tensor([ids[:_TOKENS]], device="cpu")
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
+    elif isinstance(value, int):
+        yield value
+
+
+def _differences(called: Called) -> Iterator[str]:
+    """What a call says beside embeddings of the tokens and their places, in words."""
+    places = torch.arange(_TOKENS, device="cpu")
+    for key, value in called.arguments.items():
+        match key:
+            case "input_ids":
+                is_plain = value is None or torch.equal(value, called.tokens)
+            case "inputs_embeds":
+                is_plain = value is None or _is_same(value, called.embeddings)
+            case "position_ids" | "cache_position":
+                is_plain = value is None or bool((value == places).all())
+            case "attention_mask":
+                if not all(map(_is_causal, _tensors(value))):
+                    yield "has tokens see others that come after them"
+                continue
+            case _:
+                is_plain = not any(True for _ in _tensors(value))
+        if not is_plain:
+            yield f"computes {key} of its own from a text"
+
+
+def _is_same(value: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal; of one that was moved to the meta device, the shape alone."""
+    return value.shape == expected.shape and (value.is_meta or torch.equal(value, expected))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether a token sees itself and all before it, and no other."""
+    if mask.ndim == 2:  # which tokens are real
+        return bool((mask != 0).all())
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril())
+
+
+def _unused_layers(config: PretrainedConfig) -> str | None:
+    if getattr(config.text_config, "cross_attention_layers", None):
+        return "has layers between those of its language model that see images alone"
+    return None

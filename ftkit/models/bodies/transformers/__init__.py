@@ -1,1 +1,0 @@
-"""Models of transformers below their head, with parts of ours in them."""
