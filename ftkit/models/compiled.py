@@ -1,9 +1,9 @@
 """Compilation of the blocks and of the loss by torch.compile, once for all lengths.
 
-A block has a graph for each of a few kinds of call: one line or several, one token or more. What
-attention does follows the lengths of the sequences in a micro-batch, which are others in each step,
-and what experts do follows which tokens have chosen each: both stay outside, between two graphs. So
-do evaluation and answers, which would need more graphs.
+A block has a graph for each of a few kinds of call: one line or several, one token or more.
+Attention depends on the lengths of the sequences in a micro-batch, which differ in each step, and
+experts on the tokens that choose them: both stay outside, between two graphs. Evaluation and
+answers are not compiled, because they would need more graphs.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ BACKEND = "inductor"
 
 
 def compile_blocks(body: Body, output_layer: nn.Module) -> None:
-    """Have blocks and loss compiled at their first use.
+    """Compile blocks and loss at their first use.
 
     Args:
-        body: whose blocks they are; hooks of a strategy stay outside of what is compiled.
-        output_layer: an adapter may have made it its own; it is left to torch then.
+        body: the blocks are its own; hooks of a strategy stay outside of the graphs.
+        output_layer: not compiled if an adapter has replaced it.
     """
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    dynamo.optimize_ddp = False  # cuts whole models at its buckets, not blocks
-    inductor.fallback_random = True  # dropout draws what it draws elsewhere
+    dynamo.optimize_ddp = False  # it splits whole models at DDP's buckets, and these are blocks
+    inductor.fallback_random = True  # so that dropout draws the same numbers as without compile
     body.exclude_from_compile()
     for block in body.blocks:
         plain = block.forward
@@ -48,7 +48,7 @@ def _forward(
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch has compiled in this process."""
+    """Number of graphs that torch has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -1,7 +1,7 @@
-"""A model tried on fake tensors: whether it gives a loss and gradients, in a second and no memory.
+"""Dry run of a model on fake tensors: whether it computes a loss and gradients.
 
-Any family's code may fail in a way of its own, for settings that do not fit each other, or where it
-asks for what is not there. That is told before anything else is done.
+It takes a second and no memory. The code of any family may fail in its own way on settings that do
+not fit each other: the user learns of it before anything else is done.
 """
 
 from contextlib import suppress
@@ -19,20 +19,20 @@ from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.base_model import BaseModel
 
 _LENGTHS = (5, 3)
-"""Tokens of the two sequences that are computed."""
+"""Tokens of the two sequences in the dry run."""
 
 
 def require_trainable(base: BaseModel) -> None:
-    """Refuse a model whose code does not give a loss and gradients.
+    """Refuse a model whose code fails to compute a loss and gradients.
 
     Args:
         base: its weights are not read.
 
     Raises:
-        UserError: it does not; says why.
+        UserError: it fails; with the reason.
     """
     if base.architecture.implementation == "litgpt":
-        return  # whose code is one for all
+        return  # one network for all its families
     try:
         _try_shortened(base.architecture)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -41,7 +41,7 @@ def require_trainable(base: BaseModel) -> None:
             f"tensors ({error}), which the prediction of its memory does not know. Choose another "
             "model."
         ) from error
-    except Exception as error:  # of any family's code
+    except Exception as error:  # the code of any family may raise anything
         raise UserError(
             f"{base.name} cannot be trained: {base.architecture.class_name} of transformers fails "
             f"with its config.json ({type(error).__name__}: {error}). Choose another model."
@@ -49,8 +49,8 @@ def require_trainable(base: BaseModel) -> None:
 
 
 def _try_shortened(architecture: Architecture) -> None:
-    """With a block of each kind alone, where the family can be cut so."""
     kinds = getattr(architecture, "depth_of_all_kinds", architecture.layers)
+    # Some families cannot be cut to so few blocks: they are tried whole.
     with suppress(Exception):
         try_architecture(architecture.with_layers(kinds))
         return
@@ -58,7 +58,7 @@ def _try_shortened(architecture: Architecture) -> None:
 
 
 def try_architecture(architecture: Architecture) -> None:
-    """Forward and backward; some block has gradients."""
+    """Run forward and backward pass; raise if no block has gradients."""
     with torch.device("meta"):
         model = LanguageModel(architecture, tied=False).to(torch.bfloat16)
     in_rows = architecture.attention.takes_rows

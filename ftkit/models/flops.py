@@ -10,7 +10,7 @@ from ftkit.models.language_model import LanguageModel
 
 
 def parameter_count(model: LanguageModel) -> int:
-    """Numbers in the model, however many of them a byte holds."""
+    """Number of parameters, counting each weight of a packed layer as one."""
     known = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -29,17 +29,17 @@ def flops_per_token(
 ) -> float:
     """Floating-point operations of one training step, per token.
 
-    2 per parameter of a matrix in the forward pass and 2 in the backward pass for the gradient of
-    its input, 2 more where the parameter is trained; causal attention 6 x layers x width x
-    length. The output layer counts for the tokens that carry loss, because it is computed for
-    these alone, and of experts those that a token passes. Recomputation does not count. As in
-    Chowdhery et al. 2022 (PaLM), appendix B.
+    Each parameter of a matrix counts 2 in the forward pass, 2 in the backward pass for the gradient
+    of its input, and 2 more if it is trained; causal attention counts 6 x layers x width x length.
+    The output layer counts for tokens that carry loss, because it is computed for these alone;
+    experts count for the tokens that pass them. Recomputation does not count. See Chowdhery et al.
+    2022 (PaLM), appendix B.
 
     Args:
         model: outlined or filled.
-        attention_length: of the sequence that a token lies in, in the mean over tokens: the sum of
-            the squared lengths over the sum of the lengths.
-        label_fraction: tokens that carry loss, as a share of all.
+        attention_length: length of the sequence of a token, averaged over tokens: the sum of the
+            squared lengths over the sum of the lengths.
+        label_fraction: share of the tokens that carry loss.
     """
     architecture, of_each = model.architecture, model.architecture.attention
     attention = 6 * architecture.layers * of_each.heads * of_each.head_size * attention_length
@@ -49,11 +49,11 @@ def flops_per_token(
 
 
 def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
-    """What attention costs a token for each token of its sequence, relative to the matrices.
+    """Cost of attention per token of the sequence, relative to that of the matrices.
 
     Args:
         model: outlined or filled.
-        label_fraction: tokens that carry loss, as a share of all.
+        label_fraction: share of the tokens that carry loss.
     """
     matrices, with_one = (
         flops_per_token(model, attention_length=length, label_fraction=label_fraction)
@@ -63,7 +63,7 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
 
 
 def _matrix_flops(module: nn.Module, expert_share: float) -> float:
-    """Of the matrices of a module, for one token."""
+    """Operations of the matrices of a module, for one token."""
     total = 0.0
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
@@ -90,13 +90,13 @@ def mean_flops_per_token(
     label_counts: npt.NDArray[np.int64],
     repetitions: npt.NDArray[np.float64] | float = 1.0,
 ) -> float:
-    """In the mean over the tokens of an epoch.
+    """Floating-point operations per token, averaged over the tokens of an epoch.
 
     Args:
         model: in any state.
         lengths: [samples], tokens of each sample.
         label_counts: [samples], tokens of each that carry loss.
-        repetitions: [samples] or one for all, how often an epoch takes each.
+        repetitions: [samples] or one for all, how often an epoch contains each.
     """
     tokens = (lengths * repetitions).sum()
     return flops_per_token(

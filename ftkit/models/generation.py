@@ -12,7 +12,7 @@ from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 Context = Callable[[], AbstractContextManager[object]]
-"""Gives the context in which a model computes: the casts of a precision."""
+"""Makes the context in which a model computes: the casts of a precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,24 +20,24 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0: the most likely token is taken."""
+    """Divides the logits; 0: choose the most likely token."""
     top_k: int | None = None
-    """Only so many of the most likely tokens."""
+    """Choose among this many of the most likely tokens."""
     top_p: float = 1.0
-    """Only the most likely tokens that together have this probability."""
+    """Choose among the most likely tokens that together have this probability."""
     seed: int = 1337
-    """Answers follow from prompt and seed, whatever was drawn before."""
+    """Answers depend on prompt and seed alone, whatever was drawn before."""
 
     def generator(self) -> torch.Generator:
-        """Draws the tokens of one answer."""
+        """Generator for the tokens of one answer."""
         return torch.Generator().manual_seed(self.seed)
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """The next token.
+        """Choose the next token.
 
         Args:
             logits: [vocabulary], float32.
-            generator: on the CPU, so that a seed means the same on every device.
+            generator: on the CPU, so that a seed gives the same answer on every device.
         """
         if self.temperature == 0:
             return int(logits.argmax())
@@ -65,13 +65,13 @@ def answer_in_tokens(
     Args:
         model: in evaluation mode.
         prompt: [length] token ids, at least one, fewer than the model's context.
-        stop_ids: tokens that end the answer and are no part of it.
-        max_new_tokens: longest answer; shorter where the model's context ends.
+        stop_ids: tokens that end the answer and do not belong to it.
+        max_new_tokens: length of the longest answer; the end of the model's context ends it too.
         sampling: how tokens are chosen.
-        context: in which the model computes.
+        context: makes the context in which the model computes.
 
     Yields:
-        The ids of the answer.
+        The token ids of the answer.
     """
     body, device = model.body, model.body.device
     length = len(prompt)
@@ -98,10 +98,10 @@ def answer_in_tokens(
 
 
 class TextStream:
-    """The text of tokens that come one by one.
+    """Text of tokens that arrive one by one.
 
     A character may be spread over several tokens, and a token's text may depend on the one before.
-    What is given out never has to be taken back.
+    Text that was returned is never taken back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -110,7 +110,7 @@ class TextStream:
         self._context = self._shown = 0
 
     def add(self, token: int) -> str:
-        """The text that is certain with this token and was not before."""
+        """Text that this token makes certain."""
         self._ids.append(token)
         text = self._new_text()
         if text.endswith("\ufffd"):  # part of a character
@@ -119,7 +119,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What was held back, when no token follows."""
+        """Text that was held back, when no token follows."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -148,12 +148,12 @@ def answer_greedily(
     Args:
         model: in evaluation mode.
         prompts: token ids, [length] each, of different lengths.
-        stop_ids: tokens that end an answer and are no part of it; at least one.
-        max_new_tokens: longest answer; shorter where the model's context ends.
-        goes_on: whether an answer is of interest still, given the index of its prompt and its
-            tokens so far; it ends there otherwise. None: all are, to their ends.
-        choose: gives the next tokens, [prompts], of logits, [prompts, vocabulary].
-        apart: whether each rank has prompts of its own. All of them have room for as many tokens.
+        stop_ids: tokens that end an answer and do not belong to it; at least one.
+        max_new_tokens: length of the longest answer; the end of the model's context ends it too.
+        goes_on: whether an answer should go on, given the index of its prompt and its tokens so
+            far. None: every answer runs to its end.
+        choose: the next tokens, [prompts], given logits, [prompts, vocabulary].
+        apart: whether each rank has prompts of its own, with room for equally many tokens.
 
     Returns:
         Token ids of the answers, [up to max_new_tokens] each.
@@ -196,7 +196,7 @@ def answer_greedily(
 def _without_interest(
     answers: Sequence[Tensor], finished: Tensor, goes_on: Callable[[int, list[int]], bool]
 ) -> Tensor:
-    """[prompts] bool, the unfinished answers that need not go on."""
+    """Return [prompts] bool: unfinished answers that need not go on."""
     so_far = torch.stack(list(answers), dim=1).tolist()
     ends = [
         not done and not goes_on(row, so_far[row]) for row, done in enumerate(finished.tolist())
@@ -205,7 +205,7 @@ def _without_interest(
 
 
 def _all(finished: Tensor, *, apart: bool) -> bool:
-    """Whether no prompt needs another pass; where ranks have their own, none on any rank."""
+    """Whether no prompt needs another pass: on this rank, or with own prompts on any rank."""
     if apart and dist.is_initialized() and dist.get_world_size() > 1:
         left = (~finished).sum()
         dist.all_reduce(left)
@@ -214,11 +214,9 @@ def _all(finished: Tensor, *, apart: bool) -> bool:
 
 
 def _broadcast_tokens(tokens: Tensor) -> Tensor:
-    """The tokens that rank 0 has chosen.
-
-    Where two logits are nearly equal, unlike devices may choose differently. Under FSDP and ZeRO-3
-    a rank that ended on another token than the others would leave them waiting for its weights.
-    """
+    """Tokens that rank 0 has chosen."""
+    # Unlike devices may choose differently between nearly equal logits. Under FSDP and ZeRO-3 a
+    # rank that ends its answer earlier would leave the others waiting for its weights.
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tokens, src=0)
     return tokens

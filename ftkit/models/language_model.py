@@ -28,7 +28,7 @@ from ftkit.utils.accelerators.kinds import device_kind
 class LanguageModel(nn.Module):
     """A body whose head computes the loss.
 
-    Parameter names are ours behind a prefix: `body....` and `head.lm_head...`; `our_name` strips
+    Parameter names have a prefix before ours: `body....` and `head.lm_head...`; `our_name` strips
     it.
     """
 
@@ -40,18 +40,18 @@ class LanguageModel(nn.Module):
             self.body.take_head(), architecture.logit_softcap, architecture.logit_scale
         )
         self.kernel: AttentionKernel = "sdpa"
-        """What computes attention."""
+        """Kernel that computes attention."""
         self.tied = tied
         self.lora: LoraRecipe | None = None
-        """How the model is adapted."""
+        """Settings of the adapter; None: there is none."""
         self.quantized: Quantization | None = None
-        """How the weights of the blocks are stored, if not as numbers."""
+        """Quantisation of the weights in the blocks; None: they are not quantised."""
         self.routing = Routing((), 0, None)
-        """What its routers do in training."""
+        """Counts of what routers do in training."""
         self.tie()
 
     def tie(self) -> None:
-        """Make embedding and head one parameter, if they are so in this model."""
+        """Make embedding and head one parameter, if they are tied in this model."""
         if self.tied:
             head = self.head.lm_head
             head = getattr(head, "base_layer", head)  # below an adapter
@@ -73,9 +73,9 @@ class LanguageModel(nn.Module):
             input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
             label_indices: [n], indices into the flattened input_ids.
             labels: [n] or None, see `Head.forward`.
-            sequence_lengths: tokens of each sequence in a row; None: there is one in each line.
-            positions: [batch, sequence], where the tokens stand in their sequences; reads
-                and extends the key-value cache of `body.start_cache`.
+            sequence_lengths: tokens of each sequence in a row; None: one sequence in each line.
+            positions: [batch, sequence], of the tokens in their sequences; with them, the
+                key-value cache of `body.start_cache` is read and extended.
             each: see `Head.forward`.
         """
         if positions is not None:
@@ -93,15 +93,15 @@ def outline(
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
 ) -> LanguageModel:
-    """The model without its numbers: every layer on the meta device, adapted and frozen.
+    """Build the model on the meta device, adapted and frozen as the recipe says.
 
-    Sizes can be counted and layers sharded before any memory is taken; `fill` gives it numbers.
+    Sizes can be counted and layers sharded before any memory is taken; `fill` loads the weights.
 
     Args:
-        base: whose architecture it has.
+        base: the model whose architecture it has.
         recipe: its LoRA keys choose the quantised base and the adapted layers.
-        dtype: number format of the parameters that are not quantised.
-        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        dtype: of the parameters that are not quantised.
+        compute_dtype: of the arithmetic of quantised layers. Default: dtype.
     """
     asked = recipe.train.tie_embeddings
     model = outline_plain(
@@ -156,11 +156,11 @@ def trained_router_loss(architecture: Architecture, recipe: Recipe) -> RouterLos
 def _keep_the_input_alone(
     forward: Callable[..., Any], offloads: bool, hidden: Tensor, *rest: Any, **options: Any
 ) -> Any:
-    """The result of a block, which is computed again where the backward pass needs it."""
+    """Run a block and keep its input alone: the backward pass computes the rest again."""
     if not torch.is_grad_enabled():
         return forward(hidden, *rest, **options)
     with in_host_memory(hidden) if offloads else nullcontext():
-        # ZeRO-3 has taken the parameters back that the check would look at.
+        # ZeRO-3 has freed the parameters that the check would look at.
         return checkpoint(
             lambda hidden: forward(hidden, *rest, **options),  # the same for all blocks
             hidden,
@@ -170,9 +170,9 @@ def _keep_the_input_alone(
 
 
 def in_host_memory(hidden: Tensor) -> AbstractContextManager[Any]:
-    """What this context saves for the backward pass of a device is in host memory.
+    """Context in which tensors saved for the backward pass go to host memory.
 
-    It is page-locked where that makes copies faster.
+    The memory is page-locked where that makes copies faster.
     """
     if hidden.is_cpu:
         return nullcontext()
@@ -188,14 +188,14 @@ def outline_plain(
     tied: bool,
     kind: Quantization | None = None,
 ) -> LanguageModel:
-    """The model without its numbers and without an adapter.
+    """Build the model on the meta device, without an adapter.
 
     Args:
-        base: whose architecture it has.
-        dtype: number format of the parameters that are not quantised.
-        compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
+        base: the model whose architecture it has.
+        dtype: of the parameters that are not quantised.
+        compute_dtype: of the arithmetic of quantised layers. Default: dtype.
         tied: whether embedding and head are one.
-        kind: how the weights of the blocks are stored; None: as numbers.
+        kind: quantisation of the weights in the blocks; None: none.
     """
     with torch.device("meta"):
         model = LanguageModel(base.architecture, tied=tied)
@@ -211,13 +211,13 @@ def outline_plain(
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that an optimizer updates."""
+    """Parameters that an optimizer updates."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def body_of(architecture: Architecture) -> Body:
-    """Modules of an architecture, with its head, on torch's default device."""
-    # Each is imported where it is needed alone: it takes as long as all the rest, or is absent.
+    """Build the modules of an architecture, with its head, on torch's default device."""
+    # Imported here: transformers takes as long as all other imports, LitGPT may be absent.
     if architecture.implementation == "litgpt":
         from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
         from ftkit.models.bodies.litgpt_body import LitgptBody
@@ -227,5 +227,5 @@ def body_of(architecture: Architecture) -> Body:
     from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
     from ftkit.models.bodies.transformers_body import TransformersBody
 
-    assert isinstance(architecture, TransformersArchitecture), "the other implementation"
+    assert isinstance(architecture, TransformersArchitecture)
     return TransformersBody(architecture)

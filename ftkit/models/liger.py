@@ -1,4 +1,4 @@
-"""Fused kernels: those of Liger-Kernel in place of torch's operations, with the same parameters.
+"""Fused kernels of Liger-Kernel in place of torch's operations, with the same parameters.
 
 Hsu et al. 2024, https://arxiv.org/abs/2410.10989. Private parts that are used here, as they are in
 Liger-Kernel 0.8.5: `liger_cross_entropy_kernel` with its arguments. Its own fused linear
@@ -20,17 +20,17 @@ from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.loss import OutputLayer
 
 _LARGEST_BLOCK = 2**15
-"""Numbers of a row that the kernel of the loss takes at once, at most; as Liger has it."""
+"""Most numbers of a row that the kernel of the loss takes at once, as in Liger."""
 
 
 def apply_liger(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> None:
-    """Have a model's norms, gated MLPs, rotary embeddings and loss computed by Liger's kernels.
+    """Compute a model's norms, gated MLPs, rotary embeddings and loss with Liger's kernels.
 
-    A layer whose variant Liger has no kernel for stays as it is.
+    Layers for which Liger has no kernel stay as they are.
 
     Args:
         model: outlined; its parameters and their names stay.
-        gated_mlps: of it.
+        gated_mlps: those of the model.
     """
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
@@ -51,29 +51,29 @@ def apply_liger(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> None:
 def _norm(norm: Any, x: Tensor) -> Tensor:
     from liger_kernel.ops import LigerRMSNormFunction
 
-    # All of it in float32, as in litgpt. Not in place of the gradient, which a residual shares.
+    # "gemma": all of it in float32, as LitGPT computes it. False: not in the memory of the
+    # gradient, which a residual connection uses too.
     offset = 1.0 if norm.add_unit_offset else 0.0
     result: Tensor = LigerRMSNormFunction.apply(x, norm.weight, norm.eps, offset, "gemma", False)
     return result
 
 
 def _gated(mlp: GatedMlp, function: Any, x: Tensor) -> Tensor:
-    """The backward pass writes into what both layers gave: nothing else keeps that."""
     gate, up, down = (getattr(mlp.module, name) for name in (mlp.gate, mlp.up, mlp.down))
+    # The backward pass overwrites the results of both layers: nothing else keeps them.
     result: Tensor = down(function.apply(gate(x), up(x)))
     return result
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Written over query and key, if they are contiguous."""
     from liger_kernel.ops import LigerRopeFunction
 
+    # It overwrites query and key if they are contiguous.
     q, k = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def _loss_and_grad(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """As torch's; the gradient takes the place of the logits."""
     from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
 
     rows, vocabulary = logits.shape
@@ -109,4 +109,4 @@ def _loss_and_grad(logits: Tensor, wanted: Tensor, softcap: float | None) -> tup
         BLOCK_SIZE=min(_LARGEST_BLOCK, 1 << (vocabulary - 1).bit_length()),
         num_warps=32,
     )
-    return losses.sum(), logits
+    return losses.sum(), logits  # which hold their gradient now

@@ -17,36 +17,36 @@ from ftkit.utils.progress import OnProgress
 
 
 class Rows(Protocol):
-    """A tensor in memory, or in a file, of which some rows are asked for."""
+    """A tensor in memory or in a file, read by rows."""
 
     def __getitem__(self, rows: slice, /) -> Tensor:
-        """The rows."""
+        """Read some rows."""
 
 
 class Sharding(Protocol):
-    """How a model gets its memory on this rank."""
+    """Division of a model's parameters among ranks."""
 
     def allocate(self, model: Any, device: torch.device) -> None:
-        """Give every parameter of the model its memory on this rank; the values are undefined."""
+        """Allocate every parameter's memory on this rank; the values are undefined."""
 
     def put(self, model: nn.Module, name: str, value: Rows) -> None:
-        """Set a parameter; only what belongs to this rank is read from the value.
+        """Set a parameter; only the rows of this rank are read from the value.
 
         Every rank puts the same parameters in the same order.
         """
 
     def replace(self, parameter: nn.Parameter, value: Rows) -> None:
-        """Set a parameter of a model that has trained; every rank does so, in the same order."""
+        """Set a parameter of a model that has trained; every rank does, in the same order."""
 
     def reshard(self, model: nn.Module) -> None:
-        """Free what was gathered for a forward pass that no backward pass has followed."""
+        """Free the parameters that a forward pass without a backward pass has gathered."""
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """The full parameter, gathered from all ranks, which all call this."""
+        """Gather the full parameter; every rank calls this."""
 
 
 class Whole:
-    """Every rank has every parameter."""
+    """No sharding: every rank has every parameter."""
 
     def allocate(self, model: Any, device: torch.device) -> None:
         model.to_empty(device=device)
@@ -78,20 +78,19 @@ def fill(
     source: Iterable[tuple[str, Tensor]] | None = None,
     progress: OnProgress,
 ) -> None:
-    """Give an outlined model its memory and its numbers, parameter by parameter.
+    """Allocate an outlined model and load its weights, parameter by parameter.
 
     Args:
         model: from `outline`.
-        base: where the weights come from.
-        sharding: which part of them this rank gets.
-        device: where the parameters live.
+        base: the model whose weights are read.
+        sharding: decides which rows this rank holds.
+        device: of the parameters.
         rope_length: positions of the table of rotary embeddings.
         seed: of the adapter's initial values.
-        trained: gives a parameter that a checkpoint holds by our name, if training continues.
-            Where those are all parameters, nothing is read of the base.
-        adapter: first values of what is trained, by our names, instead of those that the recipe
-            names.
-        source: the weights by our names, where they are not those of the base.
+        trained: reads a parameter from a checkpoint by our name, if training continues. If the
+            checkpoint holds all parameters, the base is not read.
+        adapter: initial values of trained parameters by our names, instead of the recipe's.
+        source: weights by our names, instead of those of the base.
         progress: called with (parameters filled, parameters in all).
     """
     names = {our_name(name): name for name, _ in model.named_parameters()}
@@ -124,7 +123,7 @@ def fill(
         if not left:
             return
         for ours, tensor in _weights(base, model, source):
-            if ours not in left:  # trained whole beside the adapter
+            if ours not in left:  # the checkpoint holds it: it is trained whole beside the adapter
                 continue
             dtype = model.get_parameter(names[ours]).dtype
             stored = _stored(model, names[ours], tensor, device)
@@ -139,10 +138,10 @@ def fill(
 
 
 def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What checkpoints and results hold, by the model's names.
+    """Parameters that checkpoints and results hold, by the model's names.
 
-    Of an adapted model the adapter, and what is trained whole: the base model tells the rest. Else
-    all of it, numbers that nothing trains too.
+    These are the adapter and the layers that are trained whole, if the model is adapted, because
+    the base model has the rest; otherwise all parameters, also those that are not trained.
     """
     named = dict(model.named_parameters())
     is_whole = not any(is_adapter(name) for name in named)
@@ -150,7 +149,7 @@ def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _adapted_weights(model: LanguageModel) -> dict[str, list[str]]:
-    """Our name of a weight and the layers that adapt it; two where embedding and head are one."""
+    """Layers that adapt each weight, by our name; two where embedding and head are one."""
     names = {parameter: our_name(name) for name, parameter in model.named_parameters()}
     found: dict[str, list[str]] = {}
     for name, layer in lora_layers(model):
@@ -171,7 +170,7 @@ def _weights(
 
 
 def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """What a parameter holds of a weight: the weight itself, or its quantised form."""
+    """Tensor that a parameter holds for a weight: the weight, or its packed form."""
     if model.quantized is None:
         return tensor
     from ftkit.models.quantization import packed
@@ -180,14 +179,14 @@ def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.devic
 
 
 def _numbers(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an adapted layer computes with, given what its weight holds: [out, in]."""
+    """Return the [out, in] weight that an adapted layer computes with, unpacked."""
     base = layer.get_base_layer()
     unpacked: Tensor = base.unpacked(stored) if hasattr(base, "unpacked") else stored.to(dtype)
     return unpacked
 
 
 def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
-    """What a result is written from, by our name and whole; called by every rank."""
+    """Yield whole trained parameters by our names, for a result; called by every rank."""
     sharding.reshard(model)
     for name, parameter in kept_parameters(model).items():
         yield our_name(name), sharding.whole(parameter)

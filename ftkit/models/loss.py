@@ -1,4 +1,4 @@
-"""The loss: the output layer with its cross-entropy, which never has the logits of a batch."""
+"""The loss: the output layer with its cross-entropy, a few rows of logits at a time."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_AT_ONCE = 2**25
-"""Logits held at once, as a number of elements (128 MiB in float32), within the two below."""
+"""Number of logits held at once (128 MiB in float32), within the two limits below."""
 FEWEST_ROWS, MOST_ROWS = 512, 1024
-"""With fewer positions at once, a GPU reads the weight for longer than it multiplies; more are no
-faster, and slower on CPUs, whose caches they leave."""
+"""Limits of the positions at once. With fewer, a GPU spends longer on reading the weight than on
+multiplying; more are no faster, and slower on CPUs, whose caches they do not fit."""
 LOGITS_IN_CACHE = 2**20
-"""Logits that a CPU turns into probabilities at once, as a number of elements: 4 MiB in float32,
-which its caches hold. Larger pieces took 2 to 4 times as long."""
+"""Number of logits that a CPU turns into probabilities at once: 4 MiB in float32, which fit its
+caches. Larger pieces took 2 to 4 times as long."""
 
 
 def rows_at_once(vocabulary: int) -> int:
@@ -26,10 +26,9 @@ def rows_at_once(vocabulary: int) -> int:
 
 
 def normalize_loss(total: Tensor, label_tokens: Tensor | int) -> Tensor:
-    """What a micro-batch adds to the loss of its step, in nats per label token.
+    """Loss of a micro-batch as a share of its step, in nats per label token.
 
-    The loss of a step is the sum of its token losses divided by its label tokens: so it is the
-    same however the step is split.
+    Dividing by the label tokens of the whole step gives the same sum however the step is split.
 
     Args:
         total: summed loss of the micro-batch, in nats.
@@ -41,13 +40,13 @@ def normalize_loss(total: Tensor, label_tokens: Tensor | int) -> Tensor:
 def loss_and_grad(
     logits: Tensor, wanted: Tensor, softcap: float | None, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy in float32, and its gradient in the number format of the logits.
+    """Summed cross-entropy in float32, and its gradient in the dtype of the logits.
 
     Args:
-        logits: [n, vocabulary]; written over.
-        wanted: [n, 1], the right ones.
-        softcap: of the logits.
-        smoothing: how much of each label is spread evenly over the vocabulary.
+        logits: [n, vocabulary]; overwritten.
+        wanted: [n, 1], the labels.
+        softcap: bound of the logits; None: they have none.
+        smoothing: share of each label that is spread evenly over the vocabulary.
     """
     capped = None
     if softcap:
@@ -71,12 +70,12 @@ def loss_and_grad(
 def in_cache(
     compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], logits: Tensor, wanted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`loss_and_grad` of so few rows at once that a CPU's caches hold them.
+    """Compute `loss_and_grad` of so few rows at once that they fit the caches of a CPU.
 
     Args:
         compute: `loss_and_grad` with its softcap.
-        logits: [n, vocabulary]; written over.
-        wanted: [n, 1], the right ones.
+        logits: [n, vocabulary]; overwritten.
+        wanted: [n, 1], the labels.
     """
     rows = max(1, LOGITS_IN_CACHE // logits.size(1))
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
@@ -96,7 +95,7 @@ class OutputLayer(nn.Linear):
     """
 
     loss_and_grad: Callable[..., tuple[Tensor, Tensor]] = staticmethod(loss_and_grad)
-    """May be another one that computes the same."""
+    """Replaced by a fused kernel, or compiled, where a recipe asks for it."""
 
     def forward(
         self,
@@ -111,14 +110,14 @@ class OutputLayer(nn.Linear):
 
         Args:
             rows: [n, width].
-            labels: [n]; None asks for logits.
-            softcap: of the logits, if there are labels.
+            labels: [n]; None: return logits.
+            softcap: bound of the logits; used only with labels.
             smoothing: see `loss_and_grad`.
-            on_cpu: whether a CPU computes; where a GPU's memory is predicted, it does not.
+            on_cpu: whether a CPU computes. False where a CPU predicts the memory of a GPU.
 
         Returns:
-            [n, vocabulary] in the number format of the computation, or a scalar in float32: the sum
-            of the n cross-entropies in nats.
+            [n, vocabulary] in the dtype of the computation, or a scalar in float32: the sum of the
+            n cross-entropies in nats.
         """
         if labels is None:
             return super().forward(rows)
@@ -135,7 +134,7 @@ class OutputLayer(nn.Linear):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of a linear layer's results, whose gradients are made in forward."""
+    """Summed cross-entropy of a linear layer's results; forward computes the gradients too."""
 
     @staticmethod
     def forward(
@@ -157,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         step = rows_at_once(len(weight))
         with torch.autocast(kind, enabled=False):
-            for start in range(0, max(len(rows), 1), step):  # without rows, gradients of zero
+            for start in range(0, max(len(rows), 1), step):  # no rows: gradients of zero
                 part, wanted = rows[start : start + step], labels[start : start + step, None]
                 loss, grad = compute(F.linear(part, weight, bias), wanted)
                 total += loss
@@ -172,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """What a summed loss gives to rows, weight and bias, as far as it is needed."""
+    """Gradients of rows, weight and bias, those that are needed."""
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]
@@ -184,13 +183,13 @@ class _Gradients:
         self._bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
 
     def add(self, start: int, part: Tensor, grad: Tensor, weight: Tensor) -> None:
-        """Add what some rows give.
+        """Add the share of some rows.
 
         Args:
-            start: their place among all.
+            start: index of the first of them.
             part: [n, width], the rows.
             grad: [n, vocabulary], the gradient of their logits.
-            weight: [vocabulary, width], in the same number format.
+            weight: [vocabulary, width], of the same dtype.
         """
         if self._rows is not None:
             self._rows[start : start + len(part)] = grad @ weight
@@ -202,11 +201,11 @@ class _Gradients:
             self._weight = (grad.t() @ part).to(self._weight_dtype)
         elif self._weight_dtype == grad.dtype:
             self._weight.addmm_(grad.t(), part)
-        else:  # sums of a mixed precision are float32
+        else:  # in mixed precision the sum stays float32
             self._weight += grad.t() @ part
 
     def times(self, factor: Tensor) -> Iterator[Tensor | None]:
-        """Of rows, weight and bias, for a loss that is multiplied with a scalar; once."""
+        """Yield the gradients of rows, weight and bias times a scalar, and forget them."""
         for name in ("_rows", "_weight", "_bias"):
             gradient: Tensor | None = getattr(self, name)
             delattr(self, name)
@@ -217,12 +216,12 @@ class Head(nn.Module):
     """The output layer and the loss in one, so that the logits of a batch never exist at once."""
 
     def __init__(self, layer: nn.Linear, softcap: float | None, scale: float = 1.0) -> None:
-        """Outline.
+        """Make an output layer of the same shape as another.
 
         Args:
-            layer: whose shape the output layer has.
-            softcap: of the logits.
-            scale: factor of its products.
+            layer: the other one.
+            softcap: bound of the logits; None: they have none.
+            scale: factor of the logits.
         """
         super().__init__()
         width, vocabulary = layer.in_features, layer.out_features
@@ -235,7 +234,7 @@ class Head(nn.Module):
         )
         self.softcap, self.scale = softcap, scale
         self.label_smoothing = 0.0
-        """In training, how much of each label is spread evenly over the vocabulary."""
+        """Share of each label that is spread evenly over the vocabulary, in training."""
 
     def forward(
         self,
@@ -246,13 +245,13 @@ class Head(nn.Module):
         each: bool = False,
         on_cpu: bool = False,
     ) -> Tensor:
-        """Logits at some positions, or the summed loss there, or how likely each label is.
+        """Logits at some positions, their summed loss, or the likelihood of each label.
 
         Args:
             hidden: [batch, sequence, width].
             label_indices: [n], indices into the flattened batch and sequence.
-            labels: [n], the token that follows each position; None asks for the logits.
-            each: ask how likely each label is.
+            labels: [n], the token that follows each position; None: return logits.
+            each: return the likelihood of each label.
             on_cpu: see `OutputLayer.forward`.
 
         Returns:
@@ -274,7 +273,7 @@ class Head(nn.Module):
         return self._loss_in_pieces(rows, labels)
 
     def _loss_in_pieces(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """By autograd, for layers that an adapter has made their own."""
+        """Summed loss by autograd, for output layers that an adapter has replaced."""
         pieces = self._pieces(rows, labels)
         if len(pieces) == 1:
             return self._loss(rows, labels)
@@ -282,7 +281,7 @@ class Head(nn.Module):
         return torch.stack(losses).sum()
 
     def _pieces(self, rows: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Rows and labels of which there may be logits at once."""
+        """Rows and labels, split so that the logits of each part may exist at once."""
         out_features = self.lm_head.out_features
         assert isinstance(out_features, int)
         at_once = rows_at_once(out_features)
@@ -308,7 +307,7 @@ class Head(nn.Module):
 
 
 def _in_float16(rows: Tensor) -> bool:
-    """Whether the products are in float16, whose small gradients need the loss scale at once."""
+    """Whether the products are in float16: small gradients need the loss scale from the start."""
     kind = rows.device.type
     mixed = torch.is_autocast_enabled(kind)
     return (torch.get_autocast_dtype(kind) if mixed else rows.dtype) == torch.float16

@@ -15,7 +15,7 @@ from ftkit.models.architectures.naming import Fused
 from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.experts import from_peft, parameters_adapted
 from ftkit.models.lora.save import _PREFIX
-from ftkit.models.lora.targets import TRAINED, our_name
+from ftkit.models.lora.targets import TRAINED, head_names, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
 from ftkit.models.pretrained.weights.pickled import load_pickled
 from ftkit.recipe.peft_adapter import (
@@ -204,6 +204,9 @@ def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
             layer = name.removesuffix(".weight")
             if layer not in holder[0]:
                 holder[0].append(layer)
+    head, *others = head_names(base)
+    for other in others:
+        found[other] = found[head]
     return found
 
 

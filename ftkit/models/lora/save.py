@@ -5,6 +5,7 @@ parts are stacked, and each part's B fills its own rows and columns of a larger 
 elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more columns.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,14 @@ from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.naming import Fused, Naming
 from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.experts import in_peft
-from ftkit.models.lora.targets import INITIAL, TRAINED, chosen_layers, is_adapter, names_of
+from ftkit.models.lora.targets import (
+    INITIAL,
+    TRAINED,
+    chosen_layers,
+    head_names,
+    is_adapter,
+    names_of,
+)
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.models.pretrained.save import save_beside
 from ftkit.recipe.peft_adapter import BASE_KEY, CONFIG, NOTES_KEY, PARTS_KEY, WEIGHTS
@@ -72,7 +80,14 @@ def _check_dora(base: BaseModel, recipe: LoraRecipe) -> None:
 def _huggingface_naming(base: BaseModel) -> Naming:
     naming = base.architecture.naming_in("hf")
     assert naming is not None, "check_adapter refuses other models"
-    return naming
+    if len(head_names(base)) == 1:
+        return naming
+    # PEFT finds a layer by its name in the installed transformers; files of weights keep the old.
+    import transformers
+
+    tied = getattr(transformers, str(base.architecture.class_name))._tied_weights_keys
+    head = next(iter(tied)).removesuffix(".weight")
+    return dataclasses.replace(naming, modules={**naming.modules, "lm_head": head})
 
 
 @dataclass

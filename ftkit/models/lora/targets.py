@@ -17,6 +17,9 @@ TRAINED, INITIAL = "default", "initial"
 are taken from the base weight, a frozen copy of these."""
 
 
+_RENAMED_HEADS = {"GPTNeoXForCausalLM": ("embed_out", "lm_head")}
+"""Names of output layers that differ between versions of transformers: since 5.24, if not earlier,
+GPT-NeoX has lm_head. Recipes and adapters may have either."""
 _MATCH_S = 1.0
 """For one name, which takes microseconds."""
 
@@ -26,11 +29,21 @@ def our_name(name: str) -> str:
     return name.removeprefix("body.").removeprefix("head.").replace(".base_layer.", ".")
 
 
-def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
-    """Hugging Face's full name of a layer of ours; where it has none, that in the model's files.
+def head_names(base: BaseModel) -> tuple[str, ...]:
+    """Names of the output layer in Hugging Face's model, with those of other versions."""
+    naming = base.architecture.naming_in("hf") or base.naming
+    head = naming.stored_in("lm_head")[0]
+    return tuple(dict.fromkeys((head, *_RENAMED_HEADS.get(base.architecture.class_name or "", ()))))
 
-    Where that is a part of theirs, there are two: theirs followed by ours, and theirs.
+
+def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
+    """Full names in Hugging Face's model, or else in its files, by which a layer may be chosen.
+
+    A layer that is part of one of theirs can be named by itself (theirs followed by ours) and by
+    theirs, which is the last name.
     """
+    if ours == "lm_head":
+        return head_names(base)
     naming = base.architecture.naming_in("hf") or base.naming
     theirs, fused = naming.stored_in(ours)
     return (theirs,) if fused is None else (f"{theirs}.{ours.rpartition('.')[2]}", theirs)
@@ -93,7 +106,7 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
         weight.removesuffix(".weight") for weight in (HEAD, base.architecture.embedding)
     )
     names[head] = None
-    theirs = {ours: names_of(base, ours)[-1:] for ours in names}
+    theirs = {ours: names_of(base, ours)[-1:] for ours in names} | {head: head_names(base)}
     adapted = {our_name(name) for name in adapted_layers(model, base, recipe)}
     chosen = []
     for target in asked:

@@ -50,7 +50,6 @@ MODELS: dict[str, dict[str, Any]] = {
 QUICK = ("gpt_oss", "qwen3_moe with a dense layer")
 OTHERS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "granitemoe": _FOUR_LOCAL,  # its forward pass finds no logits of routers
     "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "doge": {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2},
 }
@@ -211,8 +210,8 @@ def test_a_loss_that_a_model_does_not_have_is_refused_by_name(model: str) -> Non
 
 
 def test_a_model_that_asks_for_a_loss_that_is_not_known_is_refused() -> None:
-    with pytest.raises(UserError, match=r"config\.json is true, but Granite"):
-        trained_router_loss(architecture_of("granitemoe", output_router_logits=True), asked(None))
+    with pytest.raises(UserError, match=r"config\.json is true, but Deepseek"):
+        trained_router_loss(architecture_of("deepseek_v3", output_router_logits=True), asked(None))
 
 
 def test_without_a_word_the_loss_is_what_config_json_says() -> None:

@@ -1,6 +1,7 @@
 """LoRA and its variants: what is trained, and adapters that are PEFT's, in both directions."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -144,6 +145,27 @@ def test_an_adapter_is_read_back_as_it_was_written(
     for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
         assert torch.equal(tensors.pop(name), tensor)
     assert not tensors
+
+
+@pytest.mark.parametrize("head", ["embed_out", "lm_head"])
+@pytest.mark.parametrize("implementation", ["litgpt", "transformers"])
+def test_the_head_of_gpt_neox_is_found_by_its_name_in_any_version_of_transformers(
+    bases: dict[str, BaseModel], implementation: Any, head: str, tmp_path: Path
+) -> None:
+    base = open_base(str(bases["gpt-neox"].directory), implementation)
+    keys = {"lora_targets": ["dense", head], "model_implementation": implementation}
+    recipe = lora_recipe(base, **keys)
+    written = export(train(build(base, recipe)), base, recipe, tmp_path / "adapter")
+    expected = read_adapter(written, base).tensors
+    file, config = written / "adapter_model.safetensors", written / "adapter_config.json"
+    renamed = re.compile("embed_out|lm_head")
+    tensors = {renamed.sub(head, name): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    config.write_text(renamed.sub(head, config.read_text()))
+    found = read_adapter(written, base).tensors
+    assert found.keys() == expected.keys() and any("lm_head" in name for name in found)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert adapted(base, adapter=written) == adapted(base, **keys)
 
 
 def test_an_adapter_of_fused_layers_that_adapts_parts_of_them(
