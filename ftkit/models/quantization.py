@@ -31,20 +31,19 @@ from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, hold_packe
 from ftkit.recipe.recipe import Quantization
 
 WEIGHT_BLOCK = 64
-"""Weights that share a scale in 4 bits, as bitsandbytes has it."""
+"""Weights that share a scale in 4 bits, as in bitsandbytes."""
 NESTED_BLOCK = 256
-"""Scales that share a scale themselves, where they are quantised too."""
+"""Scales that share a scale of their own, if scales are quantised too."""
 VALUES_AT_ONCE = 2**18
 """Weights that are quantised at once; a multiple of WEIGHT_BLOCK."""
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Input times the weight of a quantised layer, with a gradient for the input alone.
+    """Input times the weight of a quantised layer, with a gradient for the input alone."""
 
-    bitsandbytes' own function keeps a view of the packed weight for the backward pass. Under
-    ZeRO-3 that view would keep the gathered weights of all layers alive: the parameter itself
-    must be saved, as DeepSpeed frees and gathers what is in it.
-    """
+    # bitsandbytes' own function keeps a view of the packed weight for the backward pass. Under
+    # ZeRO-3 that view would keep the gathered weights of all layers alive; the parameter itself is
+    # saved here, because DeepSpeed frees and gathers its content.
 
     @staticmethod
     def forward(
@@ -64,17 +63,18 @@ class _FrozenProduct(torch.autograd.Function):
 class FourBit(Linear4bit):
     """A linear layer in blocks of 64 weights of 4 bits.
 
-    Its result has the number format of the computation, as that of a layer under autocast. PEFT is
-    not told of it (`is_loaded_in_4bit`): its own layers for bitsandbytes copy the result.
+    Its result has the dtype of the computation, like that of a layer under autocast.
     """
 
+    # PEFT must not see `is_loaded_in_4bit`: its own layers for bitsandbytes copy the result.
+
     def __init__(self, layer: nn.Linear, kind: str, compute_dtype: torch.dtype) -> None:
-        """Outline; no memory is taken.
+        """Make the layer on the meta device.
 
         Args:
-            layer: what it stands in for.
+            layer: the layer that it replaces.
             kind: nf4 or fp4, with -dq if the scales are quantised too.
-            compute_dtype: number format of the arithmetic.
+            compute_dtype: of the arithmetic.
         """
         self._quant_type, _, nested = kind.partition("-")
         self._nested = bool(nested)
@@ -88,28 +88,26 @@ class FourBit(Linear4bit):
             device="meta",
         )
         self._scales: Tensor | None = None
-        # On CPUs with AVX512-BF16, bitsandbytes' forward in eval mode repacks the weight for good
-        # and training goes on with wrong gradients.
+        # On CPUs with AVX512-BF16, bitsandbytes' forward in eval mode repacks the weight for good,
+        # and training would continue with wrong gradients.
         self.support_avx512bf16_for_cpu = False
         bytes_ = (layer.in_features * layer.out_features + 1) // 2
         weight = torch.empty((bytes_, 1), dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def allocate(self, device: torch.device) -> None:
-        """Take memory for the scales.
-
-        Taken while weights are quantised, it would lie between temporaries and leave holes.
-        """
+        """Allocate the scales."""
+        # Allocated while weights are quantised, they would lie between temporaries and leave holes.
         blocks = -(-self.in_features * self.out_features // WEIGHT_BLOCK)
         dtype = torch.uint8 if self._nested else torch.float32
         self._scales = torch.empty(blocks, dtype=dtype, device=device)
 
     def pack(self, value: Tensor, *, at_once: int = VALUES_AT_ONCE) -> Tensor:
-        """Quantise a weight: keep its scales and return what the parameter holds.
+        """Quantise a weight: keep its scales and return the packed tensor.
 
         Args:
             value: [out, in] on the device of the computation.
-            at_once: numbers of a piece; the result is the same.
+            at_once: weights quantised at once; the result is the same.
         """
         packed, self.quant_state = quantize_in_pieces(
             value, self._quant_type, self._nested, at_once
@@ -122,13 +120,13 @@ class FourBit(Linear4bit):
         return packed
 
     def unpacked(self, weight: Tensor) -> Tensor:
-        """[out, in], in the number format of the computation."""
+        """Unpack a weight to [out, in], in the dtype of the computation."""
         return dequantize_4bit(weight, self.quant_state)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's result, without a gradient."""
+        """Result of the layer, without a gradient."""
         assert self.quant_state is not None, "pack comes first"
-        # Transposed, as versions below 0.50 want it; later ones take both.
+        # Transposed, as bitsandbytes below 0.50 needs it; later versions take both.
         return matmul_4bit(x, weight.t(), bias=bias, quant_state=self.quant_state)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,11 +135,10 @@ class FourBit(Linear4bit):
 
 
 class EightBit(Linear8bitLt):
-    """A linear layer of 8-bit integers with one scale per row; activations stay as they are.
+    """A linear layer of 8-bit integers with one scale per row; activations are not rounded."""
 
-    bitsandbytes' own product rounds the activations to 8 bits too, on CUDA alone and without the
-    outlier columns of LLM.int8: with the few large features of 7B models, that is 5 % of a result.
-    """
+    # bitsandbytes' own product rounds the activations to 8 bits too, on CUDA alone and without the
+    # outlier columns of LLM.int8: with the few large features of 7B models, results are 5 % off.
 
     def __init__(self, layer: nn.Linear, compute_dtype: torch.dtype) -> None:
         super().__init__(
@@ -156,7 +153,7 @@ class EightBit(Linear8bitLt):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def pack(self, value: Tensor) -> Tensor:
-        """Quantise a weight: keep its scales and return what the parameter holds.
+        """Quantise a weight: keep its scales and return the packed tensor.
 
         Args:
             value: [out, in] on the device of the computation.
@@ -166,12 +163,12 @@ class EightBit(Linear8bitLt):
         return packed
 
     def unpacked(self, weight: Tensor) -> Tensor:
-        """[out, in], in the number format of the computation."""
+        """Unpack a weight to [out, in], in the dtype of the computation."""
         assert self.state.SCB is not None, "pack comes first"
         return weight.to(self.compute_dtype).mul_((self.state.SCB / 127).unsqueeze(1))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's result, without a gradient."""
+        """Result of the layer, without a gradient."""
         return F.linear(x, self.unpacked(weight), bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,14 +179,15 @@ class EightBit(Linear8bitLt):
 def quantize_in_pieces(
     value: Tensor, quant_type: str, nested: bool, at_once: int
 ) -> tuple[Tensor, QuantState]:
-    """What bitsandbytes' quantize_4bit gives, which takes several times the memory of a piece.
+    """Quantise a weight as bitsandbytes' quantize_4bit does, piece by piece.
 
     Args:
         value: [out, in].
         quant_type: nf4 or fp4.
         nested: whether the scales are quantised too.
-        at_once: numbers of a piece; the result is the same.
+        at_once: weights of a piece; the result is the same.
     """
+    # In pieces because quantize_4bit takes several times the memory of its input.
     numbers = value.flatten()
     count = numbers.numel()
     scales = torch.empty(-(-count // WEIGHT_BLOCK), device=value.device)
@@ -214,12 +212,12 @@ def quantize(
     compute_dtype: torch.dtype,
     kept: Container[str] = (),
 ) -> None:
-    """Put quantised layers in place of the linear ones; no memory is taken.
+    """Replace linear layers by quantised ones; no memory is taken.
 
     Args:
         model: on the meta device, before its layers are adapted.
         kind: as in recipes.
-        compute_dtype: number format of their arithmetic.
+        compute_dtype: of their arithmetic.
         kept: names of layers that stay as they are.
     """
     for name, layer in list(model.named_modules()):
@@ -236,7 +234,7 @@ def _quantized(
 
 
 def rounded(weight: Tensor, kind: Quantization) -> Tensor:
-    """[out, in] float32, the numbers that a quantised layer computes with.
+    """Return the [out, in] float32 weight that a quantised layer computes with.
 
     Args:
         weight: [out, in].
@@ -249,12 +247,12 @@ def rounded(weight: Tensor, kind: Quantization) -> Tensor:
 
 
 def rounded_of_each(weight: Tensor, kind: Quantization, *, transposed: bool) -> Tensor:
-    """As `rounded`, of the matrices of experts: float32, in their layout.
+    """Return `rounded` matrices of experts, float32, in their layout.
 
     Args:
         weight: [experts, out, in]; [experts, in, out] if they are transposed.
         kind: as in recipes.
-        transposed: which of the two.
+        transposed: whether each matrix is [in, out].
     """
     found = torch.empty(weight.shape, dtype=torch.float32)
     for result, matrix in zip(found, weight, strict=True):
@@ -266,7 +264,7 @@ def rounded_of_each(weight: Tensor, kind: Quantization, *, transposed: bool) -> 
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Take memory for what turns packed weights back into numbers."""
+    """Allocate the scales of all packed weights of a model."""
     for layer in model.modules():
         if isinstance(layer, FourBit):
             layer.allocate(device)
@@ -275,13 +273,13 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> Tensor:
-    """What a parameter of the model holds of a base model's weight.
+    """Return the tensor that a parameter of the model holds for a weight of the base model.
 
     Args:
         model: with quantised layers.
         name: of the parameter.
-        value: whole; every rank passes the same and gets the same.
-        device: where the model computes.
+        value: the whole weight; every rank passes the same and gets the same.
+        device: of the computation.
     """
     owner, _, kind = name.rpartition(".")
     layer = model.get_submodule(owner)
@@ -293,18 +291,18 @@ def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> 
 
 
 class FourBitMatrices(PackedMatrices):
-    """In blocks of 64 weights of 4 bits."""
+    """Matrices of experts in blocks of 64 weights of 4 bits."""
 
     def __init__(
         self, shape: torch.Size, kind: str, *, transposed: bool, compute_dtype: torch.dtype
     ) -> None:
-        """Outline; no memory is taken.
+        """Describe the matrices; no memory is taken.
 
         Args:
-            shape: of the parameter in full numbers.
+            shape: of the unpacked parameter.
             kind: nf4 or fp4, with -dq if the scales are quantised too.
-            transposed: whether that is [experts, in, out]; else [experts, out, in].
-            compute_dtype: number format of the arithmetic.
+            transposed: whether the shape is [experts, in, out]; else [experts, out, in].
+            compute_dtype: of the arithmetic.
         """
         super().__init__(shape, transposed=transposed, compute_dtype=compute_dtype)
         self._quant_type, _, nested = kind.partition("-")
@@ -322,7 +320,7 @@ class FourBitMatrices(PackedMatrices):
             above = -(-blocks // NESTED_BLOCK)
             self._scales_of_scales = torch.empty(self.experts, above, device=device)
             self._offsets = torch.empty(self.experts, device=device)
-            if "dynamic" not in name2qmap:  # it cannot be computed while memory is simulated
+            if "dynamic" not in name2qmap:  # which cannot be computed while memory is simulated
                 name2qmap["dynamic"] = create_dynamic_map()
             self._code_of_scales = name2qmap["dynamic"].to(device, copy=True)
 
@@ -356,7 +354,7 @@ class FourBitMatrices(PackedMatrices):
 
 
 class EightBitMatrices(PackedMatrices):
-    """In 8-bit integers with one scale per row."""
+    """Matrices of experts in 8-bit integers with one scale per row."""
 
     def outline(self) -> Tensor:
         size = (self.experts, self.rows, self.columns)
@@ -379,12 +377,12 @@ class EightBitMatrices(PackedMatrices):
 
 
 def quantize_experts(experts: FusedExperts, kind: Quantization, compute_dtype: torch.dtype) -> None:
-    """Let a layer's experts hold their matrices packed; no memory is taken.
+    """Pack the matrices of a layer's experts; no memory is taken.
 
     Args:
         experts: on the meta device.
         kind: as in recipes.
-        compute_dtype: number format of their arithmetic.
+        compute_dtype: of their arithmetic.
     """
     for name in experts.matrices:
         shape, transposed = experts.module.get_parameter(name).shape, experts.transposed

@@ -19,32 +19,29 @@ from ftkit.recipe.plan import Plan
 from ftkit.utils.accelerators.use import pinned
 
 AttentionPath = Literal["varlen", "sdpa per sequence", "padded"]
-"""How attention sees a micro-batch: its tokens in a row, which torch's attention over variable
-lengths takes whole, or in a row whose sequences are taken one by one, or padded to a rectangle."""
+"""Layout of a micro-batch for attention: its tokens in a row, computed whole by torch's attention
+over variable lengths; in a row, computed sequence by sequence; or padded to a rectangle."""
 
 AttentionKernel = Literal["flash", "cpu", "sdpa"]
-"""What computes it: flash attention on GPUs, torch's kernel for CPUs, or whatever torch chooses."""
+"""Kernel of attention: flash attention on GPUs, torch's kernel for CPUs, or torch's choice."""
 
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Query and key, [batch, tokens, heads, head size] each, turned by tables of cos and sin."""
+"""Rotates query and key, [batch, tokens, heads, head size] each, by tables of cos and sin."""
 
 LARGEST_FLASH_HEAD = 256
-"""Numbers in a head of flash attention, at most; a multiple of 8."""
+"""Largest head size of flash attention, which must be a multiple of 8."""
 
 
 def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
-    """How attention sees the micro-batches of a plan.
-
-    Without `train.padding_free`, a row is chosen where it is faster: on CPUs always, on GPUs where
-    one kernel takes all of it. Elsewhere many small kernels would cost more than padding does.
+    """Choose the layout of micro-batches for attention.
 
     Raises:
-        UserError: rows are asked for, and the model's attention knows none.
+        UserError: the plan requires rows, but the model's attention cannot compute them.
     """
     tokens = plan.micro_batch_tokens
-    asked = plan.recipe.train.padding_free if tokens is None else True
+    padding_free = plan.recipe.train.padding_free if tokens is None else True
     if not traits.takes_rows:
-        if asked:
+        if padding_free:
             key, value, instead = (
                 ("padding_free", "true", "false")
                 if tokens is None
@@ -56,13 +53,15 @@ def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
             )
         return "padded"
     kernel = attention_kernel(traits, plan)
-    if asked is False or (asked is None and kernel == "sdpa"):
+    # By default rows are chosen where they are faster: on CPUs always, on GPUs if one kernel takes
+    # the whole row. Otherwise many small kernels would cost more than padding.
+    if padding_free is False or (padding_free is None and kernel == "sdpa"):
         return "padded"
     return "varlen" if kernel == "flash" else "sdpa per sequence"
 
 
 def attention_kernel(traits: AttentionTraits, plan: Plan) -> AttentionKernel:
-    """What computes attention on the devices of a plan."""
+    """Choose the kernel of attention for the devices of a plan."""
     if plan.accelerator == "cpu":
         return "cpu"
     size = traits.head_size
@@ -72,24 +71,24 @@ def attention_kernel(traits: AttentionTraits, plan: Plan) -> AttentionKernel:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which tokens of a micro-batch belong together."""
+    """Sequences of a micro-batch: which of its tokens belong together."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; they lie one after the other."""
+    """Tokens of each sequence; sequences lie one after the other."""
     kernel: AttentionKernel = "sdpa"
-    """What computes attention."""
+    """Kernel that computes attention."""
     starts: Tensor | None = None
-    """[sequences + 1] int32, where each begins and the last one ends, for torch's attention over
-    variable lengths; None: that is not used."""
+    """[sequences + 1] int32, the start of each and the end of the last, for torch's attention over
+    variable lengths; None: it is not used."""
 
     @classmethod
     def of(cls, input_ids: Tensor, lengths: Iterable[int] | None, kernel: AttentionKernel) -> Self:
-        """Those of a micro-batch.
+        """Describe the sequences of a micro-batch.
 
         Args:
             input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
-            lengths: tokens of each sequence in a row; None: there is one in each line.
-            kernel: what computes attention.
+            lengths: tokens of each sequence in a row; None: one sequence in each line.
+            kernel: of attention.
         """
         if lengths is None:
             batch, length = input_ids.shape
@@ -100,43 +99,43 @@ class Sequences:
         return cls(found, kernel, starts)
 
     def positions(self, device: torch.device) -> Tensor:
-        """[tokens] int64, where each token stands in its sequence."""
+        """Return [tokens] int64: the position of each token in its sequence."""
         return _copied(np.concatenate([np.arange(n) for n in self.lengths]), device)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Neighbours of one length: how many, and how long."""
+        """Neighbouring sequences of equal length: their number and length."""
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How the products of queries and keys become weights of values."""
+    """How products of queries and keys become weights of values."""
 
     scale: float
     """Factor of the products."""
     softcap: float | None = None
-    """Their bound, approached by a tangent; None: they have none. Gemma 2:
+    """Bound of the products, by a hyperbolic tangent; None: no bound. Gemma 2:
     https://arxiv.org/abs/2408.00118."""
     window: int | None = None
-    """Tokens that each token sees, itself included; None: all before it. Longformer:
+    """Number of tokens that a token sees, including itself; None: all before it. Longformer:
     https://arxiv.org/abs/2004.05150."""
     sinks: Tensor | None = None
-    """[heads], a score of each head that takes weight and gives no value; None: there is none.
+    """[heads], a score of each head that takes weight without adding a value; None: no sinks.
     https://arxiv.org/abs/2309.17453."""
 
     @property
     def are_plain(self) -> bool:
-        """Whether kernels know them: scaled products, perhaps of a window."""
+        """Whether kernels can compute them: scaled products, perhaps within a window."""
         return self.softcap is None and self.sinks is None
 
     def window_within(self, length: int) -> int | None:
-        """The window, where it hides something from a sequence of this length."""
+        """The window if it is shorter than a sequence of this length, else None."""
         return self.window if self.window is not None and self.window < length else None
 
 
 def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """On a device, without waiting for it."""
+    """Copy to a device without waiting for it."""
     return pinned(torch.from_numpy(values), device).to(device, non_blocking=True)
 
 
@@ -148,7 +147,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
         k: [tokens, groups, head size]; each group serves as many heads.
         v: [tokens, groups, value size].
         sequences: which tokens belong together.
-        scores: how they become weights.
+        scores: how products become weights.
 
     Returns:
         [tokens, heads, value size].
@@ -173,14 +172,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
 def attend_to_cache(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scores: Scores
 ) -> Tensor:
-    """Attention of tokens to those of their sequences that do not follow them.
+    """Causal attention to the keys and values of a cache.
 
     Args:
         q: [batch, heads, tokens, head size].
-        keys: [batch, groups, length, head size], at their positions; later ones may be anything.
+        keys: [batch, groups, length, head size], by position; later ones may have any value.
         values: [batch, groups, length, value size].
         positions: [batch, tokens], of the tokens.
-        scores: how they become weights.
+        scores: how products become weights.
 
     Returns:
         [batch, tokens, heads, value size].
@@ -199,32 +198,29 @@ def attend_to_cache(
 
 
 class AttentionLayer:
-    """What layers of attention have in common: others may compute parts of them."""
+    """Common parts of attention layers, which compiled or fused functions may replace."""
 
     attend: Callable[..., Tensor] = staticmethod(attend)
-    """Or another one that computes the same."""
+    """Replaced by an uncompiled version if blocks are compiled."""
     rotation: Literal["halves", "pairs"] = "halves"
-    """Which numbers of a head are turned together: those half a head apart, or neighbours."""
+    """Which numbers of a head are rotated together: those half a head apart, or neighbours."""
     rotate: Rotation | None = None
-    """What turns query and key, instead of torch's operations."""
+    """Fused rotation of query and key; None: torch's operations."""
 
 
 def _by_run(sequences: Sequences, *values: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Of neighbours of one length: their number and length, and their part of each value.
-
-    Split, not cut out one by one: a backward pass would fill a tensor with zeros for each.
-    """
+    """Yield number and length of neighbours of equal length, and their part of each value."""
+    # Split, not sliced one by one: the backward pass would fill a tensor with zeros for each.
     runs = sequences.runs
     sizes = [count * length for count, length in runs]
     return zip(runs, *(value.split(sizes) for value in values), strict=True)
 
 
 class _FlashOnCpu(torch.autograd.Function):
-    """torch's kernel for CPUs, run by run into one tensor.
+    """Torch's kernel for CPUs, run by run into one tensor; it takes groups of heads as they are."""
 
-    F.scaled_dot_product_attention calls the same kernel, but what it returns for each run would be
-    kept beside what they are joined to. It takes groups of heads as they are.
-    """
+    # F.scaled_dot_product_attention calls the same kernel, but autograd would keep its result for
+    # each run beside the joined tensor.
 
     @staticmethod
     def forward(
@@ -252,7 +248,7 @@ class _FlashOnCpu(torch.autograd.Function):
         runs = _by_run(ctx.sequences, gradient, q, k, v, joined, *found)
         for sum_, ((count, length), *parts) in zip(sums, runs, strict=True):
             *known, to_q, to_k, to_v = (_by_heads(part, count) for part in parts)
-            # In 16 bits the kernel takes two to four times as long.
+            # The kernel takes two to four times as long in 16 bits.
             wide = [part.float() for part in known]
             results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *wide, sum_, 0.0, **_causality(ctx.scores, length, wide[0]), scale=ctx.scores.scale
@@ -263,18 +259,18 @@ class _FlashOnCpu(torch.autograd.Function):
 
 
 def _by_heads(part: Tensor, count: int) -> Tensor:
-    """[count * length, heads, size] as [count, heads, length, size]."""
+    """View [count * length, heads, size] as [count, heads, length, size]."""
     return part.unflatten(0, (count, -1)).transpose(1, 2)
 
 
 def _repeated(part: Tensor, heads: int) -> Tensor:
-    """[..., groups, length, size], each group as often as it has heads."""
+    """Repeat the groups of [..., groups, length, size] to the number of heads."""
     groups = part.size(-3)
     return part if groups == heads else part.repeat_interleave(heads // groups, -3)
 
 
 def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[length, length] bool, what each token does not see: what follows, or lies too far back."""
+    """Return [length, length] bool: tokens hidden from each, later or too far back."""
     hidden = torch.ones(length, length, dtype=torch.bool, device=device).triu(diagonal=1)
     if window is not None:
         hidden |= torch.ones_like(hidden).tril(diagonal=-window)
@@ -282,7 +278,7 @@ def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def _causality(scores: Scores, length: int, like: Tensor) -> dict[str, Any]:
-    """What tells a kernel of sequences of one length that no token sees what follows."""
+    """Arguments that make a kernel causal, for sequences of one length."""
     window = scores.window_within(length)
     if window is None:
         return {"is_causal": True}
@@ -292,8 +288,8 @@ def _causality(scores: Scores, length: int, like: Tensor) -> dict[str, Any]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, grouped: bool) -> Tensor:
-    """Of [count, heads, length, size] each; grouped: what computes it takes groups of heads."""
-    if not grouped:  # it would take the whole matrix of scores instead
+    """SDPA of [count, heads, length, size] each; grouped: whether its kernel takes groups."""
+    if not grouped:  # a kernel that cannot would compute the whole matrix of scores
         k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
     causality = _causality(scores, q.size(2), q)
     return F.scaled_dot_product_attention(
@@ -302,14 +298,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, grouped: bool) -> 
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -> Tensor:
-    """Step by step: SDPA knows no bound of scores and no sinks.
+    """Attention step by step, because SDPA has neither a bound of scores nor sinks.
 
-    Args:
-        q: [count, heads, tokens, size].
-        k: [count, groups, length, size].
-        v: [count, groups, length, value size].
-        scores: how products become weights.
-        hidden: [..., tokens, length] bool, what each token does not see.
+    q is [count, heads, tokens, size], k [count, groups, length, size], v [count, groups, length,
+    value size], and hidden [..., tokens, length] bool.
     """
     k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
     products = q @ k.mT * scores.scale
@@ -325,14 +317,12 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -
 
 @cache
 def _varlen_attention(groups: bool) -> Callable[..., Tensor]:
-    """Torch's attention over variable lengths, as it takes groups of heads or not.
-
-    Below torch 2.12 it does not say that it does.
-    """
+    """Torch's attention over variable lengths, with or without groups of heads."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # Below torch 2.12 it has no such argument.
     knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    attention: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]  # no second result
+    attention: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]  # one result
     if not groups:
         return attention
     if knows_groups:

@@ -1,4 +1,4 @@
-"""The body of a model: the modules between token ids and the head, whoever implements them."""
+"""The body of a model: the modules between token ids and the head, in any implementation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -28,34 +28,34 @@ class GatedMlp:
 
 
 class Body(nn.Module, ABC):
-    """All of a model below its output layer; made on the meta device, before it is adapted.
+    """All of a model below its output layer, built on the meta device before it is adapted.
 
-    The names of its parameters are ours. Embedding, blocks and others are called as modules, so
-    that hooks of strategies run, and hold all parameters.
+    Its parameters have our names. Embedding, blocks and others hold all of them, and are called as
+    modules, so that hooks of strategies run.
     """
 
     @property
     @abstractmethod
     def embedding(self) -> nn.Embedding:
-        """What token ids become."""
+        """Embedding of the token ids."""
 
     @property
     @abstractmethod
     def blocks(self) -> nn.ModuleList:
-        """In the order of the computation."""
+        """Blocks in the order of the computation."""
 
     @property
     @abstractmethod
     def others(self) -> list[nn.Module]:
-        """What else holds parameters: the norm after the last block, embeddings of positions."""
+        """Other modules with parameters: the norm after the last block, embeddings of positions."""
 
     @abstractmethod
     def take_head(self) -> nn.Linear:
-        """The output layer, which is no part of the body from then on; once."""
+        """Remove the output layer from the body and return it; called once."""
 
     @abstractmethod
     def gated_mlps(self) -> Iterator[GatedMlp]:
-        """Those for which there may be a fused kernel."""
+        """MLPs that a fused kernel may compute."""
 
     @abstractmethod
     def fused_experts(self) -> Iterator[FusedExperts]:
@@ -64,35 +64,35 @@ class Body(nn.Module, ABC):
     @property
     @abstractmethod
     def kept_in_full(self) -> frozenset[str]:
-        """Names in the blocks of the layers that are not quantised."""
+        """Names within the blocks of the layers that are not quantised."""
 
     @abstractmethod
     def exclude_from_compile(self) -> None:
-        """Leave attention and experts out of compiled graphs: lengths are others in each step."""
+        """Keep attention and experts out of compiled graphs: their lengths change in each step."""
 
     @abstractmethod
     def watch_routing(self, loss: RouterLoss | None) -> Routing:
-        """Have what looks at routers and experts in place, once the model is adapted.
+        """Register hooks that record the choices of routers, once the model is adapted.
 
         Args:
-            loss: of the routers; None: none is trained with.
+            loss: auxiliary loss of the routers; None: training uses none.
         """
 
     # Positions
 
     @abstractmethod
     def build_rope_cache(self, device: torch.device, length: int) -> None:
-        """Compute the rotary embeddings of so many positions; float32 whatever the parameters."""
+        """Compute the rotary embeddings of `length` positions, in float32 for any parameters."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Of the rotary tables: where it computes."""
+        """Device of the rotary tables, on which the body computes."""
 
     @property
     @abstractmethod
     def max_length(self) -> int:
-        """Positions that the rotary tables have."""
+        """Number of positions in the rotary tables."""
 
     # Computation
 
@@ -100,27 +100,27 @@ class Body(nn.Module, ABC):
     def hidden(
         self, input_ids: Tensor, lengths: Sequence[int] | None, kernel: AttentionKernel
     ) -> Tensor:
-        """[batch, sequence, width], what the head takes.
+        """Compute the hidden states for the head, [batch, sequence, width].
 
         Args:
             input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
-            lengths: tokens of each sequence in a row; None: there is one in each line.
-            kernel: what computes attention.
+            lengths: tokens of each sequence in a row; None: one sequence in each line.
+            kernel: of attention.
         """
 
     @abstractmethod
     def start_cache(self, batch: int, length: int) -> None:
-        """Take memory for keys and values of so many sequences of so many positions."""
+        """Allocate keys and values of `batch` sequences of `length` positions."""
 
     @abstractmethod
     def hidden_cached(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """As `hidden`, of tokens that follow those in the cache, which it extends.
+        """Compute the hidden states of tokens that follow those in the cache, and extend it.
 
         Args:
             input_ids: [batch, sequence].
-            positions: [batch, sequence], where the tokens stand in their sequences.
+            positions: [batch, sequence], of the tokens in their sequences.
         """
 
     @abstractmethod
     def end_cache(self) -> None:
-        """Free the cache, if there is one."""
+        """Free the cache if there is one."""

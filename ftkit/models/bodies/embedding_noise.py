@@ -1,7 +1,8 @@
-"""NEFTune: uniform noise on the embeddings of training, from counters and not from a generator.
+"""NEFTune: uniform noise on the embeddings in training, from counters instead of a generator.
 
-Each number follows from seed, step, sample, place in the sample and channel, by integers alone:
-whatever device, rank, strategy and micro-batch a sample is computed in, it has the same noise.
+Jain et al. 2023, https://arxiv.org/abs/2310.05914. Each number is an integer function of seed,
+step, sample, place in the sample and channel: a sample has the same noise on any device, rank,
+strategy and micro-batch.
 """
 
 import hashlib
@@ -17,25 +18,25 @@ from torch import Tensor
 
 _ONES = 2**32 - 1
 _NUMBERS_AT_ONCE = 2**20
-"""Numbers of noise that are made at once: a few integers of 8 MiB, which caches hold."""
+"""Numbers of noise made at once: a few integer tensors of 8 MiB, which fit caches."""
 
 Integers = TypeVar("Integers", npt.NDArray[np.int64], Tensor)
 
 
 class EmbeddingNoise:
-    """Adds noise to what an embedding gives, while a micro-batch of training is computed."""
+    """Adds noise to the output of an embedding while a micro-batch of training is computed."""
 
     def __init__(self, embedding: nn.Module, alpha: float, seed: int) -> None:
-        """Watch an embedding.
+        """Register a hook on an embedding.
 
         Args:
-            embedding: gives [batch, sequence, width].
+            embedding: its output is [batch, sequence, width].
             alpha: the noise of a sample lies between -a and a, a = alpha / sqrt(tokens * width).
             seed: of the run.
         """
         self._alpha, self._seed = alpha, seed
         self._counters: Tensor | None = None
-        """[tokens, 1] int64, of the micro-batch that is computed."""
+        """[tokens, 1] int64, of the current micro-batch."""
         self._scales: Tensor | None = None
         """[tokens, 1] float32, of width 1; 0 where there is no sample."""
         embedding.register_forward_hook(self._add)
@@ -46,7 +47,7 @@ class EmbeddingNoise:
 
         Args:
             step: optimizer steps done before.
-            batch: of `ftkit.data.samples.loader.collate`, on its device; of samples with numbers.
+            batch: from `ftkit.data.samples.loader.collate`, on its device, with sample numbers.
         """
         input_ids, lengths = batch["input_ids"], batch["lengths"]
         apart = 0 if batch["sequence_lengths"] is not None else input_ids.shape[1]
@@ -82,16 +83,14 @@ class EmbeddingNoise:
 
 
 def _counters(name: str, count: int) -> npt.NDArray[np.int64]:
-    """So many integers of 32 bits that seem to be drawn at random, by a name."""
+    """Return `count` integers of 32 bits that look random, determined by a name."""
     first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return _mixed(first + np.arange(count, dtype=np.int64) & _ONES)
 
 
 def _mixed(integers: Integers) -> Integers:
-    """A permutation of the integers of 32 bits in which each bit depends on all.
-
-    A multiplier has 31 bits, so that no product has more than 63.
-    """
+    """Permute the integers of 32 bits so that each bit of the result depends on all bits."""
+    # The multipliers have 31 bits, so that no product has more than 63.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x21F0AAAD)):
         integers = (integers ^ integers >> shift) * factor & _ONES
     return integers ^ integers >> 16

@@ -1,4 +1,4 @@
-"""Fused experts: those of a layer whose matrices are one parameter of three dimensions."""
+"""Fused experts: the matrices of a layer's experts are one parameter of three dimensions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,27 +13,25 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 _PACKED = "packed_matrices"
-"""The attribute of a module with what unpacks its matrices, by the names of its parameters."""
-
-
+"""Attribute of a module that holds its `PackedMatrices` by the names of its parameters."""
 PAIRS = "_pairs"
-"""What the name of a parameter ends with to be that of the module of its low-rank pairs."""
+"""Suffix: a parameter's name and this is the name of the module with its low-rank pairs."""
 
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """The experts of a layer."""
+    """Experts of a layer."""
 
     module: nn.Module
     matrices: tuple[str, ...]
     """Names of its parameters that hold a matrix of each expert."""
     transposed: bool
-    """Whether these are [experts, in, out]; else [experts, out, in]."""
+    """Whether they are [experts, in, out]; else [experts, out, in]."""
     takes_pairs: bool = True
-    """Whether low-rank pairs may stand beside the matrices."""
+    """Whether LoRA can adapt the matrices."""
 
     def sizes(self, name: str) -> tuple[int, int, int]:
-        """Experts, out and in of a parameter."""
+        """Number of experts, out and in of a parameter."""
         if packed := packed_in(self.module).get(name):
             return packed.experts, packed.rows, packed.columns
         experts, first, second = self.module.get_parameter(name).shape
@@ -41,19 +39,19 @@ class FusedExperts:
 
 
 class PackedMatrices(ABC):
-    """A matrix of each expert in a few bits: what turns the packed parameter into numbers.
+    """Scales that unpack a parameter with one packed matrix for each expert.
 
-    Each is packed as the weight of a linear layer: by rows of [out, in], in whatever layout the
-    model has them.
+    Each matrix is packed like the weight of a linear layer, by rows of [out, in], whatever layout
+    the model has.
     """
 
     def __init__(self, shape: torch.Size, *, transposed: bool, compute_dtype: torch.dtype) -> None:
-        """Outline; no memory is taken.
+        """Describe the matrices; no memory is taken.
 
         Args:
-            shape: of the parameter in full numbers.
-            transposed: whether that is [experts, in, out]; else [experts, out, in].
-            compute_dtype: number format of the arithmetic.
+            shape: of the unpacked parameter.
+            transposed: whether the shape is [experts, in, out]; else [experts, out, in].
+            compute_dtype: of the arithmetic.
         """
         self.transposed, self.compute_dtype = transposed, compute_dtype
         of_one = shape[:0:-1] if transposed else shape[1:]
@@ -62,22 +60,22 @@ class PackedMatrices(ABC):
 
     @property
     def numbers(self) -> int:
-        """In all matrices."""
+        """Number of weights in all matrices."""
         return self.experts * self.rows * self.columns
 
     @abstractmethod
     def outline(self) -> Tensor:
-        """On the meta device, what the parameter holds; its first dimension is the experts."""
+        """Make the packed parameter on the meta device; its first dimension is the experts."""
 
     @abstractmethod
     def allocate(self, device: torch.device) -> None:
-        """Take memory for the scales."""
+        """Allocate the scales."""
 
     def pack(self, value: Tensor, device: torch.device | None = None) -> Tensor:
-        """Quantise one matrix after the other: keep scales and return what the parameter holds.
+        """Quantise one matrix after the other: keep the scales and return the packed parameter.
 
         Args:
-            value: the parameter in full numbers.
+            value: the unpacked parameter.
             device: of the computation; None: of the value.
         """
         device = value.device if device is None else device
@@ -91,25 +89,25 @@ class PackedMatrices(ABC):
 
     @abstractmethod
     def _pack_one(self, matrix: Tensor, expert: int) -> Tensor:
-        """Quantise an expert's matrix, [out, in]; keep its scales and return the rest."""
+        """Quantise an expert's matrix, [out, in]; keep its scales and return it packed."""
 
     @abstractmethod
     def unpacked(self, packed: Tensor, expert: int) -> Tensor:
-        """[out, in] of an expert, in the number format of the computation."""
+        """Unpack the [out, in] matrix of an expert, in the dtype of the computation."""
 
 
 def count_of_each(chosen: Tensor, experts: int) -> Tensor:
-    """[experts] int32, how often each is chosen."""
+    """Return [experts] int32: how often each expert is chosen."""
     counts = torch.zeros(experts, dtype=torch.int32, device=chosen.device)
     return counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
 
 
 def rows_of_each(counts: Tensor, rows: int) -> list[slice]:
-    """Where the rows of each expert lie, those of the first one first.
+    """Slices of the rows of each expert, sorted by expert.
 
     Args:
-        counts: [experts], how many each has; of fake tensors, they are taken to be equal.
-        rows: of all.
+        counts: [experts], rows of each; fake tensors count as equal.
+        rows: of all experts.
     """
     if is_fake(counts):
         ends = [rows * (expert + 1) // len(counts) for expert in range(len(counts))]
@@ -119,32 +117,32 @@ def rows_of_each(counts: Tensor, rows: int) -> list[slice]:
 
 
 def packed_in(module: nn.Module) -> Mapping[str, PackedMatrices]:
-    """What unpacks the quantised matrices of experts in a module, by the name of the parameter."""
+    """Quantised matrices of experts in a module, by the name of the parameter."""
     found: Mapping[str, PackedMatrices] = getattr(module, _PACKED, {})
     return found
 
 
 def hold_packed(module: nn.Module, name: str, matrices: PackedMatrices) -> None:
-    """Let a parameter hold packed matrices from now on, frozen and on the meta device."""
+    """Replace a parameter by packed matrices, frozen and on the meta device."""
     setattr(module, _PACKED, {**packed_in(module), name: matrices})
     setattr(module, name, nn.Parameter(matrices.outline(), requires_grad=False))
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
-    """[rows, out], the product of each row with the matrix of its expert.
+    """Multiply each row by the matrix of its expert: [rows, out].
 
     Args:
-        x: [rows, in], those of the first expert first.
+        x: [rows, in], sorted by expert.
         weight: [experts, out, in]; [experts, in, out] if it is transposed.
-        ends: [experts] int32, where the rows of each end.
-        transposed: which of the two.
+        ends: [experts] int32, the end of each expert's rows.
+        transposed: whether the weight is [experts, in, out].
     """
     result: Tensor = _GroupedProduct.apply(x, weight, ends, transposed)
     return result
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The product of each row with the matrix of its expert."""
+    """Product of each row with the matrix of its expert."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
@@ -172,14 +170,14 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[rows, out] of [rows, in] and [experts, in, out]."""
-    if is_fake(x):  # torch knows their shape for bfloat16 alone
+    """Return [rows, out], given [rows, in] and [experts, in, out]."""
+    if is_fake(x):  # torch computes this shape for bfloat16 alone
         return x.new_empty(x.size(0), weight.size(-1))
     return F.grouped_mm(x, weight, offs=ends)
 
 
 def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """[experts, a, b] of [rows, a] and [rows, b]: the sum over the rows of each."""
+    """Return [experts, a, b]: sums over each expert's rows, given [rows, a] and [rows, b]."""
     if is_fake(left):
         return left.new_empty(len(ends), left.size(-1), right.size(-1))
     return F.grouped_mm(left.mT, right, offs=ends)

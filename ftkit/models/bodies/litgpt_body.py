@@ -43,7 +43,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     def __init__(self, config: Config) -> None:
         plain = copy.copy(config)
         plain.final_logit_softcapping = None
-        # No sequence is longer than the window, whose mask LitGPT fills row by row in every layer.
+        # No sequence is longer than the window; with it, LitGPT would fill a mask in every layer.
         plain.sliding_window_size = plain.sliding_window_indices = None
         super().__init__(plain)
         if not config.latent_attention:
@@ -52,7 +52,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         self._replace_modules()
 
     def _replace_modules(self) -> None:
-        """Put our RMSNorm and experts in place of LitGPT's; names stay."""
+        """Replace LitGPT's RMSNorm and experts by ours; names stay."""
         for name, module in list(self.named_modules()):
             if isinstance(module, litgpt.model.RMSNorm):
                 (size,) = module.weight.shape
@@ -87,7 +87,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
                 yield GatedMlp(module, "gelu tanh", gate="fc_1", up="fc_2", down="proj")
 
     def fused_experts(self) -> Iterator[FusedExperts]:
-        yield from ()  # each has linear layers of its own
+        yield from ()  # each expert has linear layers of its own
 
     @property
     def kept_in_full(self) -> frozenset[str]:
@@ -101,7 +101,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
                 layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
 
     def watch_routing(self, loss: RouterLoss | None) -> Routing:
-        return Routing((), 0, loss)  # LitGPT's experts do not tell who asks for them
+        return Routing((), 0, loss)  # LitGPT's experts do not show which tokens choose them
 
     def build_rope_cache(self, device: torch.device, length: int) -> None:
         self._max_seq_length = length
@@ -118,7 +118,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     def hidden(
         self, input_ids: Tensor, lengths: Sequence[int] | None, kernel: AttentionKernel
     ) -> Tensor:
-        """What `litgpt.GPT.forward` computes without a cache."""
+        """Compute what `litgpt.GPT.forward` computes without a cache."""
         config = self.config
         sequences = Sequences.of(input_ids, lengths, kernel)
         cos, sin = self._rotary_tables(input_ids, None if lengths is None else sequences)
@@ -135,7 +135,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         return self.transformer.ln_f(x)
 
     def _rotary_tables(self, input_ids: Tensor, row: Sequences | None) -> tuple[Tensor, Tensor]:
-        """[1, tokens, rotated ...] each, at the positions of the tokens."""
+        """Return cos and sin at the positions of the tokens, [1, tokens, rotated ...] each."""
         if row is None:
             length = input_ids.shape[1]
             return self.cos[None, :length], self.sin[None, :length]
@@ -153,7 +153,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
 
 
 class QKV(nn.Module):
-    """Query, key and value as three layers, so that adapters are those of other libraries."""
+    """Query, key and value as three layers, so that adapters fit those of other libraries."""
 
     def __init__(self, config: Config, *, bias: bool) -> None:
         super().__init__()
@@ -164,12 +164,12 @@ class QKV(nn.Module):
         self.v_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As litgpt's fused layer, which it stands in for where a key-value cache is used."""
+        """Compute LitGPT's fused layer, which its code calls if there is a key-value cache."""
         return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
 
 
 class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # litgpt has no types
-    """litgpt's attention with three projections, and with sequences in a row."""
+    """LitGPT's attention with three projections, and with sequences in a row."""
 
     def __init__(self, config: Config, block_idx: int) -> None:
         super().__init__(config, block_idx)
@@ -185,15 +185,15 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         input_pos: Tensor | None = None,
         input_pos_maxp1: int | None = None,
     ) -> Tensor:
-        """What each token takes from those before it in its sequence.
+        """Causal attention within each sequence.
 
         Args:
             x: [batch, tokens, width].
             cos: [1, tokens, rotated], the rotary table at the tokens' positions.
             sin: likewise.
-            mask: the sequences in batch * tokens; with a key-value cache, litgpt's mask.
-            input_pos: positions in the key-value cache; None: it is not used.
-            input_pos_maxp1: see litgpt.
+            mask: the sequences in batch * tokens; with a key-value cache, LitGPT's mask.
+            input_pos: positions in the key-value cache; None: there is no cache.
+            input_pos_maxp1: see LitGPT.
         """
         if not isinstance(mask, Sequences):
             cached: Tensor = super().forward(x, cos, sin, mask, input_pos, input_pos_maxp1)
@@ -223,7 +223,7 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         return q.flatten(0, 1).to(v.dtype), k.flatten(0, 1).to(v.dtype), v.flatten(0, 1)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[batch, tokens, heads, head size], turned by the tokens' positions."""
+        """Rotate [batch, tokens, heads, head size] by the tokens' positions."""
         rotate = apply_rope if self.rotation == "halves" else apply_rope_interleave
         count = self.config.rope_n_elem
         turned: Tensor = rotate(x[..., :count].transpose(1, 2), cos, sin).transpose(1, 2)
@@ -231,17 +231,19 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
 
 
 class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
-    """LitGPT's experts, sorted once: its own search for the tokens of each has no fake tensors."""
+    """LitGPT's experts, each called once with its tokens in a row."""
+
+    # LitGPT searches the tokens of each expert in a way that fake tensors do not support.
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, width] of the same."""
+        """Compute [batch, tokens, width], given the same shape."""
         tokens = x.flatten(0, 1)
         weights, chosen = self._route(tokens)
         of_each = chosen.size(-1)
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
         rows = rows_of_each(count_of_each(experts, len(self.experts)), len(experts))
-        # All are called, also for no token: strategies wait for each other in their layers.
+        # Experts without tokens are called too: sharded ranks wait for each other in each layer.
         results = [
             expert(tokens[order[own] // of_each])
             for expert, own in zip(self.experts, rows, strict=True)
@@ -253,7 +255,7 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
         return found
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts of each token, [tokens, experts of each]."""
+        """Weights and experts of each token, [tokens, experts per token] each."""
         if self.config.n_expert_groups:
             weights, chosen = self.gate(tokens)
         else:

@@ -1,4 +1,4 @@
-"""RMSNorm, which keeps its input for the backward pass and nothing else of that size.
+"""RMSNorm that keeps nothing of the size of its input but the input for the backward pass.
 
 Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
 """
@@ -17,12 +17,12 @@ class RMSNorm(nn.Module):
     """LitGPT's RMSNorm: the same numbers, in fewer passes over them."""
 
     def __init__(self, size: int, eps: float, *, add_unit_offset: bool) -> None:
-        """Outline.
+        """Make the layer.
 
         Args:
             size: of the last dimension, which is normalised.
             eps: added to the mean of the squares.
-            add_unit_offset: whether what multiplies is 1 + weight, as in Gemma.
+            add_unit_offset: whether 1 + weight multiplies the result, as in Gemma.
         """
         super().__init__()
         self.weight = nn.Parameter(torch.full((size,), 0.0 if add_unit_offset else 1.0))
@@ -31,20 +31,20 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight if self.add_unit_offset else self.weight
-        if x.device.type == "cpu":  # where torch has no kernel of its own for it
+        if x.device.type == "cpu":  # torch has no fused kernel there
             normed: Tensor = _Normed.apply(x, weight, self.eps)
             return normed
-        dtype = torch.promote_types(x.dtype, weight.dtype)  # the kernel is for one number format
+        dtype = torch.promote_types(x.dtype, weight.dtype)  # the kernel takes one dtype
         return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), self.eps).to(x.dtype)
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Put our RMSNorm in place of those of transformers that compute the same; names stay.
+    """Replace RMSNorms of transformers by ours if they compute the same; names stay.
 
-    Theirs keep several copies of their input for the backward pass, some of them in float32.
+    Those of transformers keep several copies of their input for the backward pass, some in float32.
 
     Args:
-        model: on any device; its numbers are not looked at.
+        model: on any device; its weights are not read.
     """
     for name, norm in list(model.named_modules()):
         if type(norm).__name__.endswith("RMSNorm"):
@@ -54,11 +54,9 @@ def replace_norms(model: nn.Module) -> None:
 
 
 def _same_as(norm: Any) -> RMSNorm | None:
-    """Our norm that computes what another does, on the device of that; None: there is none.
-
-    Only the norm itself knows whether it adds one to its weight, and whether it does anything else:
-    it is tried on numbers of which some are so small that what is added to the squares counts.
-    """
+    """Our norm that computes the same as another, on its device; None: there is none."""
+    # Nothing but a trial shows whether a norm adds one to its weight or does anything else. Some
+    # inputs are so small that eps matters.
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     parameters = dict(norm.named_parameters())
     arguments = inspect.signature(norm.forward).parameters

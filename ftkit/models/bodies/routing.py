@@ -1,4 +1,4 @@
-"""Routing: which experts the tokens of a micro-batch choose, and what their loss needs of it."""
+"""Routing: counts of the experts that tokens choose, and inputs of the routers' loss."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,23 +12,22 @@ from ftkit.models.architectures.router_loss import Routed, RouterLoss
 
 
 class Routing:
-    """Looks at the routers of a model while it computes a micro-batch.
+    """Records the choices of a model's routers while it computes a micro-batch."""
 
-    Nothing is added up by the host, and nothing is asked of the device before it is to be told.
-    """
+    # All sums stay on the device until they are read, so that the host never waits for it.
 
     def __init__(self, layers: Sequence[int], experts: int, loss: RouterLoss | None) -> None:
-        """Begin.
+        """Start without counts.
 
         Args:
-            layers: numbers of the blocks with experts, from 0; none: their use is not known.
-            experts: of each layer.
-            loss: of the routers, with the coefficient of a run; None: none is trained with.
+            layers: indices of the blocks with experts; empty: their choices cannot be counted.
+            experts: number in each layer.
+            loss: of the routers, with the coefficient of a run; None: training uses none.
         """
         self.layers, self._experts, self.loss = list(layers), experts, loss
         self._load: Tensor | None = None
         self._is_real: Tensor | None = None
-        """[tokens] bool, of the micro-batch that is computed."""
+        """[tokens] bool, of the current micro-batch."""
         self._counted: Tensor | None = None
         """[tokens] int64, 1 for a token whose choices count."""
         self._collects = False
@@ -36,9 +35,9 @@ class Routing:
 
     @property
     def load(self) -> list[list[int]]:
-        """How often each expert of each layer was chosen in training so far, on this rank.
+        """How often training has chosen each expert of each layer, on this rank.
 
-        Empty where nothing was counted, and where the device does not answer any more.
+        Empty if nothing was counted, or if the device has failed.
         """
         try:
             return [] if self._load is None else self._load.tolist()
@@ -47,10 +46,10 @@ class Routing:
 
     @contextmanager
     def of(self, is_real: Tensor) -> Iterator[None]:
-        """Look at one micro-batch: its forward pass up to `take`, and its backward pass.
+        """Record one micro-batch: its forward pass up to `take`, and its backward pass.
 
         Args:
-            is_real: [batch, sequence] bool, whether a token is one of a sample.
+            is_real: [batch, sequence] bool, whether a token belongs to a sample.
         """
         if self._load is None:
             shape = len(self.layers), self._experts
@@ -64,13 +63,13 @@ class Routing:
             self._routed.clear()
 
     def take(self) -> Routed | None:
-        """End of the forward pass: what the loss needs of it; None: there is no loss.
+        """End the forward pass and return the inputs of the loss; None: there is no loss.
 
-        What is computed again from here on does not count.
+        Recomputation in the backward pass does not count.
         """
         self._collects = False
         if self._counted is not None:
-            self._counted.zero_()  # compiled graphs stay the same
+            self._counted.zero_()  # in place, so that compiled graphs stay the same
         if self.loss is None:
             return None
         choices, probabilities = zip(*self._routed, strict=True)
@@ -78,11 +77,11 @@ class Routing:
         return Routed(torch.stack(choices).sum(0), torch.stack(probabilities).sum(0))
 
     def watch_router(self, module: nn.Module, place: int) -> None:
-        """Look at what a module gives.
+        """Record the logits of a router.
 
         Args:
-            module: a router, or what holds one.
-            place: of the logits among several results.
+            module: a router, or a module that holds one.
+            place: index of the logits among several results.
         """
         loss = self.loss
         assert loss is not None
@@ -91,21 +90,21 @@ class Routing:
             if self._is_real is None:
                 return
             logits: Tensor = output[place] if isinstance(output, tuple) else output
-            # Also where it is computed again: the backward pass wants all that was kept before.
+            # Also in recomputation: the backward pass needs every tensor that was saved before.
             routed = loss.routed(logits.reshape(-1, loss.experts), self._is_real)
             if self._collects:
                 self._routed.append(routed)
 
-        # In eager mode it computes the same when it is done again, whatever becomes of the result.
+        # Compiled, recomputation could drop what has no further use; in eager mode it is the same.
         module.register_forward_hook(torch.compiler.disable(look))
 
     def watch_experts(self, module: nn.Module, row: int) -> None:
-        """Count what a module is asked for.
+        """Count the experts that tokens choose.
 
         Args:
             module: the experts of a layer; it is called with hidden states, [tokens, chosen] int64
-                experts of each, and their weights.
-            row: of the layer among those with experts.
+                experts of each token, and their weights.
+            row: index of the layer among those with experts.
         """
 
         def look(_: nn.Module, given: tuple[Any, ...]) -> None:

@@ -1,7 +1,7 @@
 """Attention of transformers' models: each sequence by itself, padded, in a row, or from a cache.
 
-Transformers calls the attention that a model's settings name, and makes no masks for one that it
-does not know itself. What a mask would say follows from the sequences here.
+Transformers calls the attention that a model's settings name, and makes no masks for an attention
+that is not its own. Here the sequences take the place of a mask.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from ftkit.models.bodies.attention import Scores, Sequences, attend, attend_to_cache
 
 ATTENTION = "ftkit"
-"""By which name transformers finds the attention below."""
+"""Name by which transformers finds the attention below."""
 
 
 @dataclass
@@ -22,17 +22,17 @@ class KeyValueCache:
     """Keys and values of all layers by the positions of their tokens."""
 
     shape: tuple[int, int]
-    """Sequences, and positions of each."""
+    """Number of sequences, and of positions in each."""
     positions: Tensor | None = None
-    """[sequences, tokens], those of the tokens that are computed now."""
+    """[sequences, tokens], of the tokens in the current pass."""
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """[sequences, groups, positions, size] each, by the number of the layer."""
+    """[sequences, groups, positions, size] each, by the index of the layer."""
 
     def extended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, with those of the tokens that are computed now.
+        """Add the keys and values of the current pass and return all of a layer.
 
         Args:
-            layer: its number.
+            layer: its index.
             keys: [sequences, groups, tokens, size].
             values: [sequences, groups, tokens, value size].
         """
@@ -51,26 +51,26 @@ class KeyValueCache:
 
 @dataclass
 class Attended:
-    """What the attention layers of a model see: the same for all of them."""
+    """State that all attention layers of a model share."""
 
     sequences: Sequences | None = None
-    """Which tokens belong together, where there is no cache."""
+    """Which tokens belong together, if there is no cache."""
     cache: KeyValueCache | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         """Attention of one layer.
 
         Args:
-            layer: its number.
+            layer: its index.
             q: [batch, heads, tokens, size].
             k: [batch, groups, tokens, size].
             v: [batch, groups, tokens, value size].
-            scores: how they become weights.
+            scores: how products become weights.
 
         Returns:
             [batch, tokens, heads, value size].
         """
-        q, k = q.to(v.dtype), k.to(v.dtype)  # rotation may have made them float32
+        q, k = q.to(v.dtype), k.to(v.dtype)  # rotation may return float32
         if self.cache is not None:
             assert self.cache.positions is not None
             keys, values = self.cache.extended(layer, k, v)
@@ -82,11 +82,11 @@ class Attended:
 
 
 def follow(model: nn.Module, attended: Attended) -> None:
-    """Have a model use the attention below, all of whose layers look at what they see there.
+    """Make a model use the attention below.
 
     Args:
-        model: of transformers, whose attention is an interface.
-        attended: which changes with each micro-batch.
+        model: of transformers, with a replaceable attention.
+        attended: shared by its layers; it changes with each micro-batch.
     """
     model.config._attn_implementation = ATTENTION  # type: ignore[union-attr]  # a PreTrainedModel
     for module in model.modules():
@@ -106,12 +106,11 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; [batch, heads, tokens, size] each.
+    """Attention function for transformers: it takes [batch, heads, tokens, size] each.
 
-    Returns:
-        [batch, tokens, heads, value size], and None instead of the weights.
+    It returns [batch, tokens, heads, value size], and None instead of the weights.
     """
-    assert attention_mask is None, "masks are made for transformers' own attention alone"
+    assert attention_mask is None, "transformers makes masks for its own attention alone"
     attended: Attended = module.attended
     scores = Scores(
         scale=query.size(-1) ** -0.5 if scaling is None else scaling,
@@ -123,7 +122,7 @@ def _attention(
 
 
 def _window(module: Any, given: int | None) -> int | None:
-    """Of a layer: as its kind says, where layers have kinds."""
+    """Window of a layer, which depends on its kind if layers have kinds."""
     kinds = getattr(module.config, "layer_types", None)
     if kinds is not None and kinds[module.layer_idx] == "full_attention":
         return None

@@ -24,23 +24,23 @@ from ftkit.models.bodies.transformers_attention import Attended, KeyValueCache, 
 from ftkit.models.bodies.transformers_experts import compute_experts, fused_experts
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
-"""By the names of their classes."""
+"""Activations by the names of their classes."""
 
 _LIKE_PARAMETERS = {"bias", "mup_vector"}
-"""Tables of factors, which have the number format of the parameters; others are of angles."""
+"""Tables of factors, which have the dtype of the parameters; the others hold angles."""
 
 
 _MASKS_OF_STATES = ("_update_mamba_mask", "_update_linear_attn_mask")
-"""Methods that look whether a mask of padding is of use; there is none here."""
+"""Methods that read a mask of padding to see if it is needed; there is none here."""
 
 
 class TransformersBody(Body):
-    """The model that transformers has below its output layer."""
+    """Transformers' model below its output layer."""
 
     def __init__(self, architecture: TransformersArchitecture) -> None:
         super().__init__()
         whole = architecture.build()
-        self._heads = [whole.get_submodule(head_name(whole))]  # in a list: it is no part
+        self._heads = [whole.get_submodule(head_name(whole))]  # in a list: not registered
         model = architecture.language_in(whole)
         self._model_name = architecture.language_name
         self._place(model)
@@ -59,18 +59,18 @@ class TransformersBody(Body):
             for layer, block in enumerate(self.blocks)
             for name, experts in experts_of(block)
         ]
-        """Layer, name in it, and number."""
+        """Index of the layer, name in it, and number of experts."""
         self._max_length = architecture.context_length
         self._device = torch.device("meta")
         self._tables = {
             name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta
         }
-        """What no file holds, as the model has computed it on the CPU."""
+        """Buffers that no file holds, as the model has computed them on the CPU."""
         self._so_far: Tensor | None = None
         self.train()
 
     def train(self, mode: bool = True) -> Self:
-        """Switch layers of adapters alone: the model's own leave nothing out and draw no noise."""
+        """Switch the layers of adapters alone: the model's own have no dropout and no noise."""
         super().train(mode)
         for module in self._own:
             module.training = False
@@ -81,7 +81,7 @@ class TransformersBody(Body):
         return self.get_submodule(self._model_name)
 
     def _place(self, model: nn.Module) -> None:
-        """Take the language model by its name in the whole model, which may be a path."""
+        """Register the language model under its name in the whole model, which may be a path."""
         *path, last = self._model_name.split(".")
         parent: nn.Module = self
         for name in path:
@@ -186,7 +186,7 @@ class TransformersBody(Body):
         return self._last_hidden(input_ids, positions)
 
     def _computed_again(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """All tokens so far, where a model's attention keeps what it likes in its own ways."""
+        """Compute all tokens so far again, for models whose own cache is not supported."""
         assert self._so_far is not None
         positions = positions.expand_as(input_ids)
         self._so_far.scatter_(1, positions, input_ids)
@@ -201,7 +201,7 @@ class TransformersBody(Body):
 
 
 def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
-    """The largest modules with parameters that neither are nor hold a known one."""
+    """Largest modules with parameters that neither are nor contain a known one."""
     for child in module.children():
         if child in known:
             continue
@@ -212,7 +212,9 @@ def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def compute_without_values(model: nn.Module) -> None:
-    """Have a model compute its states' masks and its routing as below.
+    """Replace parts of a model that read values of tensors.
+
+    A prediction runs a model on tensors without values, and training does not wait for the device.
 
     Args:
         model: of transformers.
@@ -226,25 +228,21 @@ def compute_without_values(model: nn.Module) -> None:
 
 
 def _same_mask(attention_mask: Tensor | None, *_: Any) -> Tensor | None:
-    """As it is: sequences are padded on the right, where no token sees the padding."""
-    return attention_mask
+    return attention_mask  # padding is on the right, where no token sees it
 
 
 class _Gating:
-    """Chooses the experts of each token, and sorts tokens by them."""
+    """Router that chooses the experts of each token, and sorts tokens by expert."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """[tokens, width] in.
+        """Route [tokens, width].
 
-        Returns:
-            order: [tokens * experts of each], of the pairs of token and expert.
-            tokens: of these pairs.
-            weights: likewise.
-            counts: [experts], of tokens.
-            logits: [tokens, experts].
+        The results are the order of the pairs of token and expert, [tokens * experts per token],
+        the token and the weight of each pair, [experts] counts of tokens, and [tokens, experts]
+        logits.
         """
         module = self._module
         logits = module.layer(hidden).float()

@@ -1,10 +1,10 @@
-"""Experts of transformers' models: the tokens of each expert in a row, through weights of all.
+"""Experts of transformers' models: the tokens of each expert in a row.
 
-Transformers calls what a model's settings name for the matrices of experts, which are one parameter
-of three dimensions; experts of older models are modules of their own ways. What transformers does
-there computes products that predictions on fake tensors do not know in float32, or asks for values,
-and knows nothing of weights in a few bits: these are turned into numbers one matrix after the
-other, where its product is computed, and nothing is kept of that.
+For experts whose matrices are one parameter of three dimensions, transformers calls the function
+that a model's settings name; older models have modules of their own. The code of transformers uses
+products that fake tensors do not support in float32, or reads values of tensors, and cannot use
+quantised matrices. Here these are unpacked one by one for their product, and nothing unpacked is
+kept.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ from ftkit.models.bodies.experts import (
 )
 
 EXPERTS = "ftkit"
-"""By which name transformers finds what computes experts below."""
+"""Name by which transformers finds the function for experts below."""
 
 
 def compute_experts(model: nn.Module) -> None:
-    """Have a model compute its experts as below.
+    """Make a model compute its experts with the functions below.
 
     Args:
         model: of transformers.
@@ -47,7 +47,7 @@ def compute_experts(model: nn.Module) -> None:
 
 
 def fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
-    """Those whose matrices are one parameter: all of a layer, or those of one of its products.
+    """Yield experts whose matrices are one parameter: all of a layer, or one of its products.
 
     Args:
         model: of transformers.
@@ -66,18 +66,18 @@ def fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
 
 
 def _stands_alone(module: nn.Module) -> bool:
-    """Whether it is one product of all experts, in a layer that computes the rest around it."""
+    """Whether a module is one product of all experts, within a layer that computes the rest."""
     return type(module).__name__.endswith(("ParallelExperts", "GroupedExpertsGemm"))
 
 
 class _RowsOfEach:
-    """The product of each row with the matrix of its expert."""
+    """Product of each row with the matrix of its expert."""
 
     def __init__(self, module: Any, *, transposed: bool) -> None:
         self._module, self._transposed = module, transposed
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Of [rows, in], those of the first expert first, and the rows of each expert."""
+        """Multiply [rows, in], sorted by expert, given the number of rows of each expert."""
         counts = counts.to(rows.device)
         if matrices := packed_in(self._module).get("weight"):
             return _packed_product(
@@ -88,13 +88,13 @@ class _RowsOfEach:
 
 
 class _AllRows:
-    """Llama 4's experts, each of which takes all tokens, times 0 where it was not chosen."""
+    """Llama 4's experts: each computes all tokens, multiplied by 0 where it was not chosen."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._theirs = module, module.forward
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[experts * tokens, width] of the same, all of the first expert first."""
+        """Compute [experts * tokens, width], sorted by expert."""
         module, packed = self._module, packed_in(self._module)
         if not packed:
             result: Tensor = self._theirs(hidden)
@@ -108,16 +108,9 @@ class _AllRows:
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """What transformers calls.
+    """Function of experts for transformers; it returns [tokens, width].
 
-    Args:
-        module: has the matrices.
-        hidden: [tokens, width].
-        chosen: [tokens, experts of each] int64, which experts a token passes.
-        weights: likewise, of their results.
-
-    Returns:
-        [tokens, width].
+    hidden is [tokens, width]; chosen, int64, and weights are [tokens, experts per token].
     """
     of_each = chosen.size(-1)
     experts = chosen.flatten()
@@ -154,33 +147,24 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 def _packed_product(
     x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
 ) -> Tensor:
-    """[rows, out], the product of each row with the quantised matrix of its expert.
-
-    Args:
-        x: [rows, in], those of the first expert first.
-        weight: what the parameter holds.
-        matrices: unpack it.
-        rows: of each expert.
-    """
+    """Multiply each row by the quantised matrix of its expert: [rows, in] to [rows, out]."""
     x = x.to(matrices.compute_dtype)
     result: Tensor = _PackedProduct.apply(x, weight, matrices, rows)
     return result
 
 
 class _PackedProduct(torch.autograd.Function):
-    """The product of each row with the quantised matrix of its expert; a gradient for it alone.
+    """Product of each row with the quantised matrix of its expert, with a gradient for the row."""
 
-    Kept for the backward pass is the parameter, and no view of it, which would keep what strategies
-    gather of it alive.
-    """
+    # The parameter itself is saved for the backward pass: a view would keep alive what strategies
+    # gather.
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
     ) -> Tensor:
-        """As `_packed_product`."""
         if is_fake(x):
-            rows = [slice(0, len(x))]  # one after the other, they take what one takes
+            rows = [slice(0, len(x))]  # matrices are unpacked one by one: the memory is that of one
         ctx.matrices, ctx.rows = matrices, rows
         ctx.save_for_backward(weight)
         result = x.new_empty(len(x), matrices.rows)

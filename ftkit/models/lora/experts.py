@@ -1,9 +1,8 @@
-"""LoRA of fused experts: a low-rank pair for the matrix of each, in files as PEFT has them.
+"""LoRA of fused experts: a low-rank pair for the matrix of each expert, in files of PEFT.
 
-An adapter with `target_parameters`, as PEFT 0.21 has it: its A holds the experts one after the
-other, [experts * rank, in], and its B has them as its innermost dimension, [out, rank * experts].
-Where a module has several such parameters, their wrappers lie around each other, the first one
-innermost.
+In an adapter with `target_parameters` (PEFT 0.21), A holds the experts one after the other,
+[experts * rank, in], and B has them as its innermost dimension, [out, rank * experts]. If a module
+has several such parameters, their wrappers lie around each other, the first one innermost.
 """
 
 import math
@@ -22,29 +21,22 @@ from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.recipe.recipe import LoraRecipe
 
 _ALIGNED = 8
-"""Numbers whose multiples torch's grouped products take in a row: 16 bytes, of 2 each."""
+"""Torch's grouped products need rows of a multiple of this many numbers: 16 bytes, 2 for each."""
 
 
 class _Matrices(nn.Module):
     """One matrix for each expert."""
 
     def __init__(self, experts: int, rows: int, columns: int, *, pads: bool) -> None:
-        """Undefined values.
-
-        Args:
-            experts: how many.
-            rows: of each matrix.
-            columns: of each matrix.
-            pads: whether results may have more numbers, which are zero.
-        """
+        """Allocate without initial values; pads: whether results may end with zeros."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, rows, columns))
         self._pads = pads
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """As `grouped_product`."""
+        """Compute the `grouped_product`."""
         weight: Tensor = self.weight
-        beyond = x.size(-1) - weight.size(-1)  # zeros of the other matrix
+        beyond = x.size(-1) - weight.size(-1)  # zeros that the other matrix has added
         more = -weight.size(1) % _ALIGNED if self._pads else 0
         if beyond or more:
             weight = F.pad(weight, (0, beyond, 0, more))
@@ -57,7 +49,7 @@ class ExpertPairs(nn.Module):
     def __init__(
         self, sizes: tuple[int, int, int], rank: int, scaling: float, *, transposed: bool
     ) -> None:
-        """Undefined values.
+        """Allocate without initial values.
 
         Args:
             sizes: experts, out and in of the parameter.
@@ -73,11 +65,11 @@ class ExpertPairs(nn.Module):
         self.scaling, self.transposed = scaling, transposed
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """[rows, out], what the pair of its expert adds to the product of each row.
+        """Return [rows, out]: for each row, the product that the pair of its expert adds.
 
         Args:
-            x: [rows, in], those of the first expert first.
-            ends: [experts] int32, where the rows of each end.
+            x: [rows, in], sorted by expert.
+            ends: [experts] int32, the end of each expert's rows.
         """
         narrow = self.lora_A[TRAINED](x, ends)
         result: Tensor = self.lora_B[TRAINED](narrow * self.scaling, ends)
@@ -85,15 +77,15 @@ class ExpertPairs(nn.Module):
 
 
 def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
-    """Put low-rank pairs beside the matrices of all experts; no memory is taken.
+    """Add low-rank pairs to the matrices of all experts; no memory is taken.
 
     Args:
         model: outlined on the meta device.
-        base: for the message.
+        base: named in the message.
         recipe: its LoRA keys.
 
     Raises:
-        UserError: it has no such experts.
+        UserError: the model has no experts whose matrices are one parameter.
     """
     root = math.sqrt(recipe.lora_r) if recipe.lora_variant == "rslora" else recipe.lora_r
     found: Iterator[FusedExperts] = model.body.fused_experts()
@@ -121,7 +113,7 @@ def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
 
 
 def expert_pairs(model: nn.Module) -> Iterator[tuple[str, ExpertPairs]]:
-    """Our name of every adapted parameter of experts, and its pairs."""
+    """Yield our name of every adapted parameter of experts, and its pairs."""
     for name, module in model.named_modules():
         if isinstance(module, ExpertPairs):
             yield our_name(name).removesuffix(PAIRS), module
@@ -129,13 +121,13 @@ def expert_pairs(model: nn.Module) -> Iterator[tuple[str, ExpertPairs]]:
 
 @torch.no_grad()
 def merged_experts(weight: Tensor, a: Tensor, b: Tensor, pairs: ExpertPairs) -> Tensor:
-    """Float32, the matrices of experts that compute what adapted ones do.
+    """Merge low-rank pairs into the matrices of experts; float32.
 
     Args:
-        weight: as the model has it, [experts, out, in] or [experts, in, out].
+        weight: as in the model, [experts, out, in] or [experts, in, out].
         a: [experts, rank, in].
         b: [experts, out, rank].
-        pairs: tell layout and scale.
+        pairs: give layout and scale.
     """
     found = weight.to(torch.float32, copy=True)
     for matrix, left, right in zip(found, b.float(), a.float(), strict=True):
@@ -144,11 +136,11 @@ def merged_experts(weight: Tensor, a: Tensor, b: Tensor, pairs: ExpertPairs) -> 
 
 
 def in_peft(pairs: Mapping[str, tuple[Tensor, Tensor]], base: BaseModel) -> dict[str, Tensor]:
-    """The tensors of an adapter, by PEFT's names below that of the model.
+    """Return the tensors of an adapter by PEFT's names, without the prefix of the model.
 
     Args:
         pairs: A, [experts, rank, in], and B, [experts, out, rank], by our names of the parameters.
-        base: that is adapted.
+        base: the adapted model.
     """
     found = {}
     for ours, name in _wrappers(base, pairs).items():
@@ -159,14 +151,14 @@ def in_peft(pairs: Mapping[str, tuple[Tensor, Tensor]], base: BaseModel) -> dict
 
 
 def parameters_adapted(base: BaseModel, targets: Iterable[str]) -> dict[str, str]:
-    """Our name of the parameter of experts by PEFT's name of the module that adapts it.
+    """Map PEFT's names of adapting modules to our names of the parameters of experts.
 
     Args:
-        base: that is adapted.
+        base: the adapted model.
         targets: the adapter's target_parameters.
 
     Raises:
-        UserError: they are others than `lora_experts` adapts.
+        UserError: they differ from the parameters that `lora_experts` adapts.
     """
     endings = tuple(f".{target}" for target in targets)
     if not endings:
@@ -185,12 +177,12 @@ def parameters_adapted(base: BaseModel, targets: Iterable[str]) -> dict[str, str
 
 
 def from_peft(tensor: Tensor, matrix: str, experts: int) -> Tensor:
-    """[experts, rows, columns], a tensor of PEFT's.
+    """Return a tensor of an adapter's file as [experts, rows, columns].
 
     Args:
-        tensor: as `in_peft` gives it.
+        tensor: in the layout of `in_peft`.
         matrix: lora_A or lora_B.
-        experts: how many.
+        experts: number of experts.
     """
     if matrix == "lora_A":
         return tensor.unflatten(0, (experts, -1))
@@ -198,7 +190,7 @@ def from_peft(tensor: Tensor, matrix: str, experts: int) -> Tensor:
 
 
 def _wrappers(base: BaseModel, parameters: Iterable[str]) -> dict[str, str]:
-    """PEFT's name of what wraps each of our parameters."""
+    """PEFT's name of the module that wraps each of our parameters."""
     wanted, of_owner = set(parameters), dict[str, list[str]]()
     for name in parameter_shapes(base):
         if name in wanted:

@@ -20,15 +20,15 @@ from ftkit.utils.imports import hidden
 
 
 def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
-    """Freeze the model and put LoRA matrices beside the chosen layers; no memory is taken.
+    """Freeze the model and add LoRA matrices to the chosen layers; no memory is taken.
 
     Args:
         model: outlined on the meta device.
-        base: tells Hugging Face's names of the layers.
+        base: gives Hugging Face's names of the layers.
         recipe: its LoRA keys choose layers, rank and variant.
 
     Raises:
-        UserError: a name matches no layer, or one that cannot be adapted or trained so.
+        UserError: a name matches no layer, or one that cannot be adapted or trained.
     """
     model.requires_grad_(False)
     targets = adapted_layers(model, base, recipe)
@@ -39,7 +39,7 @@ def add_adapter(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> None:
     if recipe.lora_experts:
         add_expert_pairs(model, base, recipe)
     for name, layer in lora_layers(model):
-        layer.cast_input_dtype_enabled = False  # the variants know of autocast
+        layer.cast_input_dtype_enabled = False  # the variants handle autocast themselves
         layer.lora_variant[TRAINED] = Plain()
         if recipe.lora_variant == "dora":
             layer.lora_magnitude_vector[TRAINED] = Magnitude(layer.out_features)
@@ -65,11 +65,9 @@ def _inject(model: nn.Module, recipe: LoraRecipe, targets: list[str]) -> None:
 
 @contextmanager
 def _without_bitsandbytes() -> Iterator[None]:
-    """Keep PEFT from importing bitsandbytes, with all of torch's compiler, in seconds.
-
-    PEFT 0.21 does wherever it is installed, and keeps in mind whether it is. Quantised layers have
-    imported it before, but need no layers of PEFT's own.
-    """
+    """Keep PEFT from importing bitsandbytes, which takes seconds for all of torch's compiler."""
+    # PEFT 0.21 imports it wherever it is installed, and caches whether it is. Quantised layers have
+    # imported it before, but need none of PEFT's layers for it.
     with hidden("bitsandbytes"):
         from peft.import_utils import is_bnb_4bit_available, is_bnb_available
 
@@ -84,7 +82,7 @@ def _without_bitsandbytes() -> Iterator[None]:
 
 
 def _relate_to_initial(name: str, layer: Any, recipe: LoraRecipe) -> None:
-    """Outline a frozen copy of a layer's first values."""
+    """Add a frozen copy of a layer's initial matrices, on the meta device."""
     most = min(layer.in_features, layer.out_features)
     if recipe.lora_r > most:
         raise UserError(
@@ -99,7 +97,7 @@ def _relate_to_initial(name: str, layer: Any, recipe: LoraRecipe) -> None:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of every adapted linear layer."""
+    """Yield name and module of every adapted linear layer."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and not isinstance(module, ExpertPairs):
             yield name, module

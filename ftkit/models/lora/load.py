@@ -14,7 +14,7 @@ from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.naming import Fused
 from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.experts import from_peft, parameters_adapted
-from ftkit.models.lora.save import _PREFIX
+from ftkit.models.lora.save import PREFIX
 from ftkit.models.lora.targets import TRAINED, head_names, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
 from ftkit.models.pretrained.weights.pickled import load_pickled
@@ -34,20 +34,20 @@ _SAVED_AGAIN = "Take it from where it was saved again."
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that was read."""
+    """Content of an adapter's files."""
 
     changes: Mapping[str, Any]
-    """Keys of a recipe that it decides."""
+    """Keys of a recipe that the adapter decides."""
     tensors: Mapping[str, Tensor]
-    """Its values by our names of the parameters."""
+    """Tensors by our names of the parameters."""
 
 
 def read_adapter(directory: Path, base: BaseModel) -> Adapter:
     """Read a PEFT adapter of a base model's Hugging Face version, made by ftkit or elsewhere.
 
     Raises:
-        UserError: it is no adapter, damaged, of a kind that ftkit does not train, or of another
-            model; names the tensor.
+        UserError: it is not an adapter, damaged, of a kind that ftkit does not train, or of
+            another model; names the tensor.
     """
     stored = stored_adapter(directory)
     return Adapter(adapter_keys(directory), adapter_tensors(stored, directory, base))
@@ -61,10 +61,10 @@ def adapter_tensors(
     Args:
         stored: by PEFT's names, as its files have them.
         directory: of the adapter's settings.
-        base: the model that is adapted.
+        base: the adapted model.
 
     Raises:
-        UserError: they are those of another model, or differ from what they are copies of.
+        UserError: they belong to another model, or are copies that differ from its weights.
     """
     parts = read_notes(directory).get(PARTS_KEY, {})
     whole = tuple(adapter_keys(directory)["lora_modules_to_save"] or ())
@@ -74,7 +74,7 @@ def adapter_tensors(
     shapes = parameter_shapes(base)
     wrapped = parameters_adapted(base, target_parameters(directory))
     for name, tensor in stored.items():
-        wrapper, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        wrapper, _, matrix = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if wrapper in wrapped:
             parameter = wrapped[wrapper]
             tensors[f"{parameter}{PAIRS}.{matrix}.{TRAINED}.weight"] = from_peft(
@@ -116,7 +116,7 @@ def adapter_tensors(
 
 
 def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
-    """Refuse copies of the base model's weights, which PEFT adds at times, that differ from it."""
+    """Refuse copies of the base model's weights (PEFT sometimes adds them) that differ from it."""
     for name, tensor in weights(base) if copies else ():
         if name in copies and not torch.equal(tensor.to(copies[name].dtype), copies[name]):
             raise UserError(
@@ -126,15 +126,15 @@ def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path
 
 
 def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
-    """Refuse an adapter that does not fill a model's parameters exactly.
+    """Refuse an adapter whose tensors are not exactly the trained parameters of a model.
 
     Args:
         adapter: from the directory.
         model: adapted, with nothing trained but the adapter.
-        directory: where it lies, for the message.
+        directory: of the adapter, for the message.
 
     Raises:
-        UserError: a tensor is missing, not of the model, or of another shape.
+        UserError: a tensor is missing, unknown to the model, or of another shape.
     """
     shapes = {
         our_name(name): parameter.shape
@@ -160,10 +160,10 @@ def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
 
 
 def stored_adapter(directory: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter's file, by PEFT's names.
+    """Read the tensors of an adapter's file, by PEFT's names.
 
     Raises:
-        UserError: there is none, or it is damaged or holds something else.
+        UserError: there is no such file, or it is damaged or holds something else.
     """
     file, old = directory / WEIGHTS, directory / OLD_WEIGHTS
     for candidate in (file, old):
@@ -182,8 +182,8 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Hugging Face's layer and what of it: lora_A, lora_B, lora_magnitude_vector, weight, bias."""
-    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    """Hugging Face's layer and kind: lora_A, lora_B, lora_magnitude_vector, weight or bias."""
+    plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
     layer, found, kind = plain.rpartition(".lora_")
     if found:
         return layer, "lora_" + kind.removesuffix(".weight")
@@ -192,7 +192,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
-    """Every layer of Hugging Face's model, with ours that it holds."""
+    """Layers of Hugging Face's model, with the layers of ours that each holds."""
     naming = base.architecture.naming_in("hf")
     if naming is None:
         return {}
@@ -218,15 +218,9 @@ def _ours(
     adapted: list[str] | None,
     base: BaseModel,
 ) -> dict[str, Tensor]:
-    """A tensor of a Hugging Face layer, by our names.
+    """Split a tensor of a Hugging Face layer into tensors by our names.
 
-    Args:
-        tensor: of the layer.
-        kind: from `_split`.
-        layers: ours that the layer holds.
-        fused: how, if there are several.
-        adapted: those of them that own the tensor's ranks in turn; None: each owns all.
-        base: that is adapted.
+    `adapted` names the layers that own the tensor's ranks in turn; None: each owns all.
     """
     end = f".{kind}.{TRAINED}.weight" if kind.startswith("lora_") else f".{kind}"
     if fused is None:

@@ -37,15 +37,16 @@ from ftkit.recipe.recipe import LoraRecipe
 from ftkit.utils.files import new_directory
 from ftkit.utils.safetensors_files import save_tensors
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 
 
 def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
-    """Refuse LoRA where its result could not be written as a PEFT adapter.
+    """Refuse LoRA whose result could not be written as a PEFT adapter.
 
     Raises:
-        UserError: the Hugging Face model is not known, or its layers have no DoRA in PEFT.
+        UserError: the names of the Hugging Face model are unknown, or PEFT has no DoRA for its
+            layers.
     """
     naming = base.architecture.naming_in("hf")
     if naming is None:
@@ -65,7 +66,7 @@ def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
 
 
 def _check_dora(base: BaseModel, recipe: LoraRecipe) -> None:
-    """Refuse it for layers whose weights PEFT adapts as parameters."""
+    """Refuse DoRA for layers whose weights PEFT adapts as parameters."""
     weights = (*parameter_shapes(base), HEAD)
     layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     chosen = [names_of(base, ours)[0] for ours in chosen_layers(layers, base, recipe)]
@@ -92,7 +93,7 @@ def _huggingface_naming(base: BaseModel) -> Naming:
 
 @dataclass
 class _Layer:
-    """The low-rank matrices of one of our layers."""
+    """Low-rank matrices of one of our layers."""
 
     a: Tensor
     b: Tensor
@@ -114,10 +115,10 @@ def save_adapter(
     Args:
         parameters: our names and values of all parameters of the adapter, and of layers that are
             trained whole.
-        base: the model that is adapted.
+        base: the adapted model.
         recipe: the adapter's settings.
         out: a directory that does not exist yet.
-        base_fingerprint: of the base model, noted so that another one is refused.
+        base_fingerprint: of the base model, noted so that other models are refused.
         beside: further files, by name; they replace those of the base model.
     """
     from peft.tuners.lora import LoraConfig
@@ -126,7 +127,7 @@ def save_adapter(
     layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
     pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
     of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
-    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in of_experts.items()}
+    tensors = {f"{PREFIX}{name}": tensor for name, tensor in of_experts.items()}
     ranks: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
     for theirs, ours, fused in _their_layers(base, layers):
@@ -135,16 +136,16 @@ def save_adapter(
             (layer,) = found.values()
             a, b = layer.a, layer.b
             if layer.magnitude is not None:
-                tensors[f"{_PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
+                tensors[f"{PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
         else:
             a = torch.cat([layer.a for layer in found.values()])
             b = _block_diagonal(found, ours, fused, base)
             parts[theirs] = list(found)
-        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
-        tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
+        tensors[f"{PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
+        tensors[f"{PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
         ranks[theirs] = a.shape[0]
     whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
-    tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
+    tensors |= {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
     notes = {NOTES_KEY: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
     if base_fingerprint is not None:
         notes[BASE_KEY] = base_fingerprint
@@ -179,7 +180,7 @@ def save_adapter(
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
-    """The matrices by our layer; what is subtracted from the start is more of them."""
+    """Matrices by our layer; initial values to subtract become more ranks."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in parameters.items():
         layer, _, rest = name.partition(".lora_")
@@ -195,14 +196,14 @@ def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
 
 
 def _of_experts(layers: Iterable[str]) -> list[str]:
-    """Those that adapt the matrices of experts."""
+    """Names of those that adapt the matrices of experts."""
     return [name for name in layers if name.endswith(PAIRS)]
 
 
 def _their_layers(
     base: BaseModel, layers: Iterable[str]
 ) -> list[tuple[str, list[str], Fused | None]]:
-    """Each layer of Hugging Face's that holds one of ours: its name, all it holds, and how."""
+    """Layers of Hugging Face that hold ours: name, all layers in it, and how they are fused."""
     naming = _huggingface_naming(base)
     found: dict[str, tuple[str, list[str], Fused | None]] = {}
     for ours in layers:
@@ -215,7 +216,7 @@ def _their_layers(
 def _block_diagonal(
     found: Mapping[str, _Layer], ours: list[str], fused: Fused, base: BaseModel
 ) -> Tensor:
-    """B of a fused layer: each part in its own rows and columns."""
+    """Matrix B of a fused layer: each part in its own rows and columns."""
     shapes = parameter_shapes(base)
     columns = sum(layer.b.shape[1] for layer in found.values())
     like = next(iter(found.values())).b
@@ -234,7 +235,7 @@ def _block_diagonal(
 def _whole_layers(
     parameters: Mapping[str, Tensor], base: BaseModel, recipe: LoraRecipe
 ) -> dict[str, Tensor]:
-    """The parameters of layers that are trained whole, as Hugging Face calls them."""
+    """Parameters of layers that are trained whole, by Hugging Face's names."""
     naming = _huggingface_naming(base)
     found: dict[str, Tensor] = {}
     for name, tensor in parameters.items():
@@ -251,14 +252,14 @@ def _whole_layers(
 
 
 def _alpha(recipe: LoraRecipe, rank: int) -> int | float:
-    """The alpha that scales matrices of another rank as the recipe scales its own."""
+    """Alpha with which matrices of another rank have the scale of the recipe."""
     factor = rank / recipe.lora_r
     alpha = recipe.lora_alpha * (math.sqrt(factor) if recipe.lora_variant == "rslora" else factor)
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]:
-    """Values by the last word of the layers' names, where all layers of this name have the same.
+    """Values by the last word of the layers' names if all layers of this name have the same value.
 
     By full names otherwise; sorted.
     """
@@ -279,7 +280,7 @@ def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]
 def _notes(
     recipe: LoraRecipe, base: BaseModel, parts: Mapping[str, list[str]], layers: Iterable[str]
 ) -> dict[str, Any]:
-    """What an adapter of fused layers does not say about the layers that were trained."""
+    """Settings of the trained layers that an adapter of fused layers does not show."""
     rank = recipe.lora_r * (1 if recipe.lora_init == "default" else 2)
     return {
         "lora_r": rank,
@@ -290,7 +291,7 @@ def _notes(
 
 
 def _sort_targets(path: Path) -> None:
-    """PEFT writes a set, in an order that changes from process to process."""
+    # PEFT writes a set, in an order that changes from process to process.
     settings = json.loads(path.read_text(encoding="utf-8"))
     for key in ("target_modules", "modules_to_save"):
         if isinstance(settings.get(key), list):
@@ -299,14 +300,19 @@ def _sort_targets(path: Path) -> None:
 
 
 def taken_for_experts(base: BaseModel, layers: Iterable[str]) -> set[str]:
-    """Those of some linear layers that PEFT would not adapt as target modules.
+    """Names of the linear layers that PEFT would not adapt as target modules.
+
+    PEFT 0.21 reads targets called as experts were before transformers stacked them (gate_proj,
+    up_proj, down_proj) as targets of the stacked parameters: short names, full names and patterns.
+    But `target_parameters` may name the weight of a linear layer, which then has the same matrices
+    under the same names, and neither dropout nor DoRA.
 
     Args:
-        base: that is adapted.
+        base: the adapted model.
         layers: Hugging Face's names.
     """
     if base.architecture.implementation != "transformers":
-        return set()  # its experts are layers, which PEFT stacks while it reads them
+        return set()  # its experts are layers, which PEFT stacks when it reads them
     of_kind: dict[str, set[str]] = {}
     for name in layers:
         of_kind.setdefault(name.rpartition(".")[2], set()).add(name)
@@ -315,7 +321,7 @@ def taken_for_experts(base: BaseModel, layers: Iterable[str]) -> set[str]:
 
 
 def _is_taken(kind: str, model: Any) -> bool:
-    """Whether PEFT makes another target of the last word of a name."""
+    """Whether PEFT turns the last word of a name into another target."""
     from peft.tuners.lora import LoraConfig
 
     try:
@@ -325,6 +331,6 @@ def _is_taken(kind: str, model: Any) -> bool:
     config = LoraConfig(target_modules=[kind])
     try:
         conversion.convert_peft_config_for_transformers(config, model, None)
-    except ValueError:  # without the others that are stacked with it
+    except ValueError:  # the others that are stacked with it are missing
         return True
     return kind not in (config.target_modules or ())

@@ -1,4 +1,4 @@
-"""Serving of adapters by vLLM: what it refuses, as a table, without torch.
+"""Serving of adapters by vLLM: a table of the adapters that it refuses, without torch.
 
 The rules are those of PEFTHelper (vllm/lora/peft_helper.py) and of max_lora_rank
 (vllm/config/lora.py). A test compares them with an installed vLLM.
@@ -12,26 +12,26 @@ from typing import Any
 from ftkit.recipe.peft_adapter import HARMLESS_STARTS, peft_settings
 
 VLLM_VERSION = "0.33.0"
-"""Where the rules were read."""
+"""Version that the rules are from."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What --max-lora-rank of vLLM may be."""
+"""Values that --max-lora-rank of vLLM may have."""
 DEFAULT_RANK = 16
-"""What it is if nothing is said."""
+"""Its default."""
 _PEFT_RANK = 8
-"""What PEFT takes where an adapter does not say."""
+"""Rank of an adapter that does not say."""
 _SERVED_WHOLE = ("classifier", "score")
 
 
 @dataclass(frozen=True)
 class ServingRule:
-    """Something that vLLM refuses."""
+    """A property of adapters that vLLM refuses."""
 
     key: str
-    """Of adapter_config.json."""
+    """Key of adapter_config.json."""
     broken: Callable[[Any], bool]
-    """Whether a value of it is refused."""
+    """Whether vLLM refuses a value of the key."""
     text: str
-    """What the adapter has then, in words."""
+    """Description of such an adapter."""
 
 
 SERVING_RULES = (
@@ -56,18 +56,18 @@ SERVING_RULES = (
 
 
 def rank_of(config: Mapping[str, Any]) -> int:
-    """The highest rank of an adapter, by its adapter_config.json."""
+    """Highest rank of an adapter, by its adapter_config.json."""
     ranks = (config.get("rank_pattern") or {}).values()
     return max([int(config.get("r", _PEFT_RANK)), *map(int, ranks)])
 
 
 def serving_rank(config: Mapping[str, Any]) -> int | None:
-    """What --max-lora-rank has to be, at least; None: no value is large enough."""
+    """Lowest --max-lora-rank that serves an adapter; None: no value is large enough."""
     return next((rank for rank in RANKS if rank >= rank_of(config)), None)
 
 
 def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
-    """Why vLLM refuses an adapter, in words, each with the key and the value that say so.
+    """Yield the reasons why vLLM refuses an adapter, each with its key and value.
 
     Args:
         config: its adapter_config.json.
@@ -80,7 +80,7 @@ def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def serving_notice(directory: Path) -> str | None:
-    """What to say of an adapter that vLLM does not serve; None: it does."""
+    """Notice about an adapter that vLLM does not serve; None: vLLM serves it."""
     found = "; ".join(obstacles(peft_settings(directory)))
     if not found:
         return None

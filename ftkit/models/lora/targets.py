@@ -13,19 +13,19 @@ from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.recipe.recipe import LoraRecipe
 
 TRAINED, INITIAL = "default", "initial"
-"""Names of the low-rank matrices of a layer: those that are trained, and, where their first values
-are taken from the base weight, a frozen copy of these."""
+"""Names of the low-rank matrices of a layer: the trained ones and, if their initial values come
+from the base weight, a frozen copy of these values."""
 
 
 _RENAMED_HEADS = {"GPTNeoXForCausalLM": ("embed_out", "lm_head")}
 """Names of output layers that differ between versions of transformers: since 5.24, if not earlier,
 GPT-NeoX has lm_head. Recipes and adapters may have either."""
 _MATCH_S = 1.0
-"""For one name, which takes microseconds."""
+"""Time limit for one name; a match takes microseconds."""
 
 
 def our_name(name: str) -> str:
-    """The name of a parameter or module without the wrapper's prefix."""
+    """Name of a parameter or module without the prefix of the model around it."""
     return name.removeprefix("body.").removeprefix("head.").replace(".base_layer.", ".")
 
 
@@ -55,21 +55,21 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[str]:
-    """Full names of the layers that the recipe's LoRA keys choose."""
+    """Full names in the model of the layers that the recipe's LoRA keys choose."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return chosen_layers(linear, base, recipe)
 
 
 def chosen_layers(linear: list[str], base: BaseModel, recipe: LoraRecipe) -> list[str]:
-    """Those of some linear layers that the recipe's LoRA keys choose.
+    """Choose among linear layers as the recipe's LoRA keys say.
 
     Args:
         linear: our names, or the names in a model.
-        base: tells Hugging Face's.
+        base: gives Hugging Face's names.
         recipe: its LoRA keys.
 
     Raises:
-        UserError: a name of `lora_targets` matches none.
+        UserError: a name of `lora_targets` matches no layer.
     """
     if recipe.lora_targets is None:
         endings = tuple(
@@ -96,9 +96,9 @@ def chosen_layers(linear: list[str], base: BaseModel, recipe: LoraRecipe) -> lis
 
 
 def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[nn.Module]:
-    """The layers that are trained whole."""
-    asked = recipe.lora_modules_to_save or []
-    if not asked:
+    """Layers that are trained whole (`lora_modules_to_save`)."""
+    targets = recipe.lora_modules_to_save or []
+    if not targets:
         return []
     modules = {our_name(name): module for name, module in model.named_modules()}
     names = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(base))
@@ -109,7 +109,7 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
     theirs = {ours: names_of(base, ours)[-1:] for ours in names} | {head: head_names(base)}
     adapted = {our_name(name) for name in adapted_layers(model, base, recipe)}
     chosen = []
-    for target in asked:
+    for target in targets:
         found = [ours for ours, their in theirs.items() if _are_called(their, target)]
         if not found:
             raise UserError(
@@ -134,14 +134,14 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
 
 
 def _are_called(names: tuple[str, ...], target: str) -> bool:
-    """Whether one of the names is the target, or ends in it."""
+    """Whether one of the names is the target, or ends with it."""
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
 def _match(names: tuple[str, ...], pattern: str) -> bool:
     """Whether a regular expression matches one of the names as a whole."""
     try:
-        # An expression of a foreign adapter may take endless time, which `re` does not limit.
+        # The expression of a foreign adapter may take forever; `re` has no time limit.
         return any(regex.fullmatch(pattern, name, timeout=_MATCH_S) for name in names)
     except TimeoutError:
         raise UserError(

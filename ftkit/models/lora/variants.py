@@ -19,32 +19,32 @@ from ftkit.recipe.recipe import LoraRecipe
 
 
 def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The first values of a LoRA matrix, the same on every device and layout.
+    """Initial values of a LoRA matrix, the same on every device and layout.
 
-    A is drawn as PEFT draws it (Kaiming-uniform), B is zero, so that training starts at the base
-    model. Each matrix has a generator of its own: no other matrix changes its values. They are
-    float32 whatever the precision of the run, in which other numbers would be drawn.
+    A is drawn as in PEFT (Kaiming-uniform), B is zero, so that training starts at the base model.
+    Each matrix has its own generator: no other matrix changes its values. They are float32 in
+    every precision, because other numbers would be drawn in 16 bits.
     """
     if ".lora_B." in name:
         return torch.zeros(shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(name.encode()))
     matrix = torch.empty(shape, dtype=torch.float32, device="cpu")
-    # Those of experts are one after the other, as PEFT has them.
+    # Matrices of experts lie one after the other, as in PEFT.
     nn.init.kaiming_uniform_(matrix.flatten(0, -2), a=math.sqrt(5), generator=generator)
     return matrix
 
 
 def follows_from_base(name: str, recipe: LoraRecipe) -> bool:
-    """Whether the first values of an adapter's parameter depend on the base weight."""
+    """Whether the initial values of an adapter's parameter depend on the base weight."""
     return recipe.lora_init != "default" or ".lora_magnitude_vector." in name
 
 
 def adapter_from_base(weight: Tensor, layer: Any, recipe: LoraRecipe) -> Mapping[str, Tensor]:
-    """First values that follow from the base weight, by the end of the parameter's name.
+    """Initial values computed from the base weight, by the end of the parameter's name.
 
     Args:
-        weight: [out, in], what the layer computes with.
-        layer: that is adapted.
+        weight: [out, in], unpacked.
+        layer: the adapted layer.
         recipe: its LoRA keys.
     """
     numbers = weight.float()
@@ -66,17 +66,16 @@ def adapter_from_base(weight: Tensor, layer: Any, recipe: LoraRecipe) -> Mapping
 
 
 class Plain:
-    """LoRA itself, as a variant of PEFT's LoRA layers.
+    """Plain LoRA, as a variant of PEFT's LoRA layers."""
 
-    PEFT scales the wide product and adds it to a copy of the layer's result; here one product is
-    scaled and added on the way, into the result.
-    """
+    # PEFT scales the wide product and adds it to a copy of the layer's result; here one product
+    # is scaled and added in the memory of the result.
 
     @staticmethod
     def forward(
         module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
     ) -> Tensor:
-        """The layer's result with its low-rank product."""
+        """Result of the layer with its low-rank product."""
         b = module.lora_B[active_adapter].weight
         return add_product(
             result, _narrow(module, active_adapter, x), b, module.scaling[active_adapter]
@@ -84,30 +83,32 @@ class Plain:
 
 
 class Magnitude(nn.Module):
-    """DoRA's trained length of each row of a weight."""
+    """DoRA's trained magnitudes, one for each row of a weight."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows))
 
     def forward(self, result: Tensor, norms: Tensor) -> Tensor:
-        """The result of rows of the length `norms`, had they the trained lengths."""
+        """Rescale the result of a weight with row norms `norms` to the trained magnitudes."""
         return result * (self.weight / norms.to(self.weight.dtype)).to(result.dtype)
 
 
 class Dora:
-    """DoRA for every layer and strategy that ftkit has, as a variant of PEFT's LoRA layers.
+    """DoRA for all layers and strategies, as a variant of PEFT's LoRA layers.
 
-    PEFT's own reads bitsandbytes' parameters and multiplies by the base weight a second time if
-    there is dropout. Here dropout is on the input of the low-rank matrices alone; without it, and
-    in evaluation, the results are PEFT's.
+    Dropout applies to the input of the low-rank matrices alone; without it, and in evaluation, the
+    results are those of PEFT.
     """
+
+    # PEFT's own reads bitsandbytes' parameters, and multiplies by the base weight a second time if
+    # there is dropout.
 
     @staticmethod
     def forward(
         module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
     ) -> Tensor:
-        """The layer's result with adapted directions and trained lengths of the rows."""
+        """Result of the layer with adapted directions and trained magnitudes of the rows."""
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         base, scaling = module.get_base_layer(), module.scaling[active_adapter]
         norms = row_norms(numbers_of(base), a, b, scaling)
@@ -118,36 +119,38 @@ class Dora:
 
 
 class FromInitial:
-    """LoRA relative to its first values, as a variant of PEFT's LoRA layers (PiSSA, OLoRA).
+    """LoRA relative to its initial values (PiSSA, OLoRA), as a variant of PEFT's LoRA layers.
 
-    Taking the first product off the base weight would round that weight, and would have to be
-    repeated exactly wherever training goes on. Taking it off the result is the same in exact
-    arithmetic, starts at the base model in every number format, on shards and quantised weights
-    too, and is what a PEFT adapter of the original model needs.
+    The initial product is subtracted from the layer's result, not from the base weight.
     """
+
+    # Subtracting it from the weight would round the weight, and would have to be repeated exactly
+    # wherever training continues. Subtracting it from the result is the same in exact arithmetic,
+    # starts at the base model in every dtype, on shards and quantised weights too, and is what a
+    # PEFT adapter of the original model needs.
 
     @staticmethod
     def forward(
         module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any
     ) -> Tensor:
-        """The layer's result with what its low-rank product has changed."""
+        """Result of the layer with the change of its low-rank product."""
         a, b = module.lora_A[INITIAL].weight, module.lora_B
-        # In one product, which rounds the difference and not what is subtracted.
+        # In one product, so that the difference is rounded and not its two terms.
         narrow = (_narrow(module, active_adapter, x), F.linear(_as_fits(x, a), a))
         wide = torch.cat((b[active_adapter].weight, -b[INITIAL].weight), dim=1)
         return add_product(result, torch.cat(narrow, -1), wide, module.scaling[active_adapter])
 
 
 def add_product(result: Tensor, narrow: Tensor, matrix: Tensor, scaling: float) -> Tensor:
-    """A layer's result plus a scaled low-rank product, in the memory of the result.
+    """Add a scaled low-rank product to a layer's result, in the memory of the result.
 
     Args:
-        result: [..., out], of which nothing else will be asked.
+        result: [..., out]; nothing else may use it afterwards.
         narrow: [..., rank].
         matrix: [out, rank].
         scaling: of narrow times the transposed matrix.
     """
-    # For a change of what autograd knows as a view it would copy the gradient of the whole.
+    # If autograd knew this as a view, changing it would copy the gradient of the whole.
     rows = torch.ops.aten._unsafe_view(result, (-1, result.shape[-1]))
     dtype = result.dtype
     rows.addmm_(narrow.flatten(0, -2).to(dtype), matrix.t().to(dtype), alpha=scaling)
@@ -155,7 +158,7 @@ def add_product(result: Tensor, narrow: Tensor, matrix: Tensor, scaling: float) 
 
 
 def _narrow(module: Any, adapter: str, x: Tensor) -> Tensor:
-    """[..., rank], the product of the input, with dropout, and an adapter's first matrix."""
+    """Return [..., rank], the product of the input, after dropout, and an adapter's matrix A."""
     matrix, dropout = module.lora_A[adapter].weight, module.lora_dropout[adapter]
     x = _as_fits(x, matrix)
     if dropout.training and isinstance(dropout, nn.Dropout):
@@ -165,15 +168,14 @@ def _narrow(module: Any, adapter: str, x: Tensor) -> Tensor:
 
 
 def _as_fits(x: Tensor, matrix: Tensor) -> Tensor:
-    """The input in the number format of a matrix, unless autocast finds one for both."""
+    """Cast the input to the dtype of a matrix, unless autocast chooses one for both."""
     return x if torch.is_autocast_enabled(x.device.type) else x.to(matrix.dtype)
 
 
 class _DroppedProduct(torch.autograd.Function):
-    """The product of an input with dropout and a matrix, which keeps the input and the mask.
+    """Product of an input after dropout and a matrix; keeps the input and the mask."""
 
-    The input is kept once for all the adapters of it; with its own dropout it would be for each.
-    """
+    # All adapters of an input keep the same tensor; after dropout, each would keep its own.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, p: float) -> Tensor:
@@ -200,20 +202,20 @@ class _DroppedProduct(torch.autograd.Function):
 
 
 def _masked(x: Tensor, kept: Tensor) -> Tensor:
-    """Numbers, with zeros where they are not kept."""
-    # CPUs take several times as long for a product of two number formats.
+    """Set numbers to zero where the mask is not set."""
+    # CPUs take several times as long for a product of two dtypes.
     return kept.view(torch.uint8).to(x.dtype).mul_(x)
 
 
 def numbers_of(layer: Any) -> Tensor:
-    """[out, in], the weight of a linear layer, unpacked if it is quantised."""
+    """Return the [out, in] weight of a linear layer, unpacked if it is quantised."""
     weight: Tensor = layer.weight
     return layer.unpacked(weight) if hasattr(layer, "unpacked") else weight
 
 
 @torch.no_grad()
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """[out] float32, the lengths of the rows of an adapted weight; no gradient, as in the paper."""
+    """Return [out] float32: norms of the rows of an adapted weight, without gradient as in DoRA."""
     with torch.autocast(weight.device.type, enabled=False):
         adapted = torch.mm(b.float() * scaling, a.float()).add_(weight)
         return torch.linalg.vector_norm(adapted, dim=1)
@@ -223,14 +225,14 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 def merged(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None
 ) -> Tensor:
-    """[out, in] float32, the weight of a plain layer that computes what an adapted one does.
+    """Merge an adapter into a weight: [out, in] float32.
 
     Args:
         weight: [out, in], the base layer's.
         a: [rank, in].
         b: [out, rank].
         scaling: of their product.
-        magnitude: [out], DoRA's trained lengths of the rows; None: not DoRA.
+        magnitude: [out], DoRA's trained magnitudes of the rows; None: not DoRA.
     """
     adapted = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
     if magnitude is not None:

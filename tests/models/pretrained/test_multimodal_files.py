@@ -20,7 +20,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.models.architectures.transformers_outline import require_text_alone
+from ftkit.models.architectures.transformers_reading import require_text_alone
 from ftkit.models.lora.load import read_adapter
 from ftkit.models.pretrained.base_model import open_base, open_companions, save_companions, weights
 from ftkit.models.pretrained.blueprint import read_blueprint
