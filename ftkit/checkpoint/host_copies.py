@@ -1,4 +1,4 @@
-"""Host copies of the training state, written by a thread while training goes on."""
+"""Host copies of the training state, from which a thread writes while training continues."""
 
 import dataclasses
 import mmap
@@ -13,19 +13,16 @@ from ftkit.checkpoint.shards import Piece
 from ftkit.utils.accelerators.kinds import device_kind
 from ftkit.utils.accelerators.use import accelerator_in_use
 
+# Off until checkpoints written by a GPU under load have been compared with synchronous ones: tests
+# on CPUs cannot show that passes overlap the copies and that every byte is of the right step.
 COPIES_BESIDE_TRAINING = False
-"""Whether training goes on while the device copies. Whether forward and backward passes then really
-run beside the copies, and every byte is that of the step, no CPU can show: this stays off until
-checkpoints of a card under load have been compared with synchronous ones."""
+"""Whether training continues while the device copies."""
 
 
 class HostCopies:
-    """Copies in one piece of memory, which is taken by the first save and kept for the next ones.
+    """Copies in one block of memory, which the first save takes and the next ones reuse.
 
-    On CUDA it is page-locked, so that a device copies into it at full speed and by itself. It is
-    ordinary memory, registered with the driver: torch's pinned allocator rounds each tensor up to
-    a power of two, which takes a third more for a whole model than
-    `ftkit.planning.memory` counts.
+    On CUDA it is page-locked, so that the device copies into it at full speed by itself.
     """
 
     def __init__(self) -> None:
@@ -33,24 +30,24 @@ class HostCopies:
         self._is_registered = False
         self._stream: Any = None
         self._done: Any = None
-        """Event of the device after the newest copies; None: the host has waited for them."""
+        """Device event after the newest copies; None: the host has waited for them."""
         self._sources: list[Piece] = []
-        """Of copies that no update waits for yet; their memory must not be given to others."""
+        """Sources of copies for which no update waits yet: their memory must not be reused."""
         self.refusal: str | None = None
-        """Why the memory is not page-locked, if it should be."""
+        """Why the memory could not be page-locked."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the memory that is held."""
+        """Size of the memory block."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Copy pieces; what they show may change once `before_update` has returned.
+        """Copy pieces; their memory may change once `before_update` has returned.
 
-        The copies hold until the next call. They may be read once `wait` has returned.
+        The copies are valid until the next call, and may be read once `wait` has returned.
         """
         pieces = list(pieces)
-        _synchronize()  # the host itself copies paged state, which the device may be writing
+        _synchronize()  # the host copies paged state itself, and the device may be writing it
         tensors = [t for piece in pieces for t in (piece.values, piece.scales) if t is not None]
         copies = iter(self._places(tensors))
         if not ((device := accelerator_in_use()) and COPIES_BESIDE_TRAINING):
@@ -67,22 +64,22 @@ class HostCopies:
         return copied
 
     def settle(self) -> None:
-        """Until the device has computed all that it was asked to."""
+        """Wait for all work queued on the device."""
         _synchronize()
 
     def wait(self) -> None:
-        """Until the copies are complete; in any thread."""
+        """Wait until the copies are complete; any thread may call this."""
         if (done := self._done) is not None:
             done.synchronize()
 
     def before_update(self) -> None:
-        """Have the device update nothing before it has copied; the host goes on."""
+        """Make updates on the device wait for the copies; the host continues."""
         if self._sources:
             torch.accelerator.current_stream().wait_event(self._done)
             self._sources = []
 
     def release(self) -> None:
-        """Give the memory back; nobody reads it any more."""
+        """Free the memory, once nobody reads it any more."""
         self.wait()
         if self._is_registered:
             assert self._memory is not None
@@ -91,14 +88,14 @@ class HostCopies:
         self._done, self._sources = None, []
 
     def _places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """For each tensor a place of its shape and format in the memory."""
+        """A view of the memory for each tensor, of its shape and dtype."""
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         if size_bytes != self.size_bytes:
             self.release()
             self._take_memory(size_bytes)
         places: list[Tensor] = [torch.empty(0)] * len(tensors)
         start = 0
-        # Those with wide numbers first: then each one begins at a multiple of its width.
+        # Widest dtype first, so that every tensor is aligned to its width.
         by_width = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
         for index in by_width:
             tensor = tensors[index]
@@ -111,6 +108,8 @@ class HostCopies:
     def _take_memory(self, size_bytes: int) -> None:
         if not size_bytes:
             return
+        # Not torch's pinned allocator: it rounds each tensor up to a power of two, which takes a
+        # third more for a whole model than ftkit.planning.memory.predict counts.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         device = accelerator_in_use()
@@ -120,7 +119,7 @@ class HostCopies:
 
 
 def _copied(piece: Piece, places: Any) -> Piece:
-    """The piece with its numbers in the next places."""
+    """Copy a piece to the next places."""
     values = next(places).copy_(piece.values, non_blocking=True)
     if piece.scales is None:
         return dataclasses.replace(piece, values=values)
@@ -129,7 +128,7 @@ def _copied(piece: Piece, places: Any) -> Piece:
 
 
 def copied_to_host(piece: Piece) -> Piece:
-    """The piece where a file can be written from; nothing may change it meanwhile."""
+    """Copy a piece to the host; nothing may change it meanwhile."""
     _synchronize()
     scales = piece.scales
     return dataclasses.replace(
@@ -145,17 +144,18 @@ def _synchronize() -> None:
 
 
 def _runtime() -> Any:
-    """The library of CUDA (or HIP) under torch, for what torch itself does not offer."""
+    """The CUDA (or HIP) runtime under torch, for functions that torch does not wrap."""
     return torch.cuda.cudart()
 
 
 def _register(memory: Tensor, device: torch.device) -> str | None:
-    """Page-lock memory; why not, if it cannot be."""
+    """Page-lock memory; returns the error if that fails."""
     runtime = _runtime()
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(code) == 0:
         return None
-    # CUDA keeps the error for whoever asks next, and torch asks after each kernel: after this one.
+    # CUDA reports the error again to the next caller, and torch asks after each kernel: let this
+    # one take it.
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
     return str(runtime.cudaGetErrorString(code))

@@ -1,8 +1,8 @@
-"""Checkpoint metadata: what a checkpoint says about itself, as ``metadata.json``.
+"""Checkpoint metadata: the names of a checkpoint's files, and ``metadata.json``, which lists them.
 
-The file holds the size and checksum of every other file of the checkpoint, and a checksum of
-itself: over its own values as JSON with sorted keys and no spaces. The keys of the file are the
-names of the fields below.
+metadata.json holds the size and checksum of every other file of the checkpoint, and a checksum of
+itself: over its own values as JSON with sorted keys and no spaces. Its keys are the names of the
+fields of `Metadata`.
 """
 
 import dataclasses
@@ -15,21 +15,52 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ftkit.checkpoint.files import METADATA
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
 from ftkit.utils.remote.block_checksums import BlockChecksums
 
 FORMAT_VERSION = 1
+METADATA = "metadata.json"
+"""Written last: a checkpoint without it is not complete."""
+RECIPE = "recipe.yaml"
+"""Recipe of the run."""
+ADAPTER = "adapter"
+"""Directory of a LoRA run: the adapter, ready for use."""
+BASE = "base"
+"""Directory of a full fine-tune: the base model's files, except for its weights."""
+_SHARD = "shard-"
+_RECEIPT = re.compile(r"saved-([0-9]+)\.json")
 _CHECKSUM = "checksum"
 
 
+def shard_name(rank: int, world_size: int) -> str:
+    """File name of a rank's shard."""
+    return f"{_SHARD}{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file holds training state."""
+    return name.startswith(_SHARD)
+
+
+def receipt_name(step: int) -> str:
+    """Name of the file by which a rank tells rank 0 that its part of a checkpoint is written."""
+    return f"saved-{step}.json"
+
+
+def step_of_receipt(name: str) -> int:
+    """The step that `receipt_name` was given."""
+    found = _RECEIPT.fullmatch(name)
+    assert found is not None, name
+    return int(found[1])
+
+
 class CheckpointError(Exception):
-    """A checkpoint that is damaged or cannot be read; names the file and what is wrong."""
+    """A checkpoint is damaged or cannot be read; the message names the file and the problem."""
 
 
 class DamagedPart(CheckpointError):
-    """A part of a file is not what it was, as it turned out when it was read."""
+    """A part of a file turned out to be damaged while it was read."""
 
     def __init__(self, file: Path, message: str) -> None:
         super().__init__(message)
@@ -38,33 +69,32 @@ class DamagedPart(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What a file must be."""
+    """Size and checksums of a file."""
 
     size_bytes: int
-    """Its length."""
     sha256: str
     """64 hexadecimal digits."""
+    # Size and SHA-256 identify a file, so entries with and without block checksums are equal.
     blocks: BlockChecksums | None = field(default=None, compare=False)
-    """For whoever reads a part; None: an earlier version wrote the file. The two above say all
-    that it must be, so that entries with and without these are equal."""
+    """For reading a part of the file; None: an earlier version wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseIdentity:
-    """The base model, however it is named and wherever it lies."""
+    """The base model, independent of where it is stored."""
 
     name: str
-    """As the recipe names it."""
+    """Name in the recipe."""
     fingerprint: str
-    """The same for every copy of the model."""
+    """Equal for all copies of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataIdentity:
-    """The training data, wherever they lie."""
+    """The training data, independent of where they are stored."""
 
     fingerprint: str
-    """The same for every copy of the data."""
+    """Equal for all copies of the data."""
     train_samples: int
     """Samples of an epoch."""
 
@@ -80,18 +110,16 @@ class Layout:
     devices: int
     """Devices per node."""
     num_nodes: int
-    """Machines."""
     precision: str
-    """Number format of training."""
     micro_batch_size: int
     """Sequences per forward pass on one rank."""
     accelerator: str
-    """Kind of device, as torch calls it: cpu, cuda, ..."""
+    """Kind of device, by torch's name: cpu, cuda, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """Everything about a checkpoint but its tensors."""
+    """Everything about a checkpoint except for its tensors."""
 
     format_version: int = FORMAT_VERSION
     """Version of these definitions."""
@@ -102,45 +130,45 @@ class Metadata:
     samples: int
     """Data position: samples consumed since the run began."""
     tokens: int
-    """Real tokens trained on, in all sessions."""
+    """Tokens trained on over all sessions, without padding."""
     epochs: float
     """Passes over the training data."""
     training_s: float
-    """Seconds of training, in all sessions."""
+    """Seconds of training over all sessions."""
     total_steps: int
-    """Steps of the run as it was planned."""
+    """Steps of the whole run, as planned."""
     learning_rate: float
-    """Of the next step."""
+    """Learning rate of the next step."""
     schedule: dict[str, float]
     """total_steps, warmup_steps, final_share, decay_steps."""
     lr_schedule: str = "cosine"
-    """Which curve these are of, as train.lr_schedule."""
+    """Kind of schedule, as in train.lr_schedule."""
     loss: float | None
-    """Of the newest step; None: it was no finite number."""
+    """Loss of the newest step; None: it was not finite."""
     validation_loss: float | None
-    """Measured at this very step; None: there was no validation here."""
+    """Measured at exactly this step; None: there was no validation at it."""
     max_seq_length: int
     """Tokens that sequences are cut to."""
     optimizer: str
     """Class path."""
     optimizer_scalars: dict[str, float]
-    """State of the optimizer that belongs to no parameter, such as step and loss_scale."""
+    """Optimizer state that is not per parameter, such as step and loss_scale."""
     rng: dict[str, Any]
     """The seed, and the rule by which every step derives its own."""
     base: BaseIdentity
-    """The model that was adapted."""
+    """The model that is fine-tuned."""
     data: DataIdentity
-    """What it was trained on."""
+    """The training data."""
     layout: Layout
-    """The hardware at the time."""
+    """The hardware that the checkpoint was written on."""
     versions: dict[str, str]
-    """Versions of Python and of the packages that count."""
+    """Versions of Python and of the packages that matter for results."""
     saved_at: str
     """ISO 8601, UTC."""
     changes: list[str] = field(default_factory=list)
-    """Tunable fields of the recipe that were changed on the way, one line each."""
+    """Changes of the recipe on resume, one line each."""
     loggers: dict[str, str] = field(default_factory=dict)
-    """What a logger needs to go on, such as the id of a W&B run."""
+    """The id by which each logger continues its run."""
     carried: dict[str, Any] = field(default_factory=dict)
     """Sections of the report that cover all sessions."""
     files: dict[str, FileEntry] = field(default_factory=dict)
@@ -150,7 +178,7 @@ class Metadata:
 def write_metadata(metadata: Metadata, directory: Path) -> None:
     """Write ``directory/metadata.json`` and wait until it is on the disk.
 
-    A loss or a carried value that is not finite becomes null, since JSON has no word for it.
+    A loss or a carried value that is not finite becomes null: JSON cannot hold it.
 
     Raises:
         OSError: it cannot be written.
@@ -167,10 +195,10 @@ def write_metadata(metadata: Metadata, directory: Path) -> None:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What the checkpoint in a directory says about itself; unknown keys are passed over.
+    """Read and check ``directory/metadata.json``; unknown keys are ignored.
 
     Raises:
-        CheckpointError: it says nothing, is damaged, or follows other definitions.
+        CheckpointError: it is missing, damaged, or has another format version.
     """
     file = directory / METADATA
     try:
@@ -203,7 +231,7 @@ def read_metadata(directory: Path) -> Metadata:
             _check_path(name)
             _check_entry(name, entry)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{file} is not that of a checkpoint: {error}") from None
+        raise CheckpointError(f"{file} is not the metadata of a checkpoint: {error}") from None
     assert isinstance(metadata, Metadata)
     return metadata
 
@@ -235,7 +263,7 @@ def _refuse_constant(word: str) -> float:
 
 
 def _check_path(name: str) -> None:
-    """A path that leads nowhere but into the directory, and has one spelling."""
+    # One file has one name: "a/./b" would be a second name of "a/b".
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
         raise ValueError(f"the file {name!r} lies outside the checkpoint's directory.")
@@ -245,6 +273,6 @@ def _check_path(name: str) -> None:
 
 def _check_entry(name: str, entry: FileEntry) -> None:
     if entry.size_bytes < 0 or not re.fullmatch("[0-9a-f]{64}", entry.sha256):
-        raise ValueError(f"the size or checksum of {name!r} is none.")
+        raise ValueError(f"{name!r} has an invalid size or checksum.")
     if entry.blocks is not None and (problem := entry.blocks.problem(entry.size_bytes)):
         raise ValueError(f"{name!r}: {problem}.")

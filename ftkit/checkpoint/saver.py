@@ -1,7 +1,7 @@
-"""The asynchronous saver: a host copy of the state now, the files of the checkpoint in a thread.
+"""The asynchronous saver: a host copy of the state at once, the checkpoint's files in a thread.
 
-Every rank writes its own shard. Rank 0 writes what the ranks have in common, waits for the shards,
-and commits; that is the only moment at which a checkpoint comes into being.
+Every rank writes its own shard. Rank 0 also writes the files that all ranks share, waits for the
+shards, and commits the checkpoint.
 """
 
 import dataclasses
@@ -16,49 +16,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftkit.checkpoint.checksums import describe_file
-from ftkit.checkpoint.files import receipt_name, shard_name
+from ftkit.checkpoint.file_checks import describe_file
 from ftkit.checkpoint.host_copies import HostCopies, copied_to_host
-from ftkit.checkpoint.metadata import FileEntry, Metadata
+from ftkit.checkpoint.metadata import FileEntry, Metadata, receipt_name, shard_name
 from ftkit.checkpoint.shards import Piece, write_shard, write_shard_in_portions
 from ftkit.checkpoint.store import KeepEvery, Store
 from ftkit.utils.files import sync, write_json
 from ftkit.utils.json_values import from_json
 
 _PATIENCE_S = 600.0
-"""How long rank 0 waits for the shards of the others once its own files are written."""
+"""Rank 0 waits this long for the shards of the others once its own files are written."""
 _POLL_S = 0.02
 MOST_FAILURES = 3
-"""Saving may fail this often in a row before training stops."""
+"""Training stops after so many failed saves in a row."""
 
 
 class SavingFailed(Exception):
-    """Checkpoints cannot be written, time and again."""
+    """Several checkpoints in a row could not be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint that was written, or could not be."""
+    """Outcome of a save."""
 
     step: int
     """Optimizer steps done."""
     path: Path
-    """Its directory."""
+    """Directory of the checkpoint."""
     stall_s: float
-    """How long training stood still."""
+    """Time for which training waited."""
     write_s: float
-    """How long it took from then on until it was committed."""
+    """Time from the request to the commit."""
     size_bytes: int
-    """Of all files."""
+    """Size of all files."""
     error: str | None
-    """Why there is none."""
+    """Why it failed; None: the checkpoint is complete."""
     note: str | None
-    """What went wrong afterwards."""
+    """Problem after the commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints are kept."""
+    """Which checkpoints are kept; see `Store.kept`."""
 
     keep_last: int
     keep_every: KeepEvery
@@ -69,12 +68,12 @@ class Saver:
     """Writes the checkpoints of one rank, at most one at a time.
 
     Args:
-        store: where they go; every rank sees the same directory.
-        receipts: for each rank a directory in which it says that its shard is written.
+        store: of the checkpoints; all ranks see the same directory.
+        receipts: for each rank, the directory in which it reports that its shard is written.
         rank: this rank.
-        retention: which ones rank 0 keeps.
-        asynchronous: write in a thread, from a copy; else training waits.
-        max_staged_bytes: how large that copy may be; None: as large as need be.
+        retention: which checkpoints rank 0 keeps.
+        asynchronous: write in a thread, from a copy; otherwise training waits.
+        max_staged_bytes: largest size of that copy; None: unlimited.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Saver:
         self._asynchronous = asynchronous
         self._max_staged_bytes = max_staged_bytes
         self.unstaged_bytes = 0
-        """What the copy would take, once it was too large to be made."""
+        """Size that the copy would have had, if it was too large."""
         self._thread: threading.Thread | None = None
         self._finished: list[Saved] = []
         self._failures: list[str] = []
@@ -112,16 +111,16 @@ class Saver:
         wait: bool,
         started: float,
     ) -> None:
-        """Save; returns as soon as training may go on.
+        """Save a checkpoint; returns as soon as training may continue.
 
         Args:
             metadata: without files.
             pieces: of this rank; their memory may change once this returns and, on a device,
-                once the `before_update` of `copies` has.
-            companions: on rank 0 writes the other files into the directory it is given, and
-                returns them.
-            wait: until it is committed.
-            started: when training came to a stand for this, by `time.perf_counter`.
+                once `copies.before_update` has returned.
+            companions: on rank 0, writes the other files into the given directory and returns
+                their paths.
+            wait: return only when the checkpoint is committed.
+            started: when training began to wait, by `time.perf_counter`.
         """
         self.wait()
         asynchronous = self._asynchronous and not wait
@@ -151,32 +150,32 @@ class Saver:
             work.join()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
 
     def release(self) -> None:
-        """Give back the memory of the copies, once nothing is being written."""
+        """Free the memory of the copies, once nothing is being written."""
         self.wait()
         self.copies.release()
 
     def finished(self) -> list[Saved]:
-        """What came to an end since the last call, on rank 0."""
+        """Saves that ended since the last call, on rank 0."""
         found, self._finished = self._finished, []
         for saved in found:
             self._failures = [*self._failures, saved.error] if saved.error else []
         return found
 
     def require_success(self) -> None:
-        """Give up if saving failed too often in a row, as far as `finished` has told.
+        """Check that the saves that `finished` has returned did not fail too often.
 
         Raises:
-            SavingFailed: it did.
+            SavingFailed: too many in a row failed.
         """
         if len(self._failures) >= MOST_FAILURES:
             raise SavingFailed(
                 f"{len(self._failures)} checkpoints in a row could not be saved, the last one "
-                f"because: {self._failures[-1]}. The ones before are untouched. Make sure that "
+                f"because: {self._failures[-1]}. Earlier checkpoints are untouched. Make sure that "
                 f"{self.store.directory} can be written and has space, then continue with "
                 "--resume auto."
             )
@@ -189,7 +188,7 @@ class Saver:
         started: float,
         asynchronous: bool,
     ) -> None:
-        """In the thread: this rank's files, and on rank 0 the commit."""
+        """Write this rank's files and, on rank 0, commit; runs in the thread."""
         step = metadata.step
         partial = self.store.partial(step)
         error = None
@@ -202,7 +201,7 @@ class Saver:
                 write_shard(shard, pieces)
             else:
                 write_shard_in_portions(shard, pieces, self._max_staged_bytes)
-            # Not what else is there: other ranks are at work in the same directory.
+            # Only our own files: other ranks are writing into the same directory.
             written = [shard, *(companions(partial) if companions is not None else [])]
             for path in written:
                 sync(path)
@@ -238,7 +237,7 @@ class Saver:
         )
 
     def _prune(self) -> str | None:
-        """Delete what need not be kept; why not, if that fails."""
+        """Delete older checkpoints; returns the problem if that fails."""
         try:
             self.store.prune(**dataclasses.asdict(self._retention))
         except OSError as failure:
@@ -248,7 +247,7 @@ class Saver:
     def _collect(
         self, step: int, own: Mapping[str, FileEntry], error: str | None
     ) -> tuple[str | None, dict[str, FileEntry]]:
-        """The files of all ranks, once every rank has said that it is done."""
+        """Wait for the receipts of all ranks; returns an error, if any, and all their files."""
         entries = dict(own)
         deadline = time.monotonic() + _PATIENCE_S
         for rank, directory in enumerate(self._receipts[1:], start=1):
@@ -278,7 +277,7 @@ def _leave_receipt(
     receipt = _receipt(directory, step)
     try:
         write_json(receipt, {"files": entries, "error": error})
-    except OSError:  # an empty file needs no space
+    except OSError:  # the disk is full; an empty file needs no space
         receipt.touch()
 
 

@@ -1,8 +1,9 @@
-"""Sharded tensors on disk: each rank writes a file of its own, any number of ranks read them.
+"""Sharded tensors on disk: each rank writes its own file, and any number of ranks read them.
 
-A piece is a range of a tensor's numbers in row-major order. The rows that FSDP gives a rank are
-such a range, so is a partition of ZeRO, and so is a whole tensor. Reading asks for a range and
-copies from whatever pieces overlap it, without a word between ranks.
+A piece is a range of a tensor's numbers in row-major order. A rank's rows under FSDP are such a
+range, and so are a partition of ZeRO and a whole tensor (boxes, as torch's DCP has them, would not
+cover ZeRO's partitions). Reading a range copies from all pieces that overlap it, without any
+communication between ranks.
 """
 
 import json
@@ -16,9 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ftkit.checkpoint.files import is_shard
-from ftkit.checkpoint.metadata import CheckpointError, DamagedPart, FileEntry, Metadata
-from ftkit.strategies.optim.state_kinds import BLOCK
+from ftkit.checkpoint.metadata import (
+    CheckpointError,
+    DamagedPart,
+    FileEntry,
+    Metadata,
+    is_shard,
+)
+from ftkit.strategies.state import BLOCK
 from ftkit.utils.remote.objects import StorageError
 from ftkit.utils.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
 from ftkit.utils.remote.urls import display_path
@@ -31,12 +37,12 @@ _NOT_AS_EXPECTED = (KeyError, TypeError, AttributeError)
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A range of a tensor's numbers, as one rank holds it."""
+    """A range of a tensor's numbers on one rank."""
 
     name: str
-    """Of the whole tensor."""
+    """Name of the whole tensor."""
     shape: torch.Size
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     """First number of the range, counted in row-major order."""
     values: Tensor
@@ -44,26 +50,24 @@ class Piece:
     scales: Tensor | None = None
     """[blocks of the range]: `values` are 8-bit codes, in blocks of 256 from `start` on."""
     code: Tensor | None = None
-    """[256], what the codes stand for, relative to their block's scale."""
+    """[256], values of the codes, relative to the scale of their block."""
 
     @property
     def size_bytes(self) -> int:
-        """Of its numbers and scales."""
+        """Size of its numbers and scales."""
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 def share_of(rank: int, world_size: int, numel: int) -> tuple[int, int]:
-    """First number and last + 1 that a rank writes of a tensor which all ranks hold whole.
-
-    The borders are multiples of a block, so that 8-bit states can be cut there.
-    """
+    """Range [first, end) that a rank writes of a tensor which all ranks hold whole."""
+    # Between blocks, because each block of an 8-bit state has one scale.
     blocks = -(-numel // BLOCK)
     first, last = (blocks * r // world_size * BLOCK for r in (rank, rank + 1))
     return min(first, numel), min(last, numel)
 
 
 def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
-    """Write pieces to a safetensors file; its header says where in its tensor each one belongs.
+    """Write pieces to a safetensors file, with the place of each in its tensor in the header.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
@@ -73,7 +77,7 @@ def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
 
 
 def write_shard_in_portions(path: Path, pieces: Iterable[Piece], portion_bytes: int) -> None:
-    """The same file, byte by byte, for which no more than a portion is copied to the host at once.
+    """Write the same file as `write_shard`, copying only a portion to the host at a time.
 
     Raises:
         OSError: it cannot be written.
@@ -83,7 +87,7 @@ def write_shard_in_portions(path: Path, pieces: Iterable[Piece], portion_bytes: 
 
 
 def _named(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a shard by their keys, and its metadata."""
+    """Tensors of a shard by key, and its metadata."""
     tensors: dict[str, Tensor] = {}
     places = {}
     for piece in pieces:
@@ -99,9 +103,9 @@ def _named(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], dict[str, str]]:
 class StoredState:
     """The tensors in the shards of a checkpoint, by name.
 
-    Files that are here are mapped into memory: pages are read when touched and are free to be
-    dropped. Of files that lie at a url the ranges that are asked are fetched, and not kept; what
-    is fetched is compared with the checksums of its blocks.
+    Local files are mapped into memory, so pages are read when touched and can be dropped. Of files
+    at a url, only the requested ranges are fetched; they are checked against the checksums of
+    their blocks, and not kept.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class StoredState:
 
         Args:
             shards: the files.
-            entries: what each must be, as far as that is known.
+            entries: expected size and checksums of each, as far as known.
 
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is not there completely.
@@ -123,21 +127,21 @@ class StoredState:
         for path in shards:
             for name, shape, piece in _pieces_in(path, entries.get(path)):
                 if shapes.setdefault(name, shape) != shape:
-                    raise CheckpointError(f"{path}: {name} has another shape than in other shards")
+                    raise CheckpointError(f"{path}: the shape of {name} differs between shards")
                 pieces.setdefault(name, []).append(piece)
         for name, found in pieces.items():
             self._tensors[name] = StoredTensor(name, shapes[name], found)
 
     @classmethod
     def in_checkpoint(cls, directory: Path, metadata: Metadata) -> "StoredState":
-        """The tensors of a checkpoint.
+        """Open the shards of a checkpoint.
 
         Args:
             directory: of the checkpoint.
-            metadata: what it says about itself.
+            metadata: of the checkpoint.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or a tensor is not there completely.
+            CheckpointError: a file is missing or damaged, or a tensor is incomplete.
         """
         entries = {
             directory / name: entry for name, entry in metadata.files.items() if is_shard(name)
@@ -153,7 +157,7 @@ class StoredState:
         return name in self._tensors
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Names of all tensors."""
         return list(self._tensors)
 
 
@@ -172,12 +176,12 @@ class StoredTensor:
         for piece in self._pieces:
             if piece.start != end:
                 raise CheckpointError(
-                    f"{name} is not complete: number {min(end, piece.start)} of {shape.numel()} "
-                    "is missing or there twice"
+                    f"{name} is incomplete: number {min(end, piece.start)} of {shape.numel()} "
+                    "is missing or stored twice"
                 )
             end = piece.end
         if end != shape.numel():
-            raise CheckpointError(f"{name} is not complete: {end} of {shape.numel()} numbers")
+            raise CheckpointError(f"{name} is incomplete: {end} of {shape.numel()} numbers")
         self._starts = [piece.start for piece in self._pieces]
 
     @property
@@ -186,16 +190,16 @@ class StoredTensor:
         return any(piece.scales is not None for piece in self._pieces)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows of the tensor, as of a tensor in memory."""
+        """Rows of the tensor, as from a tensor in memory."""
         first, last, _ = rows.indices(self.shape[0])
         width = math.prod(self.shape[1:])
         values = self.read(first * width, last * width)
         return values.view(last - first, *self.shape[1:])
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The numbers [start, stop) in row-major order, flat; 8-bit states as float32.
+        """Numbers [start, stop) in row-major order, flat; 8-bit states as float32.
 
-        A view of the file where one piece holds them all, else a copy.
+        A view of the file if one piece holds them all, otherwise a copy.
         """
         if start == stop:
             return self._pieces[0].values[0:0]
@@ -206,7 +210,7 @@ class StoredTensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_quantized(self, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
-        """The same as codes and scales, if they are stored in blocks from `start` on, else None."""
+        """Codes and scales of [start, stop), or None if no stored block begins at `start`."""
         codes, scales = [], []
         for piece in self._overlapping(start, stop):
             first, last = max(start, piece.start), min(stop, piece.end)
@@ -230,7 +234,7 @@ class StoredTensor:
 
 
 class _RangedNumbers:
-    """The numbers of a tensor in a file that lies elsewhere; a slice of them is fetched."""
+    """Numbers of a tensor in a file at a url; a slice of them is fetched when it is read."""
 
     def __init__(self, path: Path, file: RangedSafetensors, key: str) -> None:
         entry = file.entries[key]
@@ -268,7 +272,7 @@ _DTYPES = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
-"""Names in headers of safetensors files."""
+"""Dtypes by their names in headers of safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +316,7 @@ def _pieces_in(
 def _placed(
     metadata: dict[str, str], numbers: Callable[[str], Tensor | _RangedNumbers]
 ) -> Iterable[tuple[str, torch.Size, _StoredPiece]]:
-    """The pieces of a file with their places, by its metadata."""
+    """Pieces of a file with their places, from its metadata."""
     for key, place in json.loads(metadata[_PIECES]).items():
         code = place.get("code")
         if type(place["start"]) is not int or place["start"] < 0:

@@ -1,8 +1,8 @@
-"""Training state: trained parameters and optimizer state, out of and into any strategy.
+"""Training state: trained parameters and optimizer state, saved from and restored to any strategy.
 
-Everything is named by parameter and kept in pieces (`checkpoint/shards.py`): what a rank holds of a
-parameter under single, DDP, FSDP or ZeRO is a range of its numbers. So saving takes no word between
-ranks, and loading asks for the ranges of whatever layout there is now.
+Everything is named by parameter and kept in pieces (`checkpoint/shards.py`): under single, DDP,
+FSDP and ZeRO alike, the part of a parameter on a rank is a range of its numbers. So saving needs no
+communication between ranks, and loading reads the ranges that the current layout needs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,28 +13,26 @@ from torch import nn
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, share_of
 from ftkit.errors import UserError
-from ftkit.models.load_weights import Sharding, kept_parameters
+from ftkit.models.load_weights import kept_parameters
 from ftkit.models.lora.targets import our_name
-from ftkit.strategies.optim.average import AVERAGE
-from ftkit.strategies.optim.state_kinds import BLOCK
-from ftkit.strategies.state import PARAMETER, Holder, StatePart
+from ftkit.models.load_weights import Sharding
+from ftkit.strategies.state import AVERAGE, BLOCK, PARAMETER, OptimizerStateView, StatePart
 
 
 def stored_name(kind: str, parameter: str) -> str:
-    """The name of a tensor in a checkpoint: parameter/NAME, exp_avg/NAME, ..."""
+    """Name of a tensor in a checkpoint: parameter/NAME, exp_avg/NAME, ..."""
     return f"{kind}/{parameter}"
 
 
-def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Iterator[Piece]:
-    """What this rank writes of the state of training; views of live memory.
-
-    What every rank holds is shared out in equal ranges.
-    """
+def capture(
+    model: nn.Module, state: OptimizerStateView, rank: int, world_size: int
+) -> Iterator[Piece]:
+    """Pieces of the training state that this rank writes: views of live memory."""
     for name, parameter in kept_parameters(model).items():
-        for part in holder.parts(parameter):
-            first, last = 0, part.values.numel()
+        for part in state.parts(parameter):
+            # What several ranks hold is written once: each writes an equal range of it.
             which = (rank, world_size) if part.replicated else part.copy
-            first, last = share_of(*which, last)
+            first, last = share_of(*which, part.values.numel())
             if first == last:
                 continue
             scales = part.scales
@@ -49,28 +47,28 @@ def capture(model: nn.Module, holder: Holder, rank: int, world_size: int) -> Ite
 
 
 def trained_parameter(stored: StoredState, name: str) -> StoredTensor:
-    """A parameter in a checkpoint, by our name."""
+    """A parameter in a checkpoint, by ftkit's name for it."""
     return stored[stored_name(PARAMETER, name)]
 
 
 def result_parameter(stored: StoredState, name: str) -> StoredTensor:
-    """The same of the result that the checkpoint stands for: its average, if it has one."""
+    """A parameter of the result that a checkpoint gives: its average, if it has one."""
     average = stored_name(AVERAGE, name)
     return stored[average] if average in stored else trained_parameter(stored, name)
 
 
 def has_average(stored: StoredState) -> bool:
-    """Whether a checkpoint has the average of what is trained."""
+    """Whether a checkpoint has averages of the trained parameters."""
     return any(name.startswith(f"{AVERAGE}/") for name in stored.names())
 
 
 def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -> None:
-    """Give what a model trains the numbers of a checkpoint's result; every rank does so.
+    """Replace the trained parameters by those of a checkpoint's result; every rank calls this.
 
-    Those that an optimizer keeps beside it stay: nothing can be trained after.
+    The optimizer keeps its own copies unchanged, so nothing can be trained afterwards.
 
     Args:
-        model: that has trained.
+        model: that was trained.
         sharding: which part of it this rank has.
         stored: from a checkpoint of the same run.
     """
@@ -82,14 +80,14 @@ def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -
 
 
 def restore(
-    model: nn.Module, holder: Holder, stored: StoredState, scalars: dict[str, float]
+    model: nn.Module, state: OptimizerStateView, stored: StoredState, scalars: dict[str, float]
 ) -> None:
-    """Put the state of training back, on whatever layout there is now.
+    """Restore the training state from a checkpoint that any layout has written.
 
     Args:
         model: whose parameters the optimizer updates.
-        holder: of an optimizer that has not stepped yet.
-        stored: from a checkpoint.
+        state: of an optimizer that has not made a step yet.
+        stored: the checkpoint.
         scalars: from its metadata.
     """
     shapes: dict[str, dict[str, torch.Size]] = {}
@@ -97,11 +95,11 @@ def restore(
         kind, _, parameter = name.partition("/")
         if kind != PARAMETER:
             shapes.setdefault(parameter, {})[kind] = stored[name].shape
-    holder.allocate(shapes, scalars)
+    state.allocate(shapes, scalars)
     with torch.no_grad():
         for own, trained in model.named_parameters():
             if trained.requires_grad:
-                for part in holder.parts(trained):
+                for part in state.parts(trained):
                     _read(part, stored, stored_name(part.kind, our_name(own)))
 
 
@@ -116,7 +114,7 @@ def _read(part: StatePart, stored: StoredState, name: str) -> None:
         part.values.copy_(tensor.read(start, stop))
         return
     exact = tensor.read_quantized(start, stop)
-    if exact is None:
+    if exact is None:  # blocks begin elsewhere than in the layout that wrote them
         from bitsandbytes.functional import quantize_blockwise
 
         numbers = tensor.read(start, stop).float().to(part.values.device)
@@ -127,11 +125,11 @@ def _read(part: StatePart, stored: StoredState, name: str) -> None:
 
 
 def check_kinds(kinds: Mapping[str, bool], stored: StoredState, optimizer: str) -> None:
-    """Refuse an optimizer whose state the checkpoint has not, or only a part of.
+    """Refuse an optimizer whose kinds of state differ from those in a checkpoint.
 
     Args:
-        kinds: what it keeps, from `state_kinds`.
-        stored: from the checkpoint.
+        kinds: of state that it keeps, from `state_kinds`.
+        stored: the checkpoint.
         optimizer: its class path.
 
     Raises:

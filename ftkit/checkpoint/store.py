@@ -1,8 +1,8 @@
-"""The checkpoint store: how checkpoints are committed, verified and removed.
+"""The checkpoint store: the checkpoints of a run on disk, from commit to removal.
 
-A checkpoint comes by one rename, when all of it is on the disk, and goes by one rename, before any
-of it is removed. So whatever has its final name is whole, unless it was damaged later; names that
-begin with a dot are on their way, or were left by a crash.
+A checkpoint appears by one rename, when all of it is on the disk, and disappears by one rename,
+before any of it is removed. So a directory with a final name is complete, unless it was damaged
+later; names with a leading dot are being written or removed, or were left by a crash.
 """
 
 import contextlib
@@ -10,46 +10,49 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
-from ftkit.checkpoint.checksums import hash_file, problem_elsewhere
-from ftkit.checkpoint.files import METADATA
+from ftkit.checkpoint.file_checks import hash_file, remote_problem
 from ftkit.checkpoint.metadata import (
+    METADATA,
     CheckpointError,
     FileEntry,
     Metadata,
     read_metadata,
     write_metadata,
 )
-from ftkit.utils.files import remove, sync, write_durably
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import Checkpoint
+from ftkit.utils.console.formatting import bytes_text
+from ftkit.utils.files import free_disk_bytes, remove, sync, write_durably
 from ftkit.utils.progress import OnProgress
 from ftkit.utils.remote.ranges import lies_elsewhere
 
 LATEST = "latest"
-"""Names the newest checkpoint, for people and scripts; never read here."""
+"""File that names the newest checkpoint, for people and scripts; ftkit never reads it."""
 PROGRESS_INTERVAL_S = 0.2
 
 KeepEvery = int | Mapping[int, int] | None
-"""Which steps are kept for good; see `is_milestone`."""
+"""Which steps are kept forever; see `is_milestone`."""
 
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 def step_of(name: str) -> int | None:
-    """The step that a directory's name stands for; None: it is no name of a checkpoint."""
+    """The step in the name of a checkpoint's directory; None: it is another name."""
     found = _STEP.fullmatch(name)
     return int(found.group(1)) if found else None
 
 
 def is_milestone(step: int, keep_every: KeepEvery) -> bool:
-    """Whether the checkpoint of a step is kept for good.
+    """Whether the checkpoint of a step is kept forever.
 
     Args:
         step: of the checkpoint.
-        keep_every: an interval of steps, or intervals by the step up to which each of them holds;
-            the last one holds beyond its step, too. None: none is kept.
+        keep_every: an interval of steps, or intervals by the last step to which each applies; the
+            last one also applies after its step. None: no checkpoint is kept.
     """
     if not keep_every:
         return False
@@ -61,7 +64,7 @@ def is_milestone(step: int, keep_every: KeepEvery) -> bool:
 
 
 def check_files(directory: Path) -> list[str]:
-    """What is wrong with a checkpoint as far as names and sizes tell; empty: nothing."""
+    """Problems of a checkpoint that show in names and sizes of its files."""
     try:
         metadata = read_metadata(directory)
     except CheckpointError as error:
@@ -73,12 +76,12 @@ def check_files(directory: Path) -> list[str]:
 def verify(
     directory: Path, progress: OnProgress | None = None, *, fetching: bool = True
 ) -> list[str]:
-    """What is wrong with a checkpoint, checksums and files that it does not list included.
+    """Problems of a checkpoint, by its checksums; unlisted files are problems too.
 
     Args:
         directory: of the checkpoint.
-        progress: called now and then, by the calling thread.
-        fetching: read files that lie at a url in any case; see `problem_elsewhere`.
+        progress: called from the calling thread.
+        fetching: always read files that are stored at a url; see `remote_problem`.
     """
     try:
         files = read_metadata(directory).files
@@ -128,30 +131,30 @@ def problem_of(
     *,
     fetching: bool = True,
 ) -> str | None:
-    """What is wrong with one file of a checkpoint, its checksum included; None: nothing.
+    """Problem of one file of a checkpoint, by its checksum; None: there is none.
 
     Args:
         directory: of the checkpoint.
         name: of the file, relative to it.
-        entry: what the file must be.
-        on_block: told the length of each block that is done.
-        fetching: read a file that lies at a url in any case; see `problem_elsewhere`.
+        entry: its expected size and checksums.
+        on_block: called with the length of each block that is done.
+        fetching: always read a file that is stored at a url; see `remote_problem`.
     """
     if problem := _problem(directory, name, entry):
         return problem
     path = directory / name
     if lies_elsewhere(path):
-        return problem_elsewhere(path, entry, on_block, fetching=fetching)
+        return remote_problem(path, entry, on_block, fetching=fetching)
     try:
         if hash_file(path, on_block) != entry:
-            return f"{path} is damaged: its checksum is another."
+            return f"{path} is damaged: its checksum differs."
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})."
     return None
 
 
 def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
-    """What is wrong with a file without reading it; one that lies at a url is not looked at."""
+    """Problem of a file that shows without reading it; files at a url are not checked."""
     path = directory / name
     try:
         found = path.lstat()
@@ -168,7 +171,7 @@ def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
 
 
 def _files_in(directory: Path) -> list[str]:
-    """Paths of all that is no directory, relative, sorted."""
+    """Sorted relative paths of everything that is not a directory."""
     return sorted(
         os.fsencode((Path(folder) / name).relative_to(directory)).decode(errors="replace")
         for folder, folders, names in os.walk(directory)
@@ -183,29 +186,29 @@ class Store:
     """
 
     def __init__(self, directory: Path) -> None:
-        """A store, which need not exist yet.
+        """Open a store.
 
         Args:
-            directory: holds the checkpoints.
+            directory: of the checkpoints; need not exist yet.
         """
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Directory of the checkpoint of a step, whether it exists or not."""
         return self.directory / f"step-{step:08}"
 
     def partial(self, step: int) -> Path:
-        """Where the checkpoint of a step is written."""
+        """Directory in which the checkpoint of a step is written."""
         return self._hidden(step, "partial")
 
     def commit(self, metadata: Metadata) -> Path:
-        """Make what was written to the partial directory of ``metadata.step`` the checkpoint.
+        """Make the partial directory of ``metadata.step`` the checkpoint of this step.
 
-        Every file there but ``metadata.json`` must be complete and synced. A checkpoint of the
-        same step is replaced.
+        Every file there but ``metadata.json`` must be complete and synced. An older checkpoint of
+        the same step is replaced.
 
         Raises:
-            OSError: and there is no such checkpoint, or still the one before.
+            OSError: it failed; an older checkpoint of the same step is still there.
         """
         step = metadata.step
         partial, final, replaced = self.partial(step), self.path(step), self._replaced(step)
@@ -228,11 +231,11 @@ class Store:
         return final
 
     def discard_partial(self, step: int) -> None:
-        """Remove what was written for the checkpoint of a step, if anything was."""
+        """Remove the partial checkpoint of a step, if there is one."""
         remove(self.partial(step))
 
     def leftovers(self) -> list[Path]:
-        """What a crash left of checkpoints that were being written or deleted."""
+        """Files of checkpoints that were being written or deleted during a crash."""
         if not self.directory.is_dir():
             return []
         found = {entry for entry in self.directory.iterdir() if _LEFTOVER.fullmatch(entry.name)}
@@ -245,9 +248,9 @@ class Store:
         return sorted((found | replacements) - set(self._unreplaced()))
 
     def remove_leftovers(self) -> list[Path]:
-        """Remove what a crash left; what was removed.
+        """Remove what a crash left, and return what was removed.
 
-        A checkpoint that was about to be replaced, and was not yet, is put back.
+        If the crash came while a checkpoint was being replaced, the old one is restored.
         """
         self.restore_replaced()
         removed = self.leftovers()
@@ -256,27 +259,27 @@ class Store:
         return removed
 
     def restore_replaced(self) -> None:
-        """Put back a checkpoint that was about to be replaced when a crash came."""
+        """Restore the old checkpoint if a crash came while it was being replaced."""
         for entry in self._unreplaced():
             entry.rename(entry.with_name(_name_of(entry)))
             sync(self.directory)
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, damaged or not, ascending."""
+        """Steps of all checkpoints in ascending order, including damaged ones."""
         if not self.directory.is_dir():
             return []
         found = ((step_of(entry.name), entry) for entry in self.directory.iterdir())
         return sorted(step for step, entry in found if step is not None and entry.is_dir())
 
     def newest(self) -> int | None:
-        """The last of the steps."""
+        """Step of the newest checkpoint."""
         return max(self.steps(), default=None)
 
     def metadata(self, step: int) -> Metadata:
-        """What the checkpoint of a step says about itself.
+        """Metadata of the checkpoint of a step.
 
         Raises:
-            CheckpointError: it is missing, damaged, or that of another step.
+            CheckpointError: the checkpoint is missing, damaged, or of another step.
         """
         metadata = read_metadata(self.path(step))
         if metadata.step != step:
@@ -286,20 +289,20 @@ class Store:
         return metadata
 
     def check_files(self, step: int) -> list[str]:
-        """What is wrong with a checkpoint as far as names and sizes tell; empty: nothing."""
+        """Problems of a checkpoint that show in names and sizes of its files."""
         return self._problem_of_step(step) or check_files(self.path(step))
 
     def verify(self, step: int, progress: OnProgress | None = None) -> list[str]:
-        """What is wrong with a checkpoint, checksums and files that it does not list included.
+        """Problems of a checkpoint, by its checksums; unlisted files are problems too.
 
         Args:
             step: of the checkpoint.
-            progress: called now and then, by the calling thread.
+            progress: called from the calling thread.
         """
         return self._problem_of_step(step) or verify(self.path(step), progress)
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of a step: all of it, or none."""
+        """Delete the checkpoint of a step; a crash never leaves half of it."""
         deleted = self._hidden(step, "deleted")
         remove(deleted)
         self.path(step).rename(deleted)
@@ -308,15 +311,14 @@ class Store:
         remove(deleted)
 
     def kept(self, keep_last: int, keep_every: KeepEvery, keep_best: int) -> set[int]:
-        """The steps that a rule keeps.
-
-        A damaged checkpoint counts for nothing and is kept: somebody may want to look at it.
+        """Steps of the checkpoints that the retention rule keeps.
 
         Args:
             keep_last: how many of the newest.
             keep_every: see `is_milestone`.
-            keep_best: how many of the lowest validation loss; of equal ones the newer.
+            keep_best: how many with the lowest validation loss; the newer ones of equal loss.
         """
+        # Damaged checkpoints are kept beside the others: somebody may want to look at them.
         steps = self.steps()
         damaged = {step for step in steps if self.check_files(step)}
         sound = [step for step in steps if step not in damaged]
@@ -330,7 +332,7 @@ class Store:
         }
 
     def prune(self, *, keep_last: int, keep_every: KeepEvery, keep_best: int) -> list[int]:
-        """Delete every checkpoint that the rule of `kept` does not keep; their steps."""
+        """Delete all checkpoints that `kept` does not keep, and return their steps."""
         kept = self.kept(keep_last, keep_every, keep_best)
         deleted = [step for step in self.steps() if step not in kept]
         for step in deleted:
@@ -338,7 +340,7 @@ class Store:
         return deleted
 
     def move_later(self, after_step: int, target: Path) -> list[int]:
-        """Move the checkpoints of later steps into ``target/checkpoints``; their steps."""
+        """Move the checkpoints of later steps to ``target/checkpoints``, and return their steps."""
         moved = [step for step in self.steps() if step > after_step]
         if not moved:
             return []
@@ -366,7 +368,7 @@ class Store:
         return self._hidden(step, "replaced")
 
     def _unreplaced(self) -> list[Path]:
-        """Checkpoints that lost their name to a replacement that never came."""
+        """Old checkpoints that were set aside for a replacement that was not completed."""
         found = self.directory.glob(".step-*.replaced")
         return [
             entry
@@ -383,7 +385,7 @@ class Store:
         return []
 
     def _point_to_newest(self) -> None:
-        """Bring `latest` up to date; only a hint, so a failure is none of the checkpoint."""
+        # Only a hint for people: a checkpoint is complete without it.
         with contextlib.suppress(OSError):
             newest = self.newest()
             if newest is None:
@@ -393,10 +395,83 @@ class Store:
 
 
 _REPLACEMENT = re.compile(rf"\.{re.escape(METADATA)}\.[0-9]+")
-"""What a crash leaves in a checkpoint whose metadata were being replaced."""
+"""Left in a checkpoint by a crash while its metadata were being replaced."""
 _LEFTOVER = re.compile(rf"\.{_STEP.pattern}\.(?:partial|deleted|replaced)|\.{LATEST}\.[0-9]+")
 
 
 def _name_of(hidden: Path) -> str:
-    """The name that a checkpoint on its way will have, or had."""
+    """Final name of a checkpoint that is being written or removed."""
     return hidden.name.removeprefix(".").rpartition(".")[0]
+
+
+def best_checkpoint(
+    places: Sequence[tuple[Store, int]],
+    now: tuple[float, int] | None,
+    warn: Callable[[str], None],
+) -> tuple[int, int] | None:
+    """Step and place of the lowest validation loss; the newest one of equal loss.
+
+    Args:
+        places: stores of one run and the last step to consider in each; if several have the same
+            step, the first one is taken.
+        now: loss and step of the current state of training, if its loss was measured.
+        warn: called with the problem of each damaged checkpoint that would have been the best.
+
+    Returns:
+        The step and the index of its store, or -1 for the current state; None: no loss is known.
+    """
+    candidates = [] if now is None else [(now[0], -now[1], -1)]
+    for index, (store, last_step) in enumerate(places):
+        for step in store.steps():
+            try:
+                loss = store.metadata(step).validation_loss
+            except CheckpointError:
+                continue
+            if loss is not None and step <= last_step:
+                candidates.append((loss, -step, index))
+    for _, minus_step, index in sorted(candidates):
+        if index < 0:
+            return -minus_step, index
+        problems = verify(places[index][0].path(-minus_step))
+        if not problems:
+            return -minus_step, index
+        warn(f"the checkpoint with the lowest validation loss cannot be used: {problems[0]}")
+    return None
+
+
+def check_disk(
+    out_dir: Path,
+    checkpoint_bytes: int,
+    settings: Checkpoint,
+    existing_bytes: int = 0,
+    *,
+    steps_left: int,
+) -> None:
+    """Refuse a run whose checkpoints will not fit on the disk.
+
+    Args:
+        out_dir: of the run; exists.
+        checkpoint_bytes: size of one checkpoint.
+        settings: how many are kept. Those that `keep_every` adds are not counted.
+        existing_bytes: of checkpoints that exist and will be deleted during the run.
+        steps_left: optimizer steps to come, each with at most one checkpoint.
+
+    Raises:
+        UserError: the disk has too little free space.
+    """
+    count = settings.most_at_once(steps_left)
+    needed = count * checkpoint_bytes
+    if count < steps_left:
+        needed -= existing_bytes
+    free = free_disk_bytes(out_dir)
+    if needed <= free:
+        return
+    several = settings.keep_last + settings.keep_best > 1
+    advice = "--checkpoint.keep_last 1 --checkpoint.keep_best 0, or another --out_dir"
+    raise UserError(
+        f"The checkpoints need {bytes_text(needed)} ({count} x {bytes_text(checkpoint_bytes)}, "
+        f"for checkpoint.keep_last {settings.keep_last}"
+        f"{f', checkpoint.keep_best {settings.keep_best}' if settings.keep_best else ''} and the "
+        f"one that is being written), but the disk of {out_dir} has {bytes_text(free)} free. Try "
+        f"{advice if several else 'another --out_dir, or --checkpoint.save false'}."
+    )

@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.checkpoint import store as checks
-from ftkit.checkpoint.files import RECIPE
-from ftkit.checkpoint.metadata import CheckpointError, Layout, Metadata, read_metadata
+from ftkit.checkpoint.metadata import RECIPE, CheckpointError, Layout, Metadata, read_metadata
 from ftkit.checkpoint.store import KeepEvery, step_of
 from ftkit.errors import UserError
 from ftkit.recipe.options import (

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftkit.checkpoint.files import BASE
-from ftkit.checkpoint.metadata import CheckpointError
+from ftkit.checkpoint.metadata import BASE, CheckpointError
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import result_parameter, stored_name
 from ftkit.errors import UserError

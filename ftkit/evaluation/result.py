@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from ftkit.checkpoint.files import ADAPTER, METADATA, RECIPE, is_shard
-from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.metadata import (
+    ADAPTER,
+    METADATA,
+    RECIPE,
+    CheckpointError,
+    Metadata,
+    is_shard,
+    read_metadata,
+)
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE, template_of

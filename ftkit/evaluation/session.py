@@ -21,7 +21,7 @@ from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Quantization
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, set_arithmetic
-from ftkit.strategies.select import make_strategy
+from ftkit.strategies.strategy import make_strategy
 from ftkit.utils.console.display import Display
 from ftkit.utils.imports import silence_libraries
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ftkit.checkpoint.checksums import leave_doubt
+from ftkit.checkpoint.file_checks import mark_damaged
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.exchange.model_card import write_card
@@ -119,7 +119,7 @@ def _doubt_start(job: Job, error: RankError) -> None:
     if file.parent != checkpoint:  # it is of another one, from which the result was to be taken
         return
     with suppress(OSError):  # then the next start meets the same
-        leave_doubt(file)
+        mark_damaged(file)
     raise DamageFound(
         checkpoint,
         f"{display_path(checkpoint)} cannot be continued from: {error.message}",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from ftkit.checkpoint.files import BASE
+from ftkit.checkpoint.metadata import BASE
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.evaluation.tasks.finding import find_tasks

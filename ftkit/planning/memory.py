@@ -12,9 +12,8 @@ from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
 from ftkit.recipe.checks import has_liger
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe
-from ftkit.strategies.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.strategies.precision import parameter_dtype, updated_dtype
-from ftkit.strategies.select import make_strategy
+from ftkit.strategies.state import bytes_per_number, state_kinds
 from ftkit.strategies.step_memory import (
     CATEGORIES,
     Breakdown,
@@ -24,7 +23,7 @@ from ftkit.strategies.step_memory import (
     PredictedStep,
     StepMemory,
 )
-from ftkit.strategies.strategy import Strategy
+from ftkit.strategies.strategy import Strategy, make_strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND
 
 _PROCESS_BYTES = int(1.2 * 2**30)

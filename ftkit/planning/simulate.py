@@ -33,14 +33,17 @@ from ftkit.recipe.checks import has_liger
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.optim.clipping import clip_gradients
-from ftkit.strategies.optim.in_backward import OptimizerInBackward
-from ftkit.strategies.optim.muon import hidden_matrices
+from ftkit.strategies.optim.optimizers import OptimizerInBackward, hidden_matrices
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
-from ftkit.strategies.select import make_strategy
-from ftkit.strategies.simulated_step import Peaks, Simulation, Sizes, Snapshot
-from ftkit.strategies.step_memory import MicroBatchSize
-from ftkit.strategies.strategy import Strategy, tensors_in
-from ftkit.strategies.zero_memory import PERSISTENT_ELEMENTS
+from ftkit.strategies.step_memory import (
+    PERSISTENT_ELEMENTS,
+    MicroBatchSize,
+    Peaks,
+    Simulation,
+    Sizes,
+    Snapshot,
+)
+from ftkit.strategies.strategy import Strategy, make_strategy, tensors_in
 from ftkit.utils.accelerators.kinds import HOST_KIND
 
 CPU = torch.device("cpu")

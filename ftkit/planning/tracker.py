@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from ftkit.strategies.simulated_step import Snapshot
-from ftkit.strategies.step_memory import CATEGORIES, Category
+from ftkit.strategies.step_memory import CATEGORIES, Category, Snapshot
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 """Types of tensors that surely have memory of their own, and one piece of it."""

@@ -9,8 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.checkpoint.files import METADATA
-from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
 from ftkit.runs.directory import RunDirectory

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 
-from ftkit.checkpoint.files import BASE, RECIPE
+from ftkit.checkpoint.metadata import BASE, RECIPE
 from ftkit.checkpoint.store import LATEST, Store
 from ftkit.runs.report.report import FILE_NAME
 from ftkit.utils.console.display import LOG_NAME

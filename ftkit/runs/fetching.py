@@ -14,8 +14,7 @@ from fcntl import LOCK_NB, LOCK_SH, flock
 from itertools import pairwise
 from pathlib import Path
 
-from ftkit.checkpoint.files import METADATA, is_shard
-from ftkit.checkpoint.metadata import CheckpointError, read_metadata
+from ftkit.checkpoint.metadata import METADATA, CheckpointError, is_shard, read_metadata
 from ftkit.checkpoint.store import step_of
 from ftkit.errors import UserError
 from ftkit.runs.carrying.files import is_state

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ftkit.checkpoint.files import METADATA
-from ftkit.checkpoint.metadata import CheckpointError, Metadata, read_metadata
+from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
 from ftkit.runs.carrying.files import Others, carried_files, is_state, linked_checkpoint
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import checkpoint_name, committed_steps

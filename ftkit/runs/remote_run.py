@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ftkit.checkpoint.files import METADATA
+from ftkit.checkpoint.metadata import METADATA
 from ftkit.checkpoint.store import step_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.fetching import (

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ftkit.checkpoint.checksums import hash_file
-from ftkit.checkpoint.files import METADATA, RECIPE
-from ftkit.checkpoint.formats import format_problem
-from ftkit.checkpoint.metadata import Metadata, read_metadata
+from ftkit.checkpoint.file_checks import format_problem, hash_file
+from ftkit.checkpoint.metadata import METADATA, RECIPE, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, step_of, verify
 from ftkit.errors import UserError
 from ftkit.recipe.changes import recipe_changes
@@ -325,7 +323,7 @@ def _content_problems(checkpoint: Path) -> list[str]:
     except OSError as error:
         return [f"{file} cannot be read ({error.strerror})."]
     if changed:
-        return [f"{file} is damaged: its checksum is another."]
+        return [f"{file} is damaged: its checksum differs."]
     try:
         _recipe_in(checkpoint, metadata)
     except UserError as error:

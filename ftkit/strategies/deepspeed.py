@@ -7,17 +7,21 @@ Private parts that are used here, as they are in DeepSpeed 0.19 and Lightning 2.
 `deepspeed.ops.__compatible_ops__`; of a parameter `ds_tensor`, `ds_numel`, `ds_shape`,
 `ds_persist` (stage 3) and `_hp_mapping` (stages 1 and 2); of ZeRO's optimizers their flat
 partitions, `_get_fp32_opt_state_partition`, `_hp_optimizer_states_linked`,
-`_lazy_init_hp_params_optimizer_state`, `cur_scale` and the words in names of attributes
-(`_HELD`); of Fabric's strategy `model`, and `setup_environment` of its parent.
+`_lazy_init_hp_params_optimizer_state`, `cur_scale` and parts of the names of attributes
+(`_CATEGORIES`); of Fabric's strategy `model`, and `setup_environment` of its parent.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
+from filelock import FileLock
 from lightning.fabric.accelerators.cpu import CPUAccelerator
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -29,43 +33,52 @@ from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Rows
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import DeepSpeedOptions
-from ftkit.strategies.deepspeed_build import compile_cpu_optimizer
-from ftkit.strategies.optim.average import AVERAGE
 from ftkit.strategies.optim.optimizers import resolve_optimizer
-from ftkit.strategies.optim.state_kinds import is_scalar_state, state_kinds
 from ftkit.strategies.precision import BuiltDeepSpeedPrecision, parameter_dtype
-from ftkit.strategies.simulated_step import OnDevice, Simulation
-from ftkit.strategies.state import PARAMETER, Holder, StatePart
-from ftkit.strategies.step_memory import Category
+from ftkit.strategies.state import (
+    AVERAGE,
+    PARAMETER,
+    OptimizerStateView,
+    StatePart,
+    is_scalar_state,
+    state_kinds,
+    whole_part,
+)
+from ftkit.strategies.step_memory import Category, OnDevice, Simulation, Snapshot
 from ftkit.strategies.strategy import ShowPhase, Strategy, tensors_in
-from ftkit.strategies.torch_state import whole_part
-from ftkit.strategies.zero_memory import REDUCE_BUCKET_ELEMENTS, with_zero
 from ftkit.utils.imports import hidden
 
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients that ranks add up at once; DeepSpeed's default of ten times as many takes 2 GB."""
+_PREFETCH_ELEMENTS = 50_000_000
+"""DeepSpeed's default of stage3_prefetch_bucket_size."""
+_REUSE_ELEMENTS = 1_000_000_000
+"""DeepSpeed's default of stage3_max_reuse_distance."""
+_FP32_BYTES = 4
 _CPU_VERSIONS = {
     "torch.optim.Adam": "deepspeed.ops.adam.DeepSpeedCPUAdam",
     "torch.optim.AdamW": "deepspeed.ops.adam.DeepSpeedCPUAdam",
 }
-"""Optimizers for state in host memory that do the same as torch's, with vector instructions."""
-_HELD: tuple[tuple[str, Category], ...] = (
+"""Optimizers with vector instructions for state in host memory, equivalent to torch's."""
+_CATEGORIES: tuple[tuple[str, Category], ...] = (
     ("grad", "gradients"),
     ("ipg", "gradients"),
     ("fp32", "optimizer_state"),
     ("16", "parameters"),
     ("lp_param", "parameters"),
 )
-"""What an attribute of DeepSpeed's optimizer is, by a word in its name; the first one counts."""
+"""Category of an attribute of DeepSpeed's optimizer by a part of its name; the first match wins."""
 
 
 class _OnAnyDevice(DeepSpeedStrategy):
-    """Fabric's strategy, which refuses CPUs; DeepSpeed itself runs on them."""
+    """Fabric's strategy without its refusal of CPUs, on which DeepSpeed itself runs."""
 
     def setup_environment(self) -> None:
-        with hidden("mlflow"):  # its autotuner takes seconds to import it, where it is installed
+        with hidden("mlflow"):  # its autotuner would import it, which takes seconds
             import deepspeed
         if isinstance(self.accelerator, CPUAccelerator):
             assert self.parallel_devices is not None
-            # Compiled in every process at the start, for a collective that training does not use.
+            # Otherwise compiled in every process, for a collective that training does not use.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             # DeepSpeed wants devices with an index.
             self.parallel_devices = [
@@ -77,7 +90,7 @@ class _OnAnyDevice(DeepSpeedStrategy):
 
 
 class DeepSpeed(Strategy):
-    """DeepSpeed's engine, around the model and its optimizer."""
+    """DeepSpeed's engine around the model and its optimizer."""
 
     mixes_by_autocast = False
     updates_parameters = False
@@ -108,7 +121,7 @@ class DeepSpeed(Strategy):
         recipe = self.plan.recipe
         asked = recipe.optimizer["class_path"]
         chosen = _CPU_VERSIONS.get(asked, asked) if self._options.offload_optimizer else asked
-        # ZeRO updates slices of its own, for which a fused step gains nothing.
+        # ZeRO updates flat slices, for which a fused step gains nothing.
         found, arguments = resolve_optimizer(recipe, class_path=chosen, may_fuse=False)
         if chosen == _CPU_VERSIONS["torch.optim.AdamW"]:
             arguments.setdefault("adamw_mode", asked != "torch.optim.Adam")
@@ -122,10 +135,10 @@ class DeepSpeed(Strategy):
         self._engine = strategy.model
         self._zero: Any = self._engine.optimizer
         self._model, self._trained = model, trainable(model)
-        if self.averages is not None:  # beside the moments
+        if self.averages is not None:  # stored with the moments, of the same flat slices
             self.averages = self._zero.optimizer.state
-        # DeepSpeed has cast the tables with the parameters.
-        model.body.build_rope_cache(self.device, model.body.max_length)
+        # DeepSpeed has cast the rotary tables together with the parameters.
+        model.body.place_rotary_tables(self.device, model.body.max_length)
         self._note_rates()
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -133,43 +146,43 @@ class DeepSpeed(Strategy):
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        # The loss of a step is divided once, by its label tokens, and not by micro-steps.
+        # The loss is already divided by the label tokens of the step, not by micro-steps.
         self._fabric.backward(loss, model=self._forward, scale_wrt_gas=False)
 
     def clip_gradients(self, limit: float | None) -> None:
-        """The engine does both with its update."""
+        """Do nothing: the engine measures and clips within its update."""
 
     def gradient_norm(self) -> float:
         return float(self._engine.get_global_grad_norm())
 
     def update(self) -> None:
-        self._engine.step()  # clips before, and frees the gradients
+        self._engine.step()  # also clips before, and frees the gradients after
         self.average(self._state().partitions())
 
     @torch.no_grad()
     def take_averages(self) -> Callable[[], None]:
-        """As in every strategy; ZeRO's own numbers, from which it makes its weights, stay."""
+        """As in every strategy; ZeRO's master weights stay unchanged."""
         kept = []
         with self._parted():
             for parameter, average in self._averages():
                 own = parameter.ds_tensor if self._options.stage == 3 else parameter.detach()
                 kept.append((own, own.clone()))
                 own.view(-1)[: len(average)].copy_(average)
-        return partial(self._give_back, kept)
+        return partial(self._restore, kept)
 
     @torch.no_grad()
-    def _give_back(self, kept: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _restore(self, kept: Iterable[tuple[Tensor, Tensor]]) -> None:
         with self._parted():
-            super()._give_back(kept)
+            super()._restore(kept)
 
     def _averages(self) -> Iterator[tuple[Any, Tensor]]:
-        """What is trained, with what a rank needs of its average, flat."""
+        """Trained parameters with this rank's part of their averages, flat."""
         state = self._state()
         for parameter in self._trained:
             parts = [part for part in state.parts(parameter) if part.kind == AVERAGE]
             if self._options.stage == 3:
                 yield from ((parameter, part.values) for part in parts)
-            elif AVERAGE in state.kinds():  # every rank has whole weights, and a part of averages
+            elif AVERAGE in state.kinds():  # weights are whole, averages are sharded
                 whole = torch.zeros(parameter.numel(), device=parameter.device)
                 for part in parts:
                     whole[part.start : part.start + len(part.values)] = part.values
@@ -178,7 +191,7 @@ class DeepSpeed(Strategy):
 
     @contextmanager
     def _parted(self) -> Iterator[None]:
-        """Each rank has its own part of every parameter alone, and after it the usual ones."""
+        """Context in which each rank has only its own part of every parameter, under ZeRO-3."""
         if self._options.stage == 3:
             self._zero.checkpoint_event_prologue()
         yield
@@ -188,7 +201,7 @@ class DeepSpeed(Strategy):
     def _state(self) -> "ZeroState":
         return ZeroState(self._zero, averages=self.averages is not None)
 
-    def holder(self) -> Holder:
+    def state_view(self) -> OptimizerStateView:
         return self._state()
 
     def loss_scale(self) -> tuple[float, float] | None:
@@ -209,11 +222,11 @@ class DeepSpeed(Strategy):
 
     def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
         for name, value in vars(self._zero).items():
-            category = next((found for word, found in _HELD if word in name), None)
+            category = next((found for word, found in _CATEGORIES if word in name), None)
             if category is None:
                 continue
             for tensor in tensors_in(value):
-                if not hasattr(tensor, "ds_tensor"):  # may be gathered just now
+                if not hasattr(tensor, "ds_tensor"):  # a parameter, perhaps gathered now
                     yield tensor, category
                 if tensor.is_leaf and tensor.grad is not None:
                     yield tensor.grad, "gradients"
@@ -235,10 +248,15 @@ class DeepSpeed(Strategy):
 
 
 def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
-    """DeepSpeed's own settings for the plan and what it trains."""
+    """DeepSpeed's settings for a plan.
+
+    Args:
+        plan: of the run.
+        module: that is trained.
+    """
     options = plan.options
     assert isinstance(options, DeepSpeedOptions)
-    # The buffer is taken in full, however few gradients there are.
+    # DeepSpeed allocates the whole bucket, even if there are fewer gradients.
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     bucket = min(trained, REDUCE_BUCKET_ELEMENTS)
     zero: dict[str, Any] = {"stage": options.stage, "reduce_bucket_size": bucket}
@@ -248,13 +266,13 @@ def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
         zero["offload_param"] = {"device": "cpu", "pin_memory": plan.kind.pins_host_memory}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
-        # Tells whether there are several; which one is the last is said in each step.
+        # Only says whether there are several: each micro-step says whether it is the last.
         "gradient_accumulation_steps": 2 if plan.accumulates else 1,
         "gradient_clipping": plan.recipe.train.max_norm or 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        # It would have the host wait for the device twice in every micro-step.
+        # This timer would synchronize host and device twice in every micro-step.
         "timers": {"throughput": {"enabled": False}},
     }
     if plan.precision.startswith("bf16"):
@@ -265,17 +283,15 @@ def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
 
 
 class Partitions:
-    """ZeRO-3: each rank has an equal part of every flattened parameter."""
+    """Sharding under ZeRO-3: each rank has an equal part of every flattened parameter."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
 
     def allocate(self, model: Any, device: torch.device) -> None:
-        """Take one buffer for whole parameters, which fit into it one after the other.
-
-        Memory of their own, taken and freed in turns with the partitions, would leave holes:
-        loading then needs half as much again.
-        """
+        """Allocate one buffer, through which whole parameters pass one after the other."""
+        # Separate allocations, in turns with those of the partitions, would fragment the memory:
+        # loading then needs half as much again.
         sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
         self._whole = torch.empty(max(sizes), dtype=torch.uint8, device=device)
         self._left = len(sizes)
@@ -293,7 +309,7 @@ class Partitions:
         deepspeed.zero.Init(
             module=nn.ParameterList([parameter]),
             config_dict_or_path=self._config,
-            # Packed weights stay as they are: on CUDA DeepSpeed refuses integers here.
+            # None for packed weights: on CUDA DeepSpeed refuses integers here.
             dtype=outlined.dtype if outlined.is_floating_point() else None,
         )
         setattr(model.get_submodule(owner), leaf, parameter)
@@ -320,10 +336,10 @@ class Partitions:
 
 
 class ZeroState:
-    """Of an optimizer that DeepSpeed has sharded: float32 numbers in flat partitions."""
+    """State of an optimizer that DeepSpeed has sharded: float32 numbers in flat partitions."""
 
     def __init__(self, zero: Any, *, averages: bool) -> None:
-        """Of ZeRO's optimizer of any stage, with averages or without."""
+        """View ZeRO's optimizer of any stage, with averages or without."""
         self._zero, self._has_averages = zero, averages
         self._inner = self._zero.optimizer
         self._rank = torch.distributed.get_rank()
@@ -334,14 +350,14 @@ class ZeroState:
             size = parameter.ds_tensor.ds_numel
             start = min(self._rank * size, parameter.ds_numel)
             size = min(size, parameter.ds_numel - start)  # the last partition is padded
-            if not parameter.requires_grad:  # DeepSpeed's optimizer does not know it
+            if not parameter.requires_grad:  # not in DeepSpeed's optimizer
                 values = parameter.ds_tensor.detach()[:size]
                 yield StatePart(
                     kind=PARAMETER, shape=parameter.ds_shape, start=start, values=values
                 )
                 return
             for kind in kinds:
-                # DeepSpeed's public functions copy to the GPU what is in host memory.
+                # DeepSpeed's public functions would copy offloaded state to the GPU.
                 values, _ = self._zero._get_fp32_opt_state_partition(
                     parameter, release_swap_buffers=False, optim_state_key=kind
                 )
@@ -359,7 +375,8 @@ class ZeroState:
         if fragment is None:  # this rank has nothing of it
             return
         if self.kinds() - (fragment.optim_fragment or {}).keys():
-            # DeepSpeed links all groups after the first step of the first group.
+            # DeepSpeed links the state of all groups after the first group's first step, when that
+            # of later groups is still missing: link it again.
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
         for kind in kinds:
@@ -390,14 +407,14 @@ class ZeroState:
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def kinds(self) -> Set[str]:
-        """Of state that there is, in order."""
+        """Kinds of existing state, in order."""
         flat = self.partitions()[0]
         state = self._inner.state.get(flat, {})
         same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape}
         return same.keys()
 
     def partitions(self) -> list[Tensor]:
-        """This rank's numbers of every group, flat."""
+        """This rank's numbers of every parameter group, flat."""
         for name in (
             "fp32_partitioned_groups_flat",  # stage 3
             "single_partition_of_fp32_groups",  # stages 1 and 2
@@ -406,3 +423,146 @@ class ZeroState:
             if hasattr(self._zero, name):
                 return list(getattr(self._zero, name))
         raise AssertionError(f"{type(self._zero).__name__} has no partitions")
+
+
+# DeepSpeed's CPU optimizer, compiled once for each machine
+
+STALE_S = 600.0
+"""No compilation takes longer: an older lock file of torch was left by a killed process."""
+
+
+def compile_cpu_optimizer() -> None:
+    """Make DeepSpeed compile its CPU optimizer if needed; ranks wait for each other."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = CPUAdamBuilder()
+    with sole_builder(Path(_get_build_directory(builder.name, verbose=False))):
+        builder.load(verbose=False)
+
+
+@contextmanager
+def sole_builder(directory: Path) -> Iterator[None]:
+    """Let one process at a time compile into a directory, also after one of them was killed."""
+    # torch's own lock is a file that a killed process leaves behind, and torch then waits forever.
+    # FileLock ends with its process. The mark shows that the process before did not finish, so
+    # that its lock file can be removed.
+    baton, mark = directory / "lock", directory / "ftkit.building"
+    with FileLock(directory / "ftkit.lock"):
+        if baton.exists() and (mark.exists() or time.time() - baton.stat().st_mtime > STALE_S):
+            baton.unlink(missing_ok=True)
+        mark.touch()
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+# Memory of ZeRO, by arithmetic: DeepSpeed's code cannot run on fake tensors. It allocates buffers
+# of fixed size, equal shares, and parameters that it gathers ahead. Sources: stage3.py,
+# stage_1_and_2.py and partitioned_param_coordinator.py in runtime/zero of DeepSpeed 0.19.
+
+
+def with_zero(
+    whole: Simulation,
+    options: DeepSpeedOptions,
+    *,
+    world_size: int,
+    working_bytes: int,
+    states: int,
+) -> OnDevice:
+    """Memory of a step on one rank under ZeRO.
+
+    Args:
+        whole: a simulated step with all parameters, without optimizer and gradients.
+        options: what is sharded and offloaded.
+        world_size: number of ranks.
+        working_bytes: bytes per number of the parameters.
+        states: kinds of state that the optimizer keeps for each number.
+    """
+    rank = _ZeroRank(whole, options, world_size, working_bytes, states)
+    names = [*whole.peaks, "optimizer"]
+    return OnDevice({name: rank.during(name) for name in names}, rank.host())
+
+
+class _ZeroRank:
+    """Memory of one rank under ZeRO."""
+
+    def __init__(
+        self,
+        whole: Simulation,
+        options: DeepSpeedOptions,
+        world_size: int,
+        working_bytes: int,
+        states: int,
+    ) -> None:
+        self._options, self._world_size = options, world_size
+        self._peaks, self._sizes = whole.peaks, whole.sizes
+        self._working_bytes, self._states = working_bytes, states
+        self._bucket = min(self._sizes.trained, REDUCE_BUCKET_ELEMENTS)
+
+    def host(self) -> dict[Category, int]:
+        """Bytes in host memory, by category."""
+        if not self._options.offload_optimizer:
+            return {}
+        share = math.ceil(self._sizes.trained / self._world_size)
+        found: dict[Category, int] = {
+            # Gradients of the masters, and those accumulated in the dtype of the model.
+            "gradients": share * (_FP32_BYTES + self._working_bytes),
+            "optimizer_state": share * _FP32_BYTES * (1 + self._states),  # 1: the masters
+        }
+        if self._options.offload_parameters and self._options.stage == 3:
+            found["parameters"] = math.ceil(self._sizes.parameter_bytes / self._world_size)
+        return found
+
+    def during(self, name: str) -> Snapshot:
+        """The highest moment of a stretch of the step."""
+        sizes, options = self._sizes, self._options
+        found = dict(self._peaks.get(name, self._between_steps()).bytes)
+        share = math.ceil(sizes.trained / self._world_size)
+        # The bucket in which ranks add up gradients is never freed.
+        found["gradients"] += self._bucket * self._working_bytes
+        if options.stage == 3:  # a share instead of the whole, and gathered parameters on top
+            found["parameters"] -= sizes.parameter_bytes
+            if not options.offload_parameters:
+                found["parameters"] += math.ceil(sizes.parameter_bytes / self._world_size)
+            average_bytes = sizes.parameter_bytes / sizes.elements
+            # Small parameters stay gathered.
+            found["parameters"] += round(sizes.small_elements * average_bytes)
+            found["temporaries"] += round(self._gathered(name) * average_bytes)
+        elif options.stage == 1:  # gradients stay whole until the update
+            found["gradients"] += sizes.trained_bytes
+        if not options.offload_optimizer:  # a share of the moments, and of the gradients
+            found["optimizer_state"] += share * _FP32_BYTES * self._states
+            found["gradients"] += share * self._working_bytes
+            if self._working_bytes != _FP32_BYTES:
+                found["optimizer_state"] += share * _FP32_BYTES  # masters
+            if name == "optimizer":
+                found["temporaries"] += share * _FP32_BYTES  # gradients of the masters
+        if name.endswith("backward") and (sizes.trained > self._bucket or name == _LAST):
+            # A full bucket is copied into the order of ranks before it is sent.
+            found["temporaries"] += min(self._bucket, sizes.trained) * self._working_bytes
+        return Snapshot(found)
+
+    def _between_steps(self) -> Snapshot:
+        """Memory of the model alone."""
+        first = next(iter(self._peaks.values())).bytes
+        kept: dict[Category, int] = dict.fromkeys(first, 0)
+        return Snapshot(kept | {"parameters": first["parameters"]})
+
+    def _gathered(self, name: str) -> int:
+        """Elements of large parameters that are gathered during a stretch."""
+        # They are gathered ahead, a bucket at a time, into one buffer that is copied parameter by
+        # parameter. Those needed again soon enough are kept; the distance counts both ways.
+        large = self._sizes.elements - self._sizes.small_elements
+        ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
+        if name == "optimizer":
+            return 0
+        if name == "loss, forward":  # the last buffer has been copied
+            return kept
+        if name == "loss, backward" or name.startswith("block -"):
+            return kept if kept == large and "backward" in name else kept + ahead
+        return 2 * ahead if kept < large else large + ahead * ("forward" in name)
+
+
+_LAST = "block 0, backward"

@@ -1,4 +1,4 @@
-"""The strategy fsdp: each rank has rows of every parameter, which are gathered block by block.
+"""The strategy fsdp: each rank has some rows of every parameter, and gathers them block by block.
 
 FSDP2, torch's `fully_shard`. Zhao et al. 2023, https://arxiv.org/abs/2304.11277.
 
@@ -30,15 +30,13 @@ from ftkit.models.load_weights import Rows, Sharding
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import FsdpOptions
 from ftkit.strategies.optim.optimizers import make_optimizer
-from ftkit.strategies.simulated_step import OnDevice, Simulation
-from ftkit.strategies.state import Holder, StatePart
-from ftkit.strategies.step_memory import Category
+from ftkit.strategies.state import OptimizerStateView, StatePart, TorchState
+from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.strategies.strategy import Strategy
-from ftkit.strategies.torch_state import TorchState
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 
 _FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
-"""torch has fused steps over DTensors for these alone."""
+"""Only these have fused steps over DTensors in torch."""
 
 
 class Fsdp(Strategy):
@@ -62,14 +60,14 @@ class Fsdp(Strategy):
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
         backend: str | None = self.plan.communication
         if self._options.cpu_offload and self.plan.accelerator != HOST_KIND:
-            # Ranks also reduce what is in host memory: gradients for their norm, and parameters
-            # that are gathered for a result. NCCL alone takes no CPU tensors
+            # Ranks also communicate tensors in host memory: gradients for their norm, and
+            # parameters that are gathered for a result. NCCL alone takes no CPU tensors
             # (https://github.com/pytorch/pytorch/issues/148532).
             on_host = f"{HOST_KIND}:{device_kind(HOST_KIND).communication}"
             backend = f"{on_host},{self.plan.accelerator}:{backend}"
-            atexit.register(_leave_process_group)  # Fabric does so for "nccl" alone
+            atexit.register(_leave_process_group)  # Fabric does so only for "nccl"
         return ModelParallelStrategy(
-            parallelize_fn=lambda model, _: model,  # its sharding has done so
+            parallelize_fn=lambda model, _: model,  # FullyShard.allocate has sharded it
             data_parallel_size=self.plan.world_size,
             tensor_parallel_size=1,
             process_group_backend=backend,
@@ -81,8 +79,6 @@ class Fsdp(Strategy):
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer_class, arguments = self.optimizer_of()
         if optimizer_class.__module__.startswith("bitsandbytes."):
-            from ftkit.strategies.optim.bnb_fsdp import over_local_rows
-
             optimizer_class = over_local_rows(optimizer_class)
         return make_optimizer(self.plan.recipe, model, optimizer_class, arguments)
 
@@ -109,7 +105,7 @@ class Fsdp(Strategy):
         assert isinstance(norm, DTensor)
         return norm.full_tensor().item()
 
-    def holder(self) -> Holder:
+    def state_view(self) -> OptimizerStateView:
         return RowState(self._model, self.optimizer, self.averages)
 
     def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
@@ -126,14 +122,15 @@ class Fsdp(Strategy):
         return _one_of_many(self.plan)
 
     def simulates_first_step(self) -> bool:
-        return True  # FSDP prepares memory in its first pass
+        return True  # FSDP allocates memory in its first pass
 
     def on_device(self, simulation: Simulation) -> OnDevice:
         if not self._options.cpu_offload or self.plan.accelerator == HOST_KIND:
             return super().on_device(simulation)
         kinds: tuple[Category, ...] = ("parameters", "gradients", "optimizer_state")
         found = simulation.without(kinds)
-        sizes = simulation.sizes  # page-locked, unlike the state of an optimizer
+        sizes = simulation.sizes
+        # Parameters and gradients are page-locked, unlike the state of an optimizer.
         host = found.host | {
             "parameters": max(found.host["parameters"], sizes.pinned_bytes),
             "gradients": max(found.host["gradients"], sizes.pinned_trained_bytes),
@@ -143,9 +140,9 @@ class Fsdp(Strategy):
 
 @cache
 def _mesh_of_nodes(device_type: str, num_nodes: int) -> Any:
-    """[nodes, devices of each]: copies of the model, and ranks that share one.
+    """Mesh of [nodes, devices of each]: copies of the model, and ranks that share one.
 
-    All ranks make it together, once.
+    Making it is a collective, so it is made once.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -159,7 +156,7 @@ def _leave_process_group() -> None:
 
 
 class RowState(TorchState):
-    """Of an optimizer over parameters of which this rank has some rows."""
+    """State of an optimizer over parameters of which this rank has some rows."""
 
     def local_values(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -177,7 +174,7 @@ class RowState(TorchState):
 
 
 def _rows(tensor: DTensor) -> slice:
-    """Which rows of a tensor this rank has."""
+    """Rows of a tensor that this rank has."""
     (box,) = tensor.__create_chunk_list__()
     return slice(box.offsets[0], box.offsets[0] + box.sizes[0])
 
@@ -186,8 +183,8 @@ def _rows(tensor: DTensor) -> slice:
 def _integers_without_gradients() -> Iterator[None]:
     """Let FSDP shard packed weights, which are integers.
 
-    In torch 2.11 it makes every parameter with a gradient at first and takes that away after; a
-    parameter of integers cannot be made so. torch 2.13 says for each one whether it has any.
+    torch 2.11 creates every parameter with requires_grad and clears it later, which fails for
+    integers; torch 2.13 passes the right value.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -203,7 +200,7 @@ def _integers_without_gradients() -> Iterator[None]:
 
 
 def _keep_integers(model: nn.Module) -> None:
-    """Have FSDP gather packed weights as they are; torch 2.11 casts them in mixed precision."""
+    """Make FSDP gather packed weights uncast; torch 2.11 casts them in mixed precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     def uncast(parameter: Any) -> Callable[[Any], None]:
@@ -215,7 +212,7 @@ def _keep_integers(model: nn.Module) -> None:
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    """What FSDP knows of every parameter that it shards: torch's FSDPParam."""
+    """Torch's FSDPParam of every parameter that FSDP shards."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -225,7 +222,7 @@ def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 class FullyShard:
-    """Each rank has some rows of every parameter, block by block."""
+    """Sharding of a model by rows of every parameter, block by block."""
 
     def __init__(self, plan: Plan, mesh: Any) -> None:
         assert isinstance(plan.options, FsdpOptions)
@@ -239,7 +236,7 @@ class FullyShard:
         # Rotary tables stay float32: inputs of the blocks are not cast.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if self._mixed else None,
-            reduce_dtype=torch.float32,  # in which ranks add up, also gradients of 16 bits
+            reduce_dtype=torch.float32,  # 16-bit gradients are summed over ranks in float32
             cast_forward_inputs=False,
         )
         settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy}
@@ -250,7 +247,7 @@ class FullyShard:
         with _integers_without_gradients():
             for block in model.body.blocks:
                 fully_shard(block, **settings, reshard_after_forward=sharded_in_between)
-            # The backward pass begins with what the forward pass ends with.
+            # Not resharded after the forward pass: the backward pass begins with the head.
             if not model.tied:  # one parameter cannot belong to two groups
                 fully_shard(model.head, **settings, reshard_after_forward=False)
             fully_shard(model, **settings, reshard_after_forward=False)
@@ -261,12 +258,12 @@ class FullyShard:
         model.tie()
 
     def _prefetch(self, model: Any) -> None:
-        """Have each part of the model ask for the parameters of those that come after it."""
+        """Make each part of the model gather the parameters of the following parts ahead."""
         parts = [model, *model.body.blocks, *([] if model.tied else [model.head])]
         ahead = self._options.prefetch
         for index, part in enumerate(parts):
             part.set_modules_to_forward_prefetch(parts[index + 1 : index + 1 + ahead])
-            # The model itself is gathered from the beginning to the end.
+            # From index 1: the model itself stays gathered all the time.
             part.set_modules_to_backward_prefetch(parts[max(index - ahead, 1) : index][::-1])
 
     def put(self, model: nn.Module, name: str, value: Rows) -> None:
@@ -296,17 +293,17 @@ _MESSAGES = (
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
 )
-"""What FSDP calls in torch.distributed; the latter two before torch 2.13."""
+"""Functions of torch.distributed that FSDP calls; the last two before torch 2.13."""
 
 
 @contextmanager
 def _one_of_many(plan: Plan) -> Iterator[Sharding]:
-    """This process as one of the ranks that share a model, and none of them is spoken to."""
+    """Let this process act as one of the ranks that share a model, without communication."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    connected = dist.is_initialized()  # in a run of the plan
+    connected = dist.is_initialized()  # inside a run of the plan
     if not connected:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
     if connected and plan.shards < plan.world_size:
@@ -318,7 +315,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
-        """The shape of a result; in fake tensors that stand for no memory of the step."""
+        # Shapes are computed with fake tensors, which must not count as memory of the step.
         with _disable_current_modes():
             return propagate(propagator, schema)
 
@@ -334,3 +331,55 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
             setattr(dist, name, function)
         if not connected:
             dist.destroy_process_group()
+
+
+# bitsandbytes
+
+
+class _OnLocalRows:
+    """Mixin that updates this rank's rows of a DTensor as the optimizer would update all rows.
+
+    The 8-bit state is quantised in blocks of 256 numbers. Where each rank's rows begin at a
+    multiple of 256, as in nearly all shapes on 2, 4 or 8 ranks, the blocks are those of the whole
+    parameter and the updates are equal; elsewhere they differ by rounding to 8 bits.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        bitsandbytes: Any = super()
+        config: dict[str, Any] = bitsandbytes.get_config(gindex, pindex, group)
+        # Small parameters keep 32-bit state: the size of all rows decides, not of this rank's.
+        whole = self.param_groups[gindex]["params"][pindex]
+        is_large = whole.numel() >= config["min_8bit_size"]
+        return config | {"min_8bit_size": 0 if is_large else float("inf")}
+
+    def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        bitsandbytes: Any = super()
+        with self._local_rows(p) as rows:
+            bitsandbytes.init_state(group, rows, gindex, pindex)
+
+    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+        bitsandbytes: Any = super()
+        with self._local_rows(p) as rows:
+            if rows.numel():  # there may be fewer rows than ranks
+                bitsandbytes.update_step(group, rows, gindex, pindex)
+
+    @contextmanager
+    def _local_rows(self, parameter: Tensor) -> Iterator[Tensor]:
+        """This rank's rows with their gradient and state; they share the parameter's memory."""
+        assert isinstance(parameter, DTensor)
+        rows = parameter.to_local().detach()
+        if isinstance(parameter.grad, DTensor):
+            rows.grad = parameter.grad.to_local()
+        self.state[rows] = self.state[parameter]
+        try:
+            yield rows
+        finally:
+            del self.state[rows]
+
+
+def over_local_rows(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Derive an optimizer of bitsandbytes for parameters that FSDP has sharded."""
+    return type(optimizer_class.__name__, (_OnLocalRows, optimizer_class), {})

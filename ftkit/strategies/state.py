@@ -1,45 +1,63 @@
-"""What a rank holds of the state of training, as live views: every strategy finds it.
+"""Optimizer state: the kinds that an optimizer keeps, and views of them for checkpoints.
 
-A checkpoint is written from these views and read into them (`checkpoint/state.py`).
+A checkpoint is written from these views and read into them (`checkpoint/state.py`), whatever the
+strategy.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ftkit.errors import UserError
+from ftkit.models.lora.targets import our_name
+from ftkit.strategies.optim.optimizers import MuonWithAdamW, uses_muon
+from ftkit.utils.out_of_memory import is_out_of_memory
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""
+AVERAGE = "average"
+"""Kind of the running average of a parameter, also in checkpoints."""
+BLOCK = 256
+"""Numbers of an 8-bit state that share a scale (bitsandbytes)."""
+
+Averages = defaultdict[Tensor, dict[str, Any]]
+"""Running averages by parameter, in the form of an optimizer's state."""
+
+_ADAM_KINDS = {"state1": "exp_avg", "state2": "exp_avg_sq"}
+"""torch's names for the states of bitsandbytes' Adam."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """What this rank holds of a parameter or of one kind of its optimizer state, as live views."""
+    """This rank's part of a parameter or of one kind of its optimizer state, as live views."""
 
     kind: str
     shape: torch.Size
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     """First number of the range, in row-major order."""
     values: Tensor
     """[numbers of the range], flat."""
     scales: Tensor | None = None
-    """[blocks of 256]: the values are 8-bit codes."""
+    """[blocks of 256], if the values are 8-bit codes."""
     code: Tensor | None = None
-    """[256], what the codes stand for."""
+    """[256], values of the codes."""
     replicated: bool = False
     """Whether every rank holds all of it."""
     copy: tuple[int, int] = (0, 1)
-    """Which of how many equal ranges this is, if not every rank holds it."""
+    """Index of this copy and number of copies, if several but not all ranks hold this range."""
 
 
-class Holder(Protocol):
-    """Finds the numbers that an optimizer updates, and its state."""
+class OptimizerStateView(Protocol):
+    """Access to the numbers that an optimizer updates, and to its state."""
 
     def parts(self, parameter: nn.Parameter) -> Iterator[StatePart]:
-        """The parameter's own numbers, then each kind of state that there is."""
+        """The parameter's own numbers, then each kind of state that exists."""
 
     def scalars(self) -> dict[str, float]:
         """State that is one number for all parameters, such as Adam's step."""
@@ -47,9 +65,209 @@ class Holder(Protocol):
     def allocate(
         self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]
     ) -> None:
-        """Make the state of an optimizer that has not stepped yet; its values are undefined.
+        """Create the state of an optimizer that has not made a step yet, with undefined values.
 
         Args:
-            kinds: for each parameter (our name) the kinds of state and their shapes.
+            kinds: kinds of state and their shapes, by ftkit's name of the parameter.
             scalars: as `scalars` returned them.
         """
+
+
+def whole_part(tensor: Tensor, kind: str) -> StatePart:
+    """All of a tensor that every rank holds."""
+    values = tensor.detach().view(-1)
+    return StatePart(kind=kind, shape=tensor.shape, start=0, values=values, replicated=True)
+
+
+class TorchState:
+    """State of torch's or bitsandbytes' optimizer over parameters that this rank holds whole."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, averages: Averages | None = None
+    ) -> None:
+        """View the state of an optimizer.
+
+        Args:
+            model: that is trained.
+            optimizer: that updates it.
+            averages: of its parameters; None: there are none.
+        """
+        self._optimizer, self._averages = optimizer, averages
+        self._names = {
+            parameter: our_name(name)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def local_values(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor."""
+        return tensor
+
+    def local(self, tensor: Tensor, kind: str) -> StatePart:
+        """This rank's part of a tensor, with its place in the whole."""
+        return whole_part(tensor, kind)
+
+    def parts(self, parameter: nn.Parameter) -> Iterator[StatePart]:
+        whole = self.local(parameter, PARAMETER)
+        yield whole
+        state = self._optimizer.state.get(parameter, {})
+        if self._averages is not None:
+            state = state | self._averages[parameter]
+        for key, value in state.items():
+            if not is_tensor_state(key, value, parameter):
+                continue
+            values = self.local_values(value)
+            kind = canonical_kind(self._optimizer, key)
+            if values.numel() != whole.values.numel():  # such as a factored second moment
+                yield self.local(value, kind)
+                continue
+            number = key.removeprefix("state")
+            yield StatePart(
+                kind=kind,
+                shape=whole.shape,
+                start=whole.start,
+                values=values.detach().view(-1),
+                scales=state.get(f"absmax{number}"),
+                code=state.get(f"qmap{number}"),
+                replicated=whole.replicated,
+                copy=whole.copy,
+            )
+
+    def scalars(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for parameter in self._names:
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if is_scalar_state(value):
+                    number = float(value)
+                    if found.setdefault(key, number) != number:
+                        raise UserError(
+                            f"The optimizer {type(self._optimizer).__name__} keeps a different "
+                            f"{key} for each parameter, which checkpoints cannot hold. "
+                            "Try --optimizer AdamW."
+                        )
+        return found
+
+    def allocate(
+        self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]
+    ) -> None:
+        optimizer: Any = self._optimizer
+        is_bitsandbytes = hasattr(optimizer, "init_state")
+        if is_bitsandbytes and not optimizer.initialized:
+            optimizer.check_overrides()
+            optimizer.initialized = True
+        for group_index, group in enumerate(optimizer.param_groups):
+            # torch keeps the step of a fused optimizer on the device of the parameters.
+            on_device = group.get("fused") or group.get("capturable")
+            for index, parameter in enumerate(group["params"]):
+                wanted = dict(kinds.get(self._names[parameter], {}))
+                if wanted.pop(AVERAGE, None) is not None and self._averages is not None:
+                    average = torch.empty_like(parameter, dtype=torch.float32)
+                    self._averages[parameter][AVERAGE] = average
+                state = optimizer.state[parameter]
+                if is_bitsandbytes:
+                    optimizer.init_state(group, parameter, group_index, index)
+                    state.update({key: int(value) for key, value in scalars.items()})
+                    continue
+                for kind, shape in wanted.items():
+                    if kind not in state:
+                        like = torch.empty_like(parameter)
+                        state[kind] = like if shape == like.shape else like.new_empty(shape)
+                if uses_muon(group):  # keeps no count of steps
+                    continue
+                device = parameter.device if on_device else torch.device("cpu")
+                for key, value in scalars.items():
+                    state[key] = torch.tensor(value, dtype=torch.float32, device=device)
+
+
+# Kinds of state
+
+
+def canonical_kind(optimizer: Optimizer, key: str) -> str:
+    """Kind of state under a key of an optimizer, by torch's name for it."""
+    names = {base.__name__ for base in type(optimizer).__mro__}
+    is_adam = any(name.startswith(("Adam", "PagedAdam")) for name in names)
+    return _ADAM_KINDS.get(key, key) if is_adam else key
+
+
+def state_kinds(
+    optimizer_class: type[Optimizer], arguments: dict[str, Any], device: torch.device
+) -> dict[str, bool]:
+    """Kinds of tensors that an optimizer keeps, learned from a step with two small parameters.
+
+    Returns:
+        For each kind, whether it has the parameter's shape.
+
+    Raises:
+        UserError: the optimizer cannot step, or keeps state that checkpoints cannot hold.
+    """
+    if optimizer_class.__module__.startswith("deepspeed."):  # takes a second to construct
+        return {"exp_avg": True, "exp_avg_sq": True}
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 3), (3,))]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer = optimizer_class(parameters, **arguments)
+        optimizer.step()
+    except Exception as error:  # optimizers fail in any way with arguments from a recipe
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"optimizer {optimizer_class.__name__} cannot fine-tune: {error}. "
+            "Try --optimizer AdamW."
+        ) from None
+    kinds: dict[str, bool] = {}
+    for parameter in parameters:
+        for key, value in optimizer.state[parameter].items():
+            if is_tensor_state(key, value, parameter):
+                kind = canonical_kind(optimizer, key)
+                kinds[kind] = kinds.get(kind, True) and value.shape == parameter.shape
+            elif not (is_scalar_state(value) or _is_bitsandbytes_table(key) or value is None):
+                raise UserError(
+                    f"optimizer {optimizer_class.__name__} keeps a {key} that checkpoints cannot "
+                    "hold. Try --optimizer AdamW, or --checkpoint.save false."
+                )
+    return kinds
+
+
+def bytes_per_number(
+    kinds: Mapping[str, bool],
+    optimizer_class: type[Optimizer],
+    arguments: Mapping[str, Any],
+    dtype: torch.dtype,
+    hidden_fraction: float,
+) -> float:
+    """Bytes in a checkpoint for each trained number: itself and its optimizer state.
+
+    Args:
+        kinds: from `state_kinds`.
+        optimizer_class: of the recipe.
+        arguments: of the optimizer.
+        dtype: of the numbers that the optimizer updates.
+        hidden_fraction: share of these numbers that are in matrices of the blocks.
+    """
+    states: float = sum(kinds.values())
+    if optimizer_class is MuonWithAdamW:
+        states = 2 - hidden_fraction
+    state_bytes: float = dtype.itemsize
+    if optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
+        state_bytes = 1 + 4 / BLOCK
+    elif optimizer_class.__module__.startswith("bitsandbytes"):
+        state_bytes = 4
+    return dtype.itemsize + state_bytes * states
+
+
+def is_scalar_state(value: object) -> bool:
+    """Whether a state is one number for a whole parameter, such as the count of steps."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def is_tensor_state(key: str, value: object, parameter: nn.Parameter) -> bool:
+    """Whether a state has values for parts of the parameter, as moments have."""
+    if not isinstance(value, Tensor) or _is_bitsandbytes_table(key):
+        return False
+    return value.dim() > 0 or value.shape == parameter.shape
+
+
+def _is_bitsandbytes_table(key: str) -> bool:
+    # They belong to a state (qmap, absmax) or to a single step (unorm).
+    return key.startswith(("qmap", "absmax", "unorm"))

@@ -1,40 +1,40 @@
-"""The memory of a step in reports: what it consists of."""
+"""Memory of a step by category: measured, as reports have it, and simulated by `ftkit plan`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Category = Literal[
     "parameters", "gradients", "optimizer_state", "activations", "temporaries", "unattributed"
 ]
-"""What a tensor in memory is; the fields of `Breakdown` say what each means."""
+"""Categories of tensors in memory; the fields of `Breakdown` define them."""
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Bytes in tensors on the device of one rank, by what they are; on CPU, in host memory.
+    """Bytes in tensors on the device of one rank, by category; on CPU, in host memory.
 
     Every storage counts once, in one category.
     """
 
     parameters: int = 0
-    """Weights of this rank, adapters, scales of quantised weights and tables included."""
+    """Weights of this rank, including adapters, scales of quantised weights and rotary tables."""
     gradients: int = 0
     """Gradients that outlive a backward pass, and the buffers in which ranks add them up."""
     optimizer_state: int = 0
-    """What the optimizer keeps between steps; under DeepSpeed also its float32 weights."""
+    """State that the optimizer keeps between steps; under DeepSpeed also its float32 weights."""
     activations: int = 0
-    """What a forward pass makes and is alive when it ends, for the backward pass; the batch."""
+    """The batch, and tensors that a forward pass leaves for the backward pass."""
     temporaries: int = 0
-    """Everything else that a step takes and gives back: gathered weights of other ranks, what is
-    computed again, gradients on their way."""
+    """All other tensors that a step allocates and frees: gathered weights of other ranks,
+    recomputed activations, gradients before they are added up."""
     unattributed: int = 0
-    """Known to be taken and not to be any of these; memory that libraries take for themselves."""
+    """Allocated, but in none of the other categories, such as the workspaces of libraries."""
 
     @property
     def total(self) -> int:
-        """Of all categories."""
+        """Total bytes over all categories."""
         return (
             self.parameters
             + self.gradients
@@ -47,34 +47,34 @@ class Breakdown:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMoments:
-    """Four moments of a step; with several micro-steps, the one where most is taken."""
+    """Memory at four moments of a step; of several micro-steps, at the highest one."""
 
     before_forward: Breakdown | None = None
-    """Batch at hand."""
+    """The batch is on the device."""
     after_forward: Breakdown | None = None
-    """Loss known."""
+    """The loss is computed."""
     after_backward: Breakdown | None = None
-    """Gradients known."""
+    """The gradients are computed."""
     after_optimizer: Breakdown | None = None
-    """Parameters updated, gradients freed."""
+    """Parameters are updated and gradients freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSize:
-    """What one forward pass computes on."""
+    """Size of the input of one forward pass."""
 
     sequences: int
-    """How many."""
+    """Number of sequences."""
     positions: int
-    """Of each sequence, padding included; of a row, of its longest one."""
+    """Positions of each padded sequence, or of the longest sequence in a row without padding."""
     targets: int
-    """Positions in all that carry loss."""
+    """Positions that carry loss, over all sequences."""
     tokens: int | None = None
-    """Of all sequences, which lie in a row; None: each is padded to as many positions."""
+    """Tokens of all sequences in a row without padding; None: sequences are padded."""
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
-        """Of the sequences in a row, as even as the longest one allows; None: they are padded."""
+        """Lengths of sequences in a row, equal but for the longest one; None: they are padded."""
         if self.tokens is None:
             return None
         others = self.sequences - 1
@@ -84,58 +84,58 @@ class MicroBatchSize:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStepMemory:
-    """Memory of one rank in the measured step that took most."""
+    """Memory of one rank in the measured step that needed most."""
 
     rank: int
     """Global rank."""
     step: int
-    """Which step, counted from 1."""
+    """Number of the step, from 1."""
     peak_bytes: int
     """Highest total within the step."""
     peak_breakdown_bytes: Breakdown
-    """At that moment."""
+    """Breakdown at the peak."""
     moments_bytes: StepMoments
-    """At four moments of it."""
+    """Breakdown at four moments of the step."""
     micro_step: int | None = None
-    """Which micro-step of it needed most for its forward and backward pass, counted from 1."""
+    """Number of the micro-step, from 1, whose forward and backward pass needed most."""
     micro_batch: MicroBatchSize | None = None
-    """What this micro-step computed on."""
+    """Size of the input of this micro-step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """How much memory was missing on the rank that ran out of it, and what to do."""
+    """Memory figures of the rank that ran out of memory, and changes that help."""
 
     held_bytes: int | None = None
-    """The most that the rank held before, as torch counts it; on CPU, its host memory."""
+    """Peak memory of the rank before, as torch counts it; on CPU, its host memory."""
     asked_bytes: int | None = None
-    """What it asked for besides."""
+    """Size of the allocation that failed."""
     available_bytes: int | None = None
-    """What there is for a rank: memory of its GPU; on CPU, its part of the free host memory, or
+    """Memory available to a rank: that of its GPU; on CPU, its share of the free host memory, or
     the limit that was set."""
     predicted_peak_bytes: int | None = None
     """Bytes in tensors at the peak of a step with samples as long as the longest."""
     predicted_for: str | None = None
-    """How long that is, and how it is known."""
+    """Length of the longest sample, and its source."""
     changes: list[str] = field(default_factory=list)
-    """Runs that would fit, the cheapest in speed first: what changes, and the command line."""
+    """Changes with which the run would fit, with command lines; the fastest comes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """The same step of rank 0, predicted from the recipe and one micro-batch's size."""
+    """Prediction of the measured step on rank 0, from the recipe and the size of a micro-batch."""
 
     peak_bytes: int
     """Highest total within the step."""
     peak_breakdown_bytes: Breakdown
-    """At that moment."""
+    """Breakdown at the peak."""
     error_fraction: float
     """Predicted peak relative to the measured one of rank 0, minus 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeaviestStep:
-    """The heaviest step that there can be, predicted: the peak that `ftkit plan` says beforehand.
+    """Prediction of the heaviest possible step, as `ftkit plan` makes it before a run.
 
     Every sample in it is as long as the longest one, and every token carries loss.
     """
@@ -143,21 +143,21 @@ class HeaviestStep:
     peak_bytes: int
     """Highest total within the step."""
     peak_breakdown_bytes: Breakdown
-    """At that moment."""
+    """Breakdown at the peak."""
     micro_batch: MicroBatchSize
-    """What a forward pass computes on."""
+    """Size of the input of a forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Memory of the measured step that took most, of all ranks."""
+    """Memory of all ranks in the measured step that needed most."""
 
     ranks: list[RankStepMemory]
     """One entry per rank."""
     predicted: PredictedStep | None = None
-    """What was expected of rank 0."""
+    """Prediction of the same step on rank 0."""
     heaviest: HeaviestStep | None = None
-    """What was expected of rank 0 in the heaviest step that there can be."""
+    """Prediction of the heaviest possible step on rank 0."""
 
     @property
     def fullest(self) -> RankStepMemory:
@@ -166,9 +166,85 @@ class StepMemory:
 
     @classmethod
     def of(cls, parts: Sequence["StepMemory | None"]) -> "StepMemory | None":
-        """Those of all ranks in one; None: none was measured."""
+        """Merge the measurements of all ranks; None: there are none."""
         ranks = [rank for part in parts if part is not None for rank in part.ranks]
         if not ranks:
             return None
         first = next((part for part in parts if part is not None and part.heaviest), cls(ranks=[]))
         return cls(ranks=ranks, predicted=first.predicted, heaviest=first.heaviest)
+
+
+# Simulated steps: `ftkit.planning.memory.simulate` makes them, a strategy places them.
+
+PERSISTENT_ELEMENTS = 100_000
+"""Smaller parameters stay gathered under ZeRO-3: DeepSpeed's stage3_param_persistence_threshold."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Bytes allocated at one moment."""
+
+    bytes: dict[Category, int]
+    """Bytes by category."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Total bytes over all categories."""
+        return sum(self.bytes.values())
+
+
+Peaks = dict[str, Snapshot]
+"""The highest moment of each stretch of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a whole model, however it is distributed over ranks."""
+
+    parameters: int
+    """Numbers in all parameters, however many of them a byte holds."""
+    parameter_bytes: int
+    """Bytes of all parameters, without the scales of quantised ones."""
+    trained: int
+    """Numbers that the optimizer updates."""
+    trained_bytes: int
+    """Bytes of the trained parameters."""
+    hidden: int
+    """Numbers in trained matrices of the blocks."""
+    elements: int
+    """Elements of all parameters: a quantised element holds two numbers."""
+    small_elements: int
+    """Elements of parameters below PERSISTENT_ELEMENTS, which ZeRO-3 keeps gathered."""
+    pinned_bytes: int
+    """Page-locked memory for one rank's rows of all parameters, one block for each."""
+    pinned_trained_bytes: int
+    """Page-locked memory for one rank's rows of the trained parameters."""
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Memory of a step on one rank, by location."""
+
+    peaks: Peaks
+    """Memory on the device."""
+    host: dict[Category, int]
+    """Host memory that is held while the device trains."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Result of running a step on fake tensors."""
+
+    peaks: Peaks
+    sizes: Sizes
+    hosted_bytes: int = 0
+    """Page-locked host memory for activations."""
+
+    def without(self, kinds: Collection[Category]) -> OnDevice:
+        """Move some categories to host memory."""
+        host = {kind: max(peak.bytes[kind] for peak in self.peaks.values()) for kind in kinds}
+        peaks = {
+            name: Snapshot({k: 0 if k in kinds else v for k, v in peak.bytes.items()})
+            for name, peak in self.peaks.items()
+        }
+        return OnDevice(peaks, host)

@@ -1,10 +1,11 @@
-"""The strategy of a run: where model, gradients and optimizer are, and what a step does there.
+"""The strategy of a run: where model, gradients and optimizer are, and how a step works there.
 
-The base class has all of them on every rank, as one device does; what a strategy does in its own
-way is in its own module (`ddp`, `fsdp`, `deepspeed`). What is known of it without torch is in
+The base class has all of them on every rank. `Single` and `Ddp` are here; strategies that shard
+have a module of their own (`fsdp`, `deepspeed`). Facts about strategies that need no torch are in
 `ftkit.recipe.strategies`.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,49 +19,72 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Sharding, Whole
 from ftkit.recipe.plan import Plan
 from ftkit.strategies.distributed import make_device
-from ftkit.strategies.optim.average import AVERAGE, StateOf, local_rows, update_average
 from ftkit.strategies.optim.clipping import clip_gradients
-from ftkit.strategies.optim.in_backward import OptimizerInBackward
-from ftkit.strategies.optim.optimizers import make_optimizer, resolve_optimizer
+from ftkit.strategies.optim.optimizers import (
+    OptimizerInBackward,
+    make_optimizer,
+    resolve_optimizer,
+)
 from ftkit.strategies.precision import TrueHalfPrecision
-from ftkit.strategies.simulated_step import OnDevice, Simulation
-from ftkit.strategies.state import Holder
-from ftkit.strategies.step_memory import Category
-from ftkit.strategies.torch_state import TorchState
+from ftkit.strategies.state import AVERAGE, Averages, OptimizerStateView, TorchState
+from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.utils.accelerators.fabric import fabric_accelerator
+from ftkit.utils.accelerators.kinds import USUAL_KIND
 
 ShowPhase = Callable[[str], AbstractContextManager[Any]]
+_SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
+def make_strategy(plan: Plan) -> "Strategy":
+    """Create the strategy of a plan, not connected yet."""
+    # Imported only when used: DeepSpeed takes seconds.
+    if plan.strategy == "fsdp":
+        from ftkit.strategies.fsdp import Fsdp
+
+        return Fsdp(plan)
+    if plan.strategy == "deepspeed":
+        from ftkit.strategies.deepspeed import DeepSpeed
+
+        return DeepSpeed(plan)
+    return Ddp(plan) if plan.strategy == "ddp" else Single(plan)
 
 
 class Strategy(ABC):
     """Model, gradients and optimizer on the ranks of a plan.
 
-    In this order: `connect`; the model is filled through `sharding`; `set_up`; then steps, each of
-    them `forward` and `backward` in `micro_step` as often as it takes, `clip_gradients`, `update`.
+    Order of use: `connect`; the model is filled through `sharding`; `set_up`; then steps, each of
+    `forward` and `backward` in `micro_step` for every micro-batch, `clip_gradients`, `update`.
     """
 
     mixes_by_autocast = True
     """Whether mixed precision is autocast over float32 parameters."""
     updates_parameters = True
-    """Whether torch's optimizer updates the parameters of the model themselves."""
+    """Whether torch's optimizer updates the model's own parameters."""
     keeps_gradient_buckets = False
-    """Whether there is memory for all gradients from the first step on."""
+    """Whether memory for all gradients is allocated once, before the first step."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.sharding: Sharding = Whole()
-        """Where the parameters are, once the ranks are connected."""
+        """Placement of the parameters, once the ranks are connected."""
         self.optimizer: torch.optim.Optimizer
-        """Over what is trained, as it was made, once it is set up."""
-        self.averages: StateOf | None = None
-        """Of what is trained, if the recipe asks for them."""
+        """Optimizer over the trained parameters, once the strategy is set up."""
+        self.averages: Averages | None = None
+        """Running averages of the trained parameters, with train.ema_decay."""
         if plan.recipe.train.ema_decay is not None:
             self.averages = defaultdict(dict)
         self._norm: Tensor | None = None
@@ -69,10 +93,10 @@ class Strategy(ABC):
     # Processes
 
     def connect(self, model: nn.Module) -> None:
-        """Connect the ranks, and take this one's device.
+        """Connect the ranks, and take this rank's device.
 
         Args:
-            model: what is to be trained, outlined, without memory.
+            model: to be trained; on the meta device.
         """
         plugins: list[Precision | ClusterEnvironment] = [self.precision]
         if self.plan.communication is not None:
@@ -88,16 +112,16 @@ class Strategy(ABC):
 
     @abstractmethod
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
-        """Fabric's own object for it; the model has no memory yet."""
+        """Fabric's own strategy object; the model is still on the meta device."""
 
     @property
     def device(self) -> torch.device:
-        """Of this rank."""
+        """Device of this rank."""
         return make_device(self.plan)
 
     @cached_property
     def precision(self) -> Precision:
-        """Fabric's plugin for the plan's."""
+        """Fabric's plugin for the precision of the plan."""
         return self._make_precision()
 
     def _make_precision(self) -> Precision:
@@ -111,7 +135,7 @@ class Strategy(ABC):
     # The optimizer
 
     def optimizer_of(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """The recipe's optimizer as this strategy takes it: class and arguments.
+        """Class and arguments of the recipe's optimizer, as this strategy uses it.
 
         Raises:
             UserError: the class does not exist or does not take the arguments.
@@ -120,11 +144,12 @@ class Strategy(ABC):
         return resolve_optimizer(self.plan.recipe, may_fuse=self._may_fuse(class_path))
 
     def _may_fuse(self, class_path: str) -> bool:
-        """Whether torch's fused implementation may be taken, where the optimizer has one."""
-        return self.plan.precision != "16-mixed"  # clips unscaled gradients before the step
+        """Whether torch's fused implementation may be used, if the optimizer has one."""
+        # In 16-mixed, clipping unscales gradients before the step; fused steps do so themselves.
+        return self.plan.precision != "16-mixed"
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over what the model trains.
+        """Create the optimizer over the model's trained parameters.
 
         Raises:
             UserError: the class refuses its arguments.
@@ -132,14 +157,14 @@ class Strategy(ABC):
         return make_optimizer(self.plan.recipe, model, *self.optimizer_of())
 
     def prepare(self, phase: ShowPhase) -> None:  # noqa: B027  # most have nothing to do
-        """Have what must be compiled for this machine compiled.
+        """Compile what must be compiled on this machine.
 
         Args:
             phase: shows a title meanwhile.
         """
 
     def set_up(self, model: LanguageModel) -> None:
-        """Take a model that has its numbers; make its optimizer."""
+        """Take a model with its weights, and create its optimizer."""
         self._model = model
         self._trained = trainable(model)
         self._forward = self._fabric.setup_module(model, move_to_device=False)
@@ -155,34 +180,34 @@ class Strategy(ABC):
     # A step
 
     def set_learning_rate(self, share: float) -> None:
-        """Update from here on with this share of each group's full learning rate."""
+        """Use this share of each group's full learning rate from now on."""
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """The forward and backward pass of a micro-batch are made in this context.
+        """Context for the forward and backward pass of a micro-batch.
 
         Args:
-            is_last: whether an update follows: gradients of all ranks must be in it.
+            is_last: whether an update follows, which needs the gradients of all ranks.
         """
         assert is_last or self._in_backward is None
         return nullcontext()
 
     def keeps_whole_gradients(self, model: nn.Module, *, is_last: bool) -> bool:
-        """Whether sharded gradients stay whole after the next backward pass of a model.
+        """Whether this rank keeps gradients unsharded after the next backward pass of a model.
 
         Args:
-            model: is told so.
+            model: is set up for that.
             is_last: whether an update follows.
         """
         return False
 
     def whole_gradients(self, model: nn.Module) -> Iterable[Tensor]:
-        """Those that have stayed so."""
+        """Gradients that this rank keeps unsharded."""
         return ()
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """The summed loss of a micro-batch, in nats: a scalar."""
+        """Summed loss of a micro-batch in nats, a scalar."""
         loss: Tensor = self._forward(
             batch["input_ids"],
             batch["label_indices"],
@@ -192,14 +217,14 @@ class Strategy(ABC):
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to those there are; in the end, their mean over the ranks."""
+        """Add the gradients of a loss; after the last micro-step they are a mean over the ranks."""
         self._fabric.backward(loss)
 
     def clip_gradients(self, limit: float | None) -> None:
-        """Measure the norm of all gradients of the step, and scale them so that it is at most that.
+        """Measure the global norm of the step's gradients, and scale it down to the limit.
 
         Args:
-            limit: None: it is only measured.
+            limit: None: the norm is only measured.
         """
         if self._in_backward is not None:
             self._norm = self._in_backward.take_norm()
@@ -210,63 +235,64 @@ class Strategy(ABC):
         self._norm = clip_gradients(self._trained, limit)
 
     def gradient_norm(self) -> float:
-        """Global norm before clipping, of the newest step; every rank calls this."""
+        """Global norm of the newest step before clipping; every rank calls this."""
         assert self._norm is not None
         return self._norm.item()
 
     def update(self) -> None:
-        """Update what is trained, then free the gradients: no activations come beside them."""
-        if self._in_backward is None:  # which would have done so
+        """Update the trained parameters, then free the gradients."""
+        if self._in_backward is None:  # otherwise already done
             self._stepper.step()
+            # Freed now, so that they never exist beside the activations of the next step.
             self.optimizer.zero_grad(set_to_none=True)
         self.average(self._trained)
 
-    # The average of the weights
+    # Averages of the weights
 
     @property
     def average_bytes(self) -> int:
-        """What the average of a number takes, in memory and in a checkpoint."""
+        """Bytes for the average of each number, in memory and in a checkpoint."""
         return 0 if self.averages is None else torch.float32.itemsize
 
     def average(self, weights: Iterable[Tensor]) -> None:
-        """Take weights after an update into their averages, if the recipe asks for these."""
+        """Update the averages after an update of the weights, with train.ema_decay."""
         decay = self.plan.recipe.train.ema_decay
         if decay is not None and self.averages is not None:
-            update_average(weights, self.averages, decay)
+            _update_averages(weights, self.averages, decay)
 
     @torch.no_grad()
     def take_averages(self) -> Callable[[], None]:
-        """Give what is trained the numbers of its average; every rank calls this.
+        """Replace the trained parameters by their averages; every rank calls this.
 
-        Before the first update there is none, and nothing happens.
+        Does nothing before the first update, when there are no averages.
 
         Returns:
-            What gives it its own numbers back, the same to the bit.
+            Function that restores the parameters, equal to the bit.
         """
         assert self.averages is not None
         self.sharding.reshard(self._model)
         kept = []
         for parameter in self._trained:
             if AVERAGE in self.averages[parameter]:
-                own = local_rows(parameter)
+                own = _local_rows(parameter)
                 kept.append((own, own.clone()))
-                own.copy_(local_rows(self.averages[parameter][AVERAGE]))
-        return partial(self._give_back, kept)
+                own.copy_(_local_rows(self.averages[parameter][AVERAGE]))
+        return partial(self._restore, kept)
 
     @torch.no_grad()
-    def _give_back(self, kept: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _restore(self, kept: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.sharding.reshard(self._model)
         for own, numbers in kept:
             own.copy_(numbers)
 
     # Checkpoints
 
-    def holder(self) -> Holder:
-        """What finds the state of training on this rank."""
+    def state_view(self) -> OptimizerStateView:
+        """View of this rank's training state, for checkpoints."""
         return TorchState(self._model, self.optimizer, self.averages)
 
     def loss_scale(self) -> tuple[float, float] | None:
-        """Of float16 training: the factor, and steps since it last changed; None: there is none."""
+        """Loss scale of float16 training and steps since it last changed; None: there is none."""
         scaler = getattr(self.precision, "scaler", None)
         if scaler is None:
             return None
@@ -274,7 +300,7 @@ class Strategy(ABC):
         return state["scale"], float(state["_growth_tracker"])
 
     def set_loss_scale(self, scale: float, age: float) -> None:
-        """Put back what `loss_scale` told, where there is any."""
+        """Restore the values of `loss_scale`, if this run scales its loss."""
         scaler = getattr(self.precision, "scaler", None)
         if scaler is not None:
             state = scaler.state_dict() | {"scale": scale, "_growth_tracker": int(age)}
@@ -283,36 +309,36 @@ class Strategy(ABC):
     # Memory
 
     def parameter_memory(self, parameter: Tensor) -> Iterator[Tensor]:
-        """What this rank has in memory of a parameter, between steps."""
+        """Tensors that hold this rank's part of a parameter between steps."""
         yield parameter
 
     def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
-        """What the optimizer keeps, by category."""
+        """Tensors that the optimizer keeps, with their category."""
         for tensor in tensors_in((self.optimizer.state, self.averages)):
             yield tensor, "optimizer_state"
 
     def gathered(self, model: nn.Module) -> Iterable[Tensor]:
-        """Parameters whose memory a forward pass gathers from other ranks."""
+        """Parameters that a forward pass gathers from other ranks."""
         return ()
 
     def simulated(self) -> AbstractContextManager[Sharding]:
-        """This process as one rank of as many as the plan has, without a word between them."""
+        """Context in which this process acts as one rank of the plan without communication."""
         return nullcontext(Whole())
 
     def simulates_first_step(self) -> bool:
-        """Whether a step has to be simulated before the one that is looked at."""
+        """Whether the simulation needs a step before the one that it measures."""
         return False
 
     def on_device(self, simulation: Simulation) -> OnDevice:
-        """What of a simulated step is on the device, and what is in host memory instead."""
+        """Split the memory of a simulated step between device and host."""
         kinds: list[Category] = []
         if self.plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
-            kinds = ["optimizer_state"]  # the driver moves it to the host when it is short
+            kinds = ["optimizer_state"]  # the driver moves it to the host when memory is short
         return simulation.without(kinds if self.plan.kind.pages_optimizer_state else [])
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested containers, in bitsandbytes' states and in DeepSpeed's buckets."""
+    """Tensors in nested containers, in bitsandbytes' states and in DeepSpeed's buckets."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -323,3 +349,58 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif type(value).__module__.startswith(("bitsandbytes.", "deepspeed.runtime.zero")):
         yield from tensors_in(getattr(value, "__dict__", {}))
+
+
+@torch.no_grad()
+def _update_averages(weights: Iterable[Tensor], states: Averages, decay: float) -> None:
+    """Set average = decay * average + (1 - decay) * weight, starting with the first weights.
+
+    So it depends on the steps alone, not on where they were computed.
+    Morales-Brotons et al. 2024, https://arxiv.org/abs/2411.18704.
+    """
+    for weight in weights:
+        state = states[weight]
+        if AVERAGE not in state:
+            state[AVERAGE] = weight.detach().to(torch.float32, copy=True)
+        else:
+            _local_rows(state[AVERAGE]).lerp_(_local_rows(weight).to(torch.float32), 1 - decay)
+
+
+def _local_rows(tensor: Any) -> Tensor:
+    rows: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return rows
+
+
+class Single(Strategy):
+    """The strategy single: one device."""
+
+    def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
+        return SingleDeviceStrategy(self.device)
+
+
+class _DdpOnAnyDevice(DDPStrategy):
+    """Fabric's strategy without its assumption that a device with an index is a CUDA device."""
+
+    def _determine_ddp_device_ids(self) -> list[int] | None:
+        return super()._determine_ddp_device_ids() if self.root_device.type == USUAL_KIND else None
+
+
+class Ddp(Strategy):
+    """The strategy ddp: every rank has the whole model, and gradients are averaged over ranks.
+
+    torch's DistributedDataParallel. Li et al. 2020, https://arxiv.org/abs/2006.15704.
+    """
+
+    keeps_gradient_buckets = True
+
+    def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
+        tables: dict[str, Any] = {_SYNC_BUFFERS: False}  # every rank computes the same ones
+        return _DdpOnAnyDevice(
+            process_group_backend=self.plan.communication,
+            gradient_as_bucket_view=True,  # saves a copy of the gradients
+            **tables,
+        )
+
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        # Gradients are exchanged once in a step, with the last micro-batch.
+        return self._fabric.no_backward_sync(self._forward, enabled=not is_last)

@@ -8,19 +8,25 @@ from typing import Any
 
 from torch import Tensor
 
-from ftkit.checkpoint.best import Candidates, best_checkpoint
-from ftkit.checkpoint.files import ADAPTER, BASE, RECIPE
 from ftkit.checkpoint.interval import (
     FIRST_S,
     best_interval_s,
     mean_between_losses_s,
     usual_save_s,
 )
-from ftkit.checkpoint.metadata import Layout, Metadata, read_metadata, write_metadata
+from ftkit.checkpoint.metadata import (
+    ADAPTER,
+    BASE,
+    RECIPE,
+    Layout,
+    Metadata,
+    read_metadata,
+    write_metadata,
+)
 from ftkit.checkpoint.saver import Retention, Saved, Saver
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import capture, has_average, replace_trained, restore
-from ftkit.checkpoint.store import Store, is_milestone
+from ftkit.checkpoint.store import Store, best_checkpoint, is_milestone
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.load_weights import trained_weights
@@ -90,13 +96,13 @@ class Checkpointing:
         self._refusal_is_told = self._bound_is_told = False
         self._saved_at = time.monotonic()
         self._saved_step = start.step if start.in_place else None
-        self._holder = setup.strategy.holder()
+        self._state = setup.strategy.state_view()
         if start.metadata is not None and start.stored is not None:
             scalars = dict(start.metadata.optimizer_scalars)
             scale, age = scalars.pop(LOSS_SCALE, None), scalars.pop(LOSS_SCALE_AGE, 0.0)
             if scale is not None:
                 setup.strategy.set_loss_scale(scale, age)
-            restore(setup.model, self._holder, start.stored, scalars)
+            restore(setup.model, self._state, start.stored, scalars)
             self._tell_of_average(start.stored)
 
     def _tell_of_average(self, stored: StoredState) -> None:
@@ -140,7 +146,7 @@ class Checkpointing:
             setup = self._setup
             setup.strategy.sharding.reshard(setup.model)
             companions = self._companions()
-            pieces = capture(setup.model, self._holder, rank(), setup.plan.world_size)
+            pieces = capture(setup.model, self._state, rank(), setup.plan.world_size)
             metadata = self._metadata(step, validation_loss)
             self._saver.save(metadata, pieces, companions, wait=wait, started=started)
             self._saved_at, self._saved_step = time.monotonic(), step
@@ -225,9 +231,9 @@ class Checkpointing:
         """
         self.finish()
         start, job, recorder = self._setup.start, self._setup.job, self._journal.recorder
-        places = [Candidates(directory=self._store.directory, last_step=step)]
+        places = [(self._store, step)]
         if job.start is not None and not start.in_place:  # what came before the branch
-            places.append(Candidates(directory=Path(job.start).parent, last_step=start.step))
+            places.append((Store(Path(job.start).parent), start.step))
         found = None
         if rank() == 0:
             now = None if validation_loss is None else (validation_loss, step)
@@ -235,7 +241,7 @@ class Checkpointing:
         best, place = broadcast_ints(*(found or (step, -1)))
         loss = validation_loss if best == step else None
         if best != step or (loss is None and place >= 0):
-            checkpoint = Store(places[place].directory).path(best)
+            checkpoint = places[place][0].path(best)
             metadata = read_metadata(checkpoint)
             loss = metadata.validation_loss
             if best != step:
@@ -329,7 +335,7 @@ class Checkpointing:
             validation_loss=validation_loss,
             max_seq_length=setup.max_seq_length,
             optimizer=recipe.optimizer["class_path"],
-            optimizer_scalars=self._holder.scalars() | self._loss_scale(),
+            optimizer_scalars=self._state.scalars() | self._loss_scale(),
             rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
             base=of_base,
             data=of_data,

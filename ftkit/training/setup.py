@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from ftkit.checkpoint.disk_room import check_disk
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
 from ftkit.checkpoint.state import check_kinds, trained_parameter
+from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
 from ftkit.data.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.data.prepare import Counts
@@ -37,13 +37,11 @@ from ftkit.runs.job import Job
 from ftkit.runs.report.report import DataCounts, Resolved, Source
 from ftkit.runs.report.rows import losses_of_data_text, summary_text
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.optim.muon import hidden_matrices
-from ftkit.strategies.optim.optimizers import base_learning_rate
+from ftkit.strategies.optim.optimizers import base_learning_rate, hidden_matrices
 from ftkit.strategies.optim.schedule import Schedule, make_schedule
-from ftkit.strategies.optim.state_kinds import bytes_per_number, state_kinds
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
-from ftkit.strategies.select import make_strategy
-from ftkit.strategies.strategy import Strategy
+from ftkit.strategies.state import bytes_per_number, state_kinds
+from ftkit.strategies.strategy import Strategy, make_strategy
 from ftkit.training.journal import Journal
 from ftkit.training.starting_point import StartingPoint
 from ftkit.utils.console.formatting import percent_text
@@ -434,7 +432,7 @@ def _require_space(setup: Setup, number_bytes: float) -> None:
     check_disk(
         recipe.out_dir,
         int(checkpoint_bytes),
-        recipe,
+        recipe.checkpoint,
         size_of(setup.job.directory.store.directory),
         steps_left=setup.schedule.total_steps - setup.start.step,
     )

@@ -4,13 +4,14 @@ from pathlib import Path
 
 from checkpoints import safetensors, save
 
-from ftkit.checkpoint.best import Candidates, best_checkpoint
-from ftkit.checkpoint.store import Store
+from ftkit.checkpoint.store import Store, best_checkpoint
 
 SHARD = safetensors(100)
 
 
-def candidates(directory: Path, losses: dict[int, float | None], last_step: int = 99) -> Candidates:
+def candidates(
+    directory: Path, losses: dict[int, float | None], last_step: int = 99
+) -> tuple[Store, int]:
     store = Store(directory)
     for step, loss in losses.items():
         save(
@@ -19,7 +20,7 @@ def candidates(directory: Path, losses: dict[int, float | None], last_step: int 
             {"shard-00000-of-00001.safetensors": safetensors(100)},
             validation_loss=loss,
         )
-    return Candidates(directory=directory, last_step=last_step)
+    return store, last_step
 
 
 def nothing(problem: str) -> None:
@@ -55,4 +56,4 @@ def test_a_damaged_one_is_told_and_the_next_best_is_taken(tmp_path: Path) -> Non
     told: list[str] = []
     assert best_checkpoint([own], None, told.append) == (10, 0)
     (line,) = told
-    assert "cannot be taken" in line and str(shard) in line
+    assert "cannot be used" in line and str(shard) in line

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from saved_runs import recipe
 
-from ftkit.checkpoint.disk_room import check_disk
+from ftkit.checkpoint.store import check_disk
 from ftkit.errors import UserError
 from ftkit.utils.console.formatting import bytes_text
 
@@ -55,10 +55,10 @@ def test_the_disk_must_hold_what_is_kept_and_one_more(
 ) -> None:
     disk(free)
     if fits:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
+        check_disk(out, 2 * GIB, recipe(out, **keys).checkpoint, existing, steps_left=left)
         return
     with pytest.raises(UserError) as error:
-        check_disk(out, 2 * GIB, recipe(out, **keys), existing, steps_left=left)
+        check_disk(out, 2 * GIB, recipe(out, **keys).checkpoint, existing, steps_left=left)
     message = str(error.value)
     assert f"has {bytes_text(int(free * GIB))} free" in message and "x 2.0 GiB" in message
     assert "Try --checkpoint.keep_last 1" in message and "another --out_dir" in message
@@ -67,7 +67,7 @@ def test_the_disk_must_hold_what_is_kept_and_one_more(
 def test_a_disk_too_small_for_one_needs_another(out: Path, disk: Callable[[float], None]) -> None:
     disk(1)
     with pytest.raises(UserError, match=r"need 4\.0 GiB .* Try another --out_dir, or --checkp"):
-        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1), steps_left=9)
+        check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1).checkpoint, steps_left=9)
 
 
 def test_sizes_of_small_checkpoints_are_told_as_they_are(
@@ -75,7 +75,7 @@ def test_sizes_of_small_checkpoints_are_told_as_they_are(
 ) -> None:
     disk(2**-10)
     with pytest.raises(UserError) as error:
-        check_disk(out, 600 * 2**10, recipe(out), steps_left=9)
+        check_disk(out, 600 * 2**10, recipe(out).checkpoint, steps_left=9)
     said = (
         "need 2.3 MiB (4 x 0.6 MiB, for checkpoint.keep_last 3 and the one that is being written)"
     )

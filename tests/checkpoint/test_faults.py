@@ -25,7 +25,7 @@ from preloaded import SUPERVISOR, Attempt, Preloaded
 from rank_jobs import Outcome
 from runs import options
 
-from ftkit.checkpoint.checksums import hash_file
+from ftkit.checkpoint.file_checks import hash_file
 from ftkit.checkpoint.metadata import read_metadata, write_metadata
 from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError

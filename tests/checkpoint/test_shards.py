@@ -13,8 +13,7 @@ from bitsandbytes.functional import create_dynamic_map, dequantize_blockwise, qu
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ftkit.checkpoint.files import shard_name
-from ftkit.checkpoint.metadata import CheckpointError
+from ftkit.checkpoint.metadata import CheckpointError, shard_name
 from ftkit.checkpoint.shards import (
     Piece,
     StoredState,
@@ -22,7 +21,7 @@ from ftkit.checkpoint.shards import (
     write_shard,
     write_shard_in_portions,
 )
-from ftkit.strategies.optim.state_kinds import BLOCK
+from ftkit.strategies.state import BLOCK
 from ftkit.utils.safetensors_files import save_tensors
 
 SHAPE = torch.Size((7, 5))

@@ -17,10 +17,10 @@ import pytest
 import xxhash
 from checkpoints import FILES, save, some_metadata, write_partial
 
-from ftkit.checkpoint import checksums
+from ftkit.checkpoint import file_checks
 from ftkit.checkpoint import metadata as metadata_module
 from ftkit.checkpoint import store as store_module
-from ftkit.checkpoint.checksums import describe_file, hash_file
+from ftkit.checkpoint.file_checks import describe_file, hash_file
 from ftkit.checkpoint.metadata import (  # type: ignore[attr-defined]
     FORMAT_VERSION,
     METADATA,
@@ -178,7 +178,7 @@ class TestMetadata:
     )
     def test_values_of_another_kind_are_refused(self, file: Path, changes: dict[str, Any]) -> None:
         self.rewrite(file, **changes)
-        with pytest.raises(CheckpointError, match="is not that of a checkpoint"):
+        with pytest.raises(CheckpointError, match="is not the metadata of a checkpoint"):
             read_metadata(file.parent)
 
     @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ class TestMetadata:
     def test_files_lie_inside_the_directory(self, file: Path, name: str) -> None:
         entry = FileEntry(size_bytes=1, sha256="0" * 64)
         self.rewrite(file, files={name: dataclasses.asdict(entry)})
-        with pytest.raises(CheckpointError, match="is not that of a checkpoint"):
+        with pytest.raises(CheckpointError, match="is not the metadata of a checkpoint"):
             read_metadata(file.parent)
         with pytest.raises(ValueError, match="file"):
             write_metadata(some_metadata(5, files={name: entry}), file.parent)
@@ -466,7 +466,7 @@ def test_a_flipped_byte_is_found_by_its_checksum(store: Store, name: str, positi
     path = save(store, 5)
     flip(path / name, position)
     assert store.check_files(5) == []
-    assert store.verify(5) == [f"{path / name} is damaged: its checksum is another."]
+    assert store.verify(5) == [f"{path / name} is damaged: its checksum differs."]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -577,7 +577,7 @@ def test_verifying_ends_at_once_when_it_is_interrupted(
 ) -> None:
     save(store, 5, {"large": bytes(20_000_000)} | FILES)
     monkeypatch.setattr(store_module, "PROGRESS_INTERVAL_S", 0.01)
-    monkeypatch.setattr(checksums, "_READ_BYTES", 1)  # about 10 s for all of it
+    monkeypatch.setattr(file_checks, "_READ_BYTES", 1)  # about 10 s for all of it
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -593,7 +593,7 @@ def test_the_checksum_is_that_of_sha256sum(tmp_path: Path, monkeypatch: pytest.M
     file.write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     for size in (1, 2, 100):
-        monkeypatch.setattr(checksums, "_READ_BYTES", size)
+        monkeypatch.setattr(file_checks, "_READ_BYTES", size)
         assert hash_file(file) == FileEntry(size_bytes=3, sha256=expected)
         assert describe_file(file, size) == hash_file(file)
 

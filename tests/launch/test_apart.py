@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ftkit.checkpoint.files import receipt_name
+from ftkit.checkpoint.metadata import receipt_name
 from ftkit.launch.apart.host import HostRelay
 from ftkit.launch.apart.lead import LeadRelay
 from ftkit.launch.apart.texts import SharedTexts

@@ -12,7 +12,7 @@ from checkpoints import some_metadata
 from object_servers import Bucket, Proxy
 from remote_runs import Ftkit, ended, learned
 
-from ftkit.checkpoint.checksums import describe_file, hash_file
+from ftkit.checkpoint.file_checks import describe_file, hash_file
 from ftkit.checkpoint.metadata import (
     DamagedPart,
     Metadata,

@@ -14,7 +14,7 @@ from command import Command
 from rank_jobs import HAS_DEEPSPEED
 from runs import losses
 
-from ftkit.checkpoint.files import METADATA
+from ftkit.checkpoint.metadata import METADATA
 from ftkit.recipe.parsing import read_keys, read_recipe, to_dict
 from ftkit.recipe.recipe import RECIPE_OF, Method
 from ftkit.utils.names import leaves

@@ -11,7 +11,7 @@ from simulated_card.build import library, needs_card
 from simulated_card.counts import Counts
 from simulated_card.settings import START, Cards
 
-from ftkit.checkpoint.checksums import hash_file
+from ftkit.checkpoint.file_checks import hash_file
 from ftkit.checkpoint.store import Store
 from ftkit.runs.report.report import read_report
 

@@ -12,12 +12,12 @@ import pytest
 from command import command_environment
 from runs import wait_for
 
-from ftkit.strategies.deepspeed_build import STALE_S, sole_builder
+from ftkit.strategies.deepspeed import STALE_S, sole_builder
 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from ftkit.strategies.deepspeed_build import sole_builder
+from ftkit.strategies.deepspeed import sole_builder
 directory = Path(sys.argv[1])
 with sole_builder(directory):
     (directory / "lock").touch()

@@ -20,9 +20,9 @@ from ftkit.models.pretrained.base_model import open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import Plan, make_plan
-from ftkit.strategies.ddp import Ddp
 from ftkit.strategies.fsdp import Fsdp, FullyShard
 from ftkit.strategies.precision import parameter_dtype
+from ftkit.strategies.strategy import Ddp
 
 LAYERS = 2
 

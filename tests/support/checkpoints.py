@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ftkit.checkpoint.checksums import describe_file
+from ftkit.checkpoint.file_checks import describe_file
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
 from ftkit.checkpoint.store import Store
 

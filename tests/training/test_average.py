@@ -15,7 +15,7 @@ from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.result import find_result
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.lora.load import read_adapter
-from ftkit.strategies.optim.average import AVERAGE
+from ftkit.strategies.state import AVERAGE
 
 DECAY = 0.7
 EVERY_STEP = (

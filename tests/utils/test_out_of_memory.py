@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ftkit.errors import UserError, is_out_of_memory
-from ftkit.strategies.optim.state_kinds import state_kinds
+from ftkit.strategies.state import state_kinds
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error "

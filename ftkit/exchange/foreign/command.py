@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ftkit.checkpoint.checksums import describe_file
-from ftkit.checkpoint.files import shard_name
-from ftkit.checkpoint.metadata import Layout, Metadata
+from ftkit.checkpoint.file_checks import describe_file
+from ftkit.checkpoint.metadata import Layout, Metadata, shard_name
 from ftkit.checkpoint.shards import Piece, write_shard
 from ftkit.checkpoint.store import Store
 from ftkit.data.dataset import load_data
@@ -46,10 +45,9 @@ from ftkit.runs.job import Job
 from ftkit.runs.resume import continue_command
 from ftkit.strategies.optim.optimizers import base_learning_rate, resolve_optimizer
 from ftkit.strategies.optim.schedule import make_schedule
-from ftkit.strategies.optim.state_kinds import state_kinds
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
-from ftkit.strategies.select import make_strategy
-from ftkit.strategies.state import PARAMETER
+from ftkit.strategies.state import PARAMETER, state_kinds
+from ftkit.strategies.strategy import make_strategy
 from ftkit.training.checkpointing import write_companions
 from ftkit.training.setup import Setup, identities
 from ftkit.training.starting_point import StartingPoint

@@ -11,7 +11,7 @@ from ftkit.errors import UserError
 from ftkit.exchange.foreign.names import TrainedParameter
 from ftkit.exchange.foreign.state import ForeignTensors, ParameterGroup
 from ftkit.exchange.foreign.unpickling import held, mapping_in
-from ftkit.strategies.optim.state_kinds import is_scalar_state
+from ftkit.strategies.state import is_scalar_state
 from ftkit.utils.damaged_files import reading
 
 _EXPECTED = "the state of an optimizer of torch, by the numbers of its parameters"

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ftkit.checkpoint.files import BASE, METADATA, step_of_receipt
+from ftkit.checkpoint.metadata import BASE, METADATA, step_of_receipt
 from ftkit.errors import UserError
 from ftkit.launch.apart.lead import HostIndex, JobAnnouncement, Lead
 from ftkit.launch.apart.outgoing import Outgoing

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from ftkit.checkpoint.files import METADATA
+from ftkit.checkpoint.metadata import METADATA
 from ftkit.checkpoint.store import step_of
 from ftkit.runs.carrying.files import is_state
 from ftkit.runs.directory import RunDirectory

@@ -26,7 +26,7 @@ from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
-from ftkit.strategies.select import make_strategy
+from ftkit.strategies.strategy import make_strategy
 
 TOLERANCE = 1e-5
 

@@ -10,7 +10,7 @@ from bitsandbytes.optim.adamw import AdamW8bit
 from torch import nn
 
 from ftkit.strategies.optim.clipping import clip_gradients
-from ftkit.strategies.optim.in_backward import OptimizerInBackward
+from ftkit.strategies.optim.optimizers import OptimizerInBackward
 
 WIDTH = 64
 

@@ -10,10 +10,14 @@ from tiny import make_llama
 from ftkit.models.language_model import LanguageModel, outline, trainable
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.recipe.parsing import read_recipe
-from ftkit.strategies.optim.in_backward import OptimizerInBackward
-from ftkit.strategies.optim.muon import MuonWithAdamW, hidden_matrices
-from ftkit.strategies.optim.optimizers import make_optimizer, resolve_optimizer
-from ftkit.strategies.optim.state_kinds import bytes_per_number, state_kinds
+from ftkit.strategies.optim.optimizers import (
+    MuonWithAdamW,
+    OptimizerInBackward,
+    hidden_matrices,
+    make_optimizer,
+    resolve_optimizer,
+)
+from ftkit.strategies.state import bytes_per_number, state_kinds
 
 CPU = torch.device("cpu")
 
