@@ -109,7 +109,7 @@ class HostCopies:
         if not size_bytes:
             return
         # Not torch's pinned allocator: it rounds each tensor up to a power of two, which takes a
-        # third more for a whole model than ftkit.planning.memory.predict counts.
+        # third more for a whole model than ftkit.planning.memory counts.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         device = accelerator_in_use()

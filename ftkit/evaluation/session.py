@@ -49,7 +49,7 @@ def put_to_use(result: Result, options: UseOptions) -> InUse:
     quantize = result.quantize
     if options.quantize is not None:
         quantize = None if options.quantize == "none" else options.quantize
-    set_arithmetic(plan.recipe)
+    set_arithmetic(deterministic=plan.recipe.deterministic)
     silence_libraries()
     device = make_device(plan)
     with (

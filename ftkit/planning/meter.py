@@ -13,8 +13,13 @@ from ftkit.errors import is_out_of_memory
 from ftkit.models.bodies.experts import packed_in
 from ftkit.planning.tracker import LiveTensors, Stretch, highest
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.step_memory import Snapshot
-from ftkit.strategies.step_memory import Breakdown, MicroBatchSize, RankStepMemory, StepMoments
+from ftkit.strategies.step_memory import (
+    Breakdown,
+    MicroBatchSize,
+    RankStepMemory,
+    Snapshot,
+    StepMoments,
+)
 from ftkit.strategies.strategy import Strategy, tensors_in
 from ftkit.utils.accelerators.kinds import device_kind
 

@@ -45,7 +45,13 @@ from ftkit.strategies.state import (
     whole_part,
 )
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation, Snapshot
-from ftkit.strategies.strategy import ShowPhase, Strategy, tensors_in
+from ftkit.strategies.strategy import (
+    LOSS_SCALE,
+    LOSS_SCALE_AGE,
+    ShowPhase,
+    Strategy,
+    tensors_in,
+)
 from ftkit.utils.imports import hidden
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
@@ -204,13 +210,14 @@ class DeepSpeed(Strategy):
     def state_view(self) -> OptimizerStateView:
         return self._state()
 
-    def loss_scale(self) -> tuple[float, float] | None:
+    def loss_scale(self) -> dict[str, float]:
         if not self.plan.precision.startswith("16"):
-            return None
-        return float(self._zero.cur_scale), 0.0
+            return {}
+        return {LOSS_SCALE: float(self._zero.cur_scale), LOSS_SCALE_AGE: 0.0}
 
-    def set_loss_scale(self, scale: float, age: float) -> None:
-        if self.plan.precision.startswith("16"):
+    def restore_loss_scale(self, scalars: dict[str, float]) -> None:
+        scale, _ = scalars.pop(LOSS_SCALE, None), scalars.pop(LOSS_SCALE_AGE, None)
+        if scale is not None and self.plan.precision.startswith("16"):
             self._zero.cur_scale = scale
 
     def parameter_memory(self, parameter: Tensor) -> Iterator[Tensor]:

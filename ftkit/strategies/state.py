@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftkit.errors import UserError
+from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.lora.targets import our_name
 from ftkit.strategies.optim.optimizers import MuonWithAdamW, uses_muon
-from ftkit.utils.out_of_memory import is_out_of_memory
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""

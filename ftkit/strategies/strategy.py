@@ -41,6 +41,8 @@ from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.utils.accelerators.fabric import fabric_accelerator
 from ftkit.utils.accelerators.kinds import USUAL_KIND
 
+LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
+"""The factor of float16 training, and steps since it last changed."""
 ShowPhase = Callable[[str], AbstractContextManager[Any]]
 _SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
     name
@@ -291,18 +293,19 @@ class Strategy(ABC):
         """View of this rank's training state, for checkpoints."""
         return TorchState(self._model, self.optimizer, self.averages)
 
-    def loss_scale(self) -> tuple[float, float] | None:
-        """Loss scale of float16 training and steps since it last changed; None: there is none."""
+    def loss_scale(self) -> dict[str, float]:
+        """Loss scale of float16 training, among the optimizer_scalars of a checkpoint."""
         scaler = getattr(self.precision, "scaler", None)
         if scaler is None:
-            return None
+            return {}
         state = scaler.state_dict()
-        return state["scale"], float(state["_growth_tracker"])
+        return {LOSS_SCALE: state["scale"], LOSS_SCALE_AGE: float(state["_growth_tracker"])}
 
-    def set_loss_scale(self, scale: float, age: float) -> None:
-        """Restore the values of `loss_scale`, if this run scales its loss."""
+    def restore_loss_scale(self, scalars: dict[str, float]) -> None:
+        """Take the loss scale out of optimizer_scalars, and use it if this run scales its loss."""
+        scale, age = scalars.pop(LOSS_SCALE, None), scalars.pop(LOSS_SCALE_AGE, 0.0)
         scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None:
+        if scaler is not None and scale is not None:
             state = scaler.state_dict() | {"scale": scale, "_growth_tracker": int(age)}
             scaler.load_state_dict(state)
 

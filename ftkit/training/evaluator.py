@@ -1,7 +1,8 @@
-"""The evaluator of a run: validation loss, scores of answers and sample answer while it trains."""
+"""Evaluation during training: validation loss, scores of answers, and a sample answer."""
 
 import dataclasses
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -27,18 +28,16 @@ from ftkit.runs.report.answers import (
 )
 from ftkit.runs.report.metrics import loss_column, perplexity
 from ftkit.strategies.distributed import rank
-from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
-from ftkit.training.setup import Setup
-from ftkit.training.signals import StopRequest
+from ftkit.training.setup import Journal, Setup, result_stop_ids, result_template
 from ftkit.utils.console.formatting import number_text, percent_text
 from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
     from ftkit.evaluation.tasks.harness import TaskSet
 
-MOST_ROWS = 64
-"""Sequences of a forward pass when tasks are asked, however short they are."""
+_MOST_ROWS = 64
+"""Most sequences of a forward pass for tasks, even if they are short."""
 
 
 class Evaluator:
@@ -48,51 +47,57 @@ class Evaluator:
         self,
         setup: Setup,
         scoring: Scoring,
-        stop: StopRequest,
+        stopped: Callable[[], int],
         journal: Journal,
         loggers: Loggers,
         weights: EvaluatedWeights,
+        trusted: Path | None,
     ) -> None:
-        """Prepare.
+        """Prepare evaluations; rank 0 loads the tasks of the recipe.
 
         Args:
-            setup: what is trained, and its data.
-            scoring: what is asked of answers.
-            stop: the user's wish to end, which ends an evaluation early.
-            journal: where results go.
-            loggers: where the validation loss goes besides.
-            weights: what is evaluated.
+            setup: of this rank.
+            scoring: metrics of answers.
+            stopped: whether a signal asks to end, which ends an evaluation early; ranks agree.
+            journal: for results.
+            loggers: for validation losses and scores of tasks.
+            weights: to be evaluated.
+            trusted: directory whose Python code tasks may run.
 
         Raises:
-            UserError: the sample record does not exist.
+            UserError: the sample record or a task does not exist.
         """
-        self._setup, self._stop, self._journal, self._loggers = setup, stop, journal, loggers
+        self._setup, self._stopped, self._journal, self._loggers = setup, stopped, journal, loggers
         self._scoring, self._weights = scoring, weights
-        recipe = setup.job.recipe
+        recipe = setup.recipe
         self._settings = recipe.eval
         self._example = _example_index(
             recipe.eval.evaluate_example, len(setup.data.questions), recipe.seed
         )
-        self._tasks = self._loaded_tasks() if recipe.eval.tasks and rank() == 0 else None
+        self._tasks = self._load_tasks(trusted) if recipe.eval.tasks and rank() == 0 else None
         self._newest: tuple[int, float] | None = None
-        """The newest validation: step and loss."""
+        """Step and loss of the newest validation."""
 
     def validation_loss(self, step: int) -> float | None:
-        """The validation loss of this very step, if there was a validation."""
+        """Validation loss of exactly this step, if it was measured."""
         known = self._newest
         return known[1] if known is not None and known[0] == step else None
 
     def evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
-        """Validation loss, scores of answers and sample answer, as far as wanted and asked for.
+        """Evaluate after a step; every rank calls this.
 
-        Tasks are asked where answers are scored.
+        Args:
+            step: optimizer steps done.
+            validation: measure the validation loss.
+            scores: score answers and run tasks, as far as the recipe wants them.
+            example: show a sample answer, if the recipe wants one.
         """
         with self._weights.in_place():
             self._evaluate(step, validation=validation, scores=scores, example=example)
 
     def _evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
         if scores and self._settings.tasks:
-            self._ask_tasks(step)
+            self._run_tasks(step)
         if not len(self._setup.data.val):
             return
         self._journal.recorder.enter("validation")
@@ -107,7 +112,7 @@ class Evaluator:
         self._setup.model.train()
 
     def _validate(self, step: int) -> None:
-        limit = self._settings.max_iters * self._setup.job.recipe.train.global_batch_size
+        limit = self._settings.max_iters * self._setup.recipe.train.global_batch_size
         batches = validation_loader(
             self._setup.data.val,
             limit=limit,
@@ -120,7 +125,7 @@ class Evaluator:
                 self._setup.strategy.device,
                 sources=len(self._setup.data.parts),
                 context=self._setup.strategy.precision.forward_context,
-                stopped=self._stop.requested,
+                stopped=self._stopped,
                 progress=phase.advance,
             )
             of_sets = self._losses_of_sets(limit, phase.advance) if found else None
@@ -139,7 +144,7 @@ class Evaluator:
         )
 
     def _losses_of_sets(self, limit: int, progress: OnProgress) -> dict[str, float] | None:
-        """Of each set of eval.sets, on its first `limit` samples; None: it was stopped early."""
+        """Losses on the first `limit` samples of each set in eval.sets; None: stopped early."""
         sets = self._setup.sets
         if not sets.parts:
             return {}
@@ -149,7 +154,7 @@ class Evaluator:
             self._setup.strategy.device,
             sources=len(sets.parts),
             context=self._setup.strategy.precision.forward_context,
-            stopped=self._stop.requested,
+            stopped=self._stopped,
             progress=progress,
         )
         if found is None:
@@ -170,7 +175,7 @@ class Evaluator:
                 self._scoring,
                 batch_size=self._setup.plan.sequences_of(int(self._setup.data.val.lengths.max())),
                 context=self._setup.strategy.precision.forward_context,
-                stopped=self._stop.requested,
+                stopped=self._stopped,
                 progress=phase.advance,
             )
         for score in found or ():
@@ -193,7 +198,7 @@ class Evaluator:
         self._journal.display.message(text)
 
     def _known_score(self, score: Score) -> AnswerScore:
-        """What the report says of it; only of as many records, values can be compared."""
+        """The score in the report, if it was measured on as many records, otherwise a new one."""
         own = score.metric.own
         new = AnswerScore(
             name=score.metric.name,
@@ -207,11 +212,22 @@ class Evaluator:
             new,
         )
 
-    def _ask_tasks(self, step: int) -> None:
-        """Ask tasks of the harness, which rank 0 has; the other ranks compute along."""
+    def _run_tasks(self, step: int) -> None:
+        """Run tasks of lm-evaluation-harness: rank 0 has them, the other ranks compute with it."""
         self._journal.recorder.enter("validation")
         self._setup.model.eval()
-        scorer = _scorer(self._setup, self._stop)
+        tokenizer, train = self._setup.base.tokenizer, self._setup.data.train
+        longest = int(train.lengths.max())
+        tokens = longest * self._setup.plan.sequences_of(longest)  # as many at once as in training
+        scorer = Scorer(
+            self._setup.model,
+            tokenizer,
+            stop_ids=result_stop_ids(self._setup.base, self._setup.data) | {tokenizer.eos_id},
+            world_size=self._setup.plan.world_size,
+            rows_of=lambda length: max(1, min(_MOST_ROWS, tokens // length)),
+            context=self._setup.strategy.precision.forward_context,
+            stopped=self._stopped,
+        )
         title = f"asking {', '.join(self._settings.tasks or ())}"
         with self._journal.display.phase(title, brief=True) as phase, suppress(AskingEnded):
             scorer.progress = phase.advance
@@ -234,25 +250,21 @@ class Evaluator:
                 f"{one.task} {when} training: {one.name} {score_text(one.value)}"
             )
 
-    def _loaded_tasks(self) -> "TaskSet":
-        from ftkit.evaluation.tasks.harness import (  # seconds, for those who ask tasks
-            Asking,
-            TaskSet,
-        )
+    def _load_tasks(self, trusted: Path | None) -> "TaskSet":
+        # Takes seconds to import.
+        from ftkit.evaluation.tasks.harness import Asking, TaskSet
 
-        settings, trusted = self._settings, self._setup.job.trusted
-        definitions = find_tasks(
-            settings.tasks or (),
-            key="eval.tasks",
-            trusted=None if trusted is None else Path(trusted),
-        )
+        settings, base = self._settings, self._setup.base
+        definitions = find_tasks(settings.tasks or (), key="eval.tasks", trusted=trusted)
         asking = Asking(
             limit=settings.limit,
             num_fewshot=settings.num_fewshot,
-            chat_template=self._setup.template if settings.apply_chat_template else None,
+            chat_template=result_template(base, self._setup.data)
+            if settings.apply_chat_template
+            else None,
         )
         with self._journal.display.phase("loading tasks", brief=True):
-            return TaskSet(definitions, asking, self._setup.base.architecture.context_length)
+            return TaskSet(definitions, asking, base.architecture.context_length)
 
     def _show_example(self, step: int) -> None:
         if not self._setup.data.questions:
@@ -291,22 +303,6 @@ def _with_value(noted: _Noted, step: int, value: float) -> _Noted:
     if step == 0:
         return dataclasses.replace(noted, before=value)
     return dataclasses.replace(noted, after=value)
-
-
-def _scorer(setup: Setup, stop: StopRequest) -> Scorer:
-    """What scores and answers for tasks, with as many tokens at once as in training."""
-    tokenizer = setup.base.tokenizer
-    longest = int(setup.data.train.lengths.max())
-    tokens = longest * setup.plan.sequences_of(longest)
-    return Scorer(
-        setup.model,
-        tokenizer,
-        stop_ids=setup.stop_ids | {tokenizer.eos_id},
-        world_size=setup.plan.world_size,
-        rows_of=lambda length: max(1, min(MOST_ROWS, tokens // length)),
-        context=setup.strategy.precision.forward_context,
-        stopped=stop.requested,
-    )
 
 
 def _example_index(choice: str | int, questions: int, seed: int) -> int:

@@ -1,28 +1,72 @@
-"""The training loop: its steps, what comes between them, and how it ends."""
+"""The training loop: steps, validations and saves between them, and how training ends."""
 
 import math
+import signal
 import time
 from contextlib import nullcontext
 from enum import IntEnum
+from types import FrameType
 
 from ftkit.data.samples.loader import train_batches
 from ftkit.data.samples.sampler import ElasticOrder
-from ftkit.evaluation.scoring.metrics import Scoring
+from ftkit.errors import EXIT_BY_SIGNAL
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.planning.meter import MemoryMeter, steps_to_measure
+from ftkit.runs.job import StopAfter
 from ftkit.runs.report.step_record import StepRecord
 from ftkit.strategies.distributed import broadcast_ints
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
-from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
-from ftkit.training.setup import Setup
-from ftkit.training.signals import StopRequest
+from ftkit.training.setup import Journal, Setup
 from ftkit.training.step import TrainStep
 
 
-class _Occasion(IntEnum):
-    """Why something is to be done after a step, as rank 0 sees it."""
+class Interrupted(BaseException):
+    """A signal ended the run where there is no optimizer step to finish."""
+
+    def __init__(self, signal_number: int) -> None:
+        self.signal_number = signal_number
+        super().__init__(signal.Signals(signal_number).name)
+
+
+class StopRequest:
+    """Handles signals that ask the run to end.
+
+    During training a signal only sets a flag, and the run ends after the current optimizer step.
+    At any other time it raises `Interrupted` at once.
+    """
+
+    SIGNALS = tuple(EXIT_BY_SIGNAL)
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        self.wait_for_step = False
+        self.raised: Interrupted | None = None
+        """The exception that was raised; libraries may have turned it into one of their own."""
+
+    def requested(self) -> int:
+        """Number of the signal that asks to end, or 0, equal on all ranks; every rank calls this.
+
+        The supervisor passes a signal to all ranks, but not at the same moment, so rank 0 decides.
+        """
+        (number,) = broadcast_ints(self.signal_number or 0)
+        return number
+
+    def install(self) -> None:
+        """Handle the signals of this process."""
+        for number in self.SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.signal_number = number
+        if not self.wait_for_step:
+            self.raised = Interrupted(number)
+            raise self.raised
+
+
+class LoopEvent(IntEnum):
+    """Event after a step, as rank 0 sees it."""
 
     NONE = 0
     OUT_OF_PATIENCE = 1
@@ -32,7 +76,7 @@ class _Occasion(IntEnum):
 
 
 class NonFiniteLoss(Exception):
-    """Training cannot go on: the loss is not a number any more."""
+    """Training cannot continue: the loss is not finite."""
 
 
 class Training:
@@ -42,32 +86,35 @@ class Training:
         self,
         setup: Setup,
         order: ElasticOrder,
-        scoring: Scoring,
+        evaluator: Evaluator,
+        checkpointing: Checkpointing | None,
+        weights: EvaluatedWeights,
         stop: StopRequest,
         journal: Journal,
         loggers: Loggers,
-        checkpointing: Checkpointing | None,
-        weights: EvaluatedWeights,
+        *,
+        started_at_s: float,
+        stop_after: StopAfter | None,
     ) -> None:
-        """Prepare.
+        """Prepare training.
 
         Args:
-            setup: what is trained, in place on its device.
-            order: the samples of its steps.
-            scoring: what is asked of answers before and after it.
-            stop: the user's wish to end.
-            journal: where messages and measurements go.
+            setup: of this rank.
+            order: samples of all steps.
+            evaluator: for validations and scores.
+            checkpointing: saves the training state; None: nothing is saved.
+            weights: to be evaluated, which the model has at the end.
+            stop: signals that ask to end.
+            journal: for messages and measurements.
             loggers: beside metrics.csv.
-            checkpointing: saves the state of training; None: nothing is saved.
-            weights: what is evaluated, and what the model has in the end.
+            started_at_s: when the command started, in seconds since the epoch.
+            stop_after: when this session ends, if before the end of training.
         """
-        self._setup, self._order, self._stop = setup, order, stop
+        self._setup, self._recipe, self._start = setup, setup.recipe, setup.start
+        self._order, self._evaluator, self._checkpointing = order, evaluator, checkpointing
+        self._weights, self._stop, self._loggers = weights, stop, loggers
         self._display, self._recorder = journal.display, journal.recorder
-        self._loggers, self._checkpointing = loggers, checkpointing
-        self._recipe, self._start = setup.job.recipe, setup.start
-        self._stop_after = setup.job.stop_after
-        self._weights = weights
-        self._evaluator = Evaluator(setup, scoring, stop, journal, loggers, weights)
+        self._started_at_s, self._stop_after = started_at_s, stop_after
         self._meter = MemoryMeter(
             setup.strategy,
             setup.model,
@@ -77,10 +124,10 @@ class Training:
             self._recorder.on_step_memory,
         )
         self.signal_number: int | None = None
-        """What ended training before its time, if a signal did."""
+        """The signal that ended training, if any."""
         self.exit_reason = ""
         self.stopped = False
-        """Whether it ended by stop_after, and goes on in another session."""
+        """Whether it ended by stop_after, and continues in another session."""
 
     def run(self) -> None:
         """Train to the end of the schedule, of the session or of the time limit, or to a signal."""
@@ -98,19 +145,31 @@ class Training:
 
     def _run(self) -> None:
         first, end = self._start.step, self._order.total_steps
-        if first == end:  # stopped between the last step and the end
-            self.exit_reason = self._reason()
+        if first == end:  # the session before stopped between the last step and the end
+            self.exit_reason = self._completed_reason()
         else:
             self._begin()
-        copies = self._checkpointing.before_update if self._checkpointing else lambda: None
-        train_step = TrainStep(self._setup, self._meter, copies)
+        setup = self._setup
+        train_step = TrainStep(
+            setup.model,
+            setup.strategy,
+            setup.schedule,
+            self._recipe.train,
+            learning_rate=setup.learning_rate,
+            seed=self._recipe.seed,
+            compiles=self._recipe.compile,
+            meter=self._meter,
+            before_update=self._checkpointing.before_update
+            if self._checkpointing
+            else lambda: None,
+        )
         batches = iter(
             train_batches(
-                self._setup.data.train,
+                setup.data.train,
                 self._order,
                 start_step=first,
                 end_step=end,
-                pin_memory=self._setup.plan.kind.pins_host_memory,
+                pin_memory=setup.plan.kind.pins_host_memory,
             )
         )
         ends = self.signal_number is not None or bool(self.exit_reason)
@@ -118,31 +177,36 @@ class Training:
             if ends:
                 break
             record = train_step.run(step, batches)
-            self._tell(record)
+            self._log_step(record)
             ends = self._between_steps(record.step)
         self._end()
 
     def _begin(self) -> None:
-        """What comes before the first step of a session."""
+        """Evaluate before the first step of a session."""
         self._stop.wait_for_step = True
         step, settings = self._start.step, self._recipe.eval
         if step == 0:
             wanted = settings.initial_validation
             self._evaluator.evaluate(0, validation=wanted, scores=True, example=wanted)
         elif self._validation_due(step) and not self._start.is_validated:
-            # A signal came first: what was due then is done now.
+            # A signal ended the session before this validation.
             self._evaluator.evaluate(step, validation=True, scores=False, example=True)
             loss = self._evaluator.validation_loss(step)
             if self._checkpointing is not None and loss is not None:
                 self._checkpointing.amend(step, loss)
         self.signal_number = self._stop.requested() or None
-        (occasion,) = broadcast_ints(self._occasion())
-        if occasion == _Occasion.OUT_OF_PATIENCE:  # the session before ended before its result
+        (event,) = broadcast_ints(self._event())
+        if event == LoopEvent.OUT_OF_PATIENCE:  # the session before ended before its result
             self.exit_reason = self._patience_reason()
-        self._recorder.enter("training")  # whoever reads this knows that the step will be finished
+        # Once the report says so, whoever stops the run knows that the step will be finished.
+        self._recorder.enter("training")
 
-    def _tell(self, record: StepRecord) -> None:
-        """Report, show and log a step."""
+    def _log_step(self, record: StepRecord) -> None:
+        """Report, show and log a step.
+
+        Raises:
+            NonFiniteLoss: its loss is not finite.
+        """
         several, mixed = self._setup.plan.world_size > 1, len(self._setup.data.parts) > 1
         self._recorder.on_step(
             record,
@@ -151,10 +215,10 @@ class Training:
             of_sources=self._order.sources(record.step - 1).tolist() if mixed else (),
         )
         if not math.isfinite(record.loss):
-            if record.step == 1:  # computed with the weights as they came
+            if record.step == 1:  # computed with the base model's own weights
                 raise NonFiniteLoss(
                     f"The loss of step 1 is {record.loss}, before anything was learned: the base "
-                    "model's weights hold values that are no finite numbers, or are too large for "
+                    "model's weights contain values that are not finite, or too large for "
                     f"{self._setup.plan.precision}. Try --precision 32-true, or fetch the base "
                     "model again."
                 )
@@ -182,63 +246,63 @@ class Training:
             self._loggers.log(values | self._recorder.system.newest(), record.step)
 
     def _between_steps(self, step: int) -> bool:
-        """Validate and save if it is time; whether to end training here."""
+        """Validate and save if it is time; returns whether training ends here."""
         if self._validation_due(step) and not self._stop.requested():
             self._evaluator.evaluate(step, validation=True, scores=False, example=True)
             self._recorder.enter("training")
-        signal_number, occasion, is_candidate = broadcast_ints(
-            self._stop.signal_number or 0, self._occasion(), self._is_candidate(step)
+        # One message for everything that rank 0 decides: clocks and signals differ between ranks.
+        signal_number, event, is_candidate = broadcast_ints(
+            self._stop.signal_number or 0, self._event(), self._is_candidate(step)
         )
         ends = True
         if signal_number:
             self.signal_number = signal_number
         elif step == self._order.total_steps:
-            self.exit_reason = self._reason()
-        elif occasion == _Occasion.OUT_OF_PATIENCE:
+            self.exit_reason = self._completed_reason()
+        elif event == LoopEvent.OUT_OF_PATIENCE:
             self.exit_reason = self._patience_reason()
-        elif occasion == _Occasion.OUT_OF_TIME:
+        elif event == LoopEvent.OUT_OF_TIME:
             self.exit_reason = f"train.max_time of {self._recipe.train.max_time:g} s reached"
-        elif occasion == _Occasion.SESSION_ENDS or self._session_ends(step):
+        elif event == LoopEvent.SESSION_ENDS or self._is_last_of_session(step):
             self.stopped = True
             self.exit_reason = f"{self._stop_after} reached"
         else:
             ends = False
         if self._checkpointing is not None:
-            overdue = occasion == _Occasion.CHECKPOINT_OVERDUE
+            overdue = event == LoopEvent.CHECKPOINT_OVERDUE
             if ends or overdue or is_candidate or self._checkpointing.due(step):
                 self._save(step, wait=bool(signal_number) or self.stopped)
             self._checkpointing.report()
         return ends
 
     def _validation_due(self, step: int) -> bool:
-        """Whether there is a validation after a step that is not the last."""
+        """Whether to validate after a step; the last step has its own validation."""
         interval = self._recipe.eval.interval
         return bool(interval) and step % interval == 0 and step < self._order.total_steps
 
     def _is_candidate(self, step: int) -> bool:
-        """Whether the state after a step may be one of the best to be kept."""
+        """Whether the state after a step may be one of the best, which are kept."""
         settings, known = self._recipe.checkpoint, self._recorder.report.loss
         if self._evaluator.validation_loss(step) is None:
             return False
         is_best = known is not None and known.validation_best_step == step
         return settings.keep_best > 0 or (settings.result == "best" and is_best)
 
-    def _occasion(self) -> _Occasion:
-        """What the validations and clocks of this rank ask for."""
+    def _event(self) -> LoopEvent:
+        """Event by the validations and clocks of this rank."""
         loss = self._recorder.report.loss
         if loss is not None and loss.has_exhausted(self._recipe.eval.patience):
-            return _Occasion.OUT_OF_PATIENCE
+            return LoopEvent.OUT_OF_PATIENCE
         max_time, after = self._recipe.train.max_time, self._stop_after
         if max_time is not None and self._recorder.training_s >= max_time:
-            return _Occasion.OUT_OF_TIME
-        since_command_s = time.time() - self._setup.job.started_at_s
-        if after and after.seconds and since_command_s >= after.seconds:
-            return _Occasion.SESSION_ENDS
+            return LoopEvent.OUT_OF_TIME
+        if after and after.seconds and time.time() - self._started_at_s >= after.seconds:
+            return LoopEvent.SESSION_ENDS
         if self._checkpointing is not None and self._checkpointing.overdue():
-            return _Occasion.CHECKPOINT_OVERDUE
-        return _Occasion.NONE
+            return LoopEvent.CHECKPOINT_OVERDUE
+        return LoopEvent.NONE
 
-    def _session_ends(self, step: int) -> bool:
+    def _is_last_of_session(self, step: int) -> bool:
         after = self._stop_after
         return after is not None and step - self._start.step == after.steps
 
@@ -252,11 +316,11 @@ class Training:
         self._recorder.enter("training")
 
     def _end(self) -> None:
-        """What comes after the last step of a session."""
+        """Evaluate and finish checkpoints after the last step of a session."""
         if self.signal_number is None and not self.stopped:
             wanted = self._recipe.eval.final_validation
             step = self._recorder.steps
-            # An earlier session may have come as far as this.
+            # An earlier session may have validated this step.
             known = step == self._start.step and self._start.is_validated
             known = known or self._evaluator.validation_loss(step) is not None
             validates = wanted and not known
@@ -264,7 +328,7 @@ class Training:
                 self._evaluator.evaluate(step, validation=validates, scores=False, example=False)
                 validates = False
                 if not self._stop.requested():
-                    self._checkpointing.take_best(step, self._evaluator.validation_loss(step))
+                    self._checkpointing.load_best(step, self._evaluator.validation_loss(step))
             self._weights.keep()
             self._evaluator.evaluate(step, validation=validates, scores=True, example=wanted)
             self.signal_number = self._stop.requested() or None
@@ -284,7 +348,7 @@ class Training:
             f"{loss.validation_best or math.nan:.4f}, of step {loss.validation_best_step}"
         )
 
-    def _reason(self) -> str:
+    def _completed_reason(self) -> str:
         train = self._recipe.train
         if self._order.total_steps == train.max_steps:
             return f"train.max_steps of {train.max_steps} reached"

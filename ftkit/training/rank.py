@@ -1,8 +1,7 @@
-"""A rank of a run: job -> setup -> training -> result. The only place that wires it all.
+"""A rank of a run: job -> set-up -> training -> result.
 
-The supervisor starts it as `python -m ftkit.training.rank JOB.json ITS_PID TERMINAL`, with
-standard output and error in a log from the first import on, and the terminal as an open file
-descriptor.
+The supervisor starts it as `python -m ftkit.training.rank JOB.json ITS_PID TERMINAL`. Standard
+output and error are a log from the first import on; the terminal is an open file descriptor.
 """
 
 import gc
@@ -23,9 +22,9 @@ from ftkit.utils.imports import postpone_modules, without_hub_kernels
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import loading_shown, set_verbosity
 
-if __name__ == "__main__":  # before the slow imports: a supervisor may die at any moment
+if __name__ == "__main__":  # before the slow imports: the supervisor may die during them
     die_with_parent(int(sys.argv[2]))
-    gc.disable()  # as in quick_imports
+    gc.disable()  # during imports, as in quick_imports
     without_hub_kernels()
     postpone_modules()
     _loading = ExitStack()
@@ -53,52 +52,80 @@ from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank
 from ftkit.strategies.precision import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing
-from ftkit.training.journal import Journal
+from ftkit.training.evaluator import Evaluator
 from ftkit.training.loggers import Loggers, make_loggers
-from ftkit.training.loop import NonFiniteLoss, Training
+from ftkit.training.loop import Interrupted, NonFiniteLoss, StopRequest, Training
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import Setup, load, set_up
-from ftkit.training.signals import Interrupted, StopRequest
-from ftkit.training.starting_point import StartingPoint
+from ftkit.training.setup import Journal, Setup, set_up
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
 
 
 def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
-    """Set up, train, evaluate, save; what stops it is raised.
+    """Set up, train, evaluate, and save the result.
 
     Args:
-        job: what to do.
-        metadata: of the checkpoint that it continues from.
-        stop: the user's wish to end.
-        journal: where messages and measurements go.
+        job: of the run.
+        metadata: of the checkpoint that the run continues from.
+        stop: signals that ask to end.
+        journal: for messages and measurements.
+
+    Raises:
+        Interrupted: a signal ended the run.
+        UserError: the recipe, its data or its checkpoint cannot be used.
     """
     plan, recipe, recorder = job.plan, job.recipe, journal.recorder
     for notice in plan.notices:
         journal.warn(notice)
-    torch.manual_seed(recipe.seed + rank())  # for dropout: every rank has masks of its own
-    set_arithmetic(recipe)
-    device = make_device(plan)
-    take_device(device)
-    scoring = _scoring(job)
-    start = StartingPoint.of(job, metadata)
-    setup = set_up(job, start, journal)
-    run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
-    loggers = make_loggers(plan, start_step=start.step, run_ids=run_ids)
-    load(setup, journal)
+    torch.manual_seed(recipe.seed + rank())  # ranks draw different dropout masks
+    set_arithmetic(deterministic=recipe.deterministic)
+    take_device(make_device(plan))
+    scoring = Scoring(
+        exact_match=recipe.eval.exact_match,
+        rouge_l=recipe.eval.rouge_l,
+        own=job.metrics,
+        max_new_tokens=recipe.eval.max_new_tokens or 0,
+        executes=rank() == 0,  # the user's own metrics run once
+    )
+
+    setup = set_up(job, metadata, journal)
+    run_ids = dict(metadata.loggers) if metadata is not None and setup.start.in_place else {}
+    loggers = make_loggers(recipe, start_step=setup.start.step, run_ids=run_ids)
     weights = EvaluatedWeights(setup.strategy)
-    checkpointing = Checkpointing(setup, journal, run_ids, weights) if setup.is_saved else None
+    checkpointing = None
+    if setup.is_saved:
+        checkpointing = Checkpointing(
+            setup,
+            job.directory,
+            journal,
+            weights,
+            run_ids=run_ids,
+            changes=job.changes,
+            restarts=len(job.restarts),
+        )
+    started_loggers = Loggers(loggers, recipe, journal.warn)
     training = Training(
         setup,
         _order(setup),
-        scoring,
-        stop,
-        journal,
-        Loggers(loggers, recipe, journal),
+        Evaluator(
+            setup,
+            scoring,
+            stop.requested,
+            journal,
+            started_loggers,
+            weights,
+            trusted=None if job.trusted is None else Path(job.trusted),
+        ),
         checkpointing,
         weights,
+        stop,
+        journal,
+        started_loggers,
+        started_at_s=job.started_at_s,
+        stop_after=job.stop_after,
     )
     training.run()
+
     if training.signal_number is not None:
         raise Interrupted(training.signal_number)
     if training.stopped:
@@ -107,7 +134,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     if setup.is_saved:
         recorder.enter("saving")
         with journal.display.phase("saving the result"):
-            _save(setup, job.directory.final)
+            _save_result(setup, job.directory.final)
         is_adapter = recipe.method == "lora" and rank() == 0
         if is_adapter and (refused := serving_notice(job.directory.final)) is not None:
             journal.warn(refused)
@@ -115,21 +142,9 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
 
 
-def _scoring(job: Job) -> Scoring:
-    """What is asked of answers; rank 0 speaks, so that one's own metrics are executed there."""
-    evaluation = job.recipe.eval
-    return Scoring(
-        exact_match=evaluation.exact_match,
-        rouge_l=evaluation.rouge_l,
-        own=job.metrics,
-        max_new_tokens=evaluation.max_new_tokens or 0,
-        executes=rank() == 0,
-    )
-
-
 def _order(setup: Setup) -> ElasticOrder:
-    """The samples of every step, on this rank."""
-    recipe, start, samples = setup.job.recipe, setup.start, setup.data.train
+    """Samples of every step on this rank."""
+    recipe, start, samples = setup.recipe, setup.start, setup.data.train
     return ElasticOrder(
         samples.lengths,
         samples.label_counts,
@@ -147,9 +162,9 @@ def _order(setup: Setup) -> ElasticOrder:
     )
 
 
-def _save(setup: Setup, out: Path) -> None:
-    """Write the result; every rank takes part in gathering."""
-    recipe, base, beside = setup.job.recipe, setup.base, setup.chat_files
+def _save_result(setup: Setup, out: Path) -> None:
+    """Write the result; every rank takes part in gathering the weights."""
+    recipe, base, beside = setup.recipe, setup.base, setup.chat_files
     tensors = trained_weights(setup.model, setup.strategy.sharding)
     if rank() > 0:
         for _ in tensors:
@@ -165,11 +180,11 @@ def _save(setup: Setup, out: Path) -> None:
 
 
 def run_rank(job_path: Path, terminal: TextIO) -> int:
-    """Run one rank of a job; the exit code of its process.
+    """Run one rank of a job, and return the exit code of its process.
 
     Args:
         job_path: the job's file.
-        terminal: where rank 0 speaks. What libraries print goes to standard output and error.
+        terminal: for messages of rank 0; libraries print to standard output and error.
     """
     stop = StopRequest()
     stop.install()
@@ -186,21 +201,22 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
                 try:
                     run_job(job, start, stop, Journal(display, recorder))
                 except BaseException as failure:
-                    _tell(stop.raised or failure, job, state)  # now: other ranks wait for this one
+                    # At once: other ranks wait for this one.
+                    _report_failure(stop.raised or failure, job, state)
                     raise
                 finally:
                     _note_prediction(job, recorder, display)
         except BaseException as exception:
-            _tell(exception, job, state)
+            _report_failure(exception, job, state)
             return 1
         finally:
             state.completing.unlink(missing_ok=True)
     return 0
 
 
-def _tell(exception: BaseException, job: Job, state: RankDirectory) -> None:
-    """Say how this rank failed, once: what goes wrong after that is noise."""
-    if state.error.exists():
+def _report_failure(exception: BaseException, job: Job, state: RankDirectory) -> None:
+    """Write how this rank failed, for the supervisor."""
+    if state.error.exists():  # only the first failure counts: later ones follow from it
         return
     if rank() == 0:  # its report is not complete yet
         with suppress(OSError):
@@ -212,7 +228,7 @@ def _tell(exception: BaseException, job: Job, state: RankDirectory) -> None:
 
 
 def _note_prediction(job: Job, recorder: Recorder, display: Display) -> None:
-    """What steps were expected to need; it takes a second, after all else."""
+    """Add the predicted memory of the measured step to the report."""
     measured, resolved = recorder.report.step_memory, recorder.report.resolved
     if rank() > 0 or measured is None or resolved is None:
         return
@@ -220,19 +236,19 @@ def _note_prediction(job: Job, recorder: Recorder, display: Display) -> None:
     assert longest is not None
     try:
         with display.phase("predicting memory", brief=True):
-            told = predict_measured(job.base, job.plan, measured, longest)
-    except Exception as error:  # a report is not worth less without it
+            predicted = predict_measured(job.base, job.plan, measured, longest)
+    except Exception as error:  # the report is complete without it
         recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
     else:
-        recorder.note(step_memory=told)
+        recorder.note(step_memory=predicted)
 
 
 def _log_libraries() -> None:
-    """Have the warnings and logs of libraries written to standard error."""
+    """Send warnings and logs of libraries to standard error."""
     logging.captureWarnings(True)
     for name in list(logging.root.manager.loggerDict):
         logging.getLogger(name).handlers.clear()
-    # Without the time, lines of other ranks can be compared with those of rank 0.
+    # Without time stamps, so that lines equal to those of rank 0 can be recognised.
     time_stamp = "%(asctime)s " if rank() == 0 else ""
     logging.basicConfig(
         level=logging.WARNING, format=f"{time_stamp}%(name)s: %(message)s", force=True
@@ -240,14 +256,14 @@ def _log_libraries() -> None:
 
 
 def _display(job: Job, state: RankDirectory, terminal: TextIO) -> Display:
-    """Rank 0 speaks; the others keep their lines to themselves."""
+    """Display of this rank; only rank 0 writes to the terminal."""
     if rank() == 0:
         return Display(job.recipe.out_dir, stream=terminal)
     return Display(state.path, stream=_Silence())
 
 
 class _Silence(io.StringIO):
-    """Where ranks other than the first write what a person would read."""
+    """Discards the messages of ranks other than 0."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -262,7 +278,7 @@ def _log_traceback(exception: BaseException, job: Job) -> None:
 
 
 def _explain(exception: BaseException) -> RankError:
-    """What ended the run, for the supervisor."""
+    """Describe the end of the run for the supervisor."""
     now = time.time()
     if isinstance(exception, UserError):
         return RankError(kind="user", message=str(exception), happened_at_s=now)
@@ -272,7 +288,7 @@ def _explain(exception: BaseException) -> RankError:
     if isinstance(exception, Interrupted):
         return RankError(kind="interrupted", message=str(exception), happened_at_s=now)
     message = str(exception)
-    if "Duplicate GPU detected" in message:  # NCCL's words
+    if "Duplicate GPU detected" in message:  # from NCCL
         message = (
             "Two ranks have the same GPU. Start one process for each GPU, or show each a GPU of "
             f"its own: srun --gpus-per-task=1. ({message.strip().splitlines()[-1]})"
@@ -281,7 +297,7 @@ def _explain(exception: BaseException) -> RankError:
     if is_out_of_memory(exception):
         line = device_line(message)
         if line and not isinstance(exception, torch.OutOfMemoryError):
-            message = f"{type(exception).__name__}: {line}"  # the rest is how to debug kernels
+            message = f"{type(exception).__name__}: {line}"  # without advice on debugging kernels
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
     if not isinstance(exception, NonFiniteLoss | SavingFailed):

@@ -1,17 +1,24 @@
-"""Set-up of training: data, model, schedule and strategy of a job, and which ones these are."""
+"""Set-up of a rank: everything that it needs for the first step, from a job's recipe."""
 
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Metadata
-from ftkit.checkpoint.state import check_kinds, trained_parameter
+from ftkit.checkpoint.metadata import (
+    BaseIdentity,
+    CheckpointError,
+    DamagedPart,
+    DataIdentity,
+    Metadata,
+)
+from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
 from ftkit.data.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
 from ftkit.data.prepare import Counts
-from ftkit.data.samples.layout import IntArray, RankLayout
+from ftkit.data.samples.layout import RankLayout
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.bodies.attention import AttentionPath, attention_kernel, attention_path
@@ -42,45 +49,92 @@ from ftkit.strategies.optim.schedule import Schedule, make_schedule
 from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
 from ftkit.strategies.state import bytes_per_number, state_kinds
 from ftkit.strategies.strategy import Strategy, make_strategy
-from ftkit.training.journal import Journal
-from ftkit.training.starting_point import StartingPoint
+from ftkit.training.recorder import Recorder
+from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import percent_text
 
-_IN_LITGPT_LAYOUT = (
-    "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit cannot write "
-    "{} for Hugging Face."
-)
-
 _MOST_SHOWN = 40
-"""Characters of the place of data in a line about them; of longer ones, the last part alone."""
+"""Characters of a data path in a message; of a longer one only the last part is shown."""
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Output of a rank: messages and progress on the display, measurements in the report."""
+
+    display: Display
+    recorder: Recorder
+
+    def warn(self, text: str) -> None:
+        """Show a warning and add it to the report."""
+        self.display.warning(text)
+        self.recorder.warn(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartingPoint:
+    """Where training begins: the base model, or a checkpoint."""
+
+    metadata: Metadata | None = None
+    """Metadata of the checkpoint; None: training begins with the base model."""
+    stored: StoredState | None = None
+    """Training state of the checkpoint."""
+    directory: Path | None = None
+    """Directory of the checkpoint."""
+    in_place: bool = False
+    """Whether the checkpoint belongs to this run, and not to one from which it branches off."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps already done."""
+        return self.metadata.step if self.metadata else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples already consumed: the position in the data."""
+        return self.metadata.samples if self.metadata else 0
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the validation loss of this state is known."""
+        return self.metadata is not None and self.metadata.validation_loss is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a rank trains, and where it begins."""
+    """Everything that a rank trains with."""
 
-    job: Job
     plan: Plan
+    start: StartingPoint
     base: BaseModel
-    """The model that it starts from, or what a checkpoint has of it."""
+    """The base model, or what a checkpoint has of it."""
     data: DataSets
+    sets: ValidationSets
+    """Further sets to validate on."""
     max_seq_length: int
     """Tokens of the longest sequence."""
-    start: StartingPoint
     identities: tuple[BaseIdentity, DataIdentity]
-    """Which model and which data these are; empty on other ranks than the first."""
+    """Identities of base model and data; empty on ranks other than 0."""
     schedule: Schedule
-    model: LanguageModel
-    """Adapted as the recipe says; without memory until it is loaded."""
+    learning_rate: float
+    """Full learning rate, of the first parameter group."""
     attention: AttentionPath
-    """How attention sees a micro-batch."""
+    """How attention handles the sequences of a micro-batch."""
+    model: LanguageModel
     strategy: Strategy
-    sets: ValidationSets = dataclasses.field(default_factory=lambda: ValidationSets(parts=()))
-    """Further ones to validate on."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return self.plan.recipe
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there will be checkpoints and a result."""
+        return self.recipe.checkpoint.save and not self.base.random
 
     @cached_property
     def layout(self) -> RankLayout:
-        """How the samples of a step are laid out on this rank."""
+        """Layout of a step's samples on this rank."""
         samples = self.data.train
         return RankLayout.of(
             self.plan,
@@ -92,65 +146,172 @@ class Setup:
             rank=rank(),
         )
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether there will be checkpoints and a result."""
-        return self.job.recipe.checkpoint.save and not self.base.random
-
     @cached_property
     def chat_files(self) -> dict[str, bytes]:
-        """What says beside the weights how the result is asked."""
-        return chat_files(self.base, self.template.source, self.stop_ids)
+        """Files beside the weights of the result that say how it is prompted."""
+        return result_chat_files(self.base, self.data)
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end what the result says."""
-        if self._keeps_template and self.base.directory is not None:
-            return self.data.stop_ids | end_tokens(self.base.directory)
-        return self.data.stop_ids
 
-    @property
-    def template(self) -> ChatTemplate:
-        """In which the result is asked: as it was trained."""
-        if self._keeps_template:
-            return resolve_chat_template(OF_TOKENIZER, self.base.tokenizer)
-        return self.data.asked.renderer.template
+def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
+    """Set up this rank, up to the first step.
 
-    @property
-    def _keeps_template(self) -> bool:
-        """Whether the model had a template, and nothing was trained but documents."""
-        return self.data.asked.part.shape == "text" and bool(self.base.tokenizer.chat_template)
+    Args:
+        job: of the run.
+        metadata: of the checkpoint that the run continues from.
+        journal: for progress, a summary, and what the recipe was resolved to.
 
-    def learning_rate(self, step: int) -> float:
-        """Of optimizer step `step` (from 0), in the first parameter group."""
-        return base_learning_rate(self.job.recipe) * self.schedule.share(step)
+    Raises:
+        UserError: data, adapter, checkpoint or the free disk space do not suit the recipe.
+    """
+    plan, recipe, display = job.plan, job.recipe, journal.display
+
+    start = _open_start(job.start, metadata, job.directory.store.directory)
+    base = _open_base(job.base, start, recipe.implementation)
+    require_trainable(base)
+    max_seq_length = checked_length(base, recipe.train.max_seq_length)
+    attention = attention_path(base.architecture.attention, plan)
+    router_loss = trained_router_loss(base.architecture, recipe)
+
+    with display.phase("reading data") as phase:
+        loading = {"progress": lambda _, done, total: phase.advance(done, total)}
+        data = load_data(recipe.data, base.tokenizer, max_seq_length, **loading)
+        sets = load_sets(recipe.data, recipe.eval.sets, base.tokenizer, max_seq_length, **loading)
+    log_data_summary(data, journal)
+    log_sets_summary(sets, journal)
+    if rank() == 0:
+        _log_findings(data, base, max_seq_length, journal)
+    known = identities(recipe.checkpoint_dir, base, data, start.metadata)
+
+    strategy = make_strategy(plan)
+    if recipe.checkpoint.save and not base.random:
+        _check_result_format(base, recipe, journal)
+    strategy.prepare(display.phase)
+    learning_rate = base_learning_rate(recipe)
+    schedule, notices = make_schedule(
+        recipe,
+        data.samples_per_epoch,
+        learning_rate,
+        start_step=start.step,
+        start_samples=start.samples,
+    )
+    for notice in (*notices, *check_validations(recipe, schedule.total_steps)):
+        journal.warn(notice)
+    with display.phase("building the model", brief=True):  # on the meta device, without memory
+        model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+    model.kernel = attention_kernel(base.architecture.attention, plan)
+    model.routing = model.body.watch_routing(router_loss)
+
+    setup = Setup(
+        plan=plan,
+        start=start,
+        base=base,
+        data=data,
+        sets=sets,
+        max_seq_length=max_seq_length,
+        identities=known,
+        schedule=schedule,
+        learning_rate=learning_rate,
+        attention=attention,
+        model=model,
+        strategy=strategy,
+    )
+    _check_checkpoints(setup, size_of(job.directory.store.directory))
+    _log_summary(setup, job.devices.names, journal)
+
+    adapter = None if start.stored is not None else _first_adapter(recipe, base, model)
+    strategy.connect(model)
+    with display.phase("loading weights") as phase:
+        fill(
+            model,
+            base,
+            sharding=strategy.sharding,
+            device=strategy.device,
+            rope_length=min(
+                base.architecture.context_length,
+                max_seq_length + (recipe.eval.max_new_tokens or 0),
+            ),
+            seed=recipe.seed,
+            trained=None if start.stored is None else partial(trained_parameter, start.stored),
+            adapter=None if adapter is None else adapter.tensors,
+            progress=phase.advance,
+        )
+    strategy.set_up(model)
+    if start.metadata is not None and start.stored is not None:
+        scalars = dict(start.metadata.optimizer_scalars)
+        strategy.restore_loss_scale(scalars)
+        restore(model, strategy.state_view(), start.stored, scalars)
+        _log_average(strategy, start.stored, display)
+    return setup
+
+
+# The starting point and the base model
+
+
+def _open_start(directory: str | None, metadata: Metadata | None, own: Path) -> StartingPoint:
+    """Open the checkpoint that a job continues from, if any; `own` has those of the run itself."""
+    if directory is None or metadata is None:
+        return StartingPoint()
+    checkpoint = Path(directory)
+    try:
+        stored = StoredState.in_checkpoint(checkpoint, metadata)
+    except DamagedPart:  # the supervisor may try an earlier checkpoint
+        raise
+    except CheckpointError as error:
+        raise UserError(
+            f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list "
+            "shows those there are."
+        ) from error
+    return StartingPoint(
+        metadata=metadata,
+        stored=stored,
+        directory=checkpoint,
+        in_place=checkpoint.resolve().parent == own.resolve(),
+    )
+
+
+def _open_base(
+    directory: str, start: StartingPoint, implementation: Implementation | None
+) -> BaseModel:
+    if start.metadata is None:
+        return open_base(directory, implementation)
+    if (Path(directory) / OUTLINE).is_file():  # written by the checkpoint, which has the weights
+        return open_companions(Path(directory))
+    # Tensors of a checkpoint have the names of the implementation that wrote it.
+    known = implementation_of(start.metadata.base.fingerprint)
+    if implementation not in (None, known):
+        raise UserError(
+            f"model_implementation is {implementation}, but the checkpoint of step {start.step} "
+            f"was made with {known}, whose names its tensors have. Try --model_implementation "
+            f"{known}."
+        )
+    return open_base(directory, known)
 
 
 def identities(
-    recipe: Recipe, base: BaseModel, data: DataSets, start: Metadata | None
+    checkpoint_dir: str, base: BaseModel, data: DataSets, start: Metadata | None
 ) -> tuple[BaseIdentity, DataIdentity]:
-    """Which model and which data these are; rank 0 alone looks, the others get empty ones.
+    """Identities of base model and data; only rank 0 computes them, other ranks get empty ones.
 
     Args:
-        recipe: what names the model.
+        checkpoint_dir: name of the base model in the recipe.
         base: its files, or what a checkpoint has of it.
         data: tokenized.
-        start: what the checkpoint says that the run continues from.
+        start: metadata of the checkpoint that the run continues from.
 
     Raises:
-        UserError: they are not those that the checkpoint has learned from.
+        UserError: they differ from those of the checkpoint.
     """
     if rank() > 0:
         return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
     if not base.has_weights:
         assert start is not None
         known = implementation_of(start.base.fingerprint)
-        of_base = _identity_here(recipe.checkpoint_dir, known) or start.base
+        of_base = _local_identity(checkpoint_dir, known) or start.base
     else:
-        of_base = BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
+        of_base = BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
     if start is not None and of_base.fingerprint != start.base.fingerprint:
         raise UserError(
-            f"checkpoint_dir {recipe.checkpoint_dir} is not the model that the checkpoint of step "
+            f"checkpoint_dir {checkpoint_dir} is not the model that the checkpoint of step "
             f"{start.step} was made from ({start.base.name}): its weights differ. Give that model, "
             "or start a new run with another --out_dir."
         )
@@ -166,8 +327,8 @@ def identities(
     return of_base, of_data
 
 
-def _identity_here(checkpoint_dir: str, implementation: Implementation) -> BaseIdentity | None:
-    """Of a base model that is not needed any more; None: it is not here, or not whole."""
+def _local_identity(checkpoint_dir: str, implementation: Implementation) -> BaseIdentity | None:
+    """Identity of a base model that is not needed any more, if all of it is on this machine."""
     try:
         found = find_here(checkpoint_dir)
         if found is None:
@@ -178,110 +339,96 @@ def _identity_here(checkpoint_dir: str, implementation: Implementation) -> BaseI
         return None
 
 
-def set_up(job: Job, start: StartingPoint, journal: Journal) -> Setup:
-    """Read the data and outline the model of a job; nothing has memory on a device yet.
-
-    Args:
-        job: what to do.
-        start: where training begins.
-        journal: where the summary and progress go, and what the recipe came to.
-
-    Raises:
-        UserError: data, adapter, checkpoint or the free disk do not suit the recipe.
-    """
-    plan, recipe = job.plan, job.recipe
-    is_outlined = start.metadata is not None and (Path(job.base) / OUTLINE).is_file()
-    base = (
-        open_companions(Path(job.base))
-        if is_outlined  # by the checkpoint, which has the weights
-        else open_base(job.base, start.implementation(recipe))
-    )
-    require_trainable(base)
-    attention = attention_path(base.architecture.attention, plan)
-    max_seq_length = checked_length(base, recipe.train.max_seq_length)
-    router_loss = trained_router_loss(base.architecture, recipe)
-    with journal.display.phase("reading data") as phase:
-
-        def advance(_: str, done: int, total: int) -> None:
-            phase.advance(done, total)
-
-        becomes = base.tokenizer, max_seq_length
-        data = load_data(recipe.data, *becomes, progress=advance)
-        sets = load_sets(recipe.data, recipe.eval.sets, *becomes, progress=advance)
-    tell_data(data, journal)
-    tell_sets(sets, journal)
-    if rank() == 0:
-        _tell_findings(data, base, max_seq_length, journal)
-    found = identities(recipe, base, data, start.metadata)
-    strategy = make_strategy(plan)
-    if recipe.checkpoint.save and not base.random:
-        if isinstance(recipe, LoraRecipe):
-            check_adapter(base, recipe)
-        elif layout_of(base) == "litgpt":
-            journal.warn(_IN_LITGPT_LAYOUT.format(base.name))
-    strategy.prepare(journal.display.phase)
-    schedule, notices = make_schedule(
-        recipe,
-        data.samples_per_epoch,
-        base_learning_rate(recipe),
-        start_step=start.step,
-        start_samples=start.samples,
-    )
-    for notice in (*notices, *check_validations(recipe, schedule.total_steps)):
-        journal.warn(notice)
-    with journal.display.phase("building the model", brief=True):
-        model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    model.kernel = attention_kernel(base.architecture.attention, plan)
-    model.routing = model.body.watch_routing(router_loss)
-    setup = Setup(
-        job=job,
-        plan=plan,
-        base=base,
-        data=data,
-        max_seq_length=max_seq_length,
-        start=start,
-        identities=found,
-        schedule=schedule,
-        model=model,
-        attention=attention,
-        strategy=strategy,
-        sets=sets,
-    )
-    if setup.is_saved:
-        _check_checkpoints(setup)
-    _tell(setup, journal)
-    return setup
+def _first_adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:
+    """The adapter that a new run starts from, if the recipe names one."""
+    if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
+        return None
+    adapter = read_adapter(recipe.adapter, base)
+    check_shapes(adapter, model, recipe.adapter)
+    return adapter
 
 
-def load(setup: Setup, journal: Journal) -> None:
-    """Connect the ranks; give the model its memory and its numbers, and make the optimizer."""
-    recipe, base, model, stored = setup.job.recipe, setup.base, setup.model, setup.start.stored
-    adapter = None if stored is not None else _adapter(recipe, base, model)
-    strategy = setup.strategy
-    strategy.connect(model)
-    with journal.display.phase("loading weights") as phase:
-        fill(
-            model,
-            base,
-            sharding=strategy.sharding,
-            device=strategy.device,
-            rope_length=min(
-                base.architecture.context_length,
-                setup.max_seq_length + (recipe.eval.max_new_tokens or 0),
-            ),
-            seed=recipe.seed,
-            trained=None if stored is None else partial(trained_parameter, stored),
-            adapter=None if adapter is None else adapter.tensors,
-            progress=phase.advance,
+# How the result is prompted
+
+
+def result_template(base: BaseModel, data: DataSets) -> ChatTemplate:
+    """Chat template of the result: the one of training."""
+    if _keeps_template(base, data):
+        return resolve_chat_template(OF_TOKENIZER, base.tokenizer)
+    return data.asked.renderer.template
+
+
+def result_stop_ids(base: BaseModel, data: DataSets) -> frozenset[int]:
+    """Tokens that end an answer of the result."""
+    if _keeps_template(base, data) and base.directory is not None:
+        return data.stop_ids | end_tokens(base.directory)
+    return data.stop_ids
+
+
+def result_chat_files(base: BaseModel, data: DataSets) -> dict[str, bytes]:
+    """Files beside the weights of the result that say how it is prompted, by name."""
+    return chat_files(base, result_template(base, data).source, result_stop_ids(base, data))
+
+
+def _keeps_template(base: BaseModel, data: DataSets) -> bool:
+    # Documents alone teach no other way to be prompted.
+    return data.asked.part.shape == "text" and bool(base.tokenizer.chat_template)
+
+
+# Checks
+
+
+def _check_result_format(base: BaseModel, recipe: Recipe, journal: Journal) -> None:
+    if isinstance(recipe, LoraRecipe):
+        check_adapter(base, recipe)
+    elif layout_of(base) == "litgpt":
+        journal.warn(
+            "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit "
+            f"cannot write {base.name} for Hugging Face."
         )
-    strategy.set_up(model)
 
 
-def tell_data(data: DataSets, journal: Journal) -> None:
-    """Note what became of the records, and say what is not trained on as it is."""
+def _check_checkpoints(setup: Setup, existing_bytes: int) -> None:
+    """Refuse an optimizer that cannot continue, and a disk on which checkpoints will not fit."""
+    plan, strategy, recipe = setup.plan, setup.strategy, setup.recipe
+    if not (setup.is_saved or setup.start.stored is not None):
+        return
+    optimizer_class, arguments = strategy.optimizer_of()
+    kinds = state_kinds(optimizer_class, arguments, strategy.device)
+    if setup.start.stored is not None:
+        check_kinds(kinds, setup.start.stored, recipe.optimizer["class_path"])
+    if not setup.is_saved or rank() > 0:
+        return
+    trained = sum(p.numel() for p in trainable(setup.model))
+    hidden = sum(p.numel() for p in hidden_matrices(setup.model))
+    number_bytes = strategy.average_bytes + bytes_per_number(
+        kinds, optimizer_class, arguments, updated_dtype(plan), hidden / trained
+    )
+    itemsize = parameter_dtype(plan).itemsize
+    held = list(kept_parameters(setup.model).values())
+    # The few small files of a checkpoint are not counted.
+    checkpoint_bytes = sum(
+        p.numel() * (number_bytes if p.requires_grad else itemsize) for p in held
+    )
+    if isinstance(recipe, LoraRecipe):
+        checkpoint_bytes += sum(p.numel() for p in held) * itemsize  # the adapter beside the shards
+    check_disk(
+        recipe.out_dir,
+        int(checkpoint_bytes),
+        recipe.checkpoint,
+        existing_bytes,
+        steps_left=setup.schedule.total_steps - setup.start.step,
+    )
+
+
+# Messages and the report
+
+
+def log_data_summary(data: DataSets, journal: Journal) -> None:
+    """Report the records and samples of each source, and show which ones are not trained on."""
     sources = {}
     for part, take in zip(data.parts, data.takes, strict=True):
-        counts = {str(split): data_counts(one.counts) for split, one in part.splits.items()}
+        counts = {str(split): _report_counts(one.counts) for split, one in part.splits.items()}
         sources[part.source.name] = Source(data=counts, samples_per_epoch=take)
         of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
         where = part.source.where
@@ -289,29 +436,29 @@ def tell_data(data: DataSets, journal: Journal) -> None:
         journal.display.message(f"data of {shown}: {part.part.summary}")
         for split, known in counts.items():
             if text := losses_of_data_text(known):
-                journal.display.message(f"{split} data{of_source}: {text}{_why(known)}")
+                journal.display.message(f"{split} data{of_source}: {text}{_lost_text(known)}")
         for notice in part.notices:
             journal.warn(notice)
-    of_all = {str(split): data_counts(counts) for split, counts in data.counts.items()}
+    of_all = {str(split): _report_counts(counts) for split, counts in data.counts.items()}
     journal.recorder.on_data(of_all, sources)
 
 
-def tell_sets(sets: ValidationSets, journal: Journal) -> None:
-    """Note what became of the records of each set, and say what is not validated on as it is."""
+def log_sets_summary(sets: ValidationSets, journal: Journal) -> None:
+    """Report the records and samples of each set, and show which ones are left out."""
     counts = {}
     for part in sets.parts:
-        name, known = part.source.name, data_counts(part.splits["val"].counts)
+        name, known = part.source.name, _report_counts(part.splits["val"].counts)
         counts[name] = Source(data={"val": known})
         journal.display.message(f"set {name}: {part.part.summary}")
         if text := losses_of_data_text(known):
-            journal.display.message(f"set {name}: {text}{_why(known)}")
+            journal.display.message(f"set {name}: {text}{_lost_text(known)}")
         for notice in part.notices:
             journal.warn(notice)
     journal.recorder.on_sets(counts)
 
 
-def _tell_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal: Journal) -> None:
-    """Say what in the data ruins runs, but for what its counts say."""
+def _log_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal: Journal) -> None:
+    """Show problems of the data, except for those that its counts already show."""
     evidence = Evidence(
         data=data,
         tokenizer=base.tokenizer,
@@ -328,17 +475,15 @@ def _tell_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal
             journal.display.message(f"notice: {finding.words}")
 
 
-def data_counts(counts: Counts) -> DataCounts:
-    """The counts as a report has them."""
+def _report_counts(counts: Counts) -> DataCounts:
     known = {field.name for field in dataclasses.fields(DataCounts)}
     values = {name: value for name, value in vars(counts).items() if name in known}
     return DataCounts(**values, lost_fraction=counts.lost_fraction)
 
 
-def _why(counts: DataCounts) -> str:
-    """How much of the tokens that is, and what changes it."""
-    lengths = counts.skipped_no_labels + counts.truncated + counts.dropped + counts.split
-    if not lengths:
+def _lost_text(counts: DataCounts) -> str:
+    """Share of the tokens that are lost because samples are too long, and the key to change."""
+    if not counts.skipped_no_labels + counts.truncated + counts.dropped + counts.split:
         return ""
     return (
         f"; the longest sample has {counts.longest_tokens:,} tokens, "
@@ -347,40 +492,19 @@ def _why(counts: DataCounts) -> str:
     )
 
 
-def _check_checkpoints(setup: Setup) -> None:
-    """Refuse an optimizer that cannot continue, and a disk on which checkpoints will not fit."""
-    plan, strategy, stored = setup.plan, setup.strategy, setup.start.stored
-    optimizer_class, arguments = strategy.optimizer_of()
-    kinds = state_kinds(optimizer_class, arguments, strategy.device)
-    if stored is not None:
-        check_kinds(kinds, stored, plan.recipe.optimizer["class_path"])
-    trained = sum(p.numel() for p in trainable(setup.model))
-    hidden = sum(p.numel() for p in hidden_matrices(setup.model))
-    number_bytes = strategy.average_bytes + bytes_per_number(
-        kinds, optimizer_class, arguments, updated_dtype(plan), hidden / trained
-    )
-    if rank() == 0:
-        _require_space(setup, number_bytes)
-
-
-def _tell(setup: Setup, journal: Journal) -> None:
-    """Note what the recipe came to, and say it in two lines."""
-    job, plan, recipe, model = setup.job, setup.plan, setup.job.recipe, setup.model
+def _log_summary(setup: Setup, device_names: tuple[str, ...], journal: Journal) -> None:
+    """Report what the recipe was resolved to, and show it in two lines."""
+    plan, recipe, model, train = setup.plan, setup.recipe, setup.model, setup.data.train
     samples_per_epoch = setup.data.samples_per_epoch
     journal.recorder.expect(
         samples_per_epoch,
-        mean_flops_per_token(
-            model,
-            setup.data.train.lengths,
-            setup.data.train.label_counts,
-            setup.data.repetitions,
-        ),
+        mean_flops_per_token(model, train.lengths, train.label_counts, setup.data.repetitions),
         model.routing,
     )
     resolved = Resolved(
         base_model=setup.base.name,
         accelerator=plan.accelerator,
-        device=job.devices.names[0] if job.devices.names else "CPU",
+        device=device_names[0] if device_names else "CPU",
         devices=plan.devices,
         world_size=plan.world_size,
         strategy=plan.strategy,
@@ -392,7 +516,7 @@ def _tell(setup: Setup, journal: Journal) -> None:
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
         kept_bytes=setup.base.rest_bytes or None,
-        chat_template=setup.template.name,
+        chat_template=result_template(setup.base, setup.data).name,
         max_seq_length=setup.max_seq_length,
         longest_sample_tokens=max(setup.data.longest_tokens, setup.sets.longest_tokens),
         global_batch_size=recipe.train.global_batch_size,
@@ -406,45 +530,19 @@ def _tell(setup: Setup, journal: Journal) -> None:
     )
     journal.recorder.note(resolved=resolved)
     journal.display.message(summary_text(resolved, recipe.method))
-    if text := _alone_text(setup.data.train.lengths, plan.micro_batch_tokens):
-        journal.display.message(f"notice: {text}")
+    most_tokens = plan.micro_batch_tokens
+    longer = 0 if most_tokens is None else int((train.lengths > most_tokens).sum())
+    if longer:
+        journal.display.message(
+            f"notice: {longer:,} of {len(train.lengths):,} training samples have more than "
+            f"train.micro_batch_tokens {most_tokens:,}, up to {int(train.lengths.max()):,}: each "
+            "is computed alone"
+        )
 
 
-def _adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:
-    """The adapter that training starts from."""
-    if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
-        return None
-    adapter = read_adapter(recipe.adapter, base)
-    check_shapes(adapter, model, recipe.adapter)
-    return adapter
-
-
-def _require_space(setup: Setup, number_bytes: float) -> None:
-    """Refuse a run whose checkpoints will not fit on the disk; their small files do not count."""
-    recipe = setup.job.recipe
-    itemsize = parameter_dtype(setup.plan).itemsize
-    held = list(kept_parameters(setup.model).values())
-    checkpoint_bytes = sum(
-        p.numel() * (number_bytes if p.requires_grad else itemsize) for p in held
-    )
-    if isinstance(recipe, LoraRecipe):
-        checkpoint_bytes += sum(p.numel() for p in held) * itemsize  # the adapter beside the shards
-    check_disk(
-        recipe.out_dir,
-        int(checkpoint_bytes),
-        recipe.checkpoint,
-        size_of(setup.job.directory.store.directory),
-        steps_left=setup.schedule.total_steps - setup.start.step,
-    )
-
-
-def _alone_text(lengths: IntArray, most_tokens: int | None) -> str:
-    """How many samples are longer than a micro-batch should be; empty: none."""
-    longer = 0 if most_tokens is None else int((lengths > most_tokens).sum())
-    if not longer:
-        return ""
-    return (
-        f"{longer:,} of {len(lengths):,} training samples have more than "
-        f"train.micro_batch_tokens {most_tokens:,}, up to {int(lengths.max()):,}: each is computed "
-        "alone"
-    )
+def _log_average(strategy: Strategy, stored: StoredState, display: Display) -> None:
+    """Show if a checkpoint has an average that the recipe does not want, or the reverse."""
+    if strategy.averages is not None and not has_average(stored):
+        display.message("notice: the average of the weights begins here: the checkpoint has none")
+    elif strategy.averages is None and has_average(stored):
+        display.message("notice: train.ema_decay is empty: the checkpoint's average is dropped")

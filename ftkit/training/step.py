@@ -1,4 +1,4 @@
-"""The optimizer step: its micro-batches, its update, and what is measured of it."""
+"""The optimizer step: its micro-batches, its update, and measurements of it."""
 
 import hashlib
 import time
@@ -12,11 +12,14 @@ from torch import Tensor
 
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.compiled import compiled_graphs
-from ftkit.models.loss import normalize_loss
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.loss import step_share
 from ftkit.planning.meter import MemoryMeter
+from ftkit.recipe.recipe import Train
 from ftkit.runs.report.step_record import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
-from ftkit.training.setup import Setup
+from ftkit.strategies.optim.schedule import Schedule
+from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -25,9 +28,9 @@ Batch = dict[str, Any]
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
-    """The seed of everything that is drawn at random in an optimizer step on a rank (dropout).
+    """Seed of all random numbers of an optimizer step on a rank, such as dropout.
 
-    A step can be done again, or for the first time after a resume, with nothing saved.
+    So a step can be repeated, or made for the first time after a resume, without any saved state.
     """
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
@@ -47,11 +50,11 @@ class StepClock:
         self._start: Any = self._now()
 
     def mark(self, part: StepPart) -> None:
-        """The time since the mark before belongs to this part."""
+        """Add the time since the previous mark to this part."""
         self._marks.append((part, self._now()))
 
     def take(self) -> dict[StepPart, float]:
-        """The parts since the last take; the device must have finished."""
+        """Seconds by part since the last call; the device must have finished."""
         parts: dict[StepPart, float] = dict.fromkeys(PARTS, 0.0)
         before = self._start
         for part, moment in self._marks:
@@ -62,7 +65,7 @@ class StepClock:
         return parts
 
     def restart(self) -> None:
-        """Forget the time since the last take: it belongs to no step."""
+        """Drop the time since the last call of `take`: it belongs to no step."""
         self._marks = []
         self._start = self._now()
 
@@ -75,40 +78,59 @@ class StepClock:
 
 
 class TrainStep:
-    """Makes one optimizer step after the other, and measures each."""
+    """Makes optimizer steps, and measures each of them."""
 
-    def __init__(self, setup: Setup, meter: MemoryMeter, before_update: Callable[[], None]) -> None:
-        """Prepare.
+    def __init__(
+        self,
+        model: LanguageModel,
+        strategy: Strategy,
+        schedule: Schedule,
+        train: Train,
+        *,
+        learning_rate: float,
+        seed: int,
+        compiles: bool,
+        meter: MemoryMeter,
+        before_update: Callable[[], None],
+    ) -> None:
+        """Prepare to train a model whose strategy is set up.
 
         Args:
-            setup: what is trained, with its strategy, which is set up.
-            meter: follows the memory of some steps.
+            model: to be trained.
+            strategy: of the run.
+            schedule: of the learning rate.
+            train: section of the recipe.
+            learning_rate: the full one.
+            seed: of the recipe.
+            compiles: whether the model is compiled.
+            meter: measures the memory of some steps.
             before_update: called before the first update of a step: after its last backward
-                pass, or before that one if it updates.
+                pass, or before that pass if it updates.
         """
-        self._setup, self._strategy = setup, setup.strategy
+        self._model, self._strategy, self._schedule = model, strategy, schedule
+        self._learning_rate, self._seed = learning_rate, seed
+        self._max_norm, self._in_backward = train.max_norm, train.optimizer_in_backward
+        self._compiles = compiles
         self._meter, self._before_update = meter, before_update
-        self._in_backward = setup.job.recipe.train.optimizer_in_backward
-        self._device = setup.strategy.device
+        self._device = strategy.device
         self._clock = StepClock(self._device)
         self._loss = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
-        """Of the step so far, this rank's share, in nats per label token."""
-        train, model = setup.job.recipe.train, setup.model
+        """This rank's share of the loss of the step so far, in nats per label token."""
         alpha = train.neftune_noise_alpha
-        self._noise = alpha and EmbeddingNoise(model.body.embedding, alpha, setup.job.recipe.seed)
+        self._noise = alpha and EmbeddingNoise(model.body.embedding, alpha, seed)
         self._routing = model.routing
         self._router_loss = torch.zeros_like(self._loss)
-        """The same of the routers' auxiliary loss, without its coefficient."""
+        """This rank's share of the routers' auxiliary loss, without its coefficient."""
         self._choices: Tensor | None = None
-        """What the routers' loss knows of the whole step before; None: it is one micro-batch."""
-        self._graphs = compiled_graphs() if setup.job.recipe.compile else 0
+        """[experts]: choices of the routers in the whole step; None: it has one micro-batch."""
+        self._graphs = compiled_graphs() if compiles else 0
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
-        """Train on the micro-batches of a step, as many as there are, and update once.
+        """Train on the micro-batches of one step, and update once.
 
         Args:
-            step: optimizer steps done before.
-            batches: the next one is the first of the step.
+            step: optimizer steps already done.
+            batches: the next one is the first of this step.
         """
         began = time.perf_counter()
         self._clock.restart()
@@ -117,8 +139,8 @@ class TrainStep:
         counts = [0, 0, 0, 0]
         of_step = list(_of_step(batches))
         self._choices = self._count_choices(step, of_step) if len(of_step) > 1 else None
-        self._draw_from(step)
-        self._strategy.set_learning_rate(self._setup.schedule.share(step))
+        self._seed_step(step)
+        self._strategy.set_learning_rate(self._schedule.share(step))
         for number, waiting in enumerate(of_step):
             batch = move_data_to_device(waiting, self._device)
             if not number:
@@ -133,28 +155,21 @@ class TrainStep:
         self._clock.mark("optimizer")
         return self._record(step, counts, len(of_step), began)
 
-    def _draw_from(self, step: int) -> None:
-        """Have what is drawn at random follow from the step."""
-        torch.manual_seed(seed_of_step(self._setup.job.recipe.seed, step, rank()))
+    def _seed_step(self, step: int) -> None:
+        torch.manual_seed(seed_of_step(self._seed, step, rank()))
 
     def _noise_of(self, step: int, batch: Batch) -> AbstractContextManager[None]:
-        """The embeddings of a micro-batch have their noise in this context, if there is any."""
+        """Context that adds noise to the embeddings of a micro-batch, if the recipe wants it."""
         return self._noise.of(step, batch) if self._noise else nullcontext()
 
     @torch.no_grad()
     def _count_choices(self, step: int, batches: Sequence[Batch]) -> Tensor | None:
-        """How often each expert will be chosen in a step, over all ranks: [experts].
-
-        The routers' loss depends on it, and gradients of the first micro-batch on that loss. None:
-        there is no such loss.
-
-        Args:
-            step: optimizer steps done before.
-            batches: all of the step.
-        """
+        """Choices of each expert in a step over all ranks, [experts]; None: no routers' loss."""
+        # The routers' loss is a product of means over the whole step, so the gradients of the
+        # first micro-batch already depend on the choices in all of them.
         if self._routing.loss is None:
             return None
-        self._draw_from(step)  # what training will draw
+        self._seed_step(step)  # the same dropout as in training
         choices = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         for waiting in batches:
             batch = move_data_to_device(waiting, self._device)
@@ -163,7 +178,7 @@ class TrainStep:
                 self._routing.of(batch["is_real"]),
                 self._noise_of(step, batch),
             ):
-                self._setup.model(
+                self._model(
                     batch["input_ids"],
                     batch["label_indices"][:0],
                     sequence_lengths=batch["sequence_lengths"],
@@ -175,7 +190,7 @@ class TrainStep:
         return sum_over_ranks(choices)
 
     def micro_step(self, batch: Batch) -> None:
-        """The forward and backward pass of a micro-batch, whose gradients are added up."""
+        """Make the forward and backward pass of a micro-batch, which adds up its gradients."""
         self._meter.before_forward(batch)
         self._clock.mark("data")
         with self._routing.of(batch["is_real"]):
@@ -190,33 +205,37 @@ class TrainStep:
         self._clock.mark("backward")
 
     def _scaled_loss(self, batch: Batch) -> Tensor:
-        """The share of a micro-batch in the loss of the step, as its gradients need it."""
-        share = normalize_loss(self._strategy.forward(batch), batch["label_tokens_in_step"])
+        """Share of a micro-batch in the loss of the step, scaled for the backward pass."""
+        # Divided by the label tokens of the whole step: the gradients then do not depend on how
+        # the step is split into micro-batches and ranks.
+        share = step_share(self._strategy.forward(batch), batch["label_tokens_in_step"])
         self._loss += share.detach()
         routed, loss = self._routing.take(), self._routing.loss
         if routed is not None and loss is not None:
             choices = self._choices
-            if choices is None:  # there is no other micro-batch
+            if choices is None:  # this is the only micro-batch
                 choices = sum_over_ranks(routed.choices)
             of_routers = loss.share(routed.probabilities, choices)
             self._router_loss += of_routers.detach()
             share = share + loss.coefficient * of_routers
-        return share * self._setup.plan.world_size  # gradients are a mean over the ranks
+        # Strategies average gradients over the ranks; the loss of a step is their sum.
+        return share * self._strategy.plan.world_size
 
     def update(self) -> None:
-        """Clip the gradients that were added up, update, and free them."""
+        """Clip the gradients, update the parameters, and free the gradients."""
         if not self._in_backward:
             self._before_update()
-        self._strategy.clip_gradients(self._setup.job.recipe.train.max_norm)
+        self._strategy.clip_gradients(self._max_norm)
         self._strategy.update()
         self._meter.end_step()
 
     def _record(self, step: int, counts: list[int], micro_steps: int, began: float) -> StepRecord:
+        # One collective for all numbers of the step.
         kind = sum_dtype(self._device)
         sums = torch.tensor([0.0, 0.0, *counts], dtype=kind, device=self._device)
         sums[0], sums[1] = self._loss, self._router_loss
-        loss, router_loss, *found = sum_over_ranks(sums).tolist()
-        samples, tokens, label_tokens, padded_tokens = map(int, found)
+        loss, router_loss, *totals = sum_over_ranks(sums).tolist()
+        samples, tokens, label_tokens, padded_tokens = map(int, totals)
         gradient_norm = self._strategy.gradient_norm()
         self._clock.mark("other")
         if self._device.type != HOST_KIND:
@@ -230,7 +249,7 @@ class TrainStep:
             micro_steps=micro_steps,
             loss=loss,
             router_aux_loss=None if self._routing.loss is None else router_loss,
-            learning_rate=self._setup.learning_rate(step),
+            learning_rate=self._learning_rate * self._schedule.share(step),
             gradient_norm=gradient_norm,
             duration_s=time.perf_counter() - began,
             parts_s=self._clock.take(),
@@ -238,15 +257,15 @@ class TrainStep:
         )
 
     def _new_graphs(self) -> int | None:
-        """What torch.compile has made since the last call."""
-        if not self._setup.job.recipe.compile:
+        """Graphs that torch.compile has made since the last call."""
+        if not self._compiles:
             return None
         before, self._graphs = self._graphs, compiled_graphs()
         return self._graphs - before
 
 
 def _of_step(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The micro-batches up to the end of a step."""
+    """Micro-batches up to the end of a step."""
     for batch in batches:
         yield batch
         if batch["is_last_of_step"]:
@@ -254,6 +273,6 @@ def _of_step(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _counts(batch: Batch) -> tuple[int, int, int, int]:
-    """Of a micro-batch: samples, real tokens, label tokens, padded positions."""
+    """Samples, tokens, label tokens and padded positions of a micro-batch."""
     tokens, positions = int(batch["tokens"]), int(batch["padded_tokens"])
     return int(batch["samples"]), tokens, len(batch["labels"]), positions - tokens

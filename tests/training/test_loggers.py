@@ -16,22 +16,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ftkit.errors import UserError
 from ftkit.recipe.checks import check_loggers_installed
-from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.plan import Plan, make_plan
-from ftkit.training.loggers import Loggers, make_loggers
-from ftkit.training.services.mlflow_logger import MlflowLogger
+from ftkit.recipe.recipe import Recipe
+from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers
 
 
-def make(logger: str, out_dir: Path, **more: str) -> Plan:
+def make(logger: str, out_dir: Path, **more: str) -> Recipe:
     values = [("checkpoint_dir", "base"), ("out_dir", str(out_dir)), ("logger_name", logger)]
     values += [(key.replace("__", "."), value) for key, value in more.items()]
-    recipe = read_recipe([], values, method="lora")
-    return make_plan(recipe, Devices(accelerator="cpu", count=1))
+    return read_recipe([], values, method="lora")
 
 
-def session(plan: Plan, steps: range, run_ids: dict[str, str], *, start_step: int = 0) -> Logger:
-    (logger,) = make_loggers(plan, start_step=start_step, run_ids=run_ids).values()
+def session(
+    recipe: Recipe, steps: range, run_ids: dict[str, str], *, start_step: int = 0
+) -> Logger:
+    (logger,) = make_loggers(recipe, start_step=start_step, run_ids=run_ids).values()
     if start_step == 0:
         logger.log_metrics({"val_loss": 9.0}, step=0)
     for step in steps:
@@ -49,10 +48,10 @@ def scalars(out_dir: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_shows_every_step_once_where_sessions_overlap(tmp_path: Path) -> None:
-    plan = make("tensorboard", tmp_path)
-    session(plan, range(1, 10), {})
-    session(plan, range(7, 12), {}, start_step=6)
-    session(plan, range(9, 15), {}, start_step=8)
+    recipe = make("tensorboard", tmp_path)
+    session(recipe, range(1, 10), {})
+    session(recipe, range(7, 12), {}, start_step=6)
+    session(recipe, range(9, 15), {}, start_step=8)
     expected = [(s, 1 / s) for s in range(1, 7)]
     expected += [(s, 6 + 1 / s) for s in (7, 8)] + [(s, 8 + 1 / s) for s in range(9, 15)]
     assert scalars(tmp_path, "loss") == expected
@@ -60,9 +59,9 @@ def test_tensorboard_shows_every_step_once_where_sessions_overlap(tmp_path: Path
 
 
 def test_tensorboard_forgets_a_session_that_left_no_checkpoint(tmp_path: Path) -> None:
-    plan = make("tensorboard", tmp_path)
+    recipe = make("tensorboard", tmp_path)
     for steps in (range(1, 6), range(1, 4)):
-        session(plan, steps, {})
+        session(recipe, steps, {})
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3]
     assert [step for step, _ in scalars(tmp_path, "val_loss")] == [0, 3]
 
@@ -73,11 +72,11 @@ def test_wandb_goes_on_with_the_run_it_began(
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    plan = make("wandb", tmp_path)
+    recipe = make("wandb", tmp_path)
     run_ids: dict[str, str] = {}
     seen = []
     for start_step, steps in ((0, range(1, 6)), (3, range(4, 8))):
-        logger = session(plan, steps, run_ids, start_step=start_step)
+        logger = session(recipe, steps, run_ids, start_step=start_step)
         seen.append((logger.experiment.id, logger._wandb_init["resume"]))  # type: ignore[attr-defined]
         wandb.finish()
     assert seen == [(run_ids["wandb"], "allow"), (run_ids["wandb"], "must")]
@@ -102,30 +101,25 @@ def test_only_rank_0_chooses_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run_ids == {}
 
 
-class Warnings:
-    """Stands in for the journal."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.said.append(text)
-
-
 def told(
-    plan: Plan, steps: range, run_ids: dict[str, str], *, start_step: int = 0, factor: float = 1.0
+    recipe: Recipe,
+    steps: range,
+    run_ids: dict[str, str],
+    *,
+    start_step: int = 0,
+    factor: float = 1.0,
 ) -> list[str]:
     """What a session says of its loggers; each third step has a validation, which is later."""
-    warnings = Warnings()
+    warnings: list[str] = []
     loggers = Loggers(
-        make_loggers(plan, start_step=start_step, run_ids=run_ids), plan.recipe, warnings
+        make_loggers(recipe, start_step=start_step, run_ids=run_ids), recipe, warnings.append
     )
     for step in steps:
         loggers.log({"loss": factor / step, "learning_rate": 0.1}, step)
         if step % 3 == 0:
             loggers.log({"val_loss": factor / step}, step)
     loggers.finalize("success")
-    return warnings.said
+    return warnings
 
 
 def mlflow_run(out_dir: Path, run_id: str) -> Any:
@@ -165,12 +159,12 @@ class TestMlflow:
     def test_a_run_goes_on_and_has_every_step_once_where_sessions_overlap(
         self, tmp_path: Path
     ) -> None:
-        plan = make("mlflow", tmp_path, log__project="pets", log__run="cats", log__group="a")
+        recipe = make("mlflow", tmp_path, log__project="pets", log__run="cats", log__group="a")
         run_ids: dict[str, str] = {}
-        assert told(plan, range(1, 10), run_ids) == []
+        assert told(recipe, range(1, 10), run_ids) == []
         first = dict(run_ids)
         # The step that was taken back has the value that was shown of it.
-        assert told(plan, range(7, 12), run_ids, start_step=6, factor=2.0) == []
+        assert told(recipe, range(7, 12), run_ids, start_step=6, factor=2.0) == []
         assert run_ids == first
         expected = [(s, 1 / s) for s in range(1, 10)] + [(s, 2 / s) for s in (10, 11)]
         assert mlflow_values(tmp_path, run_ids["mlflow"], "loss") == expected
@@ -182,10 +176,12 @@ class TestMlflow:
     def test_a_validation_that_was_missing_is_told_by_the_next_session(
         self, tmp_path: Path
     ) -> None:
-        plan, run_ids = make("mlflow", tmp_path), dict[str, str]()
-        told(plan, range(1, 3), run_ids)
-        warnings = Warnings()
-        loggers = Loggers(make_loggers(plan, start_step=2, run_ids=run_ids), plan.recipe, warnings)
+        recipe, run_ids = make("mlflow", tmp_path), dict[str, str]()
+        told(recipe, range(1, 3), run_ids)
+        warnings: list[str] = []
+        loggers = Loggers(
+            make_loggers(recipe, start_step=2, run_ids=run_ids), recipe, warnings.append
+        )
         loggers.log({"val_loss": 0.5}, 2)
         loggers.finalize("success")
         assert mlflow_values(tmp_path, run_ids["mlflow"], "val_loss") == [(2, 0.5)]
@@ -193,10 +189,10 @@ class TestMlflow:
     def test_losses_of_sets_are_there_beside_the_loss_whatever_the_sets_are_called(
         self, tmp_path: Path
     ) -> None:
-        plan, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), Warnings()
+        recipe, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), list[str]()
         for start_step in (0, 3):
-            made = make_loggers(plan, start_step=start_step, run_ids=run_ids)
-            loggers = Loggers(made, plan.recipe, warnings)
+            made = make_loggers(recipe, start_step=start_step, run_ids=run_ids)
+            loggers = Loggers(made, recipe, warnings.append)
             losses = {
                 "val_loss": 3.0,
                 "val_loss/code": 1.0,
@@ -206,7 +202,7 @@ class TestMlflow:
             for step in range(1, 4 + start_step):
                 loggers.log(losses, step)
             loggers.finalize("success")
-        assert warnings.said == []
+        assert warnings == []
         assert mlflow_run(tmp_path, run_ids["mlflow"]).data.metrics == {
             "val_loss": 3.0, "val_losses/code": 1.0, "val_losses/c__": 2.0, "val_losses/a": 4.0,
         }  # fmt: skip
@@ -243,10 +239,10 @@ class TestMlflow:
         assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
 
     def test_a_server_that_goes_away_is_said_once(self, tmp_path: Path) -> None:
-        plan, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), Warnings()
-        made = make_loggers(plan, start_step=0, run_ids=run_ids)
+        recipe, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), list[str]()
+        made = make_loggers(recipe, start_step=0, run_ids=run_ids)
         (logger,) = made.values()
-        loggers = Loggers(made, plan.recipe, warnings)
+        loggers = Loggers(made, recipe, warnings.append)
         shutil.rmtree(tmp_path / "mlflow")
         loggers.log({"loss": 1.0}, 1)
         assert isinstance(logger, MlflowLogger)
@@ -254,7 +250,7 @@ class TestMlflow:
         for step in (2, 3):
             loggers.log({"loss": 1.0}, step)
         loggers.finalize("success")
-        (said,) = warnings.said
+        (said,) = warnings
         assert "mlflow gets no values any more" in said
 
     def test_a_run_that_the_server_does_not_know_begins_anew(self, tmp_path: Path) -> None:
@@ -303,12 +299,14 @@ class TestTrackio:
     def test_a_run_goes_on_with_each_step_once_and_a_branch_is_another(
         self, tmp_path: Path, runs: dict[str, TrackioRun]
     ) -> None:
-        plan = make("trackio", tmp_path, log__project="pets", log__run="cats", access_token="hf_x")
+        recipe = make(
+            "trackio", tmp_path, log__project="pets", log__run="cats", access_token="hf_x"
+        )
         run_ids: dict[str, str] = {}
-        assert told(plan, range(1, 10), run_ids) == []
-        assert told(plan, range(7, 12), run_ids, start_step=6) == []
+        assert told(recipe, range(1, 10), run_ids) == []
+        assert told(recipe, range(7, 12), run_ids, start_step=6) == []
         assert os.environ["TRACKIO_DIR"] == str(tmp_path / "trackio")
-        assert told(plan, range(7, 9), {}, start_step=6) == []
+        assert told(recipe, range(7, 9), {}, start_step=6) == []
         first, second = runs.items()
         assert first[0] == run_ids["trackio"] and first[0].startswith("cats-")
         assert [step for step, row in first[1].rows if "loss" in row] == list(range(1, 12))
@@ -317,10 +315,10 @@ class TestTrackio:
     def test_values_that_are_not_written_or_sent_are_said_once(
         self, tmp_path: Path, runs: dict[str, TrackioRun]
     ) -> None:
-        plan, warned = make("trackio", tmp_path, log__project="pets"), Warnings()
+        recipe, warned = make("trackio", tmp_path, log__project="pets"), list[str]()
         for failure in ("write-logs-to-sqlite", "", "local-sender-loop"):
-            made = make_loggers(plan, start_step=0, run_ids={})
-            loggers = Loggers(made, plan.recipe, warned)
+            made = make_loggers(recipe, start_step=0, run_ids={})
+            loggers = Loggers(made, recipe, warned.append)
             loggers.log({"loss": 1.0}, 1)
             (*_, run) = runs.values()
             run.warning = "" if failure else "* Some logs could not be sent to the remote server"
@@ -333,7 +331,7 @@ class TestTrackio:
             "trackio gets no values any more (OSError: ",
             "); metrics.csv has all of them",
         )
-        assert warned.said == [
+        assert warned == [
             f"{begun}values could not be written, see its warning{ended}",
             f"{begun}Some logs could not be sent to the remote server{ended}",
             f"{begun}values could not be written, see its warning{ended}",
@@ -346,10 +344,10 @@ def test_trackio_goes_on_and_has_every_step_once_where_sessions_overlap(
     monkeypatch.setenv("TRACKIO_DIR", "")  # so that it is as before after the test
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
-    plan, run_ids = make("trackio", tmp_path, log__project="pets"), dict[str, str]()
-    assert told(plan, range(1, 10), run_ids) == []
+    recipe, run_ids = make("trackio", tmp_path, log__project="pets"), dict[str, str]()
+    assert told(recipe, range(1, 10), run_ids) == []
     first = dict(run_ids)
-    assert told(plan, range(7, 12), run_ids, start_step=6) == []
+    assert told(recipe, range(7, 12), run_ids, start_step=6) == []
     assert run_ids == first
     with sqlite3.connect(tmp_path / "trackio" / "pets.db") as database:
         rows = database.execute(
@@ -364,9 +362,9 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(
     logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == logger else name)
-    plan = make(f"[tensorboard, {logger}]", tmp_path)
+    recipe = make(f"[tensorboard, {logger}]", tmp_path)
     with pytest.raises(UserError, match=f"logger_name has {logger}, .*Try pip install {logger}"):
-        check_loggers_installed(plan.recipe)
+        check_loggers_installed(recipe)
 
 
 @pytest.mark.parametrize(

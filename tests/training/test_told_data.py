@@ -11,7 +11,7 @@ from ftkit.data.dataset import load_data
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component
 from ftkit.runs.report.report import DataCounts, Source
-from ftkit.training.setup import tell_data
+from ftkit.training.setup import log_data_summary
 from ftkit.utils.console.formatting import percent_text
 
 
@@ -23,7 +23,7 @@ def tell(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     def tell_(**init_args: Any) -> tuple[list[str], list[str], Any]:
         data = Component(class_path="JSON", init_args={"val_split_fraction": 0.2, **init_args})
         journal = Mock()
-        tell_data(load_data(data, Tokenizer(tiny_base), 120), journal)
+        log_data_summary(load_data(data, Tokenizer(tiny_base), 120), journal)
         lines = [call.args[0] for call in journal.display.message.call_args_list]
         warnings = [call.args[0] for call in journal.warn.call_args_list]
         return lines, warnings, journal.recorder.on_data.call_args.args

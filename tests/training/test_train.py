@@ -37,12 +37,10 @@ from ftkit.runs.report.report import Report
 from ftkit.strategies.optim.clipping import clip_gradients
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import Strategy
-from ftkit.training.journal import Journal
-from ftkit.training.loop import NonFiniteLoss
+from ftkit.training.loop import NonFiniteLoss, StopRequest
 from ftkit.training.rank import _explain, run_job
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import identities
-from ftkit.training.signals import StopRequest
+from ftkit.training.setup import Journal, identities
 from ftkit.training.step import TrainStep
 from ftkit.utils.console.display import Display
 
@@ -426,14 +424,13 @@ def test_of_a_base_model_with_values_that_are_no_numbers_the_learning_rate_is_no
 
 def test_another_base_model_is_not_told_as_other_data(base: Path) -> None:
     """Its tokenizer may be another one, and then the samples are, too."""
-    recipe = read_recipe([], [("checkpoint_dir", str(base))])
     data: Any = SimpleNamespace(samples_per_epoch=1, fingerprint="of other tokens")
     model, told = open_base(str(base)), f"checkpoint_dir {base} is not the model that .* of step 5"
     with pytest.raises(UserError, match=told):
-        identities(recipe, model, data, some_metadata(5))
+        identities(str(base), model, data, some_metadata(5))
     same = some_metadata(5, base=BaseIdentity(name="x", fingerprint=fingerprint(model)))
     with pytest.raises(UserError, match="data: these are not the training samples"):
-        identities(recipe, model, data, same)
+        identities(str(base), model, data, same)
 
 
 def test_training_ends_at_the_time_limit_and_the_result_is_kept(train: Train) -> None:

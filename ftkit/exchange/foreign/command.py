@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,26 +30,22 @@ from ftkit.exchange.foreign.recipe import (
 from ftkit.exchange.foreign.state import ForeignRun, ForeignState, TrainedModel
 from ftkit.exchange.foreign.trainer import STATE, TrainerRun
 from ftkit.exchange.output_files import check_apart, check_space
-from ftkit.models.bodies.attention import attention_path
 from ftkit.models.language_model import outline
 from ftkit.models.lora.save import check_adapter
-from ftkit.models.pretrained.base_model import checked_length, open_base
+from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import sorted_words, to_yaml
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Memory, Recipe
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import Job
 from ftkit.runs.resume import continue_command
 from ftkit.strategies.optim.optimizers import base_learning_rate, resolve_optimizer
 from ftkit.strategies.optim.schedule import make_schedule
 from ftkit.strategies.precision import compute_dtype, parameter_dtype
 from ftkit.strategies.state import PARAMETER, state_kinds
-from ftkit.strategies.strategy import make_strategy
 from ftkit.training.checkpointing import write_companions
-from ftkit.training.setup import Setup, identities
-from ftkit.training.starting_point import StartingPoint
+from ftkit.training.setup import identities, result_chat_files
 from ftkit.utils.confinement import checked_size, extend_limits, without_limits
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
@@ -121,7 +116,7 @@ def import_run(options: ImportOptions) -> int:
         imported = _read(run, asked, display)
         with display.phase(f"writing {out}", brief=True) as phase:
             _write(imported, out, options.overwrite, phase.advance)
-    step, recipe = imported.metadata.step, imported.setup.job.recipe
+    step, recipe = imported.metadata.step, imported.recipe
     print(f"{out} has step {step:,} of a run that {run.program} began")
     for line in imported.lines:
         print(f"  {line}")
@@ -152,7 +147,10 @@ def import_in_child(
 class _Imported:
     """Everything of a run that is to be written."""
 
-    setup: Setup
+    recipe: Recipe
+    base: BaseModel
+    chat_files: dict[str, bytes]
+    """Files that say how the result is prompted."""
     metadata: Metadata
     placed: Sequence[PlacedTensor]
     lines: Sequence[str]
@@ -174,11 +172,12 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     with display.phase("reading the checkpoint", brief=True):
         state = run.state(TrainedModel(base, adapter))
     asked.tell(optimizer_told(state))
+    max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with display.phase("reading data", brief=True) as phase, without_limits():
         data = load_data(
             recipe.data,
             base.tokenizer,
-            checked_length(base, recipe.train.max_seq_length),
+            max_seq_length,
             progress=lambda _, done, total: phase.advance(done, total),
         )
     of_epoch = data.samples_per_epoch
@@ -194,26 +193,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     schedule, notices = make_schedule(
         recipe, of_epoch, base_learning_rate(recipe), start_step=state.step, start_samples=samples
     )
-    setup = Setup(
-        job=Job(
-            recipe=recipe,
-            devices=Devices(accelerator="cpu", count=1),
-            base=str(base.directory),
-            command=(),
-            started_at_s=time.time(),
-        ),
-        plan=plan,
-        base=base,
-        data=data,
-        max_seq_length=checked_length(base, recipe.train.max_seq_length),
-        start=StartingPoint(),
-        identities=identities(recipe, base, data, None),
-        schedule=schedule,
-        model=model,
-        attention=attention_path(base.architecture.attention, plan),
-        strategy=make_strategy(plan),
-    )
-    of_base, of_data = setup.identities
+    of_base, of_data = identities(recipe.checkpoint_dir, base, data, None)
     metadata = Metadata(
         method=recipe.method,
         step=state.step,
@@ -227,7 +207,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
         lr_schedule=schedule.kind,
         loss=state.loss,
         validation_loss=None,
-        max_seq_length=setup.max_seq_length,
+        max_seq_length=max_seq_length,
         optimizer=recipe.optimizer["class_path"],
         optimizer_scalars=dict(state.scalars) if state.moments is not None else {"step": 0.0},
         rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
@@ -250,7 +230,9 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     if state.moments is None:
         taken = f"taken over: {len(state.parameters):,} tensors by name"
     return _Imported(
-        setup=setup,
+        recipe=recipe,
+        base=base,
+        chat_files=result_chat_files(base, data),
         metadata=metadata,
         placed=placed,
         lines=[taken, f"learning rate of the next step: {rate:.6g}"]
@@ -316,7 +298,7 @@ def _write(imported: _Imported, out: Path, overwrite: bool, progress: OnProgress
     try:
         with new_directory(out, overwrite=overwrite) as partial:
             run = RunDirectory(partial)
-            write_durably(run.recipe, to_yaml(imported.setup.job.recipe))
+            write_durably(run.recipe, to_yaml(imported.recipe))
             _write_checkpoint(imported, run.store, progress)
     except FileExistsError:
         raise UserError(
@@ -339,7 +321,7 @@ def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -
         for tensor in group:
             values = tensor.read().detach().to("cpu").clone(memory_format=torch.contiguous_format)
             kind, _, name = tensor.name.partition("/")
-            if kind == PARAMETER and imported.setup.job.recipe.method == "lora":
+            if kind == PARAMETER and imported.recipe.method == "lora":
                 adapter.append((name, values))
             flat = values.view(-1)
             pieces.append(Piece(name=tensor.name, shape=values.shape, start=0, values=flat))
@@ -347,7 +329,14 @@ def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -
         write_shard(shard, pieces)
         written.append(shard)
         progress(number + 1, len(groups))
-    written += write_companions(imported.setup, adapter, partial)
+    written += write_companions(
+        partial,
+        imported.recipe,
+        imported.base,
+        imported.chat_files,
+        adapter=adapter,
+        fingerprint=imported.metadata.base.fingerprint,
+    )
     entries = {}
     for path in written:
         sync(path)

@@ -1,4 +1,4 @@
-"""The learning-rate schedule: optimizer steps of a run, the rate of each, the samples they take."""
+"""The learning-rate schedule: the steps of a run, the rate of each, and their samples."""
 
 import math
 from collections.abc import Callable
@@ -7,33 +7,34 @@ from dataclasses import asdict, dataclass, fields
 from ftkit.recipe.recipe import LrSchedule, Recipe, Train
 
 _INVERSE_SQRT_STEPS = 10_000
-"""Over so many steps the rate falls by the square root of 2, where there is no warm-up."""
+"""Without a warm-up, the rate falls by the square root of 2 over so many steps."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Optimizer steps of a run and the learning rate of each, as a share of the full one."""
+    """Optimizer steps of a run, and the learning rate of each as a share of the full rate."""
 
     total_steps: int
     warmup_steps: int
     final_share: float
-    """Learning rate that a decay goes down to, as a share of the full one; at most 1."""
+    """Learning rate at the end of a decay, as a share of the full rate; at most 1."""
     kind: LrSchedule = "cosine"
     decay_steps: int = 0
-    """Of wsd: steps at the end of the run, over which the rate falls."""
+    """Steps at the end of the run over which the rate of wsd falls."""
 
     def share(self, step: int) -> float:
-        """Learning rate of optimizer step `step` (from 0): linear warm-up, then the kind's curve.
+        """Share of the full learning rate in a step, counted from 0.
 
-        The first step already trains (1 / warmup_steps of the full rate, not 0). The last one
-        ends at `final_share`, but for the kinds that do not depend on the length of the run.
+        After a linear warm-up it follows the curve of its kind, which ends at `final_share` in the
+        last step unless the kind does not depend on the length of the run.
         """
+        # step + 1: the first step already trains, with 1 / warmup_steps of the full rate.
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return self.final_share + (1 - self.final_share) * _CURVES[self.kind](self, step)
 
     def numbers(self) -> dict[str, float]:
-        """What the curve of its kind follows from."""
+        """All numbers that define the curve of its kind."""
         return {key: value for key, value in asdict(self).items() if key != "kind"}
 
     def _cosine(self, step: int) -> float:
@@ -43,7 +44,7 @@ class Schedule:
         return 1 - self._progress(step)
 
     def _progress(self, step: int) -> float:
-        """How much of the steps after the warm-up is done, in [0, 1]."""
+        """Share of the steps after the warm-up that is done, in [0, 1]."""
         decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
         return min(1.0, (step - self.warmup_steps) / decay_steps)
 
@@ -51,7 +52,7 @@ class Schedule:
         return 1.0
 
     def _wsd(self, step: int) -> float:
-        """Warm-up, stable, decay: the full rate, and a straight line down at the end."""
+        """Warm-up, stable, decay: the full rate, then a straight line down at the end."""
         stable_until = max(1, self.warmup_steps, self.total_steps - self.decay_steps)
         decay_steps = max(1, self.total_steps - stable_until)
         return 1 - min(1.0, max(0, step + 1 - stable_until) / decay_steps)
@@ -79,17 +80,17 @@ def make_schedule(
     start_step: int = 0,
     start_samples: int = 0,
 ) -> tuple[Schedule, list[str]]:
-    """The schedule once the number of training samples is known, with what to tell the user.
+    """Compute the schedule of a run, with notices for the user.
 
     Total steps = start_step + ceil((epochs * samples - start_samples) / global_batch_size),
     capped by max_steps; start_step if the run is already there or beyond.
 
     Args:
-        recipe: what was asked.
+        recipe: of the run.
         samples: of one epoch.
         learning_rate: the full one.
-        start_step: optimizer steps done before, if the run continues.
-        start_samples: samples they consumed.
+        start_step: optimizer steps already done, if the run continues.
+        start_samples: samples that these consumed.
     """
     train = recipe.train
     batch = train.global_batch_size
@@ -123,7 +124,7 @@ def make_schedule(
 
 
 def _without_effect(train: Train) -> list[str]:
-    """What was set of the schedule and is not looked at."""
+    """Notices of settings that the kind of schedule ignores."""
     defaults = {field.name: field.default for field in fields(train)}
     unused = {"constant": ["min_lr", "lr_decay_fraction"], "wsd": []}
     return [
@@ -134,7 +135,6 @@ def _without_effect(train: Train) -> list[str]:
 
 
 def _notices(recipe: Recipe, samples: int, learning_rate: float, total: int) -> list[str]:
-    """What is worth a word of how much is learned."""
     batch, notices = recipe.train.global_batch_size, []
     if learning_rate == 0:
         notices.append("The learning rate is 0: nothing is learned. Try --optimizer.lr 2e-4.")
@@ -155,14 +155,14 @@ def sample_budget(
     start_step: int = 0,
     start_samples: int = 0,
 ) -> int:
-    """Samples the whole run consumes: the last step may be shorter than the others.
+    """Samples that the whole run consumes; the last step may be smaller than the others.
 
     Args:
-        recipe: what was asked.
+        recipe: of the run.
         samples: of one epoch.
-        schedule: made for the same start.
-        start_step: optimizer steps done before, if the run continues.
-        start_samples: samples they consumed.
+        schedule: computed for the same start.
+        start_step: optimizer steps already done, if the run continues.
+        start_samples: samples that these consumed.
     """
     train = recipe.train
     wanted = start_samples + (schedule.total_steps - start_step) * train.global_batch_size

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ftkit.checkpoint.interval import best_interval_s, mean_between_losses_s, usual_save_s
+from ftkit.training.checkpointing import best_interval_s, mean_between_losses_s, usual_save_s
 
 HOUR_S = 3600.0
 
