@@ -174,7 +174,7 @@ class StepMemory:
         return cls(ranks=ranks, predicted=first.predicted, heaviest=first.heaviest)
 
 
-# Simulated steps: `ftkit.planning.memory.simulate` makes them, a strategy places them.
+# Simulated steps: `ftkit.planning.simulate` makes them, a strategy places them.
 
 PERSISTENT_ELEMENTS = 100_000
 """Smaller parameters stay gathered under ZeRO-3: DeepSpeed's stage3_param_persistence_threshold."""
