@@ -13,9 +13,8 @@ from torch import nn
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, share_of
 from ftkit.errors import UserError
-from ftkit.models.load_weights import kept_parameters
+from ftkit.models.load_weights import Sharding, kept_parameters
 from ftkit.models.lora.targets import our_name
-from ftkit.models.load_weights import Sharding
 from ftkit.strategies.state import AVERAGE, BLOCK, PARAMETER, OptimizerStateView, StatePart
 
 

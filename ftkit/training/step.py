@@ -13,7 +13,7 @@ from torch import Tensor
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.compiled import compiled_graphs
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.loss import step_share
+from ftkit.models.loss import normalize_loss
 from ftkit.planning.meter import MemoryMeter
 from ftkit.recipe.recipe import Train
 from ftkit.runs.report.step_record import PARTS, StepPart, StepRecord
@@ -208,7 +208,7 @@ class TrainStep:
         """Share of a micro-batch in the loss of the step, scaled for the backward pass."""
         # Divided by the label tokens of the whole step: the gradients then do not depend on how
         # the step is split into micro-batches and ranks.
-        share = step_share(self._strategy.forward(batch), batch["label_tokens_in_step"])
+        share = normalize_loss(self._strategy.forward(batch), batch["label_tokens_in_step"])
         self._loss += share.detach()
         routed, loss = self._routing.take(), self._routing.loss
         if routed is not None and loss is not None:
