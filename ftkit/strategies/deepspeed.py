@@ -144,7 +144,7 @@ class DeepSpeed(Strategy):
         if self.averages is not None:  # stored with the moments, of the same flat slices
             self.averages = self._zero.optimizer.state
         # DeepSpeed has cast the rotary tables together with the parameters.
-        model.body.place_rotary_tables(self.device, model.body.max_length)
+        model.body.build_rope_cache(self.device, model.body.max_length)
         self._note_rates()
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
