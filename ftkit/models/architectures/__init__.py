@@ -1,1 +1,1 @@
-"""Architectures: what models are before they have numbers, and what files call their parameters."""
+"""Architectures: descriptions of models without weights, and names of parameters in files."""

@@ -1,4 +1,4 @@
-"""The architecture of a model: what it is before it has numbers, whoever implements it."""
+"""The architecture of a model: its description without weights, in any implementation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from ftkit.models.architectures.naming import Fused, Naming
 from ftkit.models.architectures.router_loss import RouterLoss
 
 ModelLayout = Literal["hf", "litgpt"]
-"""Whose directories: Hugging Face's, or LitGPT's."""
+"""Layout of a model's directory: Hugging Face's or LitGPT's."""
 
 LITGPT_SETTINGS = "model_config.yaml"
 """The settings file of LitGPT's layout."""
 
 Implementation = Literal["litgpt", "transformers"]
-"""Whose code computes a model."""
+"""Library whose code computes a model."""
 
 Initial = Literal["normal", "ones", "zeros"]
-"""What a parameter is before training."""
+"""Initial values of a parameter."""
 
 HEAD = "lm_head.weight"
 """Our name of the weight of the output layer, in every architecture."""
@@ -29,45 +29,45 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTraits:
-    """What the choice of a kernel for attention depends on, and its cost."""
+    """Traits of attention on which its kernel and its cost depend."""
 
     heads: int
     head_size: int
     is_plain: bool
-    """Whether kernels know its scores: no bound of them, no sinks, values as large as keys."""
+    """Whether kernels can compute its scores: no bound, no sinks, values as large as keys."""
     takes_rows: bool
-    """Whether it takes sequences in a row; else padded micro-batches alone."""
+    """Whether it takes sequences in a row; otherwise micro-batches must be padded."""
 
 
 class Architecture(ABC):
-    """What a model is made of; `ftkit.models.language_model` builds it.
+    """Description of a model, from which `ftkit.models.language_model` builds it.
 
-    Our names of parameters are the implementation's: they depend on the architecture alone, and
-    checkpoints and adapters are written by them.
+    Our names of parameters are those of the implementation: they depend on the architecture alone,
+    and checkpoints use them.
     """
 
     implementation: ClassVar[Implementation]
-    """Whose code computes it."""
+    """Library whose code computes the model."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """By which prompt styles and messages know it."""
+        """Name in messages, by which prompt styles are chosen too."""
 
     @property
     @abstractmethod
     def class_name(self) -> str | None:
-        """Hugging Face's class of such models; None: it has none that ftkit knows."""
+        """Hugging Face's class of such models; None: unknown."""
 
     @property
     @abstractmethod
     def context_length(self) -> int:
-        """Positions that it was built for, or that its attention is run on."""
+        """Most positions of a sequence."""
 
     @property
     @abstractmethod
     def window(self) -> int | None:
-        """The sliding window that the context is cut to; None: it is whole."""
+        """Sliding window to which the context is limited; None: the context is whole."""
 
     @property
     @abstractmethod
@@ -77,71 +77,68 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def has_equal_layers(self) -> bool:
-        """Whether all blocks compute and keep the same."""
+        """Whether all blocks have the same structure."""
 
     @property
     @abstractmethod
     def attention(self) -> AttentionTraits:
-        """Of every block."""
+        """Traits of the attention in every block."""
 
     @property
     @abstractmethod
     def logit_softcap(self) -> float | None:
-        """The bound of the logits, approached by a tangent; None: they have none."""
+        """Bound of the logits, by a hyperbolic tangent; None: no bound."""
 
     @property
     @abstractmethod
     def logit_scale(self) -> float:
-        """The factor of the products of the head, before they are bounded."""
+        """Factor of the logits, before they are bounded."""
 
     @property
     @abstractmethod
     def expert_share(self) -> float:
-        """How many of the experts of a layer a token passes, as a share of all; 1 without."""
+        """Share of the experts of a layer that a token passes; 1 without experts."""
 
     @property
     @abstractmethod
     def router_loss(self) -> RouterLoss | None:
-        """The auxiliary loss of its routers; None: there are none, or it is not known."""
+        """Auxiliary loss of the routers; None: no routers, or an unknown loss."""
 
     @property
     @abstractmethod
     def asks_for_router_loss(self) -> bool:
-        """Whether its settings say that it is trained with that loss."""
+        """Whether the settings turn that loss on."""
 
     @property
     @abstractmethod
     def embedding(self) -> str:
-        """Our name of the weight of the embedding."""
+        """Our name of the embedding's weight."""
 
     @property
     @abstractmethod
     def is_usually_tied(self) -> bool:
-        """Whether embedding and head are one where config.json does not say."""
+        """Whether embedding and head are tied if config.json does not say."""
 
     @property
     @abstractmethod
     def lora_layers(self) -> Mapping[str, Sequence[str]]:
-        """Keys of LoRA recipes, and the ends of our names of the layers that each adapts."""
+        """Layers that each key of LoRA recipes adapts, by the end of our names."""
 
     @property
     @abstractmethod
     def untied_shapes(self) -> dict[str, torch.Size]:
-        """`parameter_shapes` where embedding and head are two."""
+        """`parameter_shapes` if embedding and head are not tied."""
 
     @property
     def rest_shapes(self) -> Mapping[str, torch.Size]:
-        """Name and shape of what a model has beside its language model: kept as it is.
-
-        Empty where there is nothing else.
-        """
+        """Shapes of parameters beside the language model, by name; they are kept unchanged."""
         return {}
 
     def parameter_shapes(self, *, tied: bool) -> dict[str, torch.Size]:
         """Our name and the shape of every parameter, in the order of the model's modules.
 
         Args:
-            tied: whether embedding and head are one; there is no head's weight then.
+            tied: whether embedding and head are one, so that the head has no weight.
         """
         shapes = dict(self.untied_shapes)
         if tied:
@@ -150,47 +147,44 @@ class Architecture(ABC):
 
     @abstractmethod
     def initial(self, name: str, shape: torch.Size) -> Initial:
-        """What a parameter of ours is before training."""
+        """Initial values of one of our parameters."""
 
     @abstractmethod
     def with_layers(self, layers: int) -> Self:
-        """The same with another number of blocks."""
+        """Copy with another number of blocks."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What changes the function that given weights compute, each thing said in one way.
-
-        The same for a model in either layout.
-        """
+        """Settings that change the results of given weights, the same in either layout."""
 
     @abstractmethod
     def naming_in(self, layout: ModelLayout) -> Naming | None:
-        """What files of a layout call the parameters; None: no such file holds this model."""
+        """Names of the parameters in files of a layout; None: the layout cannot hold this model."""
 
     @abstractmethod
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
-        """The settings file of a layout: config.json, or model_config.yaml.
+        """Content of a layout's settings file: config.json, or model_config.yaml.
 
-        None: it cannot be made from the architecture; only the model's own says all.
+        None: it cannot be made from the architecture; the model's own file is needed.
         """
 
     @abstractmethod
     def obstacle_to(self, layout: ModelLayout) -> str | None:
-        """What keeps a model from being written in a layout, with advice; None: nothing does.
+        """Reason why a model cannot be written in a layout, with advice; None: it can.
 
-        The rest of a sentence that begins with the model's name.
+        It continues a sentence that begins with the model's name.
         """
 
     def part_of(self, tensor: Tensor, fused: Fused, name: str) -> Tensor:
-        """The rows of a fused tensor that are our parameter.
+        """Return the rows of a fused tensor that are our parameter.
 
         Args:
             tensor: [rows of all parts, ...].
-            fused: how.
-            name: of the parameter, or of one of the same layer and with its rows.
+            fused: its parts and layout.
+            name: of the parameter, or of another with the same rows in the same layer.
 
         Raises:
-            ValueError: it is no part of such a tensor.
+            ValueError: it is not part of such a tensor.
         """
         shapes = self.parameter_shapes(tied=True)
         names = fused.parameters_beside(name)
@@ -203,7 +197,7 @@ class Architecture(ABC):
         return tensor.split(rows)[names.index(name)]
 
     def fuse(self, parts: Sequence[Tensor], fused: Fused) -> Tensor:
-        """The inverse of `part_of`: all parts, in their order, as one."""
+        """Join all parts, in their order: the inverse of `part_of`."""
         if fused.layout == "heads":
             of_heads = [part.unflatten(0, (self.attention.heads, -1)) for part in parts]
             return torch.cat(of_heads, dim=1).flatten(0, 1)

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 _MOST_LAYERS = 2**10
-"""The deepest published language models have an eighth of it."""
+"""The deepest published language models have an eighth of this."""
 _MOST_EXPERTS = 2**16
-"""Of a layer."""
+"""In a layer."""
 _MOST_EXPERTS_OF_ALL_LAYERS = 2**16
-"""Of LitGPT's code, which makes modules of each; the largest published models have a third."""
+"""LitGPT's code makes modules of each; the largest published models have a third of this."""
 _MOST_SIZE = 2**24
 _MOST_POSITIONS = 2**27
 _MOST_NESTING = 32
@@ -53,9 +53,9 @@ _METHODS = {
     "torchao": "torchao",
     "vptq": "VPTQ",
 }
-"""What people call each quant_method of a config.json."""
+"""Usual name of each quant_method of a config.json."""
 _KEYS = ("quantization_config", "compression_config")
-"""The second is what llm-compressor wrote before."""
+"""Earlier versions of llm-compressor wrote the second."""
 _EIGHT_BITS = ("eetq", "fbgemm_fp8", "fp8")
 
 
@@ -65,14 +65,14 @@ class _Rule:
     least: float
     most: float
     is_one: bool
-    """Whether nothing but one number may stand there; else also one for each layer, or others."""
+    """Whether the value must be one number; otherwise lists of numbers pass, too."""
 
     @property
     def text(self) -> str:
         return f"a number from {self.least:,} to {self.most:,}"
 
     def allows(self, value: Any) -> bool:
-        """Whether the value is possible; null and what is not a size are left to the model."""
+        """Whether the value is possible; null and other kinds of values are left to the model."""
         if isinstance(value, list | Mapping) and not self.is_one:
             items = value.values() if isinstance(value, Mapping) else value
             return all(self.allows(item) for item in items)
@@ -99,16 +99,16 @@ _RULES = tuple(
         (r"\w+_softcapping|query_pre_attn_scalar|attention_scores_scalar", 1e-9, 1e30, True),
     )
 )
-"""By the key, the first that fits. Some models write -1 for a size that is not limited."""
+"""The first rule that fits a key applies. Some models write -1 for an unlimited size."""
 _FLAGS = frozenset(
     (
         *("tie_word_embeddings", "attention_bias", "mlp_bias"),
         *("use_sliding_window", "use_parallel_residual"),
     )
 )
-"""Keys that any text would switch on."""
+"""Keys of booleans: any string would count as true."""
 _NUMBERS = frozenset(("rope_base", "attention_scores_scalar", "rope_condense_ratio"))
-"""Fields of LitGPT's configuration that are annotated as whole numbers and may be others."""
+"""Fields of LitGPT's configuration that are annotated as int and may be float."""
 
 
 def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
@@ -116,14 +116,14 @@ def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
 
     Args:
         settings: the content of a config.json or model_config.yaml.
-        file: what they were read from, for messages.
+        file: the file that they were read from, for messages.
 
     Raises:
-        UserError: names the key, its value and what may stand there.
+        UserError: names the key, its value and the values allowed.
     """
     for key, value, depth in _entries(settings, 0):
         if depth > _MOST_NESTING:
-            raise _implausible(file, f"what {key} holds is nested too deeply")
+            raise _implausible(file, f"{key} is nested too deeply")
         rule = next((rule for rule in _RULES if rule.keys.fullmatch(key)), None)
         if rule is not None and not rule.allows(value):
             raise _implausible(file, f"{key} is {_shown(value)}, but has to be {rule.text}")
@@ -132,14 +132,14 @@ def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
 
 
 def require_sound(config: "Config", file: Path | str) -> None:
-    """Refuse a configuration of LitGPT with a field of another kind than its own.
+    """Refuse a configuration of LitGPT with a field of the wrong type.
 
     Args:
-        config: of settings that are plausible.
-        file: what they were read from, for messages.
+        config: made of plausible settings.
+        file: the file that they were read from, for messages.
 
     Raises:
-        UserError: names the field, its value and its kind.
+        UserError: names the field, its value and its type.
     """
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
@@ -157,7 +157,7 @@ def require_sound(config: "Config", file: Path | str) -> None:
 
 
 def _entries(value: Mapping[str, Any] | list[Any], depth: int) -> Iterator[tuple[str, Any, int]]:
-    """Every key and its value, also in nested settings; depth: how many are around it."""
+    """Yield every key, its value and its depth, also in nested settings."""
     keyed = value.items() if isinstance(value, Mapping) else (("a list", v) for v in value)
     for key, item in keyed:
         yield str(key), item, depth
@@ -182,7 +182,7 @@ def require_plain_weights(settings: Mapping[str, Any], name: str) -> None:
         name: of the model, as the user knows it.
 
     Raises:
-        UserError: names the method, and what to use instead.
+        UserError: names the method and the model to use instead.
     """
     for key in _KEYS:
         found = settings.get(key)
@@ -191,10 +191,10 @@ def require_plain_weights(settings: Mapping[str, Any], name: str) -> None:
 
 
 def quantized_weights(quantization: Mapping[str, Any], name: str) -> UserError:
-    """Why such a model is refused, and what to use instead.
+    """Error that refuses such a model and says what to use instead.
 
     Args:
-        quantization: how its weights are stored, in the words of a config.json.
+        quantization: how its weights are stored, as in a config.json.
         name: of the model, as the user knows it.
     """
     method = str(quantization.get("quant_method") or _unnamed_method(quantization))
@@ -208,7 +208,7 @@ def quantized_weights(quantization: Mapping[str, Any], name: str) -> UserError:
 
 
 def _unnamed_method(quantization: Mapping[str, Any]) -> str:
-    """Of files from before quant_method was written."""
+    # Early files have no quant_method.
     if any(key.startswith(("load_in_", "bnb_", "_load_in_")) for key in quantization):
         return "bitsandbytes"
     return "quantised"

@@ -1,4 +1,4 @@
-"""Model families: Hugging Face's config.json and `litgpt.Config`, each from the other."""
+"""Model families: conversion between Hugging Face's config.json and `litgpt.Config`."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -26,17 +26,17 @@ class Family:
     class_name: str
     naming: Naming
     settings: Callable[[Settings], dict[str, Any]]
-    """config.json -> the fields of `litgpt.Config` that differ from a plain Llama's."""
+    """config.json -> fields of `litgpt.Config` that differ from those of a plain Llama."""
     tied: bool = False
-    """Whether embedding and head are shared where config.json does not say."""
+    """Whether embedding and head are tied if config.json does not say."""
 
 
 @dataclass
 class AttentionBiasConfig(Config):  # type: ignore[misc]
-    """Biases on all four attention projections and none in the MLP.
+    """Configuration with biases on all four attention projections and none in the MLP.
 
-    `litgpt.Config` knows ``bias`` (everywhere) and ``attn_bias`` (all but the output
-    projection); Llama's ``attention_bias`` is neither.
+    `litgpt.Config` has ``bias`` (everywhere) and ``attn_bias`` (all but the output projection);
+    Llama's ``attention_bias`` is neither.
     """
 
     @property
@@ -46,18 +46,18 @@ class AttentionBiasConfig(Config):  # type: ignore[misc]
 
 
 def litgpt_config(settings: Settings, name: str) -> Config:
-    """The LitGPT configuration of any size of model that config.json describes.
+    """Make the LitGPT configuration of a model that config.json describes.
 
-    A sliding window is never run: the model is taken to have as many positions as its window,
-    within which it equals the original exactly.
+    Sliding windows are not computed: positions are limited to the window, within which the model
+    equals the original exactly.
 
     Args:
         settings: the content of config.json.
         name: of the model; chooses LitGPT's prompt style.
 
     Raises:
-        UserError: ftkit cannot run this model exactly; says which setting is in the way.
-        Exception: of LitGPT's code, for settings that do not fit each other.
+        UserError: ftkit cannot run this model exactly; names the setting.
+        Exception: from LitGPT's code, for settings that do not fit each other.
     """
     require_plain_weights(settings, name)
     family = family_of_settings(settings)
@@ -80,9 +80,9 @@ def litgpt_config(settings: Settings, name: str) -> Config:
 
 
 def within_window(config: Config) -> Config:
-    """The configuration of LitGPT with as many positions as its sliding window, as `litgpt_config`.
+    """Limit the positions of a LitGPT configuration to its sliding window, as `litgpt_config` does.
 
-    What it says of the window stays: the family depends on it, and files that are written say it.
+    The fields of the window stay: the family depends on them, and written files have them.
     """
     if config.sliding_window_size is None:
         return config
@@ -92,11 +92,11 @@ def within_window(config: Config) -> Config:
 
 
 def window_of(config: Config, settings: Settings) -> int | None:
-    """The sliding window to which the positions of a model are limited; None: it has no such limit.
+    """Sliding window to which the positions of a model are limited; None: there is no such limit.
 
     Args:
         config: from `litgpt_config` or `within_window`.
-        settings: the content of config.json; empty where there is none.
+        settings: the content of config.json; empty if there is none.
     """
     window: int | None = config.sliding_window_size
     family = family_of_settings(settings)
@@ -106,13 +106,13 @@ def window_of(config: Config, settings: Settings) -> int | None:
 
 
 def family_of_settings(settings: Settings) -> Family | None:
-    """The family that config.json names, if ftkit knows it."""
+    """Family that config.json names, if ftkit knows it."""
     model_type = settings.get("model_type")
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
 
 def family_of_config(config: Config) -> Family | None:
-    """The Hugging Face family that a LitGPT configuration is an instance of, if ftkit knows it."""
+    """Hugging Face family of a LitGPT configuration, if ftkit knows it."""
     plain = not (config.latent_attention or config.n_expert or config.lm_head_bias)
     if not plain or config.norm_qk_type != "default" or not (config.norm_1 and config.norm_2):
         return None
@@ -134,7 +134,7 @@ def family_of_config(config: Config) -> Family | None:
 
 
 def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | None:
-    """A config.json for a model that came without one; None: only its own can tell all of it."""
+    """Make a config.json for a model without one; None: LitGPT's fields are not enough."""
     rope = config.rope_adjustments
     yarn = bool(rope) and "beta_fast" in rope
     if family.model_type not in ("llama", "mistral", "qwen2", "qwen3") or yarn:
@@ -161,7 +161,7 @@ def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | Non
 
 
 def shared_settings(config: Config) -> dict[str, Any]:
-    """What config.json says in the same words for many families."""
+    """Settings that have the same keys in config.json for many families."""
     return {
         "vocab_size": config.padded_vocab_size,
         "hidden_size": config.n_embd,
@@ -177,11 +177,11 @@ def shared_settings(config: Config) -> dict[str, Any]:
 
 
 class _Unsupported(Exception):
-    """A setting under which LitGPT would compute something else."""
+    """A setting with which LitGPT would compute something else."""
 
 
 def _llama_settings(settings: Settings) -> dict[str, Any]:
-    """The fields of `litgpt.Config` of a Llama, with what every family reads in the same way."""
+    """Fields of `litgpt.Config` for a Llama, most of which are the same in every family."""
     attention_bias = bool(settings.get("attention_bias", False))
     mlp_bias = bool(settings.get("mlp_bias", False))
     if mlp_bias and not attention_bias:
@@ -209,13 +209,13 @@ def _llama_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _head_size(settings: Settings, default: int | None) -> int:
-    """default: the size where config.json has no head_dim; None, or null there: by division."""
+    """Size of a head; None as default, or null as head_dim: width divided by heads."""
     by_division: int = settings["hidden_size"] // settings["num_attention_heads"]
     return settings.get("head_dim", default) or by_division
 
 
 def _rope(settings: Settings) -> dict[str, Any]:
-    """Rotary embedding, in the words of transformers 5 or of earlier versions."""
+    """Rotary embedding, from the keys of transformers 5 or earlier."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = rope.get("rope_theta") or settings.get("rope_theta")
@@ -363,7 +363,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def _identity(name: str, family: Family) -> dict[str, Any]:
-    """How LitGPT knows the model: prompt style and kind of norm depend on the name."""
+    """LitGPT's names of the model, on which prompt style and kind of norm depend."""
     known = next((c for c in configs if name == c["hf_config"]["name"]), None)
     lit_name = (known["name"] if known else name).replace("OLMo", "olmo")
     if family.settings not in (_gemma, _gemma2):

@@ -1,4 +1,4 @@
-"""LitGPT's architecture: its `Config`, read from the settings of models, and what it comes to."""
+"""LitGPT's architecture: its `Config`, read from the settings files of models."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,17 +40,17 @@ _LORA_LAYERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _NO_PART = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")
 """Fields of `Config` that change no number for a given sequence."""
 _LAYOUT_DEPENDENT = ("padded_vocab_size", "sliding_window_size", "sliding_window_indices")
-"""Fields that depend on the layout: the vocabulary is in the shapes; a window is run in LitGPT's
-and a limit of the positions in Hugging Face's."""
+"""Fields that depend on the layout: the vocabulary is in the shapes; a window is computed in
+LitGPT's layout and limits the positions in Hugging Face's."""
 
 
 @dataclass(frozen=True)
 class LitgptArchitecture(Architecture):
-    """What LitGPT's GPT is built from."""
+    """Architecture of LitGPT's GPT."""
 
     config: Config
     family: Family | None = None
-    """What it is to Hugging Face; None: nothing that ftkit knows how to write."""
+    """Hugging Face's family; None: ftkit cannot write it for Hugging Face."""
     window: int | None = None
 
     implementation = "litgpt"
@@ -99,7 +99,7 @@ class LitgptArchitecture(Architecture):
 
     @property
     def router_loss(self) -> None:
-        """None: LitGPT has none."""
+        """None: LitGPT has no such loss."""
 
     @property
     def asks_for_router_loss(self) -> bool:
@@ -150,12 +150,12 @@ class LitgptArchitecture(Architecture):
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         for name in (*_NO_PART, *_LAYOUT_DEPENDENT):
             del fields[name]
-        fields["unit_offset"] = "Gemma" in config.name  # LitGPT's norms ask for the name
+        fields["unit_offset"] = "Gemma" in config.name  # LitGPT decides by the name, too
         fields["attention_scores_scalar"] = config.attention_scores_scalar or config.head_size
         if config.mlp_class_name not in ("GptNeoxMLP", "GemmaMLP"):
             del fields["gelu_approximate"]
         rope = fields.pop("rope_adjustments") or {}
-        if rope.keys() == {"factor"}:  # linear scaling, which LitGPT also calls condensing
+        if rope.keys() == {"factor"}:  # linear scaling, which LitGPT also has as condensing
             fields["rope_condense_ratio"] *= rope["factor"]
         elif rope:
             fields["rope_adjustments"] = rope
@@ -191,11 +191,11 @@ class LitgptArchitecture(Architecture):
 def read_litgpt_architecture(
     directory: Path, settings: Settings, name: str, layout: ModelLayout
 ) -> LitgptArchitecture:
-    """The architecture of the model in a directory.
+    """Read the architecture of the model in a directory.
 
     Args:
         directory: with the settings files of its layout.
-        settings: the content of its config.json; empty where there is none.
+        settings: the content of its config.json; empty if there is none.
         name: of the model; chooses LitGPT's prompt style.
         layout: of the directory.
 
@@ -208,10 +208,10 @@ def read_litgpt_architecture(
 
 
 def named_architecture(name: str) -> LitgptArchitecture:
-    """The architecture that LitGPT knows by a name.
+    """Architecture that LitGPT knows by a name.
 
     Raises:
-        ValueError: it knows none.
+        ValueError: there is none.
     """
     found = Config.from_name(name)
     assert found is not None, "Config.from_name finds or raises"
@@ -221,10 +221,10 @@ def named_architecture(name: str) -> LitgptArchitecture:
 
 
 def find_by_hub_name(name: str) -> tuple[str, LitgptArchitecture] | None:
-    """ORG/NAME of a model on the hub, and its architecture, if LitGPT knows it.
+    """Find a model that LitGPT knows: ORG/NAME on the hub and its architecture, or None.
 
     Args:
-        name: that one, or LitGPT's own, in any case of letters.
+        name: ORG/NAME or LitGPT's own name, in upper or lower case.
     """
     for known in configs:
         hub_name = f"{known['hf_config']['org']}/{known['hf_config']['name']}"
@@ -236,7 +236,7 @@ def find_by_hub_name(name: str) -> tuple[str, LitgptArchitecture] | None:
 def _described(
     directory: Path, settings: Settings, name: str, layout: ModelLayout
 ) -> tuple[Config, Family | None]:
-    """What the settings files of a directory come to."""
+    """Configuration and family that the settings files of a directory describe."""
     family = families.family_of_settings(settings)
     if layout == "hf":
         return families.litgpt_config(settings, name), family
@@ -261,7 +261,7 @@ def _config_in(directory: Path) -> Config:
 
 
 def _require_same(theirs: Config, ours: Config, directory: Path) -> None:
-    """UserError unless config.json and model_config.yaml are of one size."""
+    """Refuse a directory whose config.json and model_config.yaml differ in size."""
     sizes = ("n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size")
     for size in sizes:
         if getattr(theirs, size) != getattr(ours, size):

@@ -1,4 +1,4 @@
-"""LitGPT as a library that may be absent: its code computes some models, and reads its layout."""
+"""LitGPT as an optional library: its code computes some models and reads its layout."""
 
 import importlib.util
 
@@ -17,7 +17,7 @@ def require_litgpt(why: str) -> None:
     """Refuse what needs LitGPT where it is not installed.
 
     Args:
-        why: the beginning of the message, a sentence that says what needs it.
+        why: the first sentence of the message, which says what needs LitGPT.
 
     Raises:
         UserError: it is not installed; with the command that installs it.

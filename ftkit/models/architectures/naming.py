@@ -1,7 +1,7 @@
-"""Parameter names of each family of models, beside our names.
+"""Parameter names of each family of models, and our names.
 
-"Our names" are the parameter names of `litgpt.GPT` with the fused ``attn.qkv`` split into
-``attn.qkv.q_proj``, ``k_proj`` and ``v_proj``, each with its rows in the order of the heads.
+Our names are those of `litgpt.GPT`, with the fused ``attn.qkv`` split into ``attn.qkv.q_proj``,
+``k_proj`` and ``v_proj``, each with its rows in the order of the heads.
 """
 
 import re
@@ -25,52 +25,52 @@ class Fused:
     """rows: one part after the other. heads: for each head, its rows of every part."""
 
     def modules_beside(self, ours: str) -> list[str]:
-        """All parts of one layer, given one of them, or a parameter of one.
+        """Names of all parts of a layer, given one of them, or a parameter of one.
 
         Raises:
-            ValueError: it is in no layer.
+            ValueError: the name is not in a layer.
         """
         layer = _LAYER.search(ours)
         if layer is None:
-            raise ValueError(f"{ours} is in no layer")
+            raise ValueError(f"{ours} is not in a layer")
         return [part.format(layer[1]) for part in self.parts]
 
     def parameters_beside(self, ours: str) -> list[str]:
-        """The same parameter (weight, bias) of all parts of one layer, given one of them."""
+        """Names of a parameter (weight, bias) in all parts of a layer, given one of them."""
         kind = ours.rpartition(".")[2]
         return [f"{module}.{kind}" for module in self.modules_beside(ours)]
 
 
 @dataclass(frozen=True)
 class Naming:
-    """Module names of a checkpoint beside ours; ``{}`` stands for the layer."""
+    """Module names of a checkpoint by ours; ``{}`` stands for the layer."""
 
     modules: Mapping[str, str]
-    """Ours -> theirs, where one stands for one."""
+    """Ours -> theirs, one to one."""
     fused: Mapping[str, Fused] = field(default_factory=lambda: MappingProxyType({}))
-    """Theirs -> ours, where one stands for several."""
+    """Theirs -> ours, where one of theirs holds several of ours."""
 
     def theirs(self, ours: str) -> str | None:
-        """Their name of a module or parameter; None if they have none of its own for it."""
+        """Their name of a module or parameter; None if it has no name of its own there."""
         return _renamed(ours, self.modules)
 
     def stored_in(self, ours: str) -> tuple[str, Fused | None]:
-        """Their name of what holds our parameter, and how it is fused there, if it is."""
+        """Their name of the tensor that holds our parameter, and how it is fused there, if so."""
         for module, fused in self.fused.items():
             if theirs := _renamed(ours, dict.fromkeys(fused.parts, module)):
                 return theirs, fused
         theirs = self.theirs(ours)
-        assert theirs is not None, f"{ours} is no parameter of this architecture"
+        assert theirs is not None, f"{ours} is not a parameter of this architecture"
         return theirs, None
 
 
 @dataclass(frozen=True)
 class SameNames(Naming):
-    """Names that are ours, but for the output layer's."""
+    """Names equal to ours, except for the output layer."""
 
     modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     head: str = "lm_head"
-    """Theirs of the output layer."""
+    """Their name of the output layer."""
 
     def theirs(self, ours: str) -> str:
         """Their name of a module or parameter."""
@@ -79,7 +79,7 @@ class SameNames(Naming):
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
-    """The name with the module it begins with replaced, as ``modules`` says."""
+    """Replace the module at the start of a name as ``modules`` says; None: it is not there."""
     layer = _LAYER.search(name)
     module = name if layer is None else f"{name[: layer.start()]}.{{}}{name[layer.end() :]}"
     suffix = ""
@@ -150,4 +150,4 @@ LITGPT = Naming(
     {"transformer": "transformer", "lm_head": "lm_head"},
     {"transformer.h.{}.attn.qkv": Fused(_QKV)},
 )
-"""The parameters of a LitGPT checkpoint of any architecture."""
+"""Parameters of a LitGPT checkpoint of any architecture."""

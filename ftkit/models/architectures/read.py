@@ -1,4 +1,4 @@
-"""Architectures of models in a directory or known by name, and whose code computes them."""
+"""Reading of architectures: of models in a directory, or known by name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 """The content of a config.json."""
 _FEWEST_POSITIONS = 2
-"""One token has nothing to predict."""
+"""A sequence of one token has nothing to predict."""
 _ADVICE = "Take it from the original model, or choose another model."
 
 
@@ -38,15 +38,15 @@ def read_architecture(
     layout: ModelLayout,
     implementation: Implementation | None = None,
 ) -> Architecture:
-    """The architecture of the model in a directory.
+    """Read the architecture of the model in a directory.
 
     Args:
         directory: with the settings files of its layout.
-        settings: the content of its config.json; empty where there is none.
+        settings: the content of its config.json; empty if there is none.
         name: of the model; chooses LitGPT's prompt style.
         layout: of the directory.
-        implementation: whose code computes it; None: LitGPT's where it is installed and knows the
-            whole model, else transformers'.
+        implementation: library whose code computes it; None: LitGPT if it is installed and can
+            compute the whole model, otherwise transformers.
 
     Raises:
         UserError: ftkit cannot run this model exactly, a settings file is damaged, or the model
@@ -67,7 +67,7 @@ def read_architecture(
         return _of_litgpt(directory, settings, name, layout)
     if implementation is None and (known := _known_to_litgpt(directory, settings, name)):
         return known
-    # It imports transformers, which takes as long as all the rest.
+    # Imported here: transformers takes as long as all other imports.
     from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 
     with reading(file, "settings of which transformers makes a whole model", advice=_ADVICE):
@@ -77,7 +77,7 @@ def read_architecture(
 
 
 def _known_to_litgpt(directory: Path, settings: Settings, name: str) -> "LitgptArchitecture | None":
-    """The architecture as LitGPT's code computes the whole model; None: it cannot, or is absent."""
+    """LitGPT's architecture if its code can compute the whole model and is installed."""
     if not litgpt_is_installed():
         return None
     from ftkit.models.architectures.families import family_of_settings
@@ -99,17 +99,17 @@ def _of_litgpt(
     file = directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json")
     with reading(file, "settings of which LitGPT makes a whole model", advice=_ADVICE):
         found = read_litgpt_architecture(directory, settings, name, layout)
-        if found.window is None or layout == "litgpt":  # else transformers computes it
+        if found.window is None or layout == "litgpt":  # otherwise transformers computes it
             _require_whole(found)
     return found
 
 
 def _require_whole(architecture: Architecture) -> None:
-    """Have everything made that follows from the settings, which fails where they are damaged."""
+    """Compute everything that follows from the settings: it fails if they are damaged."""
     if architecture.context_length < _FEWEST_POSITIONS:
         raise ValueError(f"it has {architecture.context_length} positions")
     architecture.parameter_shapes(tied=False)
-    architecture.attention  # noqa: B018 (fails where heads and sizes are no numbers)
+    architecture.attention  # noqa: B018 (fails if heads and sizes are not numbers)
     architecture.expert_share  # noqa: B018
     architecture.identity()
 
@@ -117,18 +117,18 @@ def _require_whole(architecture: Architecture) -> None:
 def known_architecture(
     name: str, implementation: Implementation | None = None
 ) -> tuple[str, Architecture] | None:
-    """ORG/NAME of a model on the hub, and its architecture, if LitGPT has its sizes.
+    """Find a model that LitGPT knows: ORG/NAME on the hub and its architecture, or None.
 
-    Whose code computes it is as for the same model in Hugging Face's layout: transformers' for
-    mixtures of experts, windows and OLMo 2, of a config.json that is made of LitGPT's sizes. Of
-    what LitGPT alone describes well enough (Falcon, Phi 1 and 2, OLMo 1, StableLM 3B), its own.
+    The same library computes it as in Hugging Face's layout: transformers for mixtures of experts,
+    windows and OLMo 2, with a config.json made of LitGPT's sizes; LitGPT for models that its sizes
+    do not describe to transformers (Falcon, Phi 1 and 2, OLMo 1, StableLM 3B).
 
     Args:
-        name: that one, or LitGPT's own, in any case of letters.
-        implementation: whose code computes it; None: as above.
+        name: ORG/NAME or LitGPT's own name, in upper or lower case.
+        implementation: library whose code computes it; None: as above.
 
     Raises:
-        UserError: that implementation cannot be had by this name, or LitGPT is not installed.
+        UserError: this name does not work with that implementation, or LitGPT is not installed.
     """
     if implementation == "litgpt":
         require_litgpt(f"{name} is computed by LitGPT's code (model_implementation).")
@@ -151,17 +151,17 @@ def known_architecture(
             "name, without a config.json. Try --model_implementation litgpt, or give the directory "
             "of the model."
         )
-    # It imports transformers, which takes as long as all the rest.
+    # Imported here: transformers takes as long as all other imports.
     from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 
     return hub_name, read_transformers_architecture(settings, known.name)
 
 
 def default_architecture(model_type: str) -> Architecture | None:
-    """The default configuration of a model type of transformers; None: it knows no such type.
+    """Default configuration of a model type of transformers; None: there is no such type.
 
     Raises:
-        UserError: it is refused; says why.
+        UserError: the model is refused; with the reason.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -174,7 +174,7 @@ def default_architecture(model_type: str) -> Architecture | None:
         return read_transformers_architecture({"model_type": model_type}, name)
     except UserError:
         raise
-    except Exception as error:  # of any family's code
+    except Exception as error:  # the code of any family may raise anything
         raise UserError(
             f"checkpoint_dir {name}: the default settings of {model_type} do not describe a whole "
             f"model: transformers fails with them ({type(error).__name__}: {error}).\nGive a "
@@ -183,7 +183,7 @@ def default_architecture(model_type: str) -> Architecture | None:
 
 
 def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
-    """The config.json of a model of LitGPT's; None: its settings do not tell all of it."""
+    """Make a config.json for a model of LitGPT; None: its sizes are not enough."""
     from litgpt.config import Config
 
     from ftkit.models.architectures import families
@@ -203,7 +203,7 @@ def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
 
 
 def _of_experts(config: "Config") -> dict[str, Any]:
-    """Mixtral and Qwen3."""
+    """Settings of Mixtral and Qwen3."""
     chosen = {"num_experts_per_tok": config.n_expert_per_token}
     if config.norm_qk:
         of_experts = {"moe_intermediate_size": config.moe_intermediate_size}
@@ -214,7 +214,7 @@ def _of_experts(config: "Config") -> dict[str, Any]:
 
 
 def _of_gemma(config: "Config") -> dict[str, Any]:
-    """Gemma 2, and the language model of Gemma 3."""
+    """Settings of Gemma 2, and of the language model of Gemma 3."""
     kinds = ("full_attention", "sliding_attention")
     settings = {
         "layer_types": [kinds[is_sliding] for is_sliding in config.sliding_window_indices],

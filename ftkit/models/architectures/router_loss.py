@@ -1,7 +1,7 @@
-"""The auxiliary loss of routers: what has them spread tokens evenly over experts.
+"""The auxiliary loss of routers, which makes them spread tokens evenly over experts.
 
-Fedus et al. 2021 (Switch Transformers), https://arxiv.org/abs/2101.03961, equations 4 to 6; with
-several choices of each token, and all layers together.
+Fedus et al. 2021 (Switch Transformers), https://arxiv.org/abs/2101.03961, equations 4 to 6, with
+several experts per token, and all layers together.
 """
 
 from dataclasses import dataclass
@@ -14,35 +14,35 @@ from ftkit.utils.accelerators.use import sum_dtype
 
 
 class Routed(NamedTuple):
-    """What routers did with some tokens, summed over these and over layers."""
+    """Choices and probabilities of routers, summed over tokens and layers."""
 
     choices: Tensor
-    """[experts] float64 (where a device has it), how often each expert was chosen."""
+    """[experts] float64 (if the device has it), how often each expert was chosen."""
     probabilities: Tensor
-    """[experts] float32, which have gradients."""
+    """[experts] float32, with gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLoss:
-    """A loss that is least where a model's tokens choose all experts equally often.
+    """A loss that is lowest if tokens choose all experts equally often.
 
-    The number of experts, times the sum over them of their choices per token times their mean
-    probability. All tokens of a step in all layers are counted together; choices have no gradient.
+    It is the number of experts, times the sum over experts of choices per token times mean
+    probability. All tokens of a step in all layers count together; choices have no gradient.
     """
 
     experts: int
-    """Of each layer."""
+    """Number of experts in each layer."""
     chosen: int
     """Experts that a token chooses in a layer."""
     coefficient: float
-    """Its factor in the loss of training, as config.json has it."""
+    """Factor in the training loss; by default that of config.json."""
 
     def routed(self, logits: Tensor, is_real: Tensor) -> Routed:
-        """What the loss needs to know of a layer.
+        """Sum the choices and probabilities of a layer.
 
         Args:
-            logits: [tokens, experts], as transformers takes them from the model.
-            is_real: [tokens] bool; others are not counted.
+            logits: [tokens, experts], as transformers records them.
+            is_real: [tokens] bool; other tokens do not count.
         """
         probabilities = torch.softmax(logits, -1, dtype=torch.float32)
         chosen = probabilities.topk(self.chosen, -1).indices
@@ -52,7 +52,7 @@ class RouterLoss:
         return Routed(choices, (probabilities * counted).sum(0))
 
     def share(self, probabilities: Tensor, choices: Tensor) -> Tensor:
-        """What some tokens add to the loss of their step; no coefficient is in it.
+        """Share of some tokens in the loss of their step, without the coefficient.
 
         Args:
             probabilities: [experts], sums over these tokens.

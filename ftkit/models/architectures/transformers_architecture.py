@@ -1,4 +1,4 @@
-"""Transformers' models as architectures: any causal language model that the library builds itself.
+"""Architectures of transformers: any causal language model that the library has code for.
 
 A model is built from `config.json` alone, on the meta device. No code from a hub is ever run.
 """
@@ -41,11 +41,11 @@ from ftkit.models.architectures.transformers_outline import (
 )
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
-"""Kinds of layers in which a token sees others of its sequence alone, by their positions."""
+"""Kinds of layers in which a token sees others of its own sequence, by position alone."""
 _OWN_MASKS = {"doge", "glm_moe_dsa"}
-"""Families in which the values of tokens tell, too, who is seen."""
+"""Families in which the mask of attention depends on the values of tokens, too."""
 _POSITIONS_WITHOUT_LIMIT = 2048
-"""Context of a model whose config.json tells none."""
+"""Context of a model whose config.json has none."""
 _FOLLOWING_LENGTH = {"dynamic", "longrope"}
 """Rotary embeddings that depend on the longest sequence of a batch, beyond the first context."""
 _NO_PART = (
@@ -57,14 +57,14 @@ _NO_PART = (
 """Settings that change no number for a given sequence."""
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""What layers are called that choose experts, or what holds them."""
+"""Names of layers that choose experts, or of modules that hold them."""
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SWITCHED_OFF = ("output_router_logits", "use_mamba_kernels")
-"""Settings of what is not computed here: losses of routers, and kernels without which some models
-refuse to run."""
+"""Settings that are switched off: losses of routers, which are not computed there, and kernels
+without which some models refuse to run."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
-"""Settings that tell how many experts a layer has, and a token passes."""
+"""Keys of the number of experts in a layer, and of those that a token passes."""
 
 _QUERY = ("q_proj", "query", "q_a_proj", "q_b_proj")
 _KEY = ("k_proj", "key")
@@ -75,18 +75,18 @@ _ALL_THREE = ("qkv_proj", "query_key_value", "c_attn", "qkv", "in_proj_qkv")
 
 @dataclass(frozen=True)
 class TransformersArchitecture(Architecture):
-    """What transformers builds from a config.json."""
+    """Architecture that transformers builds from a config.json."""
 
     settings: Mapping[str, Any]
-    """Its content."""
+    """Content of config.json."""
     depth: int | None = None
-    """Blocks; None: as the settings say."""
+    """Number of blocks; None: as in the settings."""
 
     implementation = "transformers"
 
     @cached_property
     def whole_config(self) -> PretrainedConfig:
-        """Transformers' own, of the whole model."""
+        """Transformers' configuration of the whole model."""
         fields = {key: _decoded(value) for key, value in self.settings.items() if key != "auto_map"}
         whole = AutoConfig.for_model(fields.pop("model_type"), **fields)
         if self.depth is not None:
@@ -95,7 +95,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def config(self) -> PretrainedConfig:
-        """Transformers' own, of the language model."""
+        """Transformers' configuration of the language model."""
         return self._of_language(self.whole_config)
 
     def _of_language(self, whole: PretrainedConfig) -> PretrainedConfig:
@@ -103,16 +103,16 @@ class TransformersArchitecture(Architecture):
 
     @property
     def is_part(self) -> bool:
-        """Whether it is the language model of one that sees or hears, too."""
+        """Whether it is the language model within a multimodal one."""
         return whole_class_name(self.name) is not None
 
     @cached_property
     def language_name(self) -> str:
-        """The name of the language model, without its head, in the whole model."""
+        """Name of the language model, without its head, in the whole model."""
         return language_model_name(self._plain) if self.is_part else model_name(self._plain)
 
     def language_in(self, whole: PreTrainedModel) -> PreTrainedModel:
-        """The language model, without its head."""
+        """Return the language model, without its head."""
         found = whole.get_submodule(self.language_name)
         assert isinstance(found, PreTrainedModel)
         return found
@@ -135,7 +135,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def window(self) -> None:
-        """None: windows are run as they are."""
+        """None: windows do not limit the context."""
 
     @property
     def layers(self) -> int:
@@ -147,12 +147,12 @@ class TransformersArchitecture(Architecture):
 
     @property
     def depth_of_all_kinds(self) -> int:
-        """The least number of the first blocks among which there is one of each kind."""
+        """Smallest number of first blocks with one of each kind."""
         return max(self._kinds.index(kind) for kind in self._kinds) + 1
 
     @cached_property
     def _kinds(self) -> list[object]:
-        """Of each block: what it is called, and what it keeps."""
+        """Kind of each block: its type in the settings, and the shapes of its parameters."""
         called = getattr(self.config, "layer_types", None) or ()
         if len(called) != self.layers:
             called = [""] * self.layers
@@ -178,7 +178,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether its attention is an interface, and all that tokens see of each other."""
+        """Whether attention can be replaced, and nothing else mixes tokens."""
         kinds = set(getattr(self.config, "layer_types", None) or ())
         language = self.language_in(self._plain)
         is_interface = language._supports_attention_backend and self.name not in _OWN_MASKS
@@ -199,10 +199,10 @@ class TransformersArchitecture(Architecture):
 
     @cached_property
     def _of_logits(self) -> tuple[float, float | None]:
-        """What the model does to the products of its head: their factor, and their bound.
+        """Factor and bound that the model applies to its logits.
 
         Raises:
-            UserError: something else.
+            UserError: it changes its logits in another way.
         """
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
         found = finished_logits(self.build(), self.language_name, products)
@@ -267,7 +267,7 @@ class TransformersArchitecture(Architecture):
         return own | of_head
 
     def is_rest(self, name: str) -> bool:
-        """Whether a parameter or buffer of the whole model is none of its language model."""
+        """Whether a parameter or buffer of the whole model is outside its language model."""
         return self.is_part and not name.startswith(
             (f"{self.language_name}.", f"{head_name(self.outline)}.")
         )
@@ -279,7 +279,7 @@ class TransformersArchitecture(Architecture):
 
     @cached_property
     def outline(self) -> PreTrainedModel:
-        """The model on the meta device, to be looked at."""
+        """The model on the meta device, for inspection."""
         return self.build()
 
     @property
@@ -288,26 +288,25 @@ class TransformersArchitecture(Architecture):
 
     @cached_property
     def _plain(self) -> PreTrainedModel:
-        """The model as transformers makes it, on the meta device."""
+        """The model on the meta device, as transformers makes it."""
         with torch.device("meta"):
             return self._class(copy.deepcopy(self.whole_config))
 
     @cached_property
     def transposed(self) -> frozenset[str]:
-        """Names of the weights that files hold as [in, out]."""
+        """Names of weights that files hold as [in, out]."""
         layers = self._plain.named_modules()
         return frozenset(f"{name}.weight" for name, m in layers if isinstance(m, Conv1D))
 
     @cached_property
     def scalars(self) -> frozenset[str]:
-        """Names of the parameters that are [1] here and have no dimension in files."""
+        """Names of parameters that are [1] here and have no dimension in files."""
         return frozenset(name for name, p in self._plain.state_dict().items() if p.ndim == 0)
 
     def build(self) -> PreTrainedModel:
-        """The model on the meta device; what it computes at its start is on the CPU.
+        """Build the model on the meta device, with computed buffers on the CPU.
 
-        Embedding and head are two, nothing is dropped out, and each layer of products is a linear
-        one.
+        Embedding and head are not tied, there is no dropout, and all products are linear layers.
         """
         whole = copy.deepcopy(self.whole_config)
         config = self._of_language(whole)
@@ -360,7 +359,7 @@ class TransformersArchitecture(Architecture):
 
 
 def _decoded(value: Any) -> Any:
-    """A setting, with the floats that JSON does not know: transformers writes them as objects."""
+    """Decode floats that JSON does not have, which transformers writes as objects."""
     if isinstance(value, list):
         return [_decoded(one) for one in value]
     if isinstance(value, dict):
@@ -371,16 +370,12 @@ def _decoded(value: Any) -> Any:
 
 
 def is_router(name: str) -> bool:
-    """Whether a layer of this name in its block chooses experts."""
+    """Whether a layer with this name in its block chooses experts."""
     return not _ROUTERS.isdisjoint(name.split("."))
 
 
 def _lora_keys(name: str) -> tuple[str, ...]:
-    """The keys of recipes that adapt a linear layer.
-
-    Args:
-        name: in its block.
-    """
+    """Keys of recipes that adapt a linear layer, given its name in its block."""
     *path, last = name.split(".")
     if is_router(name):
         return ()

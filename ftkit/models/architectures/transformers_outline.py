@@ -18,18 +18,18 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.router_loss import RouterLoss
 
 _MOST_BUFFER_BYTES = 2**31
-"""Of masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of it."""
+"""Masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of this."""
 
 
 _TOKENS = 8
-"""For which the two losses are compared; the last one is padding."""
+"""Tokens for which two losses of routers are compared; the last one is padding."""
 
 
 def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
-    """The blocks of a model: its outermost list of so many modules.
+    """Find the blocks of a model: its outermost list of `count` modules.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such list.
     """
     lists = [
         (name.count("."), module)
@@ -44,29 +44,29 @@ def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """The name of all that is below the output layer."""
+    """Name of the model below its output layer."""
     return model.base_model_prefix if hasattr(model, model.base_model_prefix) else "model"
 
 
 def head_name(model: PreTrainedModel) -> str:
-    """The name of the output layer in transformers' model."""
+    """Name of the output layer in transformers' model."""
     head = model.get_output_embeddings()
     return next(name for name, module in model.named_modules() if module is head)
 
 
 def set_depth(config: PretrainedConfig, layers: int) -> None:
-    """Give a model another number of blocks; lists with an entry for each are cut, too."""
+    """Change the number of blocks, and lists with an entry for each block."""
     before = config.num_hidden_layers
     for name, value in config.to_dict().items():
         if isinstance(value, list) and len(value) == before and before != layers:
             setattr(config, name, (value * layers)[:layers])
     config.num_hidden_layers = layers
-    if hasattr(config, "num_blocks"):  # xLSTM's own word
+    if hasattr(config, "num_blocks"):  # xLSTM's own key
         config.num_blocks = layers
 
 
 def untranspose_layers(model: nn.Module) -> None:
-    """Put linear layers in place of those that hold their weight the other way round."""
+    """Replace layers that hold their weight transposed by linear layers."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             model.set_submodule(name, nn.Linear(module.nx, module.nf))
@@ -74,10 +74,10 @@ def untranspose_layers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Have the model compute on the CPU what no file holds, as it does after loading.
+    """Compute on the CPU the buffers that no file holds, as the model does after loading.
 
     Raises:
-        ValueError: that would take more memory than any model's.
+        ValueError: they would take more memory than those of any model.
     """
     needed = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
     if needed > _MOST_BUFFER_BYTES:
@@ -87,7 +87,7 @@ def compute_buffers(model: PreTrainedModel) -> None:
             owner, _, kind = name.rpartition(".")
             model.get_submodule(owner)._buffers[kind] = torch.empty_like(buffer, device="cpu")
         for tensor in (*model.parameters(), *_stored_buffers(model)):
-            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # left as it is
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # so it stays
         for module in model.modules():
             module._is_hf_initialized = False  # type: ignore[assignment]
         model.initialize_weights()
@@ -99,7 +99,7 @@ def _stored_buffers(model: PreTrainedModel) -> Iterator[Tensor]:
 
 
 def freeze_stored_buffers(model: PreTrainedModel) -> None:
-    """Numbers that files hold and nothing trains become parameters, which are read and written."""
+    """Make buffers that files hold frozen parameters, so that they are read and written."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     for name, buffer in list(model.named_buffers()):
         if name not in computed and buffer.is_floating_point():
@@ -108,7 +108,7 @@ def freeze_stored_buffers(model: PreTrainedModel) -> None:
             del module._buffers[kind]
             module.register_parameter(kind, nn.Parameter(buffer, requires_grad=False))
     for name, parameter in list(model.named_parameters()):
-        if parameter.ndim == 0:  # which cannot be sharded
+        if parameter.ndim == 0:  # it could not be sharded
             owner, _, kind = name.rpartition(".")
             trained = parameter.requires_grad
             value = nn.Parameter(parameter.detach()[None], requires_grad=trained)
@@ -116,22 +116,22 @@ def freeze_stored_buffers(model: PreTrainedModel) -> None:
 
 
 class _Outputs(tuple[Tensor]):
-    """What a model gives: the hidden states first, and nothing else by any name."""
+    """Output of a model: the hidden states first, and None by any other name."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
     def __getitem__(self, place: Any) -> Any:
-        """By its place, or by its name."""
+        """Get an item by index or name."""
         return getattr(self, place) if isinstance(place, str) else super().__getitem__(place)
 
     def keys(self) -> tuple[str, ...]:
-        """Of what may be taken by its name."""
+        """Names of the items."""
         return ("last_hidden_state",)
 
 
 class _Given(nn.Module):
-    """In the place of a model: gives what it was made with, and notes what it is called with."""
+    """Stand-in for a model: it returns given hidden states, and records its arguments."""
 
     def __init__(self, hidden: Tensor, embedding: nn.Embedding, model: nn.Module) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Given(nn.Module):
         self.arguments: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Numbers are the model's; any other part of it is this one."""
+        """Numbers are those of the model; any other part is this stand-in."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -156,34 +156,34 @@ class _Given(nn.Module):
 
 
 class _SameProducts(nn.Identity):
-    """In the place of a head: gives what it takes."""
+    """Stand-in for a head: it returns its input."""
 
     weight = torch.ones((), device="cpu")
-    """Some models ask for its number format."""
+    """Some models read its dtype."""
 
 
 @dataclass(frozen=True)
 class Called:
-    """What a whole model does on text."""
+    """Record of what a whole model does on text."""
 
     tokens: Tensor
-    """[1, tokens] that it was given."""
+    """[1, tokens], its input."""
     embeddings: Tensor
-    """[1, tokens, width] of these."""
+    """[1, tokens, width], the embeddings of its input."""
     arguments: dict[str, Any]
-    """With which it has called its language model, by name."""
+    """Arguments with which it has called its language model, by name."""
     logits: Tensor
-    """[1, tokens, vocabulary] that it has made of the products of its head."""
+    """[1, tokens, vocabulary], made of the products of its head."""
 
 
 def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: Tensor) -> Called:
-    """Have a model compute all but its language model and the products of its head.
+    """Run a model without its language model and the products of its head.
 
     Args:
-        model: on the meta device; it is of no use afterwards.
+        model: on the meta device; it cannot be used afterwards.
         language: name of the language model in it.
         tokens: [1, tokens].
-        products: [1, tokens, vocabulary], of the head.
+        products: [1, tokens, vocabulary], used as the products of the head.
     """
     with torch.device("cpu"), torch.no_grad():
         embedding = nn.Embedding(int(tokens.max()) + 1, 2)
@@ -203,10 +203,10 @@ def _add_image_outputs(_: nn.Module, __: Any, output: Any) -> None:
 
 
 def finished_logits(model: PreTrainedModel, language: str, products: Tensor) -> Tensor:
-    """The logits that a model makes of the products of its head.
+    """Return the logits that a model makes of the products of its head.
 
     Args:
-        model: which is of no use afterwards.
+        model: it cannot be used afterwards.
         language: name of the language model in it.
         products: [vocabulary].
     """
@@ -215,7 +215,7 @@ def finished_logits(model: PreTrainedModel, language: str, products: Tensor) -> 
 
 
 def whole_class_name(model_type: str) -> str | None:
-    """The class of a model of which the language model is a part; None: it is all of the model."""
+    """Class of the multimodal model around a language model; None: there is none."""
     if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return None
     known = model_type in CONFIG_MAPPING_NAMES
@@ -224,7 +224,7 @@ def whole_class_name(model_type: str) -> str | None:
 
 
 def language_model_name(whole: PreTrainedModel) -> str:
-    """The name of the language model in a whole model; its head is beside it."""
+    """Name of the language model, without its head, in a whole model."""
     found = whole.get_decoder()
     if found.get_output_embeddings() is not None:  # the head is in it
         found = next(part for part in found.children() if isinstance(part, PreTrainedModel))
@@ -232,11 +232,13 @@ def language_model_name(whole: PreTrainedModel) -> str:
 
 
 def router_outputs(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """The modules whose results have the logits of routers, by name, and the place of these.
+    """Yield modules whose results have the logits of routers: name, and index of the logits.
 
     Args:
         model: below its head, as transformers makes it.
     """
+    # Transformers declares them by class and index, for its own auxiliary loss (seen in 5.3 and
+    # 5.24).
     recorders = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits", [])
     for recorder in recorders if isinstance(recorders, list) else [recorders]:
         if not isinstance(recorder, OutputRecorder):
@@ -247,7 +249,7 @@ def router_outputs(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
-    """The auxiliary loss of a model's routers; None: it has none, or another one.
+    """Find the auxiliary loss of a model's routers; None: it has none, or another one.
 
     Args:
         model: with its head; on any device.
@@ -265,7 +267,7 @@ def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
 
 
 def _is_as_theirs(loss: RouterLoss, model_class: type[PreTrainedModel]) -> bool:
-    """Whether transformers computes the same for some logits of two layers."""
+    """Whether transformers computes the same loss for some logits of two layers."""
     theirs = getattr(sys.modules[model_class.__module__], "load_balancing_loss_func", None)
     if theirs is None:
         return False
@@ -277,13 +279,13 @@ def _is_as_theirs(loss: RouterLoss, model_class: type[PreTrainedModel]) -> bool:
         ours = loss.share(probabilities, choices)
         try:
             found = theirs(tuple(logits), loss.experts, loss.chosen, is_real[None].long())
-        except Exception:  # of a function that takes something else
+        except Exception:  # a function with other arguments
             return False
     return isinstance(found, torch.Tensor) and torch.allclose(found.double(), ours, rtol=1e-5)
 
 
 def experts_of(block: nn.Module) -> Iterator[tuple[str, int]]:
-    """The modules of a block that hold the matrices of all its experts: names and numbers of these.
+    """Yield modules of a block that hold the matrices of all its experts: name, number of experts.
 
     They are called with hidden states, the experts that each token chooses, and their weights.
     """

@@ -22,7 +22,7 @@ from ftkit.models.architectures.transformers_outline import (
 )
 
 _NO_OTHER_INPUT = {"text_config", "attn_config", "ffn_config"}
-"""Parts of settings that need no input beside tokens."""
+"""Parts of settings that need no input other than tokens."""
 _ONE_BY_ONE = (
     "computes its experts one by one, each with the tokens that have chosen it, which a "
     "prediction of memory does not know"
@@ -49,23 +49,23 @@ _FAMILIES = {
     "zamba": _SHARED,
     "zamba2": _SHARED,
 }
-"""Whatever their settings."""
+"""Families that are refused whatever their settings."""
 _TOKENS = 3
-"""Of the text that a whole model is called with; fewer than any window has."""
+"""Tokens with which a whole model is called; fewer than any window."""
 
 
 def read_transformers_architecture(
     settings: Mapping[str, Any], name: str
 ) -> TransformersArchitecture:
-    """The architecture that a config.json describes to transformers.
+    """Read the architecture that a config.json describes to transformers.
 
     Args:
         settings: its content.
         name: of the model, for messages.
 
     Raises:
-        UserError: transformers has no such causal language model, or what it needs is missing.
-        Exception: of any family's code, for settings that do not fit each other.
+        UserError: transformers has no such causal language model, or a library is missing.
+        Exception: from the code of the family, for settings that do not fit each other.
     """
     model_type = _known_type(settings, name)
     if obstacle := obstacle_of_settings(settings):
@@ -78,7 +78,7 @@ def read_transformers_architecture(
             architecture.parameter_shapes(tied=False)
             if is_part:
                 require_text_alone(architecture.build(), architecture.language_name, name)
-            architecture.logit_scale  # noqa: B018 (refuses what it does not know)
+            architecture.logit_scale  # noqa: B018 (refuses unknown changes of logits)
     except ImportError as error:
         needed = str(error).strip().partition("\n")[0]
         raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
@@ -88,7 +88,7 @@ def read_transformers_architecture(
 
 
 def _known_type(settings: Mapping[str, Any], name: str) -> str:
-    """The model_type; UserError if transformers has no causal language model of it."""
+    """Return the model_type; refuse it if transformers has no causal language model of it."""
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
         code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
@@ -107,7 +107,7 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
 
 
 def _obstacle(architecture: TransformersArchitecture) -> str | None:
-    """What its settings, with the defaults of the family, and its modules tell."""
+    """Obstacle in its settings, with the defaults of the family, or in its modules."""
     if (found := obstacle_of_config(architecture.config)) or architecture.is_part:
         return found
     return obstacle_of_model(architecture.outline)
@@ -120,9 +120,9 @@ def _refusal(name: str, obstacle: str) -> UserError:
 
 
 def obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
-    """What config.json tells; the rest of a sentence that begins with the model's name.
+    """Reason in config.json to refuse a model, or None.
 
-    None: nothing there is in the way.
+    It continues a sentence that begins with the model's name.
 
     Args:
         settings: the content of config.json, of a model type that transformers knows.
@@ -141,7 +141,7 @@ def obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
 
 
 def obstacle_of_config(config: PretrainedConfig) -> str | None:
-    """The same, with the defaults of the family."""
+    """Reason in the settings, with the defaults of the family, to refuse a model, or None."""
     if config.is_encoder_decoder:
         return "is an encoder and a decoder, which reads what the encoder gives"
     if getattr(config, "add_cross_attention", False):
@@ -160,7 +160,7 @@ def obstacle_of_config(config: PretrainedConfig) -> str | None:
 
 
 def obstacle_of_model(model: PreTrainedModel) -> str | None:
-    """The same, of the model on the meta device."""
+    """Reason in the modules of a model on the meta device to refuse it, or None."""
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         return "has no linear layer at its end"
     ours = (f"{model_name(model)}.", f"{head_name(model)}.")
@@ -176,15 +176,18 @@ def obstacle_of_model(model: PreTrainedModel) -> str | None:
 
 
 def require_text_alone(whole: PreTrainedModel, language: str, name: str) -> None:
-    """Refuse a model whose language model is not on its own what it is within the whole.
+    """Refuse a model whose language model computes something else on its own.
+
+    The language model is trained alone, on text. So the whole model must call it with the
+    embeddings of the tokens and their positions, and nothing else.
 
     Args:
-        whole: on the meta device; it is of no use afterwards.
+        whole: on the meta device; it cannot be used afterwards.
         language: name of the language model in it.
         name: of the model, for the message.
 
     Raises:
-        UserError: what the whole model does on text beside calling it.
+        UserError: the whole model does more on text; says what.
     """
     tokens = _plain_tokens(whole.config)
     called = call_apart(whole, language, tokens, torch.zeros(*tokens.shape, 1, device="cpu"))
@@ -197,7 +200,7 @@ def require_text_alone(whole: PreTrainedModel, language: str, name: str) -> None
 
 
 def _plain_tokens(config: PretrainedConfig) -> Tensor:
-    """[1, tokens], ids that stand for no image or sound."""
+    """Return [1, tokens]: ids that do not stand for images or sound."""
     special = set(_numbers(config.to_dict()))
     ids = [number for number in range(1, 10_000) if number not in special]
     return torch.tensor([ids[:_TOKENS]], device="cpu")
@@ -212,7 +215,7 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _differences(called: Called) -> Iterator[str]:
-    """What a call says beside embeddings of the tokens and their places, in words."""
+    """Yield arguments of a call beside embeddings of the tokens and their positions, in words."""
     places = torch.arange(_TOKENS, device="cpu")
     for key, value in called.arguments.items():
         match key:
@@ -233,7 +236,7 @@ def _differences(called: Called) -> Iterator[str]:
 
 
 def _is_same(value: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal; of one that was moved to the meta device, the shape alone."""
+    """Whether two tensors are equal; on the meta device, whether their shapes are."""
     return value.shape == expected.shape and (value.is_meta or torch.equal(value, expected))
 
 
@@ -246,8 +249,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Whether a token sees itself and all before it, and no other."""
-    if mask.ndim == 2:  # which tokens are real
+    """Whether each token sees itself and all tokens before it, and no other."""
+    if mask.ndim == 2:  # a mask of padding
         return bool((mask != 0).all())
     seen = mask if mask.dtype == torch.bool else mask == 0
     return torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril())
