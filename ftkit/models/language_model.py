@@ -131,14 +131,17 @@ def outline(
     return model.to(dtype)
 
 
-def trained_router_loss(architecture: Architecture, recipe: Recipe) -> RouterLoss | None:
-    """The auxiliary loss of routers that a recipe trains with; None: without.
+def trained_router_loss(architecture: Architecture, coefficient: float | None) -> RouterLoss | None:
+    """Return the auxiliary loss of routers for training; None: there is none.
+
+    Args:
+        architecture: of the model.
+        coefficient: of the loss; 0: train without it. None: as the model's settings say.
 
     Raises:
-        UserError: it is asked for, and not known.
+        UserError: the loss is required, but not known.
     """
-    asked = recipe.router_aux_loss_coef
-    if asked == 0 or (asked is None and not architecture.asks_for_router_loss):
+    if coefficient == 0 or (coefficient is None and not architecture.asks_for_router_loss):
         return None
     known = architecture.router_loss
     if known is None:
@@ -146,11 +149,11 @@ def trained_router_loss(architecture: Architecture, recipe: Recipe) -> RouterLos
         has = "no routers"
         if architecture.expert_share < 1:
             has = "routers with another auxiliary loss, or with none"
-        asks = f"router_aux_loss_coef is {asked}"
-        if asked is None:
-            asks = "output_router_logits of config.json is true"
-        raise UserError(f"{asks}, but {name} has {has}. Try --router_aux_loss_coef 0.")
-    return known if asked is None else dataclasses.replace(known, coefficient=asked)
+        setting = f"router_aux_loss_coef is {coefficient}"
+        if coefficient is None:
+            setting = "output_router_logits of config.json is true"
+        raise UserError(f"{setting}, but {name} has {has}. Try --router_aux_loss_coef 0.")
+    return known if coefficient is None else dataclasses.replace(known, coefficient=coefficient)
 
 
 def _keep_the_input_alone(

@@ -137,7 +137,9 @@ def _run(
     recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
     model = outline(with_layers(base, layers), recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.architecture.attention, plan)
-    model.routing = model.body.watch_routing(trained_router_loss(base.architecture, recipe))
+    model.routing = model.body.watch_routing(
+        trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
+    )
     sizes = _sizes(model, plan.shards)
     strategy = make_strategy(plan)
     with (

@@ -170,7 +170,7 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
     require_trainable(base)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     attention = attention_path(base.architecture.attention, plan)
-    router_loss = trained_router_loss(base.architecture, recipe)
+    router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
 
     with display.phase("reading data") as phase:
         loading = {"progress": lambda _, done, total: phase.advance(done, total)}

@@ -114,5 +114,5 @@ def test_experts_stay_outside_whatever_tokens_choose_them(
     assert 0 < counts[-1] < 30
 
 
-def test_what_the_compiler_makes_computes_the_same_with_dropout() -> None:
+def test_compiled_code_computes_the_same_with_dropout() -> None:
     assert_same(RECIPES["LoRA, checkpointed"], LENGTHS[:2])

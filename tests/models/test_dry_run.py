@@ -1,4 +1,4 @@
-"""What transformers' models cannot do is told by one message, before anything is loaded."""
+"""Models of transformers that cannot be trained are refused before anything is loaded."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("model", REFUSED)
-def test_what_is_no_causal_language_model_is_refused_in_words(model: str) -> None:
+def test_models_that_are_not_causal_language_models_are_refused(model: str) -> None:
     settings, reason = REFUSED[model]
     with pytest.raises(UserError, match=reason):
         read_transformers_architecture({"model_type": model.split()[0], **settings}, "it")

@@ -1,4 +1,4 @@
-"""Answers token by token: as without a cache, drawn as asked, shown as whole characters."""
+"""Answers token by token: equal to those without a cache, sampled, shown in whole characters."""
 
 import json
 import subprocess
@@ -144,7 +144,7 @@ def test_of_several_stop_tokens_the_first_to_come_ends_each_answer(model: Langua
     assert [tokens.tolist() for tokens in found] == expected
 
 
-def test_an_answer_without_interest_ends_and_the_others_go_on(model: LanguageModel) -> None:
+def test_an_answer_that_need_not_go_on_ends_and_the_others_continue(model: LanguageModel) -> None:
     prompts = [PROMPT, torch.tensor([0, 60, 70])]
     wholes = [answer(model, prompt) for prompt in prompts]
 

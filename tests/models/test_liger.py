@@ -22,22 +22,22 @@ CASES = Path(__file__).parent.parent / "support" / "liger_cases.py"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, float]]:
-    """What the cases say, in a process of their own: the interpreter is chosen before imports."""
+    """Results of the cases, in their own process: the interpreter is chosen before imports."""
     return _run("numbers", TRITON_INTERPRET="1")
 
 
 def _run(what: str, **variables: str) -> dict[str, dict[str, float]]:
     environment = os.environ | variables
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    asked = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(CASES), what],
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert asked.returncode == 0, asked.stderr[-3000:]
-    answer: dict[str, dict[str, float]] = json.loads(asked.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    answer: dict[str, dict[str, float]] = json.loads(process.stdout.splitlines()[-1])
     return answer
 
 
@@ -70,7 +70,7 @@ def test_parameters_keep_their_names(found: dict[str, dict[str, float]]) -> None
 
 @pytest.fixture(scope="module", params=["80", "90"])
 def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
-    """What is said without the interpreter, by compute capability."""
+    """Results without the interpreter, by compute capability."""
     return _run(f"code {request.param}")
 
 

@@ -29,7 +29,7 @@ from ftkit.recipe.recipe import Quantization
 KINDS: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "olmoe"]
 OTHER_KINDS = ["granitemoe", "jetmoe", "llama4_text", "aria_text"]
-"""Whose experts are not those of transformers' functions of experts."""
+"""Models whose experts are not computed by transformers' functions of experts."""
 TRANSPOSED = ("gpt_oss", "llama4_text", "aria_text")
 BaseOf = Callable[[str], BaseModel]
 

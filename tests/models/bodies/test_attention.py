@@ -231,8 +231,8 @@ def test_nothing_as_large_as_the_square_of_a_row_is_made() -> None:
 
 
 @dataclass
-class Asked:
-    """How torch's function was called."""
+class Call:
+    """A call of torch's function."""
 
     heads: list[tuple[int, int]]
     starts: list[int]
@@ -240,7 +240,7 @@ class Asked:
 
 
 def of_torch_2_13(
-    asked: list[Asked],
+    calls: list[Call],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -254,11 +254,11 @@ def of_torch_2_13(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's function, as its text says it, on CPUs."""
+    """Torch's documented function, on CPUs."""
     assert cu_seq_q.dtype == torch.int32 and cu_seq_k is cu_seq_q and max_q == max_k
     assert window_size == (-1, 0), "causal"
     assert enable_gqa or query.size(1) == key.size(1)
-    asked.append(Asked([(query.size(1), key.size(1))], cu_seq_q.tolist(), max_q))
+    calls.append(Call([(query.size(1), key.size(1))], cu_seq_q.tolist(), max_q))
     results = []
     for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
         q, k, v = (part[None, start:end].transpose(1, 2) for part in (query, key, value))
@@ -270,13 +270,13 @@ def of_torch_2_13(
 
 
 def of_torch_2_11(
-    asked: list[Asked],
+    calls: list[Call],
     *rows: Any,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """As before groups of heads."""
-    return of_torch_2_13(asked, *rows, scale=scale, window_size=window_size)
+    """The same function before it had groups of heads."""
+    return of_torch_2_13(calls, *rows, scale=scale, window_size=window_size)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -289,15 +289,15 @@ def test_a_row_goes_to_torchs_attention_over_variable_lengths_whole(
     groups: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[Asked] = []
-    monkeypatch.setattr(torch_varlen, "varlen_attn", partial(version, asked))
+    calls: list[Call] = []
+    monkeypatch.setattr(torch_varlen, "varlen_attn", partial(version, calls))
     attention._varlen_attention.cache_clear()
     model = make_model("flash", n_query_groups=groups)
     found = learned(model, padding_free=True)
     attention._varlen_attention.cache_clear()
     starts = [0, 9, 39, 69, 74, 138, 140, 141]
     heads = (4, groups if knows_groups else 4)
-    assert asked == [Asked([heads], starts, 64)] * 2, "one call in each of two layers"
+    assert calls == [Call([heads], starts, 64)] * 2, "one call in each of two layers"
     model.kernel = "sdpa"
     assert_equal(found, learned(model, padding_free=False))
 
@@ -309,9 +309,9 @@ TURING = Devices(accelerator="cuda", count=1, names=("Tesla T4",), bf16_native=F
 HOST = Devices(accelerator="cpu", count=2)
 
 
-def plan_of(devices: Devices, precision: str, asked: str) -> Plan:
-    pairs = [("checkpoint_dir", "base"), ("precision", precision), ("train.padding_free", asked)]
-    return make_plan(read_recipe([], pairs, method="lora"), devices)
+def plan_of(devices: Devices, precision: str, padding_free: str) -> Plan:
+    keys = {"checkpoint_dir": "base", "precision": precision, "train.padding_free": padding_free}
+    return make_plan(read_recipe([], list(keys.items()), method="lora"), devices)
 
 
 @pytest.mark.parametrize(
@@ -335,25 +335,30 @@ def test_rows_are_the_default_where_they_are_faster(
     """`paths`: without train.padding_free, and if another, with it."""
     traits = architecture(**settings).attention
     usual, *wanted = paths.split(", ")
-    for asked, expected in (("null", usual), ("true", (wanted or [usual])[0]), ("false", "padded")):
-        assert attention_path(traits, plan_of(devices, precision, asked)) == expected
+    for value, expected in (("null", usual), ("true", (wanted or [usual])[0]), ("false", "padded")):
+        assert attention_path(traits, plan_of(devices, precision, value)) == expected
 
 
-def test_latent_attention_is_padded_and_refuses_rows_by_name() -> None:
+@pytest.mark.parametrize(
+    ("padding_free", "tokens", "words"),
+    [
+        ("true", None, r"train\.padding_free is true.*latent.*--train\.padding_free false"),
+        ("null", 512, r"train\.micro_batch_tokens is 512.*--train\.micro_batch_tokens null"),
+    ],
+)
+def test_latent_attention_is_padded_and_rows_are_refused(
+    padding_free: str, tokens: int | None, words: str
+) -> None:
     config = litgpt.Config(**SIZES)
     config.latent_attention = {"q_lora_rank": 8}
     traits = LitgptArchitecture(config).attention
     assert attention_path(traits, plan_of(HOST, "32-true", "null")) == "padded"
-    with pytest.raises(UserError, match=r"train\.padding_free is true.*latent attention") as error:
-        attention_path(traits, plan_of(HOST, "32-true", "true"))
-    assert "Try --train.padding_free false." in str(error.value)
-    of_tokens = dataclasses.replace(plan_of(HOST, "32-true", "null"), micro_batch_tokens=512)
-    with pytest.raises(UserError, match=r"train\.micro_batch_tokens is 512.*latent") as error:
-        attention_path(traits, of_tokens)
-    assert "Try --train.micro_batch_tokens null." in str(error.value)
+    plan = plan_of(HOST, "32-true", padding_free)
+    with pytest.raises(UserError, match=words):
+        attention_path(traits, dataclasses.replace(plan, micro_batch_tokens=tokens))
 
 
-def test_a_number_of_tokens_asks_for_rows_wherever_they_are_slower() -> None:
+def test_micro_batches_of_a_number_of_tokens_are_rows_even_where_rows_are_slower() -> None:
     older = Devices(accelerator="cuda", count=1, bf16_native=False)
     made = plan_of(older, "32-true", "null")
     traits = architecture().attention
@@ -431,7 +436,7 @@ def test_scores_are_those_of_their_definition(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_window_is_told_to_torchs_attention_over_variable_lengths(
+def test_a_window_is_passed_to_torchs_attention_over_variable_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     windows = []

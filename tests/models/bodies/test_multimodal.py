@@ -1,4 +1,4 @@
-"""Models that see: their language model computes what the whole model computes on text."""
+"""Language models of multimodal models compute what the whole model computes on text."""
 
 from collections.abc import Callable
 from pathlib import Path

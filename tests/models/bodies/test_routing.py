@@ -1,4 +1,4 @@
-"""The oracle is transformers: the auxiliary loss of its routers, and what its experts are asked."""
+"""The auxiliary loss of routers equals that of transformers; choices of experts are counted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "jetmoe": _FOUR_LOCAL,
 }
-"""Those whose auxiliary loss is the one that ftkit knows, by model_type and what is special."""
+"""Models with the auxiliary loss that ftkit knows, by model_type and what is special."""
 QUICK = ("gpt_oss", "qwen3_moe with a dense layer")
 OTHERS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -71,12 +71,12 @@ def opened(
     routers: Callable[[], nn.Module] | None = None,
     **changes: Any,
 ) -> LanguageModel:
-    """A model that is looked at.
+    """A model whose routers are recorded.
 
     Args:
-        directory: where it lies.
+        directory: of the model.
         dtype: of its parameters.
-        routers: makes others in the place of its own.
+        routers: makes routers that replace its own.
         changes: of the recipe.
     """
     recipe = Recipe(**{"checkpoint_dir": str(directory), "router_aux_loss_coef": FACTOR, **changes})
@@ -84,7 +84,9 @@ def opened(
     model = outline(base, recipe, dtype)
     for block in model.body.blocks if routers is not None else ():
         block.mlp.gate = routers()  # type: ignore[misc]
-    model.routing = model.body.watch_routing(trained_router_loss(base.architecture, recipe))
+    model.routing = model.body.watch_routing(
+        trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
+    )
     fill(
         model,
         base,
@@ -191,38 +193,31 @@ def architecture_of(model: str, **changes: Any) -> TransformersArchitecture:
     return TransformersArchitecture({"model_type": model} | settings(model) | changes)
 
 
-def asked(factor: float | None) -> Recipe:
-    return Recipe(checkpoint_dir="any", router_aux_loss_coef=factor)
-
-
 @pytest.mark.parametrize("model", OTHERS)
 def test_a_loss_that_a_model_does_not_have_is_refused_by_name(model: str) -> None:
     architecture = architecture_of(model)
-    assert trained_router_loss(architecture, asked(None)) is None
-    assert trained_router_loss(architecture, asked(0)) is None
+    assert trained_router_loss(architecture, None) is None
+    assert trained_router_loss(architecture, 0) is None
     has = "no routers" if model == "llama" else "routers with another auxiliary loss, or with none"
-    with pytest.raises(UserError) as refused:
-        trained_router_loss(architecture, asked(0.01))
-    assert str(refused.value) == (
-        f"router_aux_loss_coef is 0.01, but {architecture.class_name} has {has}. "
-        "Try --router_aux_loss_coef 0."
-    )
+    words = rf"coef is 0\.01, .*{architecture.class_name} has {has}.*--router_aux_loss_coef 0"
+    with pytest.raises(UserError, match=words):
+        trained_router_loss(architecture, 0.01)
 
 
-def test_a_model_that_asks_for_a_loss_that_is_not_known_is_refused() -> None:
+def test_a_model_that_needs_an_unknown_loss_is_refused() -> None:
     with pytest.raises(UserError, match=r"config\.json is true, but Deepseek"):
-        trained_router_loss(architecture_of("deepseek_v3", output_router_logits=True), asked(None))
+        trained_router_loss(architecture_of("deepseek_v3", output_router_logits=True), None)
 
 
-def test_without_a_word_the_loss_is_what_config_json_says() -> None:
-    silent = architecture_of("mixtral", router_aux_loss_coef=0.02)
-    asking = architecture_of("mixtral", router_aux_loss_coef=0.02, output_router_logits=True)
-    assert trained_router_loss(silent, asked(None)) is None
-    by_model = trained_router_loss(asking, asked(None))
+def test_config_json_decides_if_a_recipe_has_no_coefficient() -> None:
+    plain = architecture_of("mixtral", router_aux_loss_coef=0.02)
+    requiring = architecture_of("mixtral", router_aux_loss_coef=0.02, output_router_logits=True)
+    assert trained_router_loss(plain, None) is None
+    by_model = trained_router_loss(requiring, None)
     assert by_model is not None and by_model.coefficient == 0.02
-    by_recipe = trained_router_loss(asking, asked(0.5))
+    by_recipe = trained_router_loss(requiring, 0.5)
     assert by_recipe is not None and by_recipe.coefficient == 0.5
-    assert trained_router_loss(asking, asked(0.0)) is None
+    assert trained_router_loss(requiring, 0.0) is None
 
 
 class InTurns(nn.Module):

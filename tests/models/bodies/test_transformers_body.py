@@ -1,5 +1,6 @@
-"""The oracle is transformers: what its models compute, ftkit's bodies of them compute."""
+"""Bodies of transformers' models compute what transformers computes."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,25 +26,39 @@ from transformers_models import (
 )
 
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.targets import our_name
-from ftkit.models.pretrained.base_model import open_base, weights
+from ftkit.models.pretrained.base_model import BaseModel, open_base, weights
 from ftkit.models.pretrained.save import save_hf
 
 ALL = [*MODELS, *(pytest.param(model, marks=pytest.mark.matrix) for model in MORE_MODELS)]
-Directory = Callable[[str], Path]
+
+
+class Tiny:
+    """A tiny model of transformers; each of its parts is made once for all tests."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @functools.cached_property
+    def expected_logits(self) -> Tensor:
+        return expected_logits(self.directory)
+
+    @functools.cached_property
+    def ours(self) -> tuple[BaseModel, LanguageModel]:
+        return opened(self.directory)
+
+
+Models = Callable[[str], Tiny]
 
 
 @pytest.fixture(scope="module")
-def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Directory:
-    """A tiny model, made once."""
-    made: dict[str, Path] = {}
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    @functools.cache
+    def made(model: str) -> Tiny:
+        return Tiny(make_transformers_model(tmp_path_factory.mktemp("model"), model))
 
-    def directory(model: str) -> Path:
-        if model not in made:
-            made[model] = make_transformers_model(tmp_path_factory.mktemp("model"), model)
-        return made[model]
-
-    return directory
+    return made
 
 
 def expected_logits(directory: Path) -> Tensor:
@@ -51,11 +66,9 @@ def expected_logits(directory: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("model", ALL)
-def test_logits_are_those_of_transformers_padded_and_in_a_row(
-    directory_of: Directory, model: str
-) -> None:
-    expected = expected_logits(directory_of(model))
-    _, ours = opened(directory_of(model))
+def test_logits_are_those_of_transformers_padded_and_in_a_row(tiny: Models, model: str) -> None:
+    expected = tiny(model).expected_logits
+    _, ours = tiny(model).ours
     assert_close(padded_logits(ours, sequences()), expected)
     assert isinstance(ours.architecture, TransformersArchitecture)
     if ours.architecture.takes_rows:
@@ -66,18 +79,18 @@ def test_logits_are_those_of_transformers_padded_and_in_a_row(
 
 @pytest.mark.parametrize("model", ALL)
 def test_logits_of_tokens_that_follow_others_are_those_of_whole_sequences(
-    directory_of: Directory, model: str
+    tiny: Models, model: str
 ) -> None:
-    _, ours = opened(directory_of(model))
-    expected = expected_logits(directory_of(model)).split(LENGTHS)
+    _, ours = tiny(model).ours
+    expected = tiny(model).expected_logits.split(LENGTHS)
     for step, logits in enumerate(cached_logits(ours, sequences())):
         assert_close(logits, torch.stack([one[step - 3] for one in expected]))
 
 
 @pytest.mark.parametrize("model", ALL)
-def test_a_step_has_the_gradients_of_transformers(directory_of: Directory, model: str) -> None:
-    base, ours = opened(directory_of(model))
-    theirs = transformers_model(directory_of(model))
+def test_a_step_has_the_gradients_of_transformers(tiny: Models, model: str) -> None:
+    base, ours = tiny(model).ours
+    theirs = transformers_model(tiny(model).directory)
     tokens = torch.stack([sequences()[1], sequences()[1].flip(0)])
     total = ours(tokens[:, :-1], torch.arange(tokens[:, 1:].numel()), tokens[:, 1:].flatten())
     total.backward()
@@ -105,22 +118,22 @@ def test_a_step_has_the_gradients_of_transformers(directory_of: Directory, model
 
 @pytest.mark.parametrize("model", ALL)
 def test_a_model_is_written_as_transformers_writes_it(
-    directory_of: Directory, model: str, tmp_path: Path
+    tiny: Models, model: str, tmp_path: Path
 ) -> None:
-    base = open_base(str(directory_of(model)), "transformers")
+    base = open_base(str(tiny(model).directory), "transformers")
     save_hf(base, weights(base), tmp_path / "saved")
     before, after = (
         load_file(directory / "model.safetensors")
-        for directory in (directory_of(model), tmp_path / "saved")
+        for directory in (tiny(model).directory, tmp_path / "saved")
     )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert_close(expected_logits(tmp_path / "saved"), expected_logits(directory_of(model)))
+    assert_close(expected_logits(tmp_path / "saved"), tiny(model).expected_logits)
 
 
 @pytest.mark.parametrize("model", ALL)
-def test_no_token_sees_those_that_follow(directory_of: Directory, model: str) -> None:
-    _, ours = opened(directory_of(model))
+def test_no_token_sees_those_that_follow(tiny: Models, model: str) -> None:
+    _, ours = tiny(model).ours
     tokens = torch.stack([sequences()[1], sequences()[1]])
     tokens[1, -3:] = 7
     with torch.no_grad():
@@ -129,7 +142,7 @@ def test_no_token_sees_those_that_follow(directory_of: Directory, model: str) ->
 
 
 @pytest.mark.parametrize("model", ["opt", "phimoe", "mixtral"])
-def test_training_computes_what_inference_does(directory_of: Directory, model: str) -> None:
-    _, ours = opened(directory_of(model))
+def test_training_computes_what_inference_does(tiny: Models, model: str) -> None:
+    _, ours = opened(tiny(model).directory)
     expected = padded_logits(ours, sequences())
     assert torch.equal(padded_logits(ours.train(), sequences()), expected)

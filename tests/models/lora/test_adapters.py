@@ -1,4 +1,4 @@
-"""LoRA and its variants: what is trained, and adapters that are PEFT's, in both directions."""
+"""LoRA and its variants: trained layers, and exchange of adapters with PEFT in both directions."""
 
 import json
 import re
@@ -256,7 +256,7 @@ def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path)
         ({"lora_init": "pissa", "lora_r": 100}, "lora_r is 100, .* Try --lora_r 64"),
     ],
 )
-def test_names_that_match_nothing_or_what_cannot_be_trained_are_refused(
+def test_names_that_match_no_trainable_layer_are_refused(
     llama: BaseModel, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -364,7 +364,7 @@ def foreign(llama: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return peft_adapter(llama, tmp_path_factory.mktemp("foreign") / "adapter", **LLAMA_TARGETS)
 
 
-def test_what_an_adapter_decides_is_read_from_it(llama: BaseModel, foreign: Path) -> None:
+def test_settings_of_an_adapter_are_read_from_it(llama: BaseModel, foreign: Path) -> None:
     recipe = lora_recipe(llama, adapter=foreign, lora_r=4)
     assert (recipe.lora_r, recipe.lora_alpha, recipe.lora_variant) == (4, 6, "lora")
     assert recipe.lora_targets == ["down_proj", "q_proj", "v_proj"]
@@ -381,7 +381,7 @@ def test_what_an_adapter_decides_is_read_from_it(llama: BaseModel, foreign: Path
         ({"lora_init": "pissa"}, "lora_init is pissa, but the first values come from"),
     ],
 )
-def test_a_recipe_that_asks_for_another_adapter_is_refused(
+def test_a_recipe_that_contradicts_its_adapter_is_refused(
     llama: BaseModel, foreign: Path, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

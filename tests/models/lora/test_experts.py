@@ -81,7 +81,7 @@ def test_an_adapter_of_experts_has_equal_logits_in_peft_and_merged(
 
 @pytest.mark.parametrize("experts", [False, True], ids=["layers alone", "with experts"])
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen2_moe"])
-def test_layers_called_as_experts_once_were_have_equal_logits_in_peft(
+def test_layers_with_former_names_of_experts_have_equal_logits_in_peft(
     base_of: BaseOf, model: str, experts: bool, tmp_path: Path
 ) -> None:
     base = base_of(model)
@@ -106,7 +106,7 @@ def test_layers_called_as_experts_once_were_have_equal_logits_in_peft(
     assert_equal(logits(again), found)
 
 
-def test_layers_called_as_experts_once_were_have_no_dora(base_of: BaseOf) -> None:
+def test_layers_with_former_names_of_experts_have_no_dora(base_of: BaseOf) -> None:
     def check(model: str, **keys: Any) -> None:
         base = base_of(model)
         check_adapter(base, lora_recipe(base, lora_variant="dora", **keys))
@@ -185,7 +185,7 @@ def test_quantised_experts_are_adapted_too(base_of: BaseOf, model: str) -> None:
         ({"lora_init": "pissa"}, r"lora_init is pissa, .* Try --lora_init default, or"),
     ],
 )
-def test_what_the_format_does_not_know_is_refused_by_name(
+def test_settings_that_the_format_cannot_hold_are_refused(
     base_of: BaseOf, keys: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""What vLLM refuses of an adapter: a table, compared with vLLM's own code where it is installed."""
+"""Adapters that vLLM refuses: a table, compared with vLLM's own code if it is installed."""
 
 import importlib.util
 import json
@@ -45,13 +45,13 @@ def test_every_rule_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_what_is_refused_is_named_with_its_key(key: str) -> None:
+def test_a_refusal_names_the_key(key: str) -> None:
     (text,) = obstacles(PLAIN | REFUSED[key])
     assert key in text or "rank is 600" in text
 
 
 @pytest.mark.parametrize("changes", SERVED)
-def test_what_is_served_has_no_obstacle(changes: dict[str, Any]) -> None:
+def test_adapters_that_are_served_have_no_obstacle(changes: dict[str, Any]) -> None:
     assert list(obstacles(PLAIN | changes)) == []
 
 
@@ -69,7 +69,7 @@ def check(result: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_the_command_says_how_to_serve_or_what_to_do(
+def test_the_command_prints_how_to_serve_or_what_to_change(
     ended: dict[str, Ended], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out = check(ended["lora"].out_dir, capsys)
@@ -85,7 +85,7 @@ def test_the_command_says_how_to_serve_or_what_to_do(
         run(["export", str(ended["lora"].out_dir), "--check", "vllm", "--format", "peft"])
 
 
-def test_a_run_says_it_when_it_saves_the_adapter(ended: dict[str, Ended]) -> None:
+def test_a_run_warns_when_it_saves_an_adapter_that_is_not_served(ended: dict[str, Ended]) -> None:
     warnings = {name: ended[name].report.warnings for name in ("lora", "qlora", "pissa", "dora")}
     said = {name for name, texts in warnings.items() if any("vLLM" in text for text in texts)}
     assert said == {"dora"}
