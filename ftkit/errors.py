@@ -34,6 +34,10 @@ class DoesNotFit(UserError):
     exit_code = EXIT_OUT_OF_MEMORY
 
 
+class Completed(Exception):
+    """A run that was to be continued is complete; says where its result is."""
+
+
 EXIT_BY_SIGNAL = {
     signal.SIGINT: (130, "Ctrl+C"),
     signal.SIGTERM: (143, "SIGTERM"),

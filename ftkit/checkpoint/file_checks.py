@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import FileEntry
-from ftkit.utils.remote.block_checksums import BLOCK_BYTES, BlockChecksums
 from ftkit.utils.remote.objects import StorageError
 from ftkit.utils.remote.ranges import (
+    BLOCK_BYTES,
+    BlockChecksums,
     DamagedObject,
     RangedSafetensors,
     lies_elsewhere,

@@ -17,7 +17,7 @@ from typing import Any
 
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
-from ftkit.utils.remote.block_checksums import BlockChecksums
+from ftkit.utils.remote.ranges import BlockChecksums
 
 FORMAT_VERSION = 1
 METADATA = "metadata.json"

@@ -41,9 +41,9 @@ from ftkit.runs.checkpoints import (
     misnamed,
     size_of,
 )
-from ftkit.runs.fetching import fetch_companions
 from ftkit.runs.lock import claimed, is_at_work
-from ftkit.runs.remote_run import url_checkpoints
+from ftkit.runs.sync.download import fetch_without_shards
+from ftkit.runs.sync.session import url_checkpoints
 from ftkit.utils.console.display import Display, Phase
 from ftkit.utils.console.formatting import (
     age_text,
@@ -187,8 +187,8 @@ def clean_checkpoints(options: CleanOptions) -> int:
         ]
         if at_url is not None:
             removals += [
-                (store.directory / name, size, partial(at_url.delete_half, name))
-                for name, size in at_url.halves().items()
+                (store.directory / name, size, partial(at_url.delete_incomplete, name))
+                for name, size in at_url.incomplete().items()
             ]
         for path, size, remove_one in removals:
             try:
@@ -290,7 +290,7 @@ def _kept_for_good(place: RunCheckpoints) -> tuple[KeepEvery, int]:
 
 def _recipe_of(directory: Path) -> dict[str, Any]:
     """The dotted keys of the recipe that a checkpoint records."""
-    fetch_companions(directory)
+    fetch_without_shards(directory)
     try:
         expected = read_metadata(directory).files.get(RECIPE)
     except CheckpointError as error:

@@ -95,7 +95,7 @@ _FINETUNING = tuple(
         summary=_FINETUNE_SUMMARY[name],
         text=str(RECIPE_OF[method].__doc__),
         options=FinetuneOptions,
-        function="ftkit.launch.command:run_finetuning",
+        function="ftkit.launch.supervisor:run_finetuning",
         usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE ...]",),
         examples=(
             "TinyLlama/TinyLlama_v1.1 --data JSON --data.path FILE",

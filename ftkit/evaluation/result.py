@@ -37,8 +37,8 @@ from ftkit.recipe.peft_adapter import base_fingerprint, peft_settings
 from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import fetch_companions, opened_url
 from ftkit.runs.report.report import Report, read_report
+from ftkit.runs.sync.download import fetch_result, fetch_without_shards
 from ftkit.utils.remote.ranges import lies_elsewhere
 from ftkit.utils.remote.urls import is_url
 
@@ -105,7 +105,7 @@ def find_result(name: str) -> Result:
     Raises:
         UserError: it is nothing of these, or damaged.
     """
-    path = opened_url(name) if is_url(name) else Path(name).expanduser()
+    path = fetch_result(name) if is_url(name) else Path(name).expanduser()
     if path.is_dir():
         return _in_directory(name, path.resolve() if path.name in ("", "..") else path)
     if path.suffix.lower() == ".gguf" and path.is_file():
@@ -230,7 +230,7 @@ def _checkpoint(name: str, directory: Path) -> Result:
     Of shards at a url the blocks that are read are verified then; one without their checksums is
     read as a whole here.
     """
-    fetch_companions(directory)
+    fetch_without_shards(directory)
     problems = misnamed(directory) or check_files(directory)
     if not problems:
         metadata = read_metadata(directory)

@@ -1,4 +1,4 @@
-"""The end of a run: exit code, cause of a failure, and the run's report from those of its ranks."""
+"""End of a run: exit code, cause of a failure, and its report, combined from those of its ranks."""
 
 import dataclasses
 import shlex
@@ -39,60 +39,60 @@ from ftkit.utils.remote.urls import display_path, url_of
 
 
 class DamageFound(DamagedCheckpoint):
-    """A rank found damage in the checkpoint that its session was to go on from.
-
-    The next start reads the whole file before it chooses one.
-    """
+    """A rank found damage in the checkpoint that its session was to continue from."""
 
 
 def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     """Write and show the report of a run whose ranks have ended; the exit code of the command.
 
     Args:
-        job: what was done.
-        received: signals that asked for the end, the first one first.
+        job: of the run.
+        received: signals that requested the end, the first one first.
 
     Raises:
-        UserError: what the user can mend, found before the first step.
-        DamageFound: the checkpoint to go on from is damaged, found then, too.
+        UserError: a mistake of the user's, found before the first step.
+        DamageFound: the checkpoint to continue from is damaged, also found before that.
     """
     out_dir = job.recipe.out_dir
-    reports = [_last_report(job, rank) for rank in range(job.plan.world_size)]
-    reports[0] = brought_up_to_files(reports[0], job.directory)
-    rank, error = _cause(job)
+    run, world_size = job.directory, job.plan.world_size
+    files = [run.rank(rank).report for rank in range(world_size)]
+    reports = [read_report(file) if file.exists() else _empty_report(job) for file in files]
+    reports[0] = brought_up_to_files(reports[0], run)
+    rank, error = _cause(run, world_size)
     steps = (reports[0].progress or Progress()).steps
     if error is not None and steps <= job.start_step:
         if error.kind == "user":
             raise UserError(error.message)
         if error.kind == "damaged":
-            _doubt_start(job, error)
+            assert job.start is not None and error.file is not None
+            _doubt_start(Path(job.start), error.file, error.message)
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
     report = dataclasses.replace(
         _with_outcome(reports[0], received, error, phase=reports[rank].phase),
         peak_memory=PeakMemory.of(memory) if memory else None,
         expert_load=ExpertLoad.of_ranks([report.expert_load for report in reports]),
         step_memory=StepMemory.of([report.step_memory for report in reports]),
-        warnings=[*_all_warnings(reports), *_notices(job.directory)],
+        warnings=[*_all_warnings(reports), *_notices(run)],
         phases_s=dataclasses.replace(
             reports[0].phases_s or PhaseTimes(), total=time.time() - job.started_at_s
         ),
     )
     with Display(out_dir) as display:
         try:
-            write_with_reserve(lambda: write_report(report, out_dir), job.directory.reserve)
+            write_with_reserve(lambda: write_report(report, out_dir), run.reserve)
         except OSError as failure:
-            display.warning(f"{job.directory.report} cannot be written ({failure.strerror})")
+            display.warning(f"{run.report} cannot be written ({failure.strerror})")
         if report.outcome == "out_of_memory":
             with display.phase("looking for what would fit"):
                 shortage = find_shortage(job, reports[rank].peak_memory, report.exit_reason)
             report = dataclasses.replace(report, shortage=shortage)
             with suppress(OSError):
                 write_report(report, out_dir)
-        if job.directory.final.is_dir():
+        if run.final.is_dir():
             with suppress(OSError):  # the result is complete without it
-                write_card(report, Path(job.base), job.directory.final)
+                write_card(report, Path(job.base), run.final)
         with suppress(OSError):
-            _collect_output(job.directory, job.plan.world_size)
+            _collect_output(run, world_size)
         display.notice(render(report, out_dir))
         if job.quiet:
             display.show_text(summary_line(report, out_dir))
@@ -102,33 +102,30 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             )
         if report.outcome != "completed":
             display.show_text(exit_summary(out_dir, job.recipe.method, max(steps, job.start_step)))
-        elif gives_advice() and (commands := next_commands(job.directory, job.recipe.method)):
+        elif gives_advice() and (commands := next_commands(run, job.recipe.method)):
             display.show_text(next_text(commands))
     return report.exit_code
 
 
-def _doubt_start(job: Job, error: RankError) -> None:
-    """Have the next start look closely at the checkpoint of this one, in which a rank found damage.
+def _doubt_start(checkpoint: Path, name: str, message: str) -> None:
+    """Raise DamageFound, and mark the file so that the next start reads all of it.
 
-    Raises:
-        DamageFound: says so.
+    `name` is that of the checkpoint's directory, and of the file in it.
     """
-    assert job.start is not None and error.file is not None
-    checkpoint = Path(job.start)
-    file = checkpoint.parent / error.file
-    if file.parent != checkpoint:  # it is of another one, from which the result was to be taken
+    file = checkpoint.parent / name
+    if file.parent != checkpoint:  # of another checkpoint, which the result was to be taken from
         return
-    with suppress(OSError):  # then the next start meets the same
+    with suppress(OSError):  # then the next start finds the same damage
         mark_damaged(file)
     raise DamageFound(
         checkpoint,
-        f"{display_path(checkpoint)} cannot be continued from: {error.message}",
+        f"{display_path(checkpoint)} cannot be continued from: {message}",
         "Try --resume auto, which goes on from the newest one that is sound.",
     )
 
 
 def next_commands(run: RunDirectory, method: Method) -> list[str]:
-    """What may be done with a run that is complete: commands as they can be typed."""
+    """Commands that make sense after a complete run, as they can be typed."""
     this = shlex.quote(display_path(run.path))
     has_result = run.final.is_dir()  # of a base of random weights nothing is saved
     commands = [f"ftkit chat {this}"] * has_result
@@ -142,7 +139,7 @@ def next_commands(run: RunDirectory, method: Method) -> list[str]:
 
 
 def _newest_beside(run: RunDirectory) -> Path | None:
-    """The run that was worked on last among the others in the same directory."""
+    """The newest among the other runs in the same directory."""
     beside = [
         path
         for path in run.path.parent.iterdir()
@@ -151,28 +148,18 @@ def _newest_beside(run: RunDirectory) -> Path | None:
     return max(beside, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _cause(job: Job) -> tuple[int, RankError | None]:
-    """The rank that ended the run, and how; the noise that this makes on others is passed over.
-
-    A rank that ended without a word is found a moment late, when others may have missed it.
-    """
+def _cause(run: RunDirectory, world_size: int) -> tuple[int, RankError | None]:
+    """The rank that failed first, and its error."""
     found = [
-        (rank, error)
-        for rank in range(job.plan.world_size)
-        if (error := RankError.read(job.directory.rank(rank)))
+        (rank, error) for rank in range(world_size) if (error := RankError.read(run.rank(rank)))
     ]
     if not found:
         return 0, None
+    # A rank that died is noticed late: others may have failed before, because of it.
     rank, error = min(found, key=lambda item: (item[1].kind not in DIED, item[1].happened_at_s))
-    if job.plan.world_size == 1 or error.kind in ("user", "damaged", "interrupted"):
+    if world_size == 1 or error.kind in ("user", "damaged", "interrupted"):
         return rank, error
     return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")
-
-
-def _last_report(job: Job, rank: int) -> Report:
-    """The report as the rank last wrote it."""
-    file = job.directory.rank(rank).report
-    return read_report(file) if file.exists() else _report_of_nothing(job)
 
 
 def _all_warnings(reports: Sequence[Report]) -> list[str]:
@@ -185,7 +172,7 @@ def _all_warnings(reports: Sequence[Report]) -> list[str]:
 
 
 def _notices(run: RunDirectory) -> list[str]:
-    """What the supervisor has noted while the ranks were at work."""
+    """Warnings of the supervisor, from the time when the ranks were at work."""
     try:
         return run.notices.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -193,7 +180,7 @@ def _notices(run: RunDirectory) -> list[str]:
 
 
 def _collect_output(run: RunDirectory, world_size: int) -> None:
-    """Add to the run's log what libraries said on other ranks and not on rank 0, once."""
+    """Add output of other ranks to the run's log, once, unless rank 0 printed the same."""
     known = run.log.read_text(encoding="utf-8", errors="replace")
     with run.log.open("a", encoding="utf-8") as file:
         for rank in range(1, world_size):
@@ -205,8 +192,8 @@ def _collect_output(run: RunDirectory, world_size: int) -> None:
             known += text
 
 
-def _report_of_nothing(job: Job) -> Report:
-    """What is known of a rank that ended before it could write a report."""
+def _empty_report(job: Job) -> Report:
+    """The report of a rank that ended before it wrote one."""
     seconds = time.time() - job.started_at_s
     start = None if job.start is None else read_metadata(Path(job.start))
     report = report_at_start(job, start)
@@ -216,7 +203,7 @@ def _report_of_nothing(job: Job) -> Report:
 def _with_outcome(
     report: Report, received: Sequence[signal.Signals], error: RankError | None, phase: PhaseName
 ) -> Report:
-    """The report of rank 0, completed with how the run ended and in which phase of that rank."""
+    """The report of rank 0 with the outcome of the run; `phase` is that of the rank that failed."""
     report = dataclasses.replace(report, finished_at=utc_now())
     if report.outcome in ENDED_WELL and (error is None or error.kind == "interrupted"):
         return report

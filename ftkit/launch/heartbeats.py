@@ -1,7 +1,7 @@
-"""Heartbeats of the supervisors that torchrun or SLURM has started: one that vanishes is noticed.
+"""Heartbeats of the supervisors that torchrun or SLURM started: they notice a lost machine.
 
-A collective with a machine that is gone waits for half an hour, and rightly so: others may be busy
-for minutes, as when they save. Supervisors are never busy, so their silence means something.
+A collective with a lost machine waits for half an hour, because a rank may be busy for minutes, as
+with a save. Supervisors are never busy, so their silence means that they are gone.
 """
 
 import threading
@@ -15,16 +15,16 @@ import torch.distributed as dist
 SharedStore: TypeAlias = Any
 """torch.distributed.Store, which torch does not export for type checkers."""
 BEAT_S = 5.0
-"""Between two heartbeats, and between two looks at those of others."""
+"""Interval of heartbeats, and of polls of those of others."""
 MISSED_BEATS = 18
-"""Looks in a row without a new heartbeat after which a supervisor is taken to be gone."""
+"""Polls in a row without a new heartbeat, after which a supervisor counts as gone."""
 
 
 class Silence:
-    """For how many looks in a row others have been silent.
+    """Counts the polls in a row in which others were silent.
 
-    Looks are counted, not seconds: no clock is compared with that of another machine, and while
-    this process stands still, perhaps together with all others, it does not look.
+    Polls, not seconds: no clock is compared with that of another machine, and a process that is
+    suspended, perhaps together with all others, does not count meanwhile.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class Silence:
         self._silent: dict[int, int] = {}
 
     def look(self, heard: Mapping[int, int]) -> int | None:
-        """Compare with the look before.
+        """Compare the heartbeats with those of the last poll.
 
         Args:
-            heard: heartbeats so far, by rank; of those that are to be there still.
+            heard: heartbeats so far, by rank, of those that have not ended.
 
         Returns:
-            The rank that has been silent for too long, if there is one.
+            A rank that has been silent for too long, if there is one.
         """
         silent = {rank for rank, beats in heard.items() if beats == self._heard.get(rank)}
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
@@ -47,10 +47,9 @@ class Silence:
 
 
 class Heartbeats:
-    """Inside the block this supervisor has a heartbeat, and watches those of others.
+    """Sends the heartbeat of this supervisor inside the block, and watches those of others.
 
-    Rank 0 watches all others, and they watch rank 0. One thread talks with the store, where it may
-    wait for ever for a machine that is frozen. So a second one, which never waits, judges.
+    Rank 0 watches all others, and they watch rank 0.
     """
 
     def __init__(
@@ -63,15 +62,17 @@ class Heartbeats:
         """Prepare.
 
         Args:
-            store: the TCPStore that all supervisors are connected with.
+            store: the TCPStore of all supervisors.
             rank: of this supervisor.
             watched: names of the machines of others, by rank.
-            on_silence: called in a thread, once, with a rank that is gone and what to say of it.
+            on_silence: called in a thread, once, with a rank that is gone and a message.
         """
         self._address = store.host, store.port
         self._rank, self._watched, self._on_silence = rank, watched, on_silence
         self._heard = dict.fromkeys(watched, 0)
         self._leaving = threading.Event()
+        # Requests to the store may hang for ever if the machine of rank 0 is frozen. So another
+        # thread, which sends none, decides who is gone.
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._talk, self._judge)
         ]
@@ -84,10 +85,10 @@ class Heartbeats:
     def __exit__(self, *_: object) -> None:
         self._leaving.set()
         for thread in self._threads:
-            thread.join(timeout=BEAT_S)  # it may be waiting for the store for ever
+            thread.join(timeout=BEAT_S)  # it may hang in the store
 
     def _talk(self) -> None:
-        with suppress(dist.DistError):  # the store is gone: there is nobody to be heard any more
+        with suppress(dist.DistError):  # the store ended with rank 0
             # A connection of its own: calls on one wait for each other.
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 *self._address, is_master=False, timeout=timedelta(seconds=BEAT_S * MISSED_BEATS)
@@ -112,12 +113,12 @@ class Heartbeats:
 
 
 def ended_key(rank: int) -> str:
-    """The key that a supervisor sets when it ends in an orderly way."""
+    """Key: a supervisor has ended in an orderly way."""
     return f"ended-{rank}"
 
 
 def silence_text(host: str, seconds: float) -> str:
-    """What is said of a machine that has been silent for so long."""
+    """Message about a machine that has been silent for this long."""
     silent = f"{host} has not been heard of for {seconds:g} s"
     return f"{silent}: the machine is gone, frozen or cut off from the others"
 

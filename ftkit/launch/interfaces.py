@@ -1,8 +1,8 @@
-"""Network interfaces: by which the machines of a run reach each other, and whether they do.
+"""Network interfaces: which ones the machines of a run use to reach each other, and if they do.
 
-Gloo takes the interface of GLOO_SOCKET_IFNAME, or else the one with the address that the machine's
-own name stands for, which is often 127.0.0.1. What it says if that leads nowhere is a stack of
-C++, on some rank, after a while. So the supervisors try it first, as gloo will do it.
+Gloo takes the interface of GLOO_SOCKET_IFNAME, or else the one with the address that the host name
+resolves to, which is often 127.0.0.1. If that leads nowhere, some rank prints a C++ stack after a
+while. So the supervisors try the connections first, in the same way.
 """
 
 import os
@@ -25,12 +25,12 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a machine listens while it is tried."""
+    """Address at which a machine listens during the test of connections."""
 
     host: str
     """Its name."""
     interface: str
-    """What the address belongs to; empty: not known."""
+    """Interface of the address; empty: unknown."""
     address: str
     """IP address."""
     port: int
@@ -38,13 +38,13 @@ class Endpoint:
 
     @property
     def text(self) -> str:
-        """10.0.0.1:4711 (eth0 of node1)."""
+        """Text such as 10.0.0.1:4711 (eth0 of node1)."""
         of = f"{self.interface} of {self.host}" if self.interface else self.host
         return f"{self.address}:{self.port} ({of})"
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The IP addresses of every network interface of this machine."""
+    """IP addresses of this machine, by network interface."""
     found = {
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in _FAMILIES]
         for name, entries in psutil.net_if_addrs().items()
@@ -53,9 +53,9 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine from which packets to a host go; None: none would.
+    """The address of this machine from which packets to a host go; None: there is no route.
 
-    It may be a loopback address, if the host is this machine. Nothing is sent.
+    It is a loopback address if the host is this machine. Nothing is sent.
     """
     with suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
@@ -66,23 +66,23 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_with(address: str) -> str | None:
-    """The interface that has an address; None: none has."""
+    """The interface with an address; None: there is none."""
     return next((name for name, found in interfaces().items() if address in found), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other machine can reach it."""
+    """Whether no other machine can reach an address."""
     return address.startswith("127.") or address == "::1"
 
 
 def check_interfaces(communication: str | None) -> None:
-    """Refuse interfaces that the environment names and this machine does not have.
+    """Refuse interfaces in the environment that this machine does not have.
 
     Args:
-        communication: what carries messages between ranks; gloo does so beside nccl, too.
+        communication: backend of the ranks; with nccl, gloo is used besides.
 
     Raises:
-        UserError: names those that there are.
+        UserError: lists those that it has.
     """
     there = interfaces()
     shown = ", ".join(f"{name} ({', '.join(found)})" for name, found in there.items() if found)
@@ -103,7 +103,7 @@ def check_interfaces(communication: str | None) -> None:
 
 
 def _nccl_finds(rule: str, names: list[str]) -> bool:
-    """Whether NCCL finds an interface: beginnings of names, =names, or ^those that it is not."""
+    """Whether a rule of NCCL matches an interface: a prefix, =NAME, or ^ for any but these."""
     if not rule:
         return True
     excludes, rule = rule.startswith("^"), rule.removeprefix("^")
@@ -117,13 +117,13 @@ def _nccl_finds(rule: str, names: list[str]) -> bool:
 
 
 def chosen_interface(address: str | None) -> tuple[str, str]:
-    """The interface that gloo is to take, and its address.
+    """The interface for gloo, and its address.
 
     Args:
-        address: of this machine, which others reach.
+        address: of this machine, as others reach it.
 
     Raises:
-        UserError: there is no way to the other machines, or the variable names none of them.
+        UserError: there is no route to the other machines, or no interface of the given name.
     """
     check_interfaces("gloo")
     named = os.environ.get(GLOO, "").partition(",")[0]
@@ -140,10 +140,10 @@ def chosen_interface(address: str | None) -> tuple[str, str]:
 
 @contextmanager
 def listening(interface: str, address: str) -> Iterator[Endpoint]:
-    """Inside the block connections to an address of this machine are taken.
+    """Accept connections to an address of this machine inside the block.
 
     Raises:
-        UserError: it cannot be listened on.
+        UserError: nothing can listen on it.
     """
     host = socket.gethostname()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -160,7 +160,7 @@ def listening(interface: str, address: str) -> Iterator[Endpoint]:
 
 
 def problem_reaching(endpoint: Endpoint) -> str | None:
-    """Why this machine does not reach another one, and what to set; None: it does."""
+    """The reason that this machine does not reach another one, with a remedy; None: it does."""
     why = _reason_not_reached(endpoint.address, endpoint.port)
     if why is None:
         return None
@@ -177,22 +177,21 @@ def reached_within(
 ) -> str | None:
     """Wait until something listens at an address; None, or why nothing was reached.
 
-    torch's stores wait for each other too, but write a stack of C++ for every attempt.
-
     Args:
         patience_s: how long, in seconds.
         address: name or IP address.
         port: TCP port.
         on_wait: called with the reason when it has taken longer than usual, once.
     """
+    # torch's store waits by itself, but prints a C++ stack for every attempt.
     begin_s = time.monotonic()
-    told = False
+    is_reported = False
     while (why := _reason_not_reached(address, port)) is not None:
         waited_s = time.monotonic() - begin_s
         if waited_s >= patience_s:
             return why
-        if waited_s >= _CONNECT_S and not told:
-            told = True
+        if waited_s >= _CONNECT_S and not is_reported:
+            is_reported = True
             on_wait(why)
         time.sleep(_BETWEEN_TRIES_S)
     return None

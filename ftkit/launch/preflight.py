@@ -1,4 +1,4 @@
-"""The memory check before a run: whether it fits its devices, and what would; no torch."""
+"""Preflight: whether a run fits the memory of its devices, and what would fit; without torch."""
 
 import dataclasses
 import json
@@ -27,18 +27,18 @@ from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
 from ftkit.utils.progress import print_notice
 
 _SUSPICIOUS = 0.5
-"""A run that takes more than this share of a GPU by a rough estimate is looked at."""
+"""A run above this fraction of the memory, by a rough estimate, is planned exactly."""
 _FULL_BYTES, _LORA_BYTES = 16, 4
-"""For each parameter: weight, gradient and two moments in float32, or a weight alone."""
+"""Bytes per parameter: weight, gradient and two moments in float32, or only a weight."""
 _WIDTH_BYTES, _INNER_BYTES = 64, 16
-"""What a layer keeps of a token for the backward pass, for each number of its width and of its
-MLP's; without activation checkpointing, in float32."""
+"""Bytes that a layer keeps of a token for the backward pass, per unit of its width and of its
+MLP's; float32, without activation checkpointing."""
 _ANY_RUN_BYTES, _ANY_CPU_RUN_BYTES = 2 * 2**30, 2**29
-"""Context, logits and what the allocator holds besides; of a process without a GPU."""
+"""Context, logits and unused memory of the allocator; the second, of a process without a GPU."""
 
 
 def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
-    """The recipe with the largest micro-batch that fits in the free memory, if it is auto.
+    """The recipe with the largest micro-batch that fits in free memory, if it is auto.
 
     Raises:
         DoesNotFit: not even one sequence does.
@@ -62,20 +62,19 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
 
 
 def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:
-    """Refuse a run that certainly cannot fit, and say so where it may not.
+    """Refuse a run that certainly does not fit, and warn if it may not.
 
-    What its devices have in all is certain, and so is the host memory with its swap; what others
-    leave free of it is not. A plan takes seconds, and is made where the model is large for the
-    device; other runs start at once.
+    Total memory of devices, and host memory with swap, are certain; free memory is not. A plan
+    takes seconds, and is made only if the model is large for the device.
 
     Raises:
-        DoesNotFit: says what would fit.
+        DoesNotFit: lists what would fit.
     """
     device = device_here(recipe, devices)
-    if device is None or not _is_worth_a_look(recipe, devices, device):
+    if device is None or not _may_be_too_large(recipe, devices, device):
         return
     found = _ask_shown(recipe, devices, device)
-    if "fits" not in found:  # the run will say why
+    if "fits" not in found:  # the run itself will report why
         return
     if found["fits"] is not False:
         for shortage in _possible_shortages(found, device, recipe, devices):
@@ -106,7 +105,7 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
 def _possible_shortages(
     found: dict[str, Any], device: Gpu, recipe: Recipe, devices: Devices
 ) -> Iterator[str]:
-    """What a run may need more of than there is."""
+    """Memory of which a run may need more than there is."""
     sequences = f"(sequences: {found['length']})"
     there, where = device.memory_bytes, "on each GPU"
     if device.name == HOST:
@@ -128,20 +127,20 @@ def _each_has(device: Gpu, there: str) -> str:
     return f"on each GPU, which has {there}"
 
 
-_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) (bytes|KiB|MiB|GiB)")
-"""In torch's messages: what did not fit, and (on CUDA) what there is."""
+"""In torch's messages: the size that did not fit, and (on CUDA) the total."""
 _ADVICE_S = 60.0
-"""How long the end of a run may take for advice; it goes without after that."""
+"""How long the end of a run may take to find what would fit."""
 
 
 def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
-    """How much memory was missing in a run that has ended for it, and what would fit.
+    """Memory that a failed run lacked, and what would fit.
 
     Args:
-        job: what was run.
-        peak: highest memory of the rank that ran out of it.
-        message: how it ended.
+        job: of the run.
+        peak: highest memory of the rank that ran out of memory.
+        message: its error.
     """
     devices = job.devices
     recipe = dataclasses.replace(job.recipe, checkpoint_dir=job.base, devices=job.plan.devices)
@@ -160,7 +159,7 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
         found = _ask(recipe, devices, device, failed=True, timeout_s=_ADVICE_S)
     return Shortage(
         held_bytes=held_bytes,
-        asked_bytes=_bytes_in(_ASKED, message),
+        asked_bytes=_bytes_in(_REQUESTED, message),
         available_bytes=available_bytes,
         predicted_peak_bytes=found.get("peak_bytes"),
         predicted_for=found.get("length"),
@@ -173,7 +172,7 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
 
 
 def shortage_text(shortage: Shortage, accelerator: str, message: str) -> str:
-    """The same for people; `message` is how the run ended."""
+    """Text for the user; `message` is the error that ended the run."""
     parts = []
     if shortage.held_bytes is not None:
         parts.append(f"{bytes_text(shortage.held_bytes)} were held")
@@ -202,10 +201,10 @@ def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
     return found and int(float(found[1]) * SIZE_UNITS.get(found[2], 1))
 
 
-def _is_worth_a_look(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
-    """Whether a run may be too large, judged generously by the settings of its model alone.
+def _may_be_too_large(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
+    """Whether a run may be too large, by a generous estimate from the settings of its model.
 
-    So it is the same whether the weights are on this machine or not.
+    Weights are not read, so the answer is the same whether they are on this machine or not.
     """
     on_cpu = device.name == HOST
     memory_bytes = device.memory_bytes
@@ -216,7 +215,7 @@ def _is_worth_a_look(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
         return True
     fetch_settings(name, token=recipe.access_token)
     model = rough_model(name)
-    if model is None:  # of a name that stands for nothing the run says so at once
+    if model is None:  # a missing path is refused later
         return Path(name).expanduser().exists()
     train = recipe.train
     length = min(train.max_seq_length or model.context, model.context)
@@ -238,7 +237,7 @@ def _is_worth_a_look(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
 
 
 def _most_positions(train: Train, length: int) -> int:
-    """Of a micro-batch of sequences of this length; auto may take the whole batch."""
+    """Most positions in a micro-batch of sequences of this length; auto may take all samples."""
     size, tokens, sequences = (
         train.micro_batch_size,
         train.micro_batch_tokens,
@@ -267,7 +266,7 @@ def _gib(found: dict[str, Any]) -> str:
 
 
 def _ask_shown(recipe: Recipe, devices: Devices, device: Gpu) -> dict[str, Any]:
-    """What `_ask` finds, before a run, with a line that moves: it takes seconds."""
+    """`_ask` with a progress line: it takes seconds."""
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase("predicting memory", brief=True),
@@ -283,7 +282,7 @@ def _ask(
     failed: bool = False,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """What `ftkit.planning.check` finds; {} if it finds nothing, or not in time."""
+    """Run `ftkit.planning.check`; {} if it fails, or takes too long."""
     recipe = dataclasses.replace(recipe, devices=ranks_here(recipe, devices))
     if devices.accelerator == HOST_KIND:
         recipe = dataclasses.replace(recipe, accelerator="cpu")

@@ -1,4 +1,4 @@
-"""Rank processes: started together, watched, signalled, and never left behind."""
+"""Rank processes: started together, supervised, signalled, and never left behind."""
 
 import os
 import signal
@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 from ftkit.errors import EXIT_BY_SIGNAL, UserError, device_line
-from ftkit.launch.environment import ExternalRanks
-from ftkit.runs.directory import RankDirectory
-from ftkit.runs.job import ErrorKind, Job, RankError
+from ftkit.launch.launchers import ExternalRanks
+from ftkit.recipe.plan import Plan
+from ftkit.runs.directory import RankDirectory, RunDirectory
+from ftkit.runs.job import ErrorKind, RankError
 from ftkit.runs.report.report import ENDED_WELL, read_report
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.hardware import processes_killed_for_memory
@@ -24,26 +25,25 @@ from ftkit.utils.process import handling, print_line
 KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the settings of torch's allocator."""
 MATMUL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-"""How many products of 16-bit matrices torch and oneDNN keep ready on a CPU, each for one shape."""
+"""Sizes of the caches of torch and oneDNN for 16-bit matrix products on a CPU, one per shape."""
+# More than the shapes of a micro-batch. With the default of 1,024, each micro-batch of another
+# length adds some: a model of 34 million parameters held 2.1 GiB after 40 steps, and 0.7 GiB with
+# 64, in the same time.
 KEPT_MATMULS = 64
-"""More than a micro-batch has shapes. Of the 1,024 that are kept otherwise, each micro-batch of
-another number of tokens adds some: a model of 34 million parameters held 2.1 GiB after 40 steps,
-and 0.7 GiB so, at no loss of time."""
-"""Where torch's allocator finds its settings. Sequences of ever other lengths fragment its memory,
-unless segments can grow; blocks are then also split to 512 B, as predictions count them."""
 
 GRACE_S = 5.0
-"""How long the other ranks may go on once one has failed; without it they wait in a collective
-for minutes."""
+"""How long the other ranks may go on once one has failed; they would wait in a collective for
+minutes."""
 
 COMPLETING_S = 60.0
-"""How much longer rank 0 may take for that: it predicts the memory of what it has run."""
+"""How much longer rank 0 may take to complete its report, for which it predicts memory."""
 POLL_S = 0.05
 
 
 class StoppedEarly(UserError):
-    """A signal came while the run was prepared; everything is as it was."""
+    """A signal came during the preparation of the run; everything is as it was."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.exit_code, name = EXIT_BY_SIGNAL[number]
@@ -51,7 +51,7 @@ class StoppedEarly(UserError):
 
 
 class GoneEarly(UserError):
-    """Another machine was gone while the run was prepared; everything is as it was."""
+    """Another machine was lost during the preparation of the run; everything is as it was."""
 
     exit_code = 1
 
@@ -59,13 +59,12 @@ class GoneEarly(UserError):
 class Ranks:
     """Runs the ranks, and passes signals on to them.
 
-    The first signal asks them to end gracefully, the second one kills them. Before they are started
-    it raises `StoppedEarly`. Each has a process
-    group of its own, so that Ctrl+C and Ctrl+Z reach only this process. A signal that is ignored
-    stays so, as `nohup` wants it.
+    The first signal makes them stop after the current step, the second one kills them. Before they
+    are started it raises `StoppedEarly`. A signal that is ignored stays so, for `nohup`.
 
-    Under torchrun or SLURM every process of theirs runs one rank in this way. They send a signal
-    more than once and kill by themselves what takes too long, so there the second does nothing.
+    Each rank has a process group of its own, so that Ctrl+C and Ctrl+Z reach only this process.
+    Under torchrun or SLURM each process runs one rank. They send a signal more than once, and kill
+    what takes too long themselves; so there the second signal does nothing.
     """
 
     def __init__(
@@ -83,10 +82,10 @@ class Ranks:
         self._killing = False
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self.gone: tuple[int, str] | None = None
-        """A rank whose supervisor elsewhere is gone, and what to say of it."""
+        """A rank on another machine whose supervisor is gone, and a message about it."""
         self._killed_before: int | None = None
         self._directories: list[RankDirectory] = []
-        """Of every rank, also of those that run elsewhere."""
+        """Directories of all ranks, also of those on other machines."""
         self._handlers = ExitStack()
 
     def __enter__(self) -> "Ranks":
@@ -97,26 +96,31 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self._handlers.close()
 
-    def run(self, job: Job) -> None:
+    def run(self, run: RunDirectory, plan: Plan, access_token: str | None) -> None:
         """Run all ranks to their end, whatever happens here.
 
-        How a rank failed is in its `error` afterwards, also if it could not say it itself.
+        How a rank failed is in its `error` afterwards, also if the rank could not write it.
+
+        Args:
+            run: its directory, with the job file.
+            plan: of the job.
+            access_token: of the Hub, which is in no file.
         """
         self._killed_before = processes_killed_for_memory()
-        world_size = job.plan.world_size
-        self._directories = [job.directory.rank(rank) for rank in range(world_size)]
+        self._directories = [run.rank(rank) for rank in range(plan.world_size)]
         self._started = True
         self._note_gone()
         with ExitStack() as stack:
             if self._placed is None:
                 port = stack.enter_context(_free_port())
-                placements = {rank: _placement(job, rank, port) for rank in range(world_size)}
+                placements = {rank: _placement(plan, rank, port) for rank in range(plan.world_size)}
             else:  # torchrun's variables are there, and the supervisors' store
                 placement = {"TORCHELASTIC_USE_AGENT_STORE": "True"} | self._variables
-                placements = {self._placed.rank: placement | self._placed.placement(job.plan)}
+                placements = {self._placed.rank: placement | self._placed.placement(plan)}
             stack.callback(self._end)
             for rank, placement in placements.items():
-                self._processes[rank] = _start(job, rank, placement)
+                environment = rank_environment(plan, access_token, placement)
+                self._processes[rank] = _start(run, rank, environment)
             if self.received:
                 self._kill()
             self._watch()
@@ -126,7 +130,7 @@ class Ranks:
 
         Args:
             rank: the other rank.
-            reason: what the report says of it; before the ranks are started `GoneEarly` says it.
+            reason: message for the report, or for `GoneEarly` before the ranks are started.
         """
         self.gone = rank, reason
         if self._started:
@@ -137,7 +141,7 @@ class Ranks:
             signal.pthread_kill(main, signal.SIGTERM)
 
     def _watch(self) -> None:
-        """Wait for all ranks; once one has failed, the others have little time left."""
+        """Wait for all ranks; after a failure the others have little time left."""
         deadline_s = None
         while any(process.poll() is None for process in self._processes.values()):
             self._note_deaths()
@@ -153,7 +157,7 @@ class Ranks:
 
     def _note_deaths(self) -> None:
         for rank, process in self._processes.items():
-            if process.poll() and not self._killing and not self._has_spoken(rank):
+            if process.poll() and not self._killing and not self._has_reported(rank):
                 if process.returncode == -signal.SIGKILL and self._memory_ran_out():
                     self._note(rank, "died_for_memory", KILLED_FOR_MEMORY)
                     continue
@@ -164,8 +168,8 @@ class Ranks:
         if self.gone is not None:
             rank, reason = self.gone
             with suppress(OSError):
-                self._directories[rank].path.mkdir(exist_ok=True)  # it may not have come that far
-            if not self._has_spoken(rank):
+                self._directories[rank].path.mkdir(exist_ok=True)  # not there yet, perhaps
+            if not self._has_reported(rank):
                 self._note(rank, "died", reason)
 
     def _memory_ran_out(self) -> bool:
@@ -173,8 +177,8 @@ class Ranks:
         now = processes_killed_for_memory()
         return now is not None and now > (self._killed_before or 0)
 
-    def _has_spoken(self, rank: int) -> bool:
-        """Whether it has said how it ended; what goes wrong after that is noise."""
+    def _has_reported(self, rank: int) -> bool:
+        """Whether it has reported how it ended; later errors are consequences."""
         directory = self._directories[rank]
         report = directory.report
         completed = report.exists() and read_report(report).outcome in ENDED_WELL
@@ -182,11 +186,11 @@ class Ranks:
 
     def _note(self, rank: int, kind: ErrorKind, message: str) -> None:
         error = RankError(kind=kind, message=message, happened_at_s=time.time())
-        with suppress(OSError):  # then the report says that it ended without a word
+        with suppress(OSError):  # then the report has no cause
             error.write(self._directories[rank])
 
     def _pause(self, _: int, __: FrameType | None) -> None:
-        """Ctrl+Z: stand still with the ranks and their workers until `fg` or `bg`."""
+        """Ctrl+Z: suspend the ranks and their workers, too, until `fg` or `bg`."""
         self._signal_groups(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signal_groups(signal.SIGCONT)
@@ -201,7 +205,7 @@ class Ranks:
         self.received.append(signal.Signals(number))
         if not self._started:
             if len(self.received) > 1:
-                return  # it is being put back
+                return  # the first one is already putting everything back
             if self.gone is not None:
                 rank, reason = self.gone
                 raise GoneEarly(f"rank {rank}: {reason}; nothing has changed")
@@ -211,11 +215,11 @@ class Ranks:
         first = len(self.received) == 1
         if first and all(self._directories[r].report.exists() for r in self._processes):
             for process in self._processes.values():
-                process.send_signal(signal.SIGINT)  # Lightning has ways of its own with SIGTERM
+                process.send_signal(signal.SIGINT)  # Lightning handles SIGTERM itself
             text = "stopping after the current step"
             if self._placed is None:
                 text += " (Ctrl+C again stops at once)"
-        elif first or self._placed is None:  # nothing to lose yet, or asked before
+        elif first or self._placed is None:  # nothing to lose yet, or the second signal
             self._kill()
             text = "stopping"
         else:
@@ -228,12 +232,12 @@ class Ranks:
         self._killing = True
         for rank, process in self._processes.items():
             if process.poll() is None:
-                if self.received and not self._has_spoken(rank):  # what others say now is noise
+                if self.received and not self._has_reported(rank):  # later errors are consequences
                     self._note(rank, "interrupted", self.received[0].name)
                 process.kill()
 
     def _kill_but_completing(self) -> None:
-        """Kill the ranks that have nothing to add."""
+        """Kill the ranks except one that is completing its report."""
         self._killing = True
         for rank, process in self._processes.items():
             if process.poll() is None and not self._directories[rank].completing.exists():
@@ -245,12 +249,15 @@ class Ranks:
             process.wait()
 
 
-def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
-    """The environment variables of a rank: this process's, and what the job needs besides."""
-    plan = job.plan
+def rank_environment(
+    plan: Plan, access_token: str | None, placement: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment variables of a rank: those of this process, and what the plan needs."""
     environment = os.environ | placement | plan.rules.environment(plan.accelerator)
-    if job.recipe.access_token:
-        environment["HF_TOKEN"] = job.recipe.access_token
+    if access_token:
+        environment["HF_TOKEN"] = access_token
+    # Sequences of ever new lengths fragment memory, unless segments can grow. Blocks are then also
+    # split to 512 B, as predictions count them.
     if plan.kind.grows_segments and not environment.keys() & ALLOCATOR_SETTINGS:
         environment[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     if plan.accelerator == "cpu":
@@ -259,15 +266,14 @@ def rank_environment(job: Job, placement: dict[str, str]) -> dict[str, str]:
     return environment
 
 
-def _start(job: Job, rank: int, placement: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A rank as a process, with its output in its log, also what compiled code prints."""
-    directory = job.directory.rank(rank)
+def _start(run: RunDirectory, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a rank as a process; its output, also of compiled code, goes to its log."""
+    directory = run.rank(rank)
     directory.path.mkdir(exist_ok=True)
-    environment = rank_environment(job, placement)
     terminal = os.dup(1)
     # -P: modules in the current directory are the user's, not ours
     command = [sys.executable, "-P", "-m", "ftkit.training.rank"]
-    command += [str(job.directory.job), str(os.getpid()), str(terminal)]
+    command += [str(run.job), str(os.getpid()), str(terminal)]
     try:
         with directory.output.open("ab") as log:
             return subprocess.Popen(
@@ -283,9 +289,8 @@ def _start(job: Job, rank: int, placement: dict[str, str]) -> subprocess.Popen[b
         os.close(terminal)
 
 
-def _placement(job: Job, rank: int, port: int) -> dict[str, str]:
+def _placement(plan: Plan, rank: int, port: int) -> dict[str, str]:
     """Torchrun's variables, as Lightning and torch.distributed read them."""
-    plan = job.plan
     placement = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -303,10 +308,8 @@ def _placement(job: Job, rank: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _free_port() -> Iterator[int]:
-    """A port for rank 0 to listen on, which the system gives to nobody else meanwhile.
-
-    Two sockets that both allow it share a port until one of them listens.
-    """
+    """A port for rank 0 to listen on, which no other process gets inside the block."""
+    # Two sockets with SO_REUSEADDR share a port until one of them listens.
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -314,7 +317,7 @@ def _free_port() -> Iterator[int]:
 
 
 def describe_exit(code: int, log: Path) -> str:
-    """How a rank ended that could not say it itself, but perhaps in the log of its output."""
+    """Describe the end of a rank that left no error, by its exit code and its output."""
     if code >= 0:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")

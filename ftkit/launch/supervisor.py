@@ -1,55 +1,58 @@
-"""The supervisor of a run: owns its directory, starts its ranks, and says how it ended.
+"""The supervisor of a run: from its command line to its exit code.
 
-It is no rank itself and imports no torch, so it can still name the cause, write the report and
-leave nothing behind when a rank is killed.
+It prepares the run, owns its directory, starts its ranks, and reports how it ended. It is no rank
+itself and imports no torch, so it can still name the cause, write the report and leave nothing
+behind when a rank is killed.
 """
 
 import dataclasses
+import functools
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import BASE
 from ftkit.data.sources import check_data
-from ftkit.errors import UserError
+from ftkit.errors import Completed, UserError
 from ftkit.evaluation.tasks.finding import find_tasks
 from ftkit.launch.conclude import DamageFound, conclude
-from ftkit.launch.environment import ExternalRanks, external_ranks
 from ftkit.launch.interfaces import check_interfaces
-from ftkit.launch.last_session import restarts_of
+from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
-from ftkit.launch.requeue import requeue_if_out_of_time
 from ftkit.models.pretrained.base_outline import keeps_rest
 from ftkit.models.pretrained.hub import find_or_download
 from ftkit.recipe.checks import check_kernels_installed, check_loggers_installed
 from ftkit.recipe.devices import find_devices
-from ftkit.recipe.own_metric import OwnMetric
-from ftkit.recipe.parsing import to_yaml
+from ftkit.recipe.options import FinetuneOptions
+from ftkit.recipe.own_metric import OwnMetric, own_metrics
+from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
-from ftkit.recipe.plan import make_plan
-from ftkit.recipe.recipe import Recipe
-from ftkit.runs.backup import copy_rows, lost_rows, ready_to_go_on
-from ftkit.runs.carrying.files import Others
+from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.recipe import FINETUNE, Method, Recipe
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
-from ftkit.runs.mirror import UploadFailed
-from ftkit.runs.remote_run import mirrored, require_unclaimed
 from ftkit.runs.report.report import read_report
 from ftkit.runs.resume import (
-    Completed,
     Start,
+    copy_rows,
     find_start,
+    follow_moved,
+    lost_rows,
+    ready_to_go_on,
     require_free,
     resumes_in_place,
     verify_start,
 )
+from ftkit.runs.state import restarts_of
+from ftkit.runs.sync.mirror import OtherHosts, UploadFailed
+from ftkit.runs.sync.session import mirrored, require_unclaimed
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.files import make_reserve, write_durably
@@ -58,6 +61,43 @@ from ftkit.utils.process import launcher_starts_again, print_line
 from ftkit.utils.progress import is_quiet, print_notice
 from ftkit.utils.remote.providers import require_provider
 from ftkit.utils.remote.urls import display_path, url_of
+from ftkit.utils.yaml_files import STANDARD_INPUT
+
+
+def run_finetuning(options: FinetuneOptions) -> int:
+    """Fine-tune as the command line says, or print the recipe; the exit code.
+
+    Raises:
+        UserError: see `read_recipe` and `launch`.
+    """
+    recipes, overrides = sorted_words(options.words, options.config, options.keys)
+    if str(STANDARD_INPUT) in recipes and external_ranks() is not None:
+        raise UserError(
+            "--config is -, standard input, which torchrun and srun do not give to every rank. "
+            "Write the recipe to a file: try --config RECIPE.yaml."
+        )
+    recipe = read_recipe(recipes, overrides, method=FINETUNE[options.line[1]])
+    if options.print_config:
+        print(to_yaml(recipe), end="")
+        return 0
+    metrics = own_metrics(options.metric)
+    if metrics and not recipe.eval.max_new_tokens:
+        raise UserError(
+            f"{metrics[0]} scores answers, but eval.max_new_tokens is "
+            f"{'empty' if recipe.eval.max_new_tokens is None else 0}: how long may they be? "
+            "Try --eval.max_new_tokens 100."
+        )
+    if recipes and "out_dir" not in dict(overrides):
+        recipe = follow_moved(recipe, Path(recipes[-1]))
+    return launch(
+        recipe,
+        command=options.line,
+        overwrite=options.overwrite,
+        stop_after=StopAfter.parse(options.stop_after) if options.stop_after is not None else None,
+        force=options.force,
+        metrics=metrics,
+        trusted=options.trust_task_code,
+    )
 
 
 def launch(
@@ -70,53 +110,42 @@ def launch(
     metrics: tuple[OwnMetric, ...] = (),
     trusted: Path | None = None,
 ) -> int:
-    """Check, start and supervise one run; the exit code of the command.
+    """Prepare, start and supervise one run; the exit code of the command.
 
-    Under torchrun or SLURM, which start a process for each rank, this one looks after its rank.
+    Under torchrun or SLURM, which start a process for each rank, this one supervises its rank.
 
     Args:
-        recipe: what was asked.
+        recipe: as requested.
         command: the command line, for the report.
         overwrite: replace what is in out_dir instead of taking another directory.
         stop_after: end this session before the run is done.
         force: start even if memory is certainly too small.
-        metrics: of one's own.
+        metrics: of the user's own.
         trusted: directory whose Python code tasks may run.
 
     Raises:
         UserError: before anything has started, and nothing is left behind.
     """
-
-    def prepared(
-        received: Sequence[signal.Signals], others: Others | None = None
-    ) -> AbstractContextManager[Job]:
-        return prepare_run(
-            recipe,
+    started_at_s = time.time()
+    placed = external_ranks()
+    try:
+        prepare = functools.partial(
+            prepare_run,
+            with_adapter(recipe),
             command,
             overwrite,
             started_at_s,
             stop_after,
-            received,
             force=force,
             metrics=metrics,
             trusted=trusted,
             placed=placed,
-            others=others,
         )
-
-    def ended(job: Job, received: Sequence[signal.Signals]) -> int:
-        code = conclude(job, received)
-        requeue_if_out_of_time(code, received)
-        return code
-
-    started_at_s = time.time()
-    placed = external_ranks()
-    try:
-        recipe = with_adapter(recipe)
         if placed is not None:
+            # It imports torch, which a supervisor on a single host does without.
             from ftkit.launch.torchrun import take_part
 
-            return take_part(placed, prepared, ended)
+            return take_part(placed, prepare, _end)
         if recipe.num_nodes not in ("auto", 1):
             raise UserError(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
@@ -126,11 +155,12 @@ def launch(
         while True:
             with Ranks() as ranks:
                 try:
-                    with prepared(ranks.received) as job:
-                        ranks.run(job)
-                        return ended(job, ranks.received)
+                    with prepare(received=ranks.received) as job:
+                        ranks.run(job.directory, job.plan, job.recipe.access_token)
+                        return _end(job, ranks.received)
                 except DamageFound as found:
-                    is_known = found.checkpoint in doubted  # though all of it was read since
+                    # Damage in a checkpoint that was read as a whole since is not the disk's.
+                    is_known = found.checkpoint in doubted
                     if recipe.resume != "auto" or ranks.received or is_known:
                         raise
                     doubted.add(found.checkpoint)
@@ -141,6 +171,12 @@ def launch(
     except UploadFailed as error:
         print_line(f"ftkit: {error}")
         return 1
+
+
+def _end(job: Job, received: Sequence[signal.Signals]) -> int:
+    code = conclude(job, received)
+    requeue_if_out_of_time(code, received)
+    return code
 
 
 @contextmanager
@@ -156,22 +192,38 @@ def prepare_run(
     metrics: tuple[OwnMetric, ...] = (),
     trusted: Path | None = None,
     placed: ExternalRanks | None = None,
-    others: Others | None = None,
+    others: OtherHosts | None = None,
 ) -> Iterator[Job]:
-    """A job whose every setting is checked, with its base model at hand and its directory claimed.
+    """The job of a run: every setting checked, its base model at hand, its directory claimed.
+
+    Args:
+        recipe: as requested.
+        command: the command line, for the report.
+        overwrite: replace what is in out_dir.
+        started_at_s: when the command started, in seconds since the epoch.
+        stop_after: end this session before the run is done.
+        received: signals so far.
+        force: start even if memory is certainly too small.
+        metrics: of the user's own.
+        trusted: directory whose Python code tasks may run.
+        placed: this process, if torchrun or SLURM has started it.
+        others: hosts that share no disk with this one.
 
     Raises:
         UserError: and everything is as it was.
-        Completed: the run that was to go on is complete.
+        Completed: the run that was to be continued is complete.
     """
+    # Settings that need nothing but this machine come first: a refusal takes a moment.
     if (url := url_of(recipe.out_dir)) is not None:
         require_provider(url.partition(":")[0])
     check_data(recipe.data, recipe.eval.sets)
     find_tasks(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
-    asked = recipe
+    requested = recipe
     if placed is not None:
         recipe = placed.applied_to(recipe)
-    devices = find_devices(recipe, on_asking=_say_that_torch_is_asked)
+    devices = find_devices(
+        recipe, on_asking=lambda: print_notice("asking torch about the devices ...")
+    )
     if placed is not None:
         recipe = placed.on(recipe, devices)
     recipe = with_micro_batch(recipe, devices)
@@ -188,23 +240,25 @@ def prepare_run(
     wanted = recipe.out_dir.expanduser()
     in_place = resumes_in_place(recipe)
     with ExitStack() as stack:
-        if in_place:  # locked first: a run at work may be writing what is looked at here
-            # What is lost may take a while to end: a machine that was cut off notices it, too.
+        # A run that is continued in its directory locks it before anything there is read: a run at
+        # work may be writing it. A new run claims its place last, when all else is settled.
+        if in_place:
+            # A run that lost a machine takes a while to notice that, and to end.
             patience_s = LOST_S if launcher_starts_again() else 0.0
             run = stack.enter_context(claim(wanted, "go_on", patience_s=patience_s))
             mirror = stack.enter_context(
                 mirrored(run, print_notice, received, goes_on=True, several=others is not None)
             )
             run.store.remove_leftovers()
-        told = dataclasses.replace(recipe, precision=plan.precision)
-        start = find_start(told)
+        resolved = dataclasses.replace(recipe, precision=plan.precision)
+        start = find_start(resolved)
         if not force:
             require_room(recipe, devices, command)
-        base = _find_base(recipe, start)
+        base = _find_base(recipe.checkpoint_dir, recipe.method, recipe.access_token, start)
         if not in_place:
             require_unclaimed(wanted, print_notice)
             place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
-            if not overwrite and not is_at_work(place):  # which is left alone like a complete one
+            if not overwrite and not is_at_work(place):  # then another directory is taken
                 require_free(wanted, recipe.method)
             run = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if run.path != wanted:
@@ -214,7 +268,12 @@ def prepare_run(
             mirror = stack.enter_context(mirrored(run, print_notice, received, goes_on=False))
         if start is not None:
             with Display(None) as display:
-                start = verify_start(start, told, display, interrupted=lambda: bool(received))
+                start = verify_start(start, resolved, display, interrupted=lambda: bool(received))
+        restarts = ()
+        if in_place or start is not None:
+            restarts = restarts_of(
+                run, start, world_size=plan.world_size, started_at_s=started_at_s
+            )
         job = Job(
             recipe=dataclasses.replace(recipe, out_dir=run.path),
             devices=devices,
@@ -225,51 +284,54 @@ def prepare_run(
             start_step=start.metadata.step if start else 0,
             stop_after=stop_after,
             changes=start.changes if start else (),
+            restarts=restarts,
             quiet=is_quiet(),
             metrics=metrics,
             trusted=None if trusted is None else str(trusted.expanduser().resolve()),
         )
-        if in_place or start is not None:
-            restarts = restarts_of(
-                run, start, world_size=plan.world_size, started_at_s=started_at_s
-            )
-            job = dataclasses.replace(job, restarts=restarts)
+        # From here on the directory changes; a UserError still puts everything back.
         try:
             if in_place:
                 stack.enter_context(ready_to_go_on(run, start))
             with Display(run.path) as display:
                 if start is not None:
-                    _go_on(start, job, display, copy_base=base is None)
-                if placed is not None and (notice := placed.notice(asked)):
+                    if base is None:  # the checkpoint may be deleted while the run goes on
+                        shutil.copytree(start.checkpoint / BASE, run.base)
+                    if not start.in_place:
+                        copy_rows(start, run)
+                    _show_start(start, run, display)
+                if placed is not None and (notice := placed.notice(requested)):
                     display.message(notice)
-                display.message(_beginning(job))
+                display.message(_beginning(job.recipe, plan, [*devices.names, "CPU"][0]))
             written = dataclasses.replace(job.recipe, resume=False)
-            if asked.num_nodes == "auto":  # also at the next start, wherever that is
+            if requested.num_nodes == "auto":  # also for the next start, wherever that is
                 written = dataclasses.replace(written, num_nodes="auto")
             write_durably(run.recipe, to_yaml(written))
             job.write(run.job)
             make_reserve(run.reserve)
             if mirror is not None:
-                mirror.begin(lambda: _has_begun(job), overwrites=not in_place, others=others)
+                has_begun = functools.partial(_has_begun, run, job.start_step)
+                mirror.begin(has_begun, overwrites=not in_place, others=others)
         except OSError as error:
             raise unwritable(run.path, error) from None
         yield job
 
 
-def _find_base(recipe: Recipe, start: Start | None) -> str | None:
+def _find_base(name: str, method: Method, token: str | None, start: Start | None) -> str | None:
     """The base model; None: the checkpoint has all that is needed of it."""
-    base = recipe.checkpoint_dir
-    if base.startswith("random:"):
+    if name.startswith("random:"):
         if start is not None:
             raise UserError(
-                f"checkpoint_dir is {base}, but the checkpoint {start.checkpoint} was made from "
+                f"checkpoint_dir is {name}, but the checkpoint {start.checkpoint} was made from "
                 f"{start.metadata.base.name}. Try --checkpoint_dir {start.metadata.base.name}."
             )
-        return base
-    if start is not None and recipe.method == "full" and _has_base(start.checkpoint):
-        return None
+        return name
+    if start is not None and method == "full":
+        saved = start.checkpoint / BASE
+        if saved.is_dir() and not keeps_rest(saved):
+            return None
     try:
-        return str(find_or_download(base, token=recipe.access_token).resolve())
+        return str(find_or_download(name, token=token).resolve())
     except UserError as error:
         if start is None:
             raise
@@ -279,49 +341,30 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
         ) from None
 
 
-def _has_base(checkpoint: Path) -> bool:
-    """Whether a checkpoint of full fine-tuning has all that is needed of the base model."""
-    directory = checkpoint / BASE
-    return directory.is_dir() and not keeps_rest(directory)
-
-
-def _go_on(start: Start, job: Job, display: Display, *, copy_base: bool) -> None:
-    """Take from the checkpoint what the run needs, and say what goes on and how."""
-    if copy_base:  # the checkpoint may be deleted while the run goes on
-        shutil.copytree(start.checkpoint / BASE, job.directory.base)
-    if not start.in_place:
-        copy_rows(start, job.directory)
+def _show_start(start: Start, run: RunDirectory, display: Display) -> None:
     for why in start.passed_over:
-        display.warning(f"{why} It is kept in {display_path(job.directory.backups)}.")
-    if lost := lost_rows(start, job.directory):
+        display.warning(f"{why} It is kept in {display_path(run.backups)}.")
+    if lost := lost_rows(start, run):
         display.warning(lost)
-    step = start.metadata.step
-    display.message(f"going on from step {step:,}: {display_path(start.checkpoint)}")
+    display.message(f"going on from step {start.metadata.step:,}: {display_path(start.checkpoint)}")
     for change in start.changes:
         display.message(f"changed: {change}")
 
 
-def _say_that_torch_is_asked() -> None:
-    print_notice("asking torch about the devices ...")  # in a child that imports it
-
-
-def _has_begun(job: Job) -> bool:
+def _has_begun(run: RunDirectory, start_step: int) -> bool:
     """Whether a step was done: until then a mistake leaves everything as it was."""
-    run = job.directory
-    if (run.store.newest() or 0) > job.start_step:
+    if (run.store.newest() or 0) > start_step:
         return True
     try:
         progress = read_report(run.rank(0).report).progress
     except UserError:  # not there yet
         return False
-    return progress is not None and progress.steps > job.start_step
+    return progress is not None and progress.steps > start_step
 
 
-def _beginning(job: Job) -> str:
-    """What is about to begin: imports in the ranks take longer than all that came before."""
-    plan, recipe = job.plan, job.recipe
+def _beginning(recipe: Recipe, plan: Plan, device: str) -> str:
+    """Message for the wait until ranks have imported torch, the longest of the preparation."""
     ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
-    device = job.devices.names[0] if job.devices.names else "CPU"
     return (
         f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})\n"
         f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}\n"

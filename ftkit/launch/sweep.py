@@ -1,6 +1,6 @@
 """`ftkit sweep`: runs one after another, each in its own process and directory, then compared.
 
-A sweep has no state of its own: what has to be done is read from the directories of its runs.
+A sweep has no state of its own: the directories of its runs show what is left to do.
 """
 
 import shlex
@@ -29,21 +29,21 @@ from ftkit.views.comparison.compare import compare_runs
 from ftkit.views.comparison.plots import check_plot
 
 Action = Literal["start", "go on", "start again", "skip"]
-"""What there is to do about a run."""
+"""Action for a run."""
 _WORDS: dict[Action, list[str]] = {
     "start": [],
     "go on": ["--resume=auto"],
     "start again": ["--overwrite"],
 }
-"""What the command line of a run says about its directory."""
+"""Options of each action."""
 _DONE = ("completed", "out_of_memory")
-"""Outcomes that would be the same another time."""
+"""Outcomes that another start would not change."""
 _REFUSED = "refused"
-"""A run that said why it cannot start."""
+"""State of a run that could not start, and has shown why."""
 
 
 def sweep_runs(options: SweepOptions) -> int:
-    """Do the runs of a sweep that are left to do; the exit code.
+    """Do the runs of a sweep that are not done yet; the exit code.
 
     Raises:
         UserError: see `sweep` and `ftkit.recipe.sweep`.
@@ -82,16 +82,16 @@ def sweep(
     dry_run: bool = False,
     plot: Path | None = None,
 ) -> int:
-    """Do what is left to do of a sweep, and compare its runs; the exit code.
+    """Do the runs that are not done yet, and compare all; the exit code.
 
-    It is 1 if a run failed, 3 if all ran out of memory, and that of the signal after a signal.
+    The exit code is 1 if a run failed, 3 if all ran out of memory, and the signal's after a signal.
 
     Args:
-        runs: all of them; see `ftkit.recipe.sweep`.
-        only: patterns such as `a100-*`, of names of runs; none: all runs.
-        overwrite: do them all again.
-        dry_run: only say what would be done.
-        plot: where to draw the comparison.
+        runs: of the sweep; see `ftkit.recipe.sweep`.
+        only: patterns of names such as `a100-*`; empty: all runs.
+        overwrite: do all runs again.
+        dry_run: only print what would be done.
+        plot: file for a plot of the comparison.
 
     Raises:
         UserError: before anything has started.
@@ -123,7 +123,7 @@ def sweep(
 
 
 def _chosen(runs: Sequence[SweepRun], only: Sequence[str]) -> list[SweepRun]:
-    """The runs with a name that matches; each name once."""
+    """The runs whose names match a pattern; duplicate names are refused."""
     for name, times in Counter(run.name for run in runs).items():
         if times > 1:
             raise UserError(f"{times} runs have the name {name}. Give each a name of its own.")
@@ -135,11 +135,7 @@ def _chosen(runs: Sequence[SweepRun], only: Sequence[str]) -> list[SweepRun]:
 
 
 def _check(run: SweepRun) -> None:
-    """Refuse what could not start on these devices.
-
-    Raises:
-        UserError: names the run.
-    """
+    """Raise a UserError with the name of a run that cannot start on these devices."""
     recipe = run.recipe()
     try:
         check_data(recipe.data, recipe.eval.sets)
@@ -150,11 +146,7 @@ def _check(run: SweepRun) -> None:
 
 
 def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
-    """What there is to do about a run, and why.
-
-    Raises:
-        UserError: its directory holds something else.
-    """
+    """The action for a run, and the reason."""
     out_dir = run.out_dir.expanduser()
     if not out_dir.exists() or not any(out_dir.iterdir()):
         return "start", ""
@@ -183,12 +175,12 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
 
 
 def _do(run: SweepRun, words: Sequence[str], signals: PassingOn) -> str:
-    """Do one run in a process of its own; how it ended."""
+    """Do one run in a process of its own; its state afterwards."""
     child = start_command(words)
     signals.to(child)
     code = child.wait()
     if code == UserError.exit_code or not _has_begun(run):
-        # The run itself has said why; a GPU that is too small is known before there is a directory.
+        # The run has shown why. Too little memory is found before it creates a directory.
         return "out of memory" if code == DoesNotFit.exit_code else _REFUSED
     return _word(_state(run.out_dir.expanduser()))
 
@@ -198,7 +190,7 @@ def _has_begun(run: SweepRun) -> bool:
 
 
 def _state(out_dir: Path) -> StateName:
-    """How a run is now; one whose report could not be written has failed."""
+    """State of a run; without a report, which could not be written then, it has failed."""
     try:
         return look(out_dir).state
     except UserError:
@@ -217,14 +209,14 @@ def _interrupted(states: dict[str, str], count: int, number: signal.Signals) -> 
 
 
 def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | None) -> int:
-    """Compare the runs, and say how they ended."""
+    """Compare the runs; the exit code."""
     there = [run.out_dir for run in runs if _has_begun(run)]
     if there:
         print()
         compare_runs(CompareOptions(runs=tuple(str(path) for path in there), plot=plot))
     for name, state in states.items():
         if state == _REFUSED:
-            print(f"{name}: not started; what is wrong stands above")
+            print(f"{name}: not started; the error is above")
     ended = set(states.values())
     if ended == {"out of memory"}:
         return EXIT_OUT_OF_MEMORY

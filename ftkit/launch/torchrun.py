@@ -1,8 +1,8 @@
-"""A worker of torchrun or SLURM: this process as one of those that they have started.
+"""Supervisors under torchrun or SLURM, which start a process for each rank.
 
-Each looks after its rank as `ftkit` does without them; the one of rank 0 also prepares the run and
-writes the report. They find each other through a store in the process of rank 0, and notice by
-their heartbeats when one of them vanishes with its machine.
+Each process supervises its rank as `ftkit` does without a launcher; that of rank 0 also prepares
+the run and writes the report. They find each other through a store in the process of rank 0, and
+notice by their heartbeats when one is lost with its machine.
 """
 
 import dataclasses
@@ -18,11 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
-from ftkit.launch.apart.host import job_here
-from ftkit.launch.apart.lead import JobAnnouncement, LeadRelay
-from ftkit.launch.apart.texts import JOB_TEXT, over
-from ftkit.launch.environment import ExternalRanks
+from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, Completed, UserError
 from ftkit.launch.heartbeats import (
     Heartbeats,
     SharedStore,
@@ -41,44 +37,51 @@ from ftkit.launch.interfaces import (
     problem_reaching,
     reached_within,
 )
+from ftkit.launch.launchers import ExternalRanks
+from ftkit.launch.multihost import (
+    JOB_TEXT,
+    JobAnnouncement,
+    LeadRelay,
+    announced_job,
+    over_key,
+)
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
 from ftkit.runs.report.report import ENDED_WELL, read_report
-from ftkit.runs.resume import Completed
 from ftkit.utils.process import die_with_parent, print_line
 from ftkit.utils.progress import print_notice
 from ftkit.utils.remote.urls import url_of
 
 PORT = "port"
-"""Key in torchrun's store: the port of the one in the process of rank 0."""
+"""Key in torchrun's store: the port of the store in the process of rank 0."""
 JOB = "job"
-"""Key: the path of the job's file; empty if the run cannot begin."""
+"""Key: the path of the job's file; empty: the run cannot start."""
 COMPLETE = "complete"
-"""In its place: the run that was to go on is complete."""
+"""Value in its place: the run that was to be continued is complete."""
 PROBLEM = "problem"
-"""Key: why the machines do not reach each other; empty if they do."""
+"""Key: why the machines do not reach each other; empty: they do."""
 CONNECT_S = 300.0
 """How long the processes wait for each other to start."""
 PATIENCE_S = 10.0
-"""How long rank 0 waits for the last words of the others."""
+"""How long rank 0 waits for the others to end."""
 
 
 def take_part(
     placed: ExternalRanks,
-    prepare: Callable[[Sequence[signal.Signals], LeadRelay | None], AbstractContextManager[Job]],
+    prepare: Callable[..., AbstractContextManager[Job]],
     conclude: Callable[[Job, Sequence[signal.Signals]], int],
 ) -> int:
-    """Run this rank; on rank 0 also prepare the run and write the report.
+    """Supervise this rank; on rank 0 also prepare the run and write the report.
 
     Args:
-        placed: which rank this is.
-        prepare: checks the recipe and claims the run's directory; given the signals received, and
-            who sees to other hosts.
-        conclude: writes the report and gives the exit code.
+        placed: this rank.
+        prepare: checks the recipe and claims the run's directory; takes `received`, the signals so
+            far, and `others`, the hosts that share no disk.
+        conclude: writes the report and returns the exit code.
 
     Raises:
-        UserError: the processes do not find each other, or one is gone before the run began.
+        UserError: the processes do not find each other, or one is lost before the run starts.
     """
     die_with_parent(os.getppid())
     store, watched = _meet(placed)
@@ -92,14 +95,14 @@ def take_part(
                 f"the run began: {error}. Start it again, with --resume auto."
             ) from None
         if found is None:
-            _let_rank_0_tell(store)
+            _wait_for_rank_0(store)
             return UserError.exit_code
         variables |= found
     if placed.rank > 0:
         with Heartbeats(store, placed.rank, watched, _leave):
             code = _follow(placed, store, variables)
         if code == UserError.exit_code:
-            _let_rank_0_tell(store)
+            _wait_for_rank_0(store)
         return code
     with (
         Ranks(placed, variables) as ranks,
@@ -111,17 +114,18 @@ def take_part(
             relay = LeadRelay(store, placed.world_size, placed.local_world_size)
             stack.enter_context(relay)
         try:
-            job = stack.enter_context(prepare(ranks.received, relay))
+            job = stack.enter_context(prepare(received=ranks.received, others=relay))
         except BaseException as end:
             store.set(JOB, COMPLETE if isinstance(end, Completed) else "")
             if not isinstance(end, StoppedEarly):  # the signal may have ended the others
                 _wait_for_the_end(store, watched, ranks)
             raise
         if relay is not None and url_of(job.directory.path) is not None:
-            store.set(JOB_TEXT, JobAnnouncement.of(job).to_text())
-            relay.begin(job)
+            start = None if job.start is None else Path(job.start)
+            store.set(JOB_TEXT, JobAnnouncement.of(job.directory, start, job.base).to_text())
+            relay.begin(job.directory)
         store.set(JOB, str(job.directory.job))
-        ranks.run(job)
+        ranks.run(job.directory, job.plan, job.recipe.access_token)
         heard = {rank: beats_of(store, rank) for rank in watched}
         left = _wait_for_the_end(store, watched, ranks)
         if relay is not None:
@@ -133,14 +137,9 @@ def take_part(
 
 
 def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
-    """Find the other supervisors.
+    """Return the store of all supervisors, and the machines of those that this one watches.
 
-    Returns:
-        The store that they share, and the names of the machines of those whom this one watches,
-        by rank.
-
-    Raises:
-        UserError: the other processes do not come.
+    Machines are given by rank.
     """
     everyone = range(placed.world_size)
     watched = everyone[1:] if placed.rank == 0 else everyone[:1]
@@ -167,15 +166,9 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
 
 
 def _connect(placed: ExternalRanks) -> SharedStore:
-    """A store in the process of rank 0, at torchrun's address if there is none yet.
-
-    Else torchrun's own is there, and tells where this one is. It is used for nothing more: it
-    stands still when Ctrl+Z stops torchrun, while the ranks go on.
-
-    Raises:
-        ConnectionError: rank 0 is not reached.
-        DistError: rank 0 does not come.
-    """
+    """Connect with the store in the process of rank 0."""
+    # torchrun may have a store at this address. It only passes on the port of ours: torchrun's
+    # answers nothing while Ctrl+Z has stopped torchrun, although the ranks go on.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = placed.rank == 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -206,16 +199,10 @@ def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
 
 
 def _connected(placed: ExternalRanks, store: SharedStore) -> dict[str, str] | None:
-    """Find out by which network interface each machine reaches rank 0's, and whether it does.
+    """Test the connections between machines; variables with the interface to use.
 
-    The first rank of each machine tries: all others reach that of rank 0, and it reaches them.
-
-    Returns:
-        Variables for the rank: the interface, unless it was named. None: rank 0 tells what is
-        wrong.
-
-    Raises:
-        UserError: on rank 0.
+    The first rank of each machine connects with rank 0's machine, and that with all others. None:
+    a connection failed, and rank 0 reports it with a UserError.
     """
     of_machine = placed.local_world_size
     leaders = range(0, placed.world_size, of_machine)
@@ -243,7 +230,7 @@ def _connected(placed: ExternalRanks, store: SharedStore) -> dict[str, str] | No
 
 
 def _try(rank: int, leaders: range, store: SharedStore, endpoint: Endpoint) -> str | None:
-    """Connect with rank 0, or as rank 0 with all others, while they do so; what went wrong."""
+    """Connect with rank 0, or as rank 0 with all others; the problem, if there is one."""
     store.set(_endpoint(rank), json.dumps(dataclasses.asdict(endpoint)))
     others = leaders[1:] if rank == 0 else leaders[:1]
     problem = None
@@ -259,7 +246,7 @@ def _try(rank: int, leaders: range, store: SharedStore, endpoint: Endpoint) -> s
 def _agreed(
     placed: ExternalRanks, store: SharedStore, leaders: range, problem: str | None
 ) -> str | None:
-    """What goes wrong on any machine; the same on all ranks."""
+    """The first problem of any machine, on all ranks."""
     if placed.rank in leaders:
         store.set(_problem(placed.rank), problem or "")
     if placed.rank == 0:
@@ -277,18 +264,18 @@ def _agreed(
 
 
 def _leave(rank: int, reason: str) -> None:
-    """End this process at once, and its rank with it: whatever it waits for will not come."""
+    """End this process and its rank at once: rank 0, which they wait for, is gone."""
     print_line(f"ftkit: rank {rank}: {reason}")
     os._exit(1)
 
 
 def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, str]) -> int:
-    """Run a rank other than 0; errors are told by rank 0."""
+    """Supervise a rank other than 0; rank 0 reports its errors."""
     try:
         _wait_for(store, [JOB])
         job_file = store.get(JOB).decode()
     except dist.DistError:
-        print_line("ftkit: rank 0 has ended without a word")
+        print_line("ftkit: rank 0 ended without an error message")
         return 1
     if not job_file:
         return UserError.exit_code
@@ -296,11 +283,12 @@ def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, s
         return 0
     with Ranks(placed, variables) as ranks:
         try:
-            with job_here(placed, store, Path(job_file), ranks.received) as job:
-                ranks.run(job)
+            with announced_job(placed, store, Path(job_file), ranks.received) as job:
+                ranks.run(job.directory, job.plan, job.recipe.access_token)
                 code = _exit_code(job.directory.rank(placed.rank))
-                if placed.rank % placed.local_world_size:  # else once all of this host are through
-                    store.set(over(placed.rank), "")
+                # For the first rank of a host its relay does this, after the last upload.
+                if placed.rank % placed.local_world_size:
+                    store.set(over_key(placed.rank), "")
         except UserError:
             return UserError.exit_code
     if code and not _answers(store):
@@ -313,7 +301,7 @@ def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, s
 
 
 def _answers(store: SharedStore) -> bool:
-    """Whether the process of rank 0 is there still."""
+    """Whether the process of rank 0 is still there."""
     try:
         store.check([JOB])
     except dist.DistError:
@@ -321,8 +309,8 @@ def _answers(store: SharedStore) -> bool:
     return True
 
 
-def _let_rank_0_tell(store: SharedStore) -> None:
-    """Wait until rank 0 has ended: torchrun ends it with the first process that fails."""
+def _wait_for_rank_0(store: SharedStore) -> None:
+    """Wait until rank 0 has shown its error: torchrun kills it with the first failed process."""
     address = store.host, store.port  # which ends with it; torch would write a trace of that
     with suppress(OSError), socket.create_connection(address, timeout=PATIENCE_S) as line:
         line.recv(1)
@@ -353,25 +341,25 @@ def _knows(rank: int) -> str:
 
 
 def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> set[int]:
-    """Let the others end before the store does; those that have not, but for one that is gone."""
+    """Wait until the others have ended, before the store does; those that have not."""
     gone = ranks.gone[0] if ranks.gone is not None else None
     deadline_s = time.monotonic() + PATIENCE_S
     left = set(watched) - {gone}
     while left and time.monotonic() < deadline_s:
-        left = {r for r in left if not (store.check([ended_key(r)]) or store.check([over(r)]))}
+        left = {r for r in left if not (store.check([ended_key(r)]) or store.check([over_key(r)]))}
         time.sleep(POLL_S)
     return left
 
 
 def _wait_for(store: SharedStore, keys: list[str], *, patience_s: float = float("inf")) -> None:
-    """Wait for keys; signals are answered meanwhile, which the store's own wait would not do."""
+    """Wait for keys. Unlike the store's own wait, this lets signal handlers run."""
     deadline_s = time.monotonic() + patience_s
     while not all(store.check([key]) for key in keys) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
 
 
 def _exit_code(directory: RankDirectory) -> int:
-    """As `ftkit` without torchrun ends if this rank is why the run ends."""
+    """The exit code that `ftkit` without a launcher has if this rank ended the run."""
     error = RankError.read(directory)
     if error is None:  # done, or killed before it could say anything
         report = directory.report

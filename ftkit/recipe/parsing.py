@@ -43,7 +43,7 @@ from ftkit.recipe.recipe_keys import (
 )
 from ftkit.utils.json_values import for_json
 from ftkit.utils.names import leaves
-from ftkit.utils.remote.fetch import fetch_missing
+from ftkit.utils.remote.replica import fetch_missing
 from ftkit.utils.remote.urls import is_url, local_path
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
 

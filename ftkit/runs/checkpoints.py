@@ -1,4 +1,4 @@
-"""Checkpoints of a run as they lie on disk: where they are, and in what state."""
+"""Checkpoints of a run on disk: where they are, and in what state."""
 
 import dataclasses
 import os
@@ -13,20 +13,20 @@ from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_
 from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import refresh
+from ftkit.runs.sync.download import refresh
 from ftkit.utils.remote.urls import display_path, url_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoints:
-    """What a path stands for: the checkpoints of a run, or one of them."""
+    """The checkpoints that a path stands for: those of a run, or one of them."""
 
     path: Path
-    """As it was given."""
+    """As given."""
     store: Store
     """Holds the checkpoints."""
     single: Path | None = None
-    """The only one that is meant."""
+    """The checkpoint, if the path is that of one."""
 
     @property
     def runs(self) -> list[RunDirectory]:
@@ -42,7 +42,7 @@ class RunCheckpoints:
         return [self.single] if self.single else [*map(self.store.path, self.store.steps())]
 
     def chosen(self, step: str | None) -> Path:
-        """The checkpoint of a step, as a command line has it; None: the newest.
+        """The checkpoint of a step, as given on a command line; None: the newest.
 
         Raises:
             UserError: there is none.
@@ -74,7 +74,7 @@ def find(path: Path) -> RunCheckpoints:
     """The checkpoints that a path stands for.
 
     Raises:
-        UserError: it is none of a run.
+        UserError: it belongs to no run.
     """
     path = path.expanduser()
     refresh(path)
@@ -122,7 +122,7 @@ def find_all(path: Path) -> RunCheckpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """A checkpoint, or what there is of one."""
+    """A checkpoint, or an incomplete one."""
 
     path: Path
     state: Literal["complete", "damaged", "being written", "leftover"]
@@ -133,13 +133,13 @@ class CheckpointEntry:
 
     @property
     def step(self) -> int | None:
-        """As the metadata have it, or else the name."""
+        """Step in the metadata, or else in the name."""
         if self.metadata:
             return self.metadata.step
         return step_of(self.path.name.removeprefix(".").partition(".")[0])
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Values for JSON."""
         return {
             "step": self.step,
             "path": display_path(self.path),
@@ -151,7 +151,7 @@ class CheckpointEntry:
 
 
 def entry_of(path: Path) -> CheckpointEntry:
-    """A checkpoint, checked as far as names and sizes tell."""
+    """A checkpoint, checked by names and sizes."""
     try:
         metadata = read_metadata(path)
     except CheckpointError as error:
@@ -174,7 +174,7 @@ def entry_of(path: Path) -> CheckpointEntry:
 
 
 def leftover(path: Path, at_work: bool) -> CheckpointEntry:
-    """What there is of a checkpoint that is on its way, or was when a crash came."""
+    """A checkpoint that is being written, or was during a crash."""
     return CheckpointEntry(
         path=path,
         state="being written" if at_work else "leftover",
@@ -184,7 +184,7 @@ def leftover(path: Path, at_work: bool) -> CheckpointEntry:
 
 
 def misnamed(directory: Path) -> list[str]:
-    """The problem of a checkpoint that has the name of another step, or none at all."""
+    """The problem of a checkpoint with the name of another step; empty: there is none."""
     step = step_of(directory.name)
     if step is None:
         return []
@@ -196,10 +196,7 @@ def misnamed(directory: Path) -> list[str]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files in a directory, or of one file; what vanishes meanwhile counts nothing.
-
-    Files of a checkpoint that lie at its url are counted, too.
-    """
+    """Bytes of all files in a directory, or of one file; those only at its url count, too."""
     found = 0
     if url_of(path) is not None:
         with suppress(CheckpointError):

@@ -3,13 +3,13 @@
     recipe.yaml  report.json  metrics.csv  validation.csv  system.csv  run.log
     final/              the result
     checkpoints/        what the run can go on from
-    set_aside/1/        what a later session found in its way, as it lay here
+    set_aside/1/        files that a later session moved out of its way
     tensorboard/        what loggers write
     wandb/  mlflow/  trackio/
     .run/               only while the run is at work: its lock and its job
-    .run/rank-0/        what a rank tells the supervisor
+    .run/rank-0/        files of a rank for the supervisor
 
-Whoever reads or writes one of them asks here for its path, so that the names stand nowhere else.
+All readers and writers get the paths here, so that the names are nowhere else.
 """
 
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ _CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, _SYSTEM, LOG_NAME)
 
 @dataclass(frozen=True)
 class RankDirectory:
-    """What one rank leaves for the supervisor, on a disk that both see."""
+    """Files of one rank for the supervisor, on a disk that both see."""
 
     run: "RunDirectory"
-    """The run's."""
+    """Directory of the run."""
     rank: int
     """Global rank."""
     of_killed: bool = False
-    """Whether it is a rank of a session that was killed, as the next one finds it."""
+    """Whether it is a rank of a killed session, of which the next one reads the files."""
 
     @property
     def path(self) -> Path:
@@ -51,51 +51,51 @@ class RankDirectory:
 
     @property
     def metrics(self) -> Path:
-        """Rows of a rank other than 0; those of rank 0 are the run's."""
+        """Rows of a rank other than 0; those of rank 0 are in the run's `metrics`."""
         return self.path / _METRICS
 
     @property
     def validation(self) -> Path:
-        """The same of its validations."""
+        """Validations of a rank other than 0; as for `metrics`."""
         return self.path / _VALIDATION
 
     @property
     def output(self) -> Path:
-        """What libraries print and log; of rank 0 it is in the run's log."""
+        """Output of libraries; for rank 0 the run's log."""
         return self.run.log if self.rank == 0 else self.path / "output.log"
 
     @property
     def error(self) -> Path:
-        """How the rank failed, if it did."""
+        """Error that ended the rank, if one did."""
         return self.path / "error.json"
 
     @property
     def completing(self) -> Path:
-        """Of rank 0: there from its failure on until its report is complete."""
+        """For rank 0: exists from its failure until its report is complete."""
         return self.path / "completing"
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where everything of a run lies; nothing of it need exist."""
+    """Paths of all files of a run, whether they exist or not."""
 
     path: Path
     """The run's out_dir."""
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> "RunDirectory | None":
-        """The directory that a checkpoint lies in; None: it lies alone."""
+        """The run that a checkpoint belongs to; None: it is in no run's directory."""
         inside = checkpoint.parent
         return cls(inside.parent) if inside.name == _CHECKPOINTS else None
 
     @property
     def recipe(self) -> Path:
-        """What was asked."""
+        """The recipe."""
         return self.path / RECIPE
 
     @property
     def report(self) -> Path:
-        """What was measured, once the run has ended."""
+        """The report, once the run has ended."""
         return self.path / FILE_NAME
 
     @property
@@ -115,12 +115,12 @@ class RunDirectory:
 
     @property
     def rows(self) -> tuple[Path, ...]:
-        """What grows by a row: `metrics`, `validation` and `system`."""
+        """Tables that grow by rows: `metrics`, `validation` and `system`."""
         return self.metrics, self.validation, self.system
 
     @property
     def log(self) -> Path:
-        """What was shown, and what libraries print on rank 0."""
+        """Everything shown, and the output of libraries on rank 0."""
         return self.path / LOG_NAME
 
     @property
@@ -135,12 +135,12 @@ class RunDirectory:
 
     @property
     def backups(self) -> Path:
-        """Directory with a numbered one for each time."""
+        """Directory of backups, with a numbered one for each time."""
         return self.path / _SET_ASIDE
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """All that runs write here; anything else is not ours, and the backups stay."""
+        """All paths that runs write, except backups."""
         names = (*_CONTINUED, _FINAL, _CHECKPOINTS, *_LOGGERS)
         return tuple(self.path / name for name in names)
 
@@ -151,69 +151,69 @@ class RunDirectory:
 
     @property
     def state(self) -> Path:
-        """What supervisor and ranks tell each other; gone when the run has ended."""
+        """State shared by supervisor and ranks; deleted when the run has ended."""
         return self.path / _STATE
 
     @property
     def lock(self) -> Path:
-        """Locked while the run is at work; says by whom."""
+        """Locked while the run is at work; names the supervisor."""
         return self.state / "lock"
 
     @property
     def job(self) -> Path:
-        """What the ranks are to do."""
+        """The job of the ranks."""
         return self.state / "job.json"
 
     @property
     def reserve(self) -> Path:
-        """Space for last words on a full disk."""
+        """Space for the report on a full disk."""
         return self.state / "reserve"
 
     @property
     def notices(self) -> Path:
-        """Lines for the report's warnings, of what no rank knows."""
+        """Warnings of the supervisor for the report, one per line."""
         return self.state / "notices.txt"
 
     @property
     def base(self) -> Path:
-        """What a full fine-tune that goes on needs of its base model but weights."""
+        """Files of the base model, without weights, of a full fine-tune that is continued."""
         return self.state / BASE
 
     @property
     def replaced(self) -> Path:
-        """What is overwritten, until that is certain."""
+        """Files that are overwritten, until the run has started."""
         return self.state / "replaced"
 
     @property
     def killed(self) -> Path:
-        """What was here of a session that was killed with its supervisor."""
+        """State of a session that was killed with its supervisor."""
         return self.state / "killed"
 
     @property
     def job_of_killed(self) -> Path:
-        """Its job."""
+        """Job of the killed session."""
         return self.killed / self.job.name
 
     @property
     def lock_of_killed(self) -> Path:
-        """What stood in its lock."""
+        """Lock of the killed session."""
         return self.killed / self.lock.name
 
     def rank_of_killed(self, rank: int) -> RankDirectory:
-        """What one of its ranks has left."""
+        """Files of a rank of the killed session."""
         return RankDirectory(self, rank, of_killed=True)
 
     @property
     def before(self) -> Path:
-        """Copies of `continued` as they were, until it is certain that the run goes on."""
+        """Copies of `continued` from before, until the run has started."""
         return self.state / "before"
 
     def rank(self, rank: int) -> RankDirectory:
-        """What a rank leaves."""
+        """Files of a rank."""
         return RankDirectory(self, rank)
 
     def ranks(self) -> list[RankDirectory]:
-        """Those that are there, from rank 0 on."""
+        """Ranks that have a directory, from rank 0 on."""
         return list(takewhile(lambda rank: rank.path.exists(), map(self.rank, count())))
 
     def is_run(self) -> bool:

@@ -1,4 +1,4 @@
-"""The job file, by which a supervisor tells its ranks what to do, and the error file of a rank."""
+"""The job file, from a supervisor to its ranks, and the error file, from a rank to it."""
 
 import dataclasses
 import json
@@ -26,14 +26,14 @@ from ftkit.utils.json_values import for_json, from_json
 ErrorKind = Literal[
     "user", "damaged", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"
 ]
-"""What a rank says itself, but for the last two: it ended without a word."""
+"""Kinds of errors. The supervisor writes the last two, for a rank that left no error file."""
 DIED: tuple[ErrorKind, ...] = ("died", "died_for_memory")
 FOR_MEMORY: tuple[ErrorKind, ...] = ("out_of_memory", "died_for_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopAfter:
-    """When a session ends although the run goes on; one of the two is set."""
+    """When a session ends before the run is complete; one of the two is set."""
 
     steps: int | None = None
     """Optimizer steps of this session."""
@@ -42,7 +42,7 @@ class StopAfter:
 
     @classmethod
     def parse(cls, text: str) -> "StopAfter":
-        """What `--stop_after` says: 500 (steps), or a duration such as 90min.
+        """Parse the value of `--stop_after`: 500 (steps), or a duration such as 90min.
 
         Raises:
             UserError: it is neither.
@@ -65,12 +65,12 @@ class StopAfter:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, as a rank needs to know it."""
+    """One session of a run, with all that a rank needs to know."""
 
     recipe: Recipe
-    """What was asked; out_dir is the directory that this run owns."""
+    """The recipe; out_dir is the directory that this run owns."""
     devices: Devices
-    """What this machine offers."""
+    """Devices of this machine."""
     base: str
     """The base model: a directory, or random:NAME."""
     command: tuple[str, ...]
@@ -84,19 +84,19 @@ class Job:
     stop_after: StopAfter | None = None
     """When to stop gracefully before the run is done."""
     changes: tuple[str, ...] = ()
-    """What differs from the checkpoint's recipe in how it is learned, one line each."""
+    """Changes of settings that affect training since the checkpoint, one line each."""
     restarts: tuple[Restart, ...] = ()
-    """Of the run, up to the beginning of this session."""
+    """Restarts of the run up to the start of this session."""
     quiet: bool = False
-    """Whether warnings and results alone are shown."""
+    """Whether only warnings and results are shown."""
     metrics: tuple[OwnMetric, ...] = ()
-    """Of one's own, from the command line."""
+    """Metrics of the user's own, from the command line."""
     trusted: str | None = None
     """The directory whose Python code tasks may run."""
 
     @property
     def directory(self) -> RunDirectory:
-        """Where its files lie."""
+        """Directory of the run."""
         return RunDirectory(self.recipe.out_dir)
 
     @cached_property
@@ -105,10 +105,10 @@ class Job:
         return make_plan(self.recipe, self.devices)
 
     def new_report(self) -> Report:
-        """The report of a run of which nothing is known but that it has begun."""
+        """The report of a run that has only started."""
         return Report(
             outcome="failed",
-            exit_reason="the process ended without a word",
+            exit_reason="the process ended without an error message",
             exit_code=1,
             phase="set_up",
             started_at=utc_text(self.started_at_s),
@@ -123,7 +123,7 @@ class Job:
         )
 
     def write(self, path: Path) -> None:
-        """Write the job for the ranks; the access token is not in it."""
+        """Write the job file for the ranks, without the access token."""
         values = {
             "method": self.recipe.method,
             "recipe": to_dict(self.recipe),
@@ -144,7 +144,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        """The job that `write` wrote.
+        """Read a job file.
 
         Raises:
             UserError: it is damaged, or of another version.
@@ -177,29 +177,29 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class RankError:
-    """How a rank ended, if not well."""
+    """Error that ended a rank."""
 
     kind: ErrorKind
-    """Who can mend it, and how the run is reported."""
+    """Decides the outcome of the run, and its exit code."""
     message: str
-    """For the user: one or a few lines."""
+    """Message for the user: one or a few lines."""
     happened_at_s: float
-    """Seconds since the epoch: the first error of several ranks is the cause."""
+    """Seconds since the epoch; of several ranks the first error is the cause."""
     file: str | None = None
-    """Of `damaged`: the name of the checkpoint's directory, and of the file in it."""
+    """For `damaged`: name of the checkpoint's directory, and of the file in it."""
 
     def to_text(self) -> str:
-        """What its file holds."""
+        """Content of its file."""
         return json.dumps(for_json(dataclasses.asdict(self)))
 
     def write(self, directory: RankDirectory) -> None:
-        """Leave the error for the supervisor, even if the disk is full; secrets are left out."""
+        """Write the error for the supervisor, without secrets, even if the disk is full."""
         values = for_json(dataclasses.asdict(self))
         write_with_reserve(lambda: write_json(directory.error, values), directory.run.reserve)
 
     @classmethod
     def read(cls, directory: RankDirectory) -> "RankError | None":
-        """The error a rank left, or None; of a damaged file, that it is damaged."""
+        """The error of a rank; None: it left none. A damaged file is an error itself."""
         if not directory.error.exists():
             return None
         try:

@@ -1,4 +1,4 @@
-"""The lock of a run's directory: who is at work there, and how it is claimed."""
+"""Lock of a run's directory: how a process claims it, and which process holds it."""
 
 import dataclasses
 import fcntl
@@ -16,7 +16,7 @@ from typing import IO, Literal
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import refresh
+from ftkit.runs.sync.download import refresh
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
@@ -24,23 +24,23 @@ from ftkit.utils.progress import print_notice
 from ftkit.utils.remote.urls import display_path
 
 LOST_S = 150.0
-"""How long a run that is started again waits for its former self, which needs up to two minutes to
-notice that a machine is gone."""
-_LOOK_S = 0.2
+"""How long a restarted run waits for its predecessor, which needs up to two minutes to notice that
+a machine is lost."""
+_POLL_S = 0.2
 Use = Literal["new", "overwrite", "go_on"]
-"""What a run wants of its directory: an empty one, this one emptied, or this one as it is."""
+"""Use of a directory: an empty one, this one emptied, or this one as it is."""
 
 
 @contextmanager
 def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDirectory]:
-    """A run directory of one's own, locked while the run lasts.
+    """A run directory that is locked inside the block.
 
-    For a new run, a directory that holds anything is left alone and WANTED-2, WANTED-3, ... is
-    taken. What is overwritten is put back after a mistake; a run that goes on finds all as it was.
+    A new run leaves a directory with anything in it alone, and takes WANTED-2, WANTED-3, ... After
+    a UserError, overwritten files are back, and a run to be continued is as it was.
 
     Args:
         wanted: the directory.
-        use: what for.
+        use: of the directory.
         patience_s: how long to wait for a run that is at work there.
 
     Raises:
@@ -58,7 +58,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
         run = RunDirectory(out_dir)
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         run.state.mkdir(parents=True, exist_ok=True)
-        lock = run.lock.open("a")  # what a run at work wrote into it stays
+        lock = run.lock.open("a")  # "w" would erase what a run at work wrote into it
     except OSError as error:
         raise unwritable(out_dir, error) from None
     with lock:
@@ -74,7 +74,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
         lock.write(Supervisor.here().to_json())
         lock.flush()
         if use != "go_on":
-            _remove_all_but(run.lock)  # of a run that was killed with its supervisor
+            _remove_all_but(run.lock)  # left by a run that was killed with its supervisor
         run.replaced.mkdir()
         if use != "go_on":
             _move_all_but(run.state, run.replaced)
@@ -100,12 +100,8 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
 
 
 def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
-    """Lock a run.
-
-    Raises:
-        BlockingIOError: another process has it for all that time.
-    """
-    deadline, told = time.monotonic() + patience_s, False
+    """Lock a run, or raise BlockingIOError if another process holds it all the time."""
+    deadline, is_reported = time.monotonic() + patience_s, False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,16 +109,16 @@ def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
-        if not told:
-            holder, told = Supervisor.in_file(Path(lock.name)), True
+        if not is_reported:
+            holder, is_reported = Supervisor.in_file(Path(lock.name)), True
             where = f" on {holder.host}" if holder else ""
             print_notice(f"waiting for the end of the run{where} that is at work in {out_dir}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _keep_what_was_killed(run: RunDirectory) -> bool:
-    """Move aside what a session has left that was killed; whether there is anything."""
-    if run.killed.exists():  # by one that was killed while it looked at it
+    """Move the state of a killed session aside; whether there is any."""
+    if run.killed.exists():  # the session that moved it was killed, too
         for entry in run.killed.iterdir():
             remove(run.state / entry.name)
             entry.rename(run.state / entry.name)
@@ -139,7 +135,7 @@ def _keep_what_was_killed(run: RunDirectory) -> bool:
 
 
 def _put_back_what_was_killed(run: RunDirectory) -> None:
-    """Leave it as it was found."""
+    """Undo `_keep_what_was_killed`."""
     for entry in run.state.iterdir():
         if entry not in (run.lock, run.killed):
             remove(entry)
@@ -149,21 +145,21 @@ def _put_back_what_was_killed(run: RunDirectory) -> None:
 
 
 def unwritable(out_dir: Path, error: OSError) -> UserError:
-    """What is said of a directory that a run cannot write to."""
+    """The error of a directory that a run cannot write to."""
     return UserError(
         f"out_dir {out_dir} cannot be written: {error.strerror}. Try another --out_dir."
     )
 
 
 def _remove_all_but(kept: Path) -> None:
-    """Remove what lies beside a path."""
+    """Remove everything beside a path."""
     for entry in kept.parent.iterdir():
         if entry.name != kept.name:
             remove(entry)
 
 
 def _move_all_but(kept: Path, target: Path) -> None:
-    """Move what lies beside a path."""
+    """Move everything beside a path."""
     for entry in kept.parent.iterdir():
         if entry.name != kept.name:
             entry.rename(target / entry.name)
@@ -171,7 +167,7 @@ def _move_all_but(kept: Path, target: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Supervisor:
-    """The process that a run at work belongs to; it stands in the lock of the run."""
+    """The supervisor of a run at work, as its lock names it."""
 
     host: str
     """Name of its machine."""
@@ -180,17 +176,17 @@ class Supervisor:
 
     @classmethod
     def here(cls) -> "Supervisor":
-        """This process."""
+        """Return the supervisor that this process is."""
         return cls(host=socket.gethostname(), process=os.getpid())
 
     @classmethod
     def of(cls, out_dir: Path) -> "Supervisor | None":
-        """That of a run; None: it has none now, or it cannot be read."""
+        """The supervisor of a run; None: it has none now, or its lock cannot be read."""
         return cls.in_file(RunDirectory(out_dir).lock)
 
     @classmethod
     def in_file(cls, lock: Path) -> "Supervisor | None":
-        """As `of`, from the file of a lock."""
+        """The supervisor in the file of a lock; None: as of `of`."""
         if not lock.exists() or not lock.stat().st_size:
             return None
         with suppress(UserError), reading(lock, "a JSON object with host and process"):
@@ -200,7 +196,7 @@ class Supervisor:
         return None
 
     def to_json(self) -> str:
-        """What the lock holds."""
+        """Content of the lock."""
         return json.dumps(dataclasses.asdict(self))
 
 
@@ -215,7 +211,7 @@ def is_at_work(place: RunCheckpoints) -> bool:
 
 @contextmanager
 def claimed(place: RunCheckpoints, *, hold: bool) -> Iterator[None]:
-    """Make sure that no run is at work on these checkpoints.
+    """Refuse to go on while a run is at work on these checkpoints.
 
     Args:
         place: the checkpoints.

@@ -1,13 +1,15 @@
-"""Resume: which checkpoint a run continues from, and whether it may.
+"""Resume: which checkpoint a run continues from, whether it may, and the directory as it was then.
 
-All of it is settled before a rank starts, without torch: what is asked is compared with what the
-checkpoint says about itself, and every file of it is checked.
+This is decided before a rank starts, without torch: the recipe is compared with that of the
+checkpoint, and every file of the checkpoint is checked. Files that are newer than the checkpoint
+move to a backup in set_aside; nothing is deleted.
 """
 
 import dataclasses
 import shlex
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,60 +17,59 @@ from typing import cast
 from ftkit.checkpoint.file_checks import format_problem, hash_file
 from ftkit.checkpoint.metadata import METADATA, RECIPE, Metadata, read_metadata
 from ftkit.checkpoint.store import Store, check_files, step_of, verify
-from ftkit.errors import UserError
+from ftkit.errors import Completed, UserError
 from ftkit.recipe.changes import recipe_changes
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method, Precision, Recipe
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import fetch_companions, refresh
+from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.report.report import Loss, Progress, Report, read_report
+from ftkit.runs.sync.download import fetch_without_shards, refresh
 from ftkit.strategies.optim.schedule import make_schedule
 from ftkit.utils.console.display import Display
+from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import OnProgress
 from ftkit.utils.remote.urls import display_path, local_path
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""
+_LONGEST_ROW_BYTES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run continues from."""
 
     checkpoint: Path
     """Its directory, absolute."""
     metadata: Metadata
-    """What it says about itself."""
+    """Its metadata."""
     in_place: bool
     """Whether it belongs to out_dir; else the run branches into a new directory."""
     changes: tuple[str, ...] = ()
-    """What is learned in another way from here on, one line each."""
+    """Changes of settings that affect training from here on, one line each."""
     passed_over: tuple[str, ...] = ()
-    """Why newer checkpoints of the run are not gone on from, one line each."""
+    """Problems of newer checkpoints, because of which this one is used, one line each."""
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that cannot be continued from; says why, and what can be done."""
+    """A checkpoint that cannot be continued from; says why, and what helps."""
 
     def __init__(self, checkpoint: Path, why: str, advice: str) -> None:
         super().__init__(f"{why} {advice}")
         self.checkpoint, self.why = checkpoint, why
 
 
-class Completed(Exception):
-    """The run that was to go on is complete; says where the result is and what would go on."""
-
-
 def continue_command(out_dir: Path, method: Method) -> str:
-    """The command that goes on with the run in out_dir."""
+    """The command that continues the run in out_dir."""
     name = "finetune" if method == "lora" else "finetune_full"
     recipe = display_path(RunDirectory(out_dir).recipe)
     return f"ftkit {name} --config {shlex.quote(recipe)} --resume auto"
 
 
 def exit_summary(out_dir: Path, method: Method, steps: int) -> str:
-    """What to tell about a run that has ended before it was complete.
+    """Summary of a run that ended before it was complete: what is saved, and how to continue.
 
     Args:
         out_dir: of the run.
@@ -89,7 +90,7 @@ def exit_summary(out_dir: Path, method: Method, steps: int) -> str:
 
 
 def resumes_in_place(recipe: Recipe) -> bool:
-    """Whether the run belongs into out_dir itself, whatever is there: it goes on, not anew."""
+    """Whether a recipe continues the run in its out_dir, rather than starting a new one."""
     if not isinstance(recipe.resume, str) or recipe.resume == "auto":
         return recipe.resume is not False
     path, run = local_path(recipe.resume).expanduser().resolve(), _run(recipe)
@@ -98,11 +99,11 @@ def resumes_in_place(recipe: Recipe) -> bool:
 
 
 def follow_moved(recipe: Recipe, file: Path) -> Recipe:
-    """The recipe of a run that goes on where its directory is now, if it was moved or copied.
+    """The recipe with the directory where its run is now, if that was moved or copied.
 
     Args:
-        recipe: what is asked.
-        file: that it was read from.
+        recipe: as requested.
+        file: it was read from.
     """
     run = RunDirectory(file.expanduser().resolve().parent)
     by_out_dir = recipe.resume == "auto" or not isinstance(recipe.resume, str)
@@ -114,7 +115,7 @@ def follow_moved(recipe: Recipe, file: Path) -> Recipe:
 
 
 def require_free(out_dir: Path, method: Method) -> None:
-    """Refuse a new run in the place of one that is not complete and can go on.
+    """Refuse a new run in the place of one that is not complete and can be continued.
 
     Raises:
         UserError: there is such a run.
@@ -132,18 +133,17 @@ def require_free(out_dir: Path, method: Method) -> None:
 
 
 def find_start(recipe: Recipe) -> Start | None:
-    """The checkpoint that the run goes on from, by `resume`; None: from the base model.
+    """The checkpoint that a run continues from, by `resume`; None: it starts from the base model.
 
-    Only reads, and of the checkpoint's tensors nothing; see `verify_start`.
+    With `auto`, an incomplete run continues from its newest sound checkpoint. Tensors are not read;
+    see `verify_start`.
 
     Args:
-        recipe: what is asked, with the precision that it comes to.
-
-    With `auto`, a run that is not complete goes on from the newest checkpoint that is sound.
+        recipe: as requested, with the precision resolved.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, or one of a run that learns something else.
-        Completed: the run is complete, and nothing is asked that would prolong it.
+        UserError: no such checkpoint, a damaged one, or one of a run that trains something else.
+        Completed: the run is complete, and the recipe does not prolong it.
     """
     resume, run = recipe.resume, _run(recipe)
     if resume is False:
@@ -164,22 +164,22 @@ def find_start(recipe: Recipe) -> Start | None:
 def verify_start(
     start: Start, recipe: Recipe, display: Display, interrupted: Callable[[], bool] = lambda: False
 ) -> Start:
-    """Read all files of the checkpoint: compare their checksums, and look at their formats.
+    """Verify all files of the checkpoint, by checksum and by format.
 
-    Of files that lie at a url, size and header are looked at, and ranks verify what they read. What
-    has no checksums by which they can, or was found damaged by one, is read here.
+    Files at a url are checked by size and header; ranks verify the parts that they read. A file
+    without checksums of its parts, or in which a rank found damage, is read as a whole here.
 
     Args:
-        start: what `find_start` found.
-        recipe: what is asked, as it was told.
-        display: where the progress goes.
-        interrupted: whether the run is to end anyway; the rest is not read then.
+        start: from `find_start`.
+        recipe: the one given there.
+        display: shows the progress.
+        interrupted: whether the run is to end anyway; then the rest is not read.
 
     Returns:
-        The start; with `resume: auto` an earlier one, if a file is not what it was.
+        The start; with `resume: auto` an earlier one, if a file is damaged.
 
     Raises:
-        UserError: a file is not what it was; offers an earlier checkpoint.
+        UserError: a file is damaged; offers an earlier checkpoint.
     """
     with display.phase("checking the checkpoint", brief=True) as phase:
 
@@ -241,15 +241,9 @@ def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
 def _start_before(
     recipe: Recipe, damaged: DamagedCheckpoint, passed_over: tuple[str, ...] = ()
 ) -> Start:
-    """What an unfinished run goes on from instead of a damaged checkpoint, with `resume: auto`.
+    """The newest sound checkpoint before a damaged one, for an incomplete run with `resume: auto`.
 
-    Args:
-        recipe: what is asked.
-        damaged: says what is wrong with the checkpoint.
-        passed_over: the same of newer ones.
-
-    Raises:
-        UserError: there is none, or it was not asked for.
+    In other cases the damage is raised.
     """
     store, step = Store(damaged.checkpoint.parent), step_of(damaged.checkpoint.name)
     if recipe.resume != "auto" or step is None or _has_finished(_run(recipe), step):
@@ -266,7 +260,7 @@ def _start_before(
 
 
 def _checkpoint_at(text: str) -> Path:
-    """The directory of the checkpoint that a path names: itself, or the newest one of a run."""
+    """The checkpoint of a path: itself, or the newest one of a run."""
     path = local_path(text).expanduser()
     refresh(path)
     if not text or not path.is_dir():
@@ -288,9 +282,9 @@ def _checkpoint_at(text: str) -> Path:
 
 
 def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
-    """The checkpoint as a start, once it is whole as far as names and sizes tell, and fits."""
+    """The checkpoint as a start, if its names and sizes are right and the recipe fits."""
     checkpoint = checkpoint.resolve()
-    fetch_companions(checkpoint)
+    fetch_without_shards(checkpoint)
     problems = check_files(checkpoint) or _content_problems(checkpoint)
     if problems:
         raise _damaged(recipe, checkpoint, problems)
@@ -310,7 +304,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
 
 
 def _content_problems(checkpoint: Path) -> list[str]:
-    """What is wrong with the parts that are read before all is verified."""
+    """Problems of the files that are read before everything is verified."""
     metadata = read_metadata(checkpoint)
     named = step_of(checkpoint.name)
     if named is not None and named != metadata.step:
@@ -337,7 +331,7 @@ def _recipe_in(checkpoint: Path, metadata: Metadata) -> Recipe:
 
 
 def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recipe:
-    """The recipe of a checkpoint; what it left open is what it came to, if that is asked now."""
+    """The recipe of a checkpoint; values it left open are resolved where the new one sets them."""
     saved = _recipe_in(checkpoint, metadata)
     if recipe.precision is not None:
         saved = dataclasses.replace(saved, precision=cast(Precision, metadata.layout.precision))
@@ -371,7 +365,7 @@ def _there_are(store: Store) -> str:
 
 
 def _refuse_completed(recipe: Recipe, start: Start) -> None:
-    """Raise Completed unless there is something to do: steps, or the result."""
+    """Raise Completed unless steps are left, or the result is missing."""
     run, metadata = _run(recipe), start.metadata
     finished = _has_finished(run, metadata.step)
     has_result = run.final.is_dir() or not _writes_result(recipe)
@@ -379,7 +373,7 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     if not has_result or (left and not finished):
         return
     if not left and not finished and _writes_result(recipe):
-        return  # cut short while the result was written, or before its report
+        return  # it ended while the result was written, or before its report
     saved = _saved_recipe(recipe, start.checkpoint, metadata)
     if left and _grew(saved, recipe):
         return
@@ -391,10 +385,8 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
 
 
 def _has_finished(run: RunDirectory, newest: int) -> bool:
-    """Whether the run is complete, by a report about its newest checkpoint.
-
-    One that was written before a later session was killed does not count.
-    """
+    """Whether the run is complete, by a report about its newest checkpoint."""
+    # An older report does not count: a session after it was killed.
     report = _report(run)
     if report is None or report.outcome != "completed":
         return False
@@ -423,7 +415,7 @@ def _is_out_of_patience(recipe: Recipe, metadata: Metadata) -> bool:
 
 
 def _grew(saved: Recipe, now: Recipe) -> bool:
-    """Whether a limit of the run is higher than it was, or gone."""
+    """Whether a limit of the run is higher than before, or gone."""
 
     def limits(recipe: Recipe) -> list[float]:
         values = [*(getattr(recipe.train, key) for key in _LIMITS), recipe.eval.patience]
@@ -446,3 +438,127 @@ def _more(recipe: Recipe, metadata: Metadata) -> str:
     if train.max_time and not options:
         options.append(f"--train.max_time {2 * train.max_time:g}")
     return " ".join(options or [f"--train.epochs {(train.epochs or 1) + 1}"])
+
+
+# --- The directory as it was at the checkpoint ----------------------------------------------------
+
+
+@contextmanager
+def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
+    """The directory of a run as it was at a checkpoint; everything later is in a backup.
+
+    Without a checkpoint, an attempt that saved nothing moves there as a whole. If that fails, or
+    the block ends with a UserError, the directory is as it was before.
+
+    Args:
+        run: its directory, locked.
+        start: the checkpoint in it that the run continues from.
+    """
+    existed = {path for path in run.written if path.exists()}
+    for path in run.continued:
+        if path.exists():
+            copy = run.before / path.relative_to(run.path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
+    target = _next_number(run.backups)
+    with ExitStack() as undoing:
+        undoing.callback(_put_back, run, existed, target)
+        if start is None:
+            _move(sorted(existed), target)
+        else:
+            _back_up_later(run, start.metadata.step, target)
+        undo = undoing.pop_all()
+    try:
+        yield
+    except UserError:  # no step was done
+        undo.close()
+        raise
+
+
+def copy_rows(start: Start, run: RunDirectory) -> None:
+    """Copy the rows of another run up to a checkpoint, for a run that branches off there.
+
+    Args:
+        start: a checkpoint of another run.
+        run: the new run.
+    """
+    origin = RunDirectory.of_checkpoint(start.checkpoint)
+    if origin is None:  # a checkpoint alone
+        return
+    for source, own in zip(origin.rows, run.rows, strict=True):
+        if source.exists():
+            shutil.copyfile(source, own)
+            cut_rows(own, start.metadata.step, run.state / own.name)
+
+
+def lost_rows(start: Start, run: RunDirectory) -> str:
+    """Warning if metrics.csv lacks the last rows up to the checkpoint; empty: it has them.
+
+    The checkpoint cannot restore rows: it only has their number, and the sums for the report.
+
+    Args:
+        start: the checkpoint that the run continues from; an imported one has no rows.
+        run: its directory, with the rows up to the checkpoint alone.
+    """
+    step, is_imported = start.metadata.step, not start.metadata.carried
+    if is_imported or not (start.in_place or run.metrics.exists()):
+        return ""
+    last = _last_step(run.metrics)
+    if last >= step:
+        return ""
+    return (
+        f"{display_path(run.metrics)} was cut: its rows of the steps {last + 1:,} to {step:,} are "
+        "lost. The run goes on, and its report still counts them."
+    )
+
+
+def _last_step(rows: Path) -> int:
+    """Step of the last row; 0: there is none."""
+    if not rows.exists():
+        return 0
+    with rows.open("rb") as file:
+        file.seek(max(0, rows.stat().st_size - _LONGEST_ROW_BYTES))
+        cell = (file.read().splitlines() or [b""])[-1].partition(b",")[0]
+    return int(cell) if cell.isdigit() else 0
+
+
+def _next_number(directory: Path) -> Path:
+    taken = [int(p.name) for p in directory.glob("*") if p.name.isdecimal()]
+    return directory / str(max(taken, default=0) + 1)
+
+
+def _back_up_later(run: RunDirectory, step: int, target: Path) -> None:
+    later = run.store.move_later(step, target)
+    if later or run.final.exists():
+        _move([path for path in (run.final, run.report) if path.exists()], target)
+    for rows in run.rows:
+        cut_rows(rows, step, target / rows.name)
+
+
+def _move(paths: list[Path], target: Path) -> None:
+    for path in paths:
+        target.mkdir(parents=True, exist_ok=True)
+        path.rename(target / path.name)
+
+
+def _put_back(run: RunDirectory, existed: set[Path], target: Path) -> None:
+    for path in run.written:
+        if path not in existed:
+            remove(path)
+    if target.exists():
+        _move_back(RunDirectory(target), run)
+    if run.before.exists():
+        shutil.copytree(run.before, run.path, dirs_exist_ok=True)
+
+
+def _move_back(backup: RunDirectory, run: RunDirectory) -> None:
+    """Move everything back but rows, which are restored from their copies."""
+    if backup.store.directory.exists() and run.store.directory.exists():
+        run.store.put_back(backup.path)
+    for entry in backup.path.iterdir():
+        if entry not in backup.rows:
+            remove(run.path / entry.name)
+            entry.rename(run.path / entry.name)
+    shutil.rmtree(backup.path)
+    if not any(run.backups.iterdir()):
+        run.backups.rmdir()

@@ -1,11 +1,11 @@
-"""The state of a run as its files tell it: running, killed or ended, and its report.
+"""State of a run, from its files: running, killed or ended, its report, and its restarts.
 
 Nothing is written, so any number of processes may look, also from another machine with the same
 disk.
 
 A rank writes its report every few seconds, but each row of metrics.csv and each checkpoint at once.
-So the report of a rank that was killed is older than the rows and checkpoints beside it, and what
-these say of steps, losses, tokens and saved checkpoints counts.
+So the report of a killed rank is older than the rows and checkpoints beside it, and steps, losses,
+tokens and saved checkpoints are taken from these.
 """
 
 import dataclasses
@@ -20,11 +20,10 @@ from typing import Literal
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.checkpoint.store import step_of
 from ftkit.errors import UserError
-from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.checkpoints import RunCheckpoints, size_of
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import Job
-from ftkit.runs.lock import is_at_work
+from ftkit.runs.job import Job, RankError
+from ftkit.runs.lock import Supervisor, is_at_work
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.runs.report.metrics import (
     ROUTER_COLUMN,
@@ -36,6 +35,7 @@ from ftkit.runs.report.metrics import (
 )
 from ftkit.runs.report.peak_memory import PeakMemory
 from ftkit.runs.report.report import (
+    ENDED_WELL,
     Checkpoints,
     Loss,
     OutcomeName,
@@ -44,13 +44,16 @@ from ftkit.runs.report.report import (
     Tokens,
     read_report,
 )
-from ftkit.runs.report.restarts import Resumed
+from ftkit.runs.report.restarts import Restart, Resumed
 from ftkit.runs.report.source_meter import SourceMeter
+from ftkit.runs.resume import Start
+from ftkit.runs.sync.download import UrlCopy
 from ftkit.utils.console.formatting import utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.json_values import from_json
-from ftkit.utils.remote.fetch import unreachable
+from ftkit.utils.process import launcher_starts_again
 from ftkit.utils.remote.objects import StorageError
+from ftkit.utils.remote.replica import unreachable
 from ftkit.utils.remote.urls import display_path
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
@@ -63,16 +66,15 @@ class RunState:
     """A run at one moment."""
 
     out_dir: Path
-    """Its directory, as it was given."""
+    """Its directory, as given."""
     state: StateName
     """At work, or how it ended."""
     report: Report | None
-    """Of a run that has ended; else what its ranks have noted so far, which is a few seconds old.
-    None: they have noted nothing."""
+    """The final report, or that of the ranks so far, a few seconds old; None: there is none yet."""
 
     @property
     def at_work(self) -> bool:
-        """Whether more is to come."""
+        """Whether the run is still at work."""
         return self.state in AT_WORK
 
 
@@ -81,10 +83,10 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
 
     Args:
         out_dir: its directory.
-        copy: of a run that is not at work on this machine, but at a url: what there is of it.
+        copy: of a run at a url that is not at work on this machine.
 
     Raises:
-        UserError: the directory is none of a run, or its report is damaged.
+        UserError: the directory holds no run, or its report is damaged.
     """
     is_at_work_elsewhere = copy is not None and _look_at(copy)
     run = RunDirectory(out_dir if copy is None else copy.directory)
@@ -120,7 +122,7 @@ def _look_at(copy: UrlCopy) -> bool:
 
 
 def _noted(run: RunDirectory) -> Report | None:
-    """What the ranks have noted: the report of rank 0 with the memory of all."""
+    """The reports of the ranks so far: that of rank 0 with the memory of all."""
     reports = []
     for rank in run.ranks():
         with suppress(UserError):  # not there yet, or not any more
@@ -132,11 +134,11 @@ def _noted(run: RunDirectory) -> Report | None:
 
 
 def report_at_start(job: Job, start: Metadata | None) -> Report:
-    """The report of a session before its first step: it covers the steps of earlier sessions.
+    """The report of a session before its first step; it covers earlier sessions.
 
     Args:
-        job: what the session does.
-        start: metadata of the checkpoint that it goes on from; None: it begins a run.
+        job: of the session.
+        start: metadata of the checkpoint that it continues from; None: the run is new.
     """
     report = job.new_report()
     if start is None:
@@ -163,16 +165,16 @@ def report_at_start(job: Job, start: Metadata | None) -> Report:
 
 
 def shown_path(path: Path, run: RunDirectory) -> str:
-    """A path relative to the directory of the run, if it lies in there."""
+    """A path, relative to the directory of the run if it is inside."""
     path, out_dir = path.absolute(), run.path.absolute()
     return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
 
 
 def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
-    """What rank 0 has noted, with what the rows and checkpoints of the session say beyond it.
+    """The report of rank 0, updated from newer rows and checkpoints of its session.
 
-    Times, throughput and memory stay as they were noted: no other file has them. Damaged rows are
-    named in the warnings and change nothing.
+    Times, throughput and memory stay: no other file has them. Damaged rows change nothing but the
+    warnings.
 
     Args:
         noted: the report of rank 0 as it last wrote it.
@@ -190,7 +192,7 @@ def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
 
 
 def is_report_of(report: Path, job: Path) -> bool:
-    """Whether a report is that of the session that a job file describes: both exist and agree."""
+    """Whether a report belongs to the session of a job file."""
     try:
         with reading(job, "a JSON object with a number started_at_s"):
             started_at = utc_text(float(json.loads(job.read_bytes())["started_at_s"]))
@@ -208,17 +210,17 @@ def _rows_of(file: Path) -> list[Row]:
 
 
 def _with_steps(report: Report, rows: Sequence[Row]) -> Report:
-    """With the steps of this session; earlier rows are in what the session began with."""
+    """Update steps; rows of earlier sessions are in the report already."""
     first = report.resumed.from_step if report.resumed else 0
     rows = [row for row in rows if (row["step"] or 0) > first]
     noted = report.progress or Progress()
-    if not rows or (rows[-1]["step"] or 0) < noted.steps:  # rows that no disk had room for
+    if not rows or (rows[-1]["step"] or 0) < noted.steps:  # the disk had no room for newer rows
         return report
     last, loss = rows[-1], report.loss or Loss()
     samples = int(last["samples"] or 0)
     real = sum(int(row["tokens"] or 0) for row in rows)
     tokens = report.tokens
-    if tokens is None or tokens.real != real:  # how many carry loss is in no row
+    if tokens is None or tokens.real != real:  # rows do not have the tokens that carry loss
         tokens = Tokens(real=real)
     return dataclasses.replace(
         report,
@@ -249,7 +251,7 @@ def _epochs(report: Report, samples: int) -> float:
 
 
 def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
-    """With the validations that were not noted yet."""
+    """Update validations."""
     steps, loss = (report.progress or Progress()).steps, report.loss or Loss()
     sources, sets = (
         SourceMeter(list(before), before, least=1) for before in (report.sources, report.sets)
@@ -267,7 +269,7 @@ def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
 
 
 def _with_checkpoints(report: Report, run: RunDirectory) -> Report:
-    """With the checkpoints that were complete before their rank could count them."""
+    """Update checkpoints, with those that were complete before the rank could count them."""
     noted = report.checkpoints or Checkpoints()
     known = step_of(Path(noted.last).name) if noted.last else None
     if known is None:
@@ -283,3 +285,125 @@ def _with_checkpoints(report: Report, run: RunDirectory) -> Report:
         last_bytes=size_of(newest),
     )
     return dataclasses.replace(report, checkpoints=checkpoints)
+
+
+# --- Restarts -------------------------------------------------------------------------------------
+
+# A session that ends writes the run's report. One that is killed with its supervisor, as when its
+# machine is lost, leaves its state: reports of its ranks, and its job with the restarts before it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastSession:
+    """The session before this one, and the restarts up to it."""
+
+    reason: str | None
+    """Reason for its end; None: it was complete."""
+    ended_at: str
+    """When it ended, or last wrote a file; ISO 8601, UTC."""
+    steps: int
+    """Optimizer steps done until then."""
+    world_size: int | None
+    """Number of its ranks."""
+    restarts: tuple[Restart, ...]
+    """Restarts up to its start."""
+
+
+def restarts_of(
+    run: RunDirectory, start: Start | None, *, world_size: int, started_at_s: float
+) -> tuple[Restart, ...]:
+    """All restarts of a run up to the session that starts now.
+
+    Args:
+        run: its directory, locked, as the last session left it.
+        start: the checkpoint that the session continues from.
+        world_size: number of its ranks.
+        started_at_s: when it started, in seconds since the epoch.
+    """
+    carried = start.metadata.carried.get("restarts") if start else None
+    known = tuple(from_json(list[Restart], carried or []))
+    if start is not None and not start.in_place:
+        return known
+    last = last_session(run)
+    if last is None:
+        return known
+    known = max(known, last.restarts, key=len)  # one may lack the newest ones of the other
+    if last.reason is None:
+        return known
+    step = start.metadata.step if start else 0
+    grew = last.world_size is not None and world_size > last.world_size
+    by_launcher = last.reason == "SIGTERM" and launcher_starts_again()
+    restart = Restart(
+        reason=last.reason + ", for machines that have joined" * (grew and by_launcher),
+        ended_at=last.ended_at,
+        started_at=utc_text(started_at_s),
+        from_step=step,
+        steps_lost=max(0, last.steps - step),
+        world_size=world_size,
+        world_size_before=last.world_size,
+    )
+    return (*known, restart)
+
+
+def last_session(run: RunDirectory) -> LastSession | None:
+    """The last session of a run that is not at work; None: there was none."""
+    report = _read_if_sound(run.report)
+    job = _job_of_killed(run)
+    if job is not None and (report is None or report.started_at != utc_text(job.started_at_s)):
+        return _killed(run, job)
+    if report is None:
+        return None
+    return LastSession(
+        reason=None if report.outcome in ENDED_WELL else report.exit_reason,
+        ended_at=report.finished_at,
+        steps=(report.progress or Progress()).steps,
+        world_size=report.resolved.world_size if report.resolved else None,
+        restarts=tuple(report.restarts),
+    )
+
+
+def _killed(run: RunDirectory, job: Job) -> LastSession:
+    """A session that was killed before its supervisor could write a report."""
+    rank = run.rank_of_killed(0)
+    noted = _read_if_sound(rank.report)
+    left = [path for path in (run.job_of_killed, rank.report) if path.exists()]
+    heard_s = max(path.stat().st_mtime for path in left)
+    return LastSession(
+        reason=_reason(run, job),
+        ended_at=utc_text(heard_s),
+        steps=_steps_of_killed(run, job, noted),
+        world_size=job.plan.world_size,
+        restarts=job.restarts,
+    )
+
+
+def _steps_of_killed(run: RunDirectory, job: Job, noted: Report | None) -> int:
+    """Steps according to the rows, which a rank writes more often than its report."""
+    report = brought_up_to_files(noted or job.new_report(), run)
+    return max((report.progress or Progress()).steps, job.start_step)
+
+
+def _reason(run: RunDirectory, job: Job) -> str:
+    """The first error of a rank, if one left any, after the fact that all were killed."""
+    found = []
+    for rank in range(job.plan.world_size):
+        if error := RankError.read(run.rank_of_killed(rank)):
+            found.append((error.happened_at_s, f"rank {rank}: {error.message}"))
+    holder = Supervisor.in_file(run.lock_of_killed)
+    where = f" on {holder.host}" if holder is not None else ""
+    killed = f"rank 0{where} was killed with its supervisor, or its machine is gone"
+    return f"{killed} ({min(found)[1]})" if found else killed
+
+
+def _job_of_killed(run: RunDirectory) -> Job | None:
+    try:
+        return Job.read(run.job_of_killed)
+    except UserError:  # damaged, or of another version
+        return None
+
+
+def _read_if_sound(file: Path) -> Report | None:
+    try:
+        return read_report(file)
+    except UserError:
+        return None

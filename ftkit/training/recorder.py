@@ -36,7 +36,7 @@ from ftkit.runs.report.source_meter import SourceMeter
 from ftkit.runs.report.step_record import StepRecord
 from ftkit.runs.report.throughput import Throughput, ThroughputMeter
 from ftkit.runs.state import report_at_start, shown_path
-from ftkit.runs.system_metrics.sampler import SystemSampler
+from ftkit.runs.system_metrics import SystemSampler
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.step_memory import RankStepMemory, StepMemory
 from ftkit.utils.accelerators.kinds import peak_flops

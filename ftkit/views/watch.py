@@ -15,15 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.recipe.options import WatchOptions
-from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import is_at_work_here
 from ftkit.runs.report.metrics import Row, RowsReader, loss_columns
 from ftkit.runs.report.report import Progress, Report, Resolved
 from ftkit.runs.report.rows import memory_text
 from ftkit.runs.report.table import STYLE_OF_OUTCOME
 from ftkit.runs.state import RunState, StateName, look
+from ftkit.runs.sync.download import UrlCopy, is_at_work_here
 from ftkit.utils.console.curve import curve, means
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import (

@@ -182,7 +182,7 @@ def _make_run(directory: Path, run: Run) -> None:
 
 
 def _make_claimed_run(directory: Path, run: Run) -> None:
-    from ftkit.runs.remote_claim import ClaimHolder
+    from ftkit.runs.sync.claim import ClaimHolder
 
     _make_run(directory, run)
     (directory / "run" / ".run").mkdir()

@@ -30,7 +30,7 @@ from ftkit.checkpoint.metadata import (  # type: ignore[attr-defined]
     write_metadata,
 )
 from ftkit.checkpoint.store import KeepEvery, Store, check_files, is_milestone, verify
-from ftkit.utils.remote.block_checksums import BlockChecksums
+from ftkit.utils.remote.ranges import BlockChecksums
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_a_vanished_machine_is_noticed_in_two_minutes() -> None:
     assert 30 <= BEAT_S * (MISSED_BEATS + 2) < 120
 
 
-def test_who_is_silent_for_too_many_looks_in_a_row_is_gone() -> None:
+def test_a_rank_that_is_silent_for_too_many_polls_is_gone() -> None:
     silence = Silence()
     assert silence.look({1: 5, 2: 5}) is None
     for beats in range(6, 5 + MISSED_BEATS):
@@ -65,13 +65,13 @@ def test_one_beat_makes_up_for_all_silence_before() -> None:
     assert silence.look({1: 1}) == 1
 
 
-def test_who_has_never_been_heard_of_is_missed_too() -> None:
+def test_a_rank_without_any_heartbeat_is_missed() -> None:
     silence = Silence()
     looks = [silence.look({1: 0}) for _ in range(MISSED_BEATS + 1)]
     assert looks == [None] * MISSED_BEATS + [1]
 
 
-def test_who_has_said_farewell_is_not_missed() -> None:
+def test_a_rank_that_has_ended_is_not_missed() -> None:
     silence = Silence()
     for _ in range(MISSED_BEATS):
         assert silence.look({1: 7, 2: 7}) is None
@@ -159,7 +159,7 @@ def test_a_machine_that_vanishes_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_the_others_end_by_themselves_when_the_machine_of_rank_0_vanishes(
+def test_other_ranks_end_by_themselves_when_the_machine_of_rank_0_is_lost(
     common: list[str], tmp_path: Path
 ) -> None:
     with two_machines(common, tmp_path) as tasks:
@@ -233,7 +233,7 @@ def test_a_machine_that_vanishes_ends_the_run_under_torchrun_too(
 
 
 @pytest.mark.slow
-def test_the_run_goes_on_while_ctrl_z_stops_torchrun_alone(
+def test_the_run_continues_while_ctrl_z_stops_only_torchrun(
     common: list[str], tmp_path: Path
 ) -> None:
     """It starts the ranks in sessions of their own; a store of its own stands still meanwhile."""

@@ -128,7 +128,7 @@ def test_two_hosts_give_the_losses_of_one_device(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp"])
-def test_a_run_goes_on_without_a_host_that_is_lost_and_with_it_again(
+def test_a_run_continues_without_a_lost_host_and_with_it_again(
     hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
     stays, lost = elastic.begin(hosts, SAVED + 2)
@@ -153,7 +153,7 @@ def test_a_run_goes_on_without_a_host_that_is_lost_and_with_it_again(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["fsdp"])
-def test_a_run_goes_on_without_the_host_of_rank_0(
+def test_a_run_continues_without_the_host_of_rank_0(
     hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
     zero, left = elastic.begin(hosts, SAVED + 2)
@@ -169,7 +169,7 @@ def test_a_run_goes_on_without_the_host_of_rank_0(
 
 
 @pytest.mark.matrix
-def test_a_run_goes_on_without_a_host_whose_cable_is_pulled(
+def test_a_run_continues_without_a_host_that_is_disconnected(
     hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
     """Of rank 0: it ends the run there, and the other one goes on with it."""
@@ -188,7 +188,7 @@ def test_a_run_goes_on_without_a_host_whose_cable_is_pulled(
 
 
 @pytest.mark.matrix
-def test_the_loss_of_the_rendezvous_store_ends_a_run_that_goes_on_elsewhere(
+def test_the_loss_of_the_rendezvous_store_ends_a_run_that_can_be_continued(
     hosts: tuple[Host, Host], alone: list[float], elastic: ElasticRun
 ) -> None:
     """Torchrun ends with its store; what it started says why, and how to go on."""

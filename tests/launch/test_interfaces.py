@@ -45,7 +45,7 @@ def test_an_interface_that_is_not_there_is_refused_by_the_name_of_the_variable(
     assert "There are: lo (127.0.0.1" in str(refused.value)
 
 
-def test_who_waits_is_told_once_and_why_nothing_was_reached(
+def test_a_wait_is_reported_once_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ftkit.launch.interfaces._CONNECT_S", 0)
@@ -56,7 +56,7 @@ def test_who_waits_is_told_once_and_why_nothing_was_reached(
     assert told == ["no answer"]
 
 
-def test_a_process_that_does_not_reach_rank_0_says_what_it_tried_in_one_line(
+def test_a_process_that_does_not_reach_rank_0_reports_the_address_in_one_line(
     common: list[str], tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -18,7 +18,7 @@ from runs import TIMEOUT_S
 from torch.distributed.run import parse_args
 
 from ftkit.cli.app import run
-from ftkit.launch.requeue import NEAR_THE_LIMIT
+from ftkit.launch.launchers import NEAR_THE_LIMIT
 from ftkit.runs.report.report import read_report
 
 LAUNCHERS = ROOT / "docs/launchers"
@@ -191,7 +191,7 @@ def test_skypilot_reads_its_file() -> None:
 @pytest.mark.slow
 @pytest.mark.matrix
 @CASES
-def test_what_a_launcher_starts_on_two_hosts_is_one_run(
+def test_a_launcher_on_two_hosts_starts_one_run(
     case: Any, tiny_base: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
     (tmp_path / ".venv").symlink_to(sys.prefix)

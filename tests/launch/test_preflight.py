@@ -78,7 +78,7 @@ def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: Gpu24GiB
 
 
 @pytest.mark.parametrize("fits", [True, None])
-def test_what_fits_or_may_fit_is_not_refused(
+def test_runs_that_may_fit_are_not_refused(
     gpu: Gpu24GiB, fits: bool | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.answer["fits"] = fits
@@ -131,7 +131,7 @@ LITGPT = {
         (FLAT, 2048, {"lora_r": "8", "train__micro_batch_tokens": "auto"}, 1),
     ],
 )
-def test_what_is_looked_at_hangs_on_the_size_of_the_run_and_not_on_what_is_downloaded(
+def test_whether_a_run_is_planned_depends_on_its_size_and_not_on_downloads(
     gpu: Gpu24GiB,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -209,7 +209,7 @@ def test_on_cpus_a_run_that_cannot_fit_in_the_host_memory_is_refused_likewise(
     ("fits", "free_gib", "swap_gib", "warns"),
     [(True, 80, 0, False), (True, 45, 0, True), (None, 45, 8, True)],
 )
-def test_on_cpus_what_others_hold_now_warns_and_refuses_nothing(
+def test_memory_of_other_processes_on_cpus_only_warns(
     gpu: Gpu24GiB,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -298,7 +298,7 @@ def test_gpus_of_unknown_memory_refuse_nothing(gpu: Gpu24GiB) -> None:
     assert gpu.plans == 0
 
 
-def test_auto_takes_the_micro_batch_that_was_found_and_says_what_it_assumes(
+def test_auto_takes_the_planned_micro_batch_and_shows_its_assumption(
     gpu: Gpu24GiB, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.answer |= {"fits": True, "length_source": "assumed", "length": "2,048 tokens assumed"}
@@ -313,7 +313,7 @@ def test_auto_takes_the_micro_batch_that_was_found_and_says_what_it_assumes(
 
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("place", ["auto", "too large"])
-def test_a_prediction_before_a_run_is_told_while_it_is_made(
+def test_a_prediction_before_a_run_shows_progress(
     gpu: Gpu24GiB,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -344,7 +344,7 @@ def test_a_prediction_before_a_run_is_told_while_it_is_made(
 
 
 @pytest.mark.parametrize("size", ["auto", "4", "null"])
-def test_auto_takes_the_tokens_that_were_found_whatever_bounds_the_sequences(
+def test_auto_takes_the_planned_tokens_whatever_bounds_the_sequences(
     gpu: Gpu24GiB, size: str
 ) -> None:
     gpu.answer |= {"fits": True, "micro_batch_tokens": 6144}

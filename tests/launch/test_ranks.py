@@ -18,7 +18,7 @@ from saved_runs import ended, save_run
 from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
 from ftkit.errors import UserError
-from ftkit.launch.environment import ExternalRanks
+from ftkit.launch.launchers import ExternalRanks
 from ftkit.launch.ranks import ALLOCATOR_SETTINGS, MATMUL_CACHES, rank_environment
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
@@ -177,7 +177,7 @@ def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side: SideBySide) 
         assert noise not in out
 
 
-def test_what_begins_is_told_before_torch_is_imported_and_is_in_the_log(
+def test_the_start_is_shown_before_torch_is_imported_and_logged(
     side_by_side: SideBySide,
 ) -> None:
     good, (_, out, _), *_ = side_by_side
@@ -185,7 +185,7 @@ def test_what_begins_is_told_before_torch_is_imported_and_is_in_the_log(
     assert first.endswith(f"Z {out.splitlines()[0]}")
 
 
-def test_what_only_another_rank_says_is_in_the_log_once(side_by_side: SideBySide) -> None:
+def test_output_of_another_rank_is_in_the_log_once(side_by_side: SideBySide) -> None:
     good, (_, out, _), *_ = side_by_side
     log = (good.out_dir / "run.log").read_text()
     for said in ("library warns", "library prints", "program prints"):
@@ -222,7 +222,7 @@ def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side: SideB
     ],
 )
 @pytest.mark.parametrize("placement", [{"RANK": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}])
-def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_given(
+def test_gpu_memory_segments_can_grow_unless_the_user_sets_the_allocator(
     common: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -235,7 +235,7 @@ def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_give
         monkeypatch.delenv(name, raising=False)
     for name, value in user.items():
         monkeypatch.setenv(name, value)
-    found = rank_environment(job_on(accelerator, common, tmp_path), placement)
+    found = rank_environment(job_on(accelerator, common, tmp_path).plan, None, placement)
     assert {name: found[name] for name in ALLOCATOR_SETTINGS if name in found} == expected
     assert found.items() >= placement.items()
 
@@ -244,7 +244,7 @@ def test_segments_of_gpu_memory_can_grow_unless_the_user_says_how_memory_is_give
     ("accelerator", "user", "expected"),
     [("cpu", {}, ["64", "64"]), ("cpu", {0: "9"}, ["9", "64"]), ("cuda", {}, [None, None])],
 )
-def test_a_cpu_keeps_few_products_of_16_bits_ready_unless_the_user_says_how_many(
+def test_caches_of_16_bit_products_are_small_on_a_cpu_unless_the_user_sets_them(
     common: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -256,7 +256,7 @@ def test_a_cpu_keeps_few_products_of_16_bits_ready_unless_the_user_says_how_many
         monkeypatch.delenv(name, raising=False)
         if number in user:
             monkeypatch.setenv(name, user[number])
-    found = rank_environment(job_on(accelerator, common, tmp_path), {"RANK": "0"})
+    found = rank_environment(job_on(accelerator, common, tmp_path).plan, None, {"RANK": "0"})
     assert [found.get(name) for name in MATMUL_CACHES] == expected
 
 
@@ -355,7 +355,7 @@ def test_no_rank_outlives_a_killed_supervisor(start: Start, tmp_path: Path) -> N
         run.end()
 
 
-def test_a_process_whose_parent_has_died_already_ends_too() -> None:
+def test_a_process_whose_parent_died_before_ends_too() -> None:
     """Between its start and its wish to die with the parent, the parent may have died."""
     program = "from ftkit.utils.process import die_with_parent; die_with_parent(1); print('alive')"
     child = subprocess.run(
@@ -465,7 +465,7 @@ if "ftkit.training.rank" not in sys.orig_argv:
     import ftkit.launch.ranks
     def on(self, recipe, devices):
         return dataclasses.replace(recipe, devices=1, num_nodes=self.world_size)
-    ftkit.launch.environment.ExternalRanks.on = on
+    ftkit.launch.launchers.ExternalRanks.on = on
 """
 
 
@@ -523,7 +523,7 @@ def test_slurm_gives_the_same_results(
     assert_as_the_built_in_launcher(out_dir, out, side_by_side)
 
 
-def test_a_mistake_under_torchrun_is_told_once_and_leaves_nothing(
+def test_a_mistake_under_torchrun_is_reported_once_and_leaves_nothing(
     common: list[str], tmp_path: Path
 ) -> None:
     words = torchrun(command_of(tmp_path / "out", common, data__json_path="none.json"))
@@ -549,7 +549,7 @@ def test_a_complete_run_under_slurm_ends_well_everywhere(common: list[str], tmp_
 
 
 @pytest.mark.slow
-def test_a_mistake_that_ranks_find_under_slurm_is_told_once(
+def test_a_mistake_that_ranks_find_under_slurm_is_reported_once(
     common: list[str], tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "out"

@@ -70,7 +70,7 @@ def test_runs_that_would_fit_are_listed_as_command_lines(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_what_torch_says_was_asked_for_is_set_against_what_there_is(
+def test_the_size_in_torchs_message_is_compared_with_the_memory_there_is(
     run: Callable[..., tuple[Attempt, Report]], where: str
 ) -> None:
     attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["out_of_memory", where]})
@@ -80,7 +80,7 @@ def test_what_torch_says_was_asked_for_is_set_against_what_there_is(
     assert "what would fit" not in attempt.output.replace("looking for what would fit", "")
 
 
-def test_what_the_driver_says_without_numbers_is_told_with_those_there_are(
+def test_a_drivers_message_without_sizes_is_shown_with_known_sizes(
     run: Callable[..., tuple[Attempt, Report]],
 ) -> None:
     words = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions."

@@ -62,7 +62,7 @@ def test_its_recipe_can_be_read_again(completed: tuple[Run, End]) -> None:
     assert (recipe.method, recipe.out_dir, recipe.train.max_steps) == ("lora", run.out_dir, 5)
 
 
-def test_its_report_says_how_it_ended_and_what_was_measured(completed: tuple[Run, End]) -> None:
+def test_its_report_has_the_outcome_and_the_measurements(completed: tuple[Run, End]) -> None:
     run, _ = completed
     report = json.loads((run.out_dir / FILE_NAME).read_text())
     assert (report["outcome"], report["exit_code"]) == ("completed", 0)
@@ -113,7 +113,7 @@ def test_modules_in_the_current_directory_are_not_imported(
     assert two_more[-1][0] == 0
 
 
-def test_a_second_run_takes_another_directory_and_says_so(
+def test_a_second_run_takes_another_directory_and_shows_it(
     two_more: tuple[dict[str, bytes], Path, End, Path, End],
 ) -> None:
     before, first, (code, out, err), _, _ = two_more
@@ -125,7 +125,7 @@ def test_a_second_run_takes_another_directory_and_says_so(
     assert str(other) in (other / "recipe.yaml").read_text()
 
 
-def test_overwrite_replaces_what_was_there(
+def test_overwrite_replaces_the_old_run(
     two_more: tuple[dict[str, bytes], Path, End, Path, End],
 ) -> None:
     _, _, _, out_dir, (code, _, err) = two_more
@@ -188,7 +188,7 @@ class TestClaim:
         assert content(tmp_path) == {"final/model": b"old"}
         assert (tmp_path / "link").is_symlink()
 
-    def test_what_a_killed_run_left_does_not_get_into_the_way(self, tmp_path: Path) -> None:
+    def test_state_of_a_killed_run_is_no_obstacle(self, tmp_path: Path) -> None:
         state = tmp_path / ".run"
         for directory in (state / "replaced/final", tmp_path / "final"):
             directory.mkdir(parents=True)
@@ -264,14 +264,14 @@ def test_bad_data_leaves_the_run_that_was_to_be_overwritten(
         ({"num_nodes": 2}, "Start it on every machine with torchrun or srun"),
         ({"metric": "no.py:score"}, "--metric no.py:score: no.py is not a file."),
         (
-            {"metric": f"{__file__}:test_overwrite_replaces_what_was_there"},
-            "test_overwrite_replaces_what_was_there must take (answer, expected, record), but",
+            {"metric": f"{__file__}:test_overwrite_replaces_the_old_run"},
+            "test_overwrite_replaces_the_old_run must take (answer, expected, record), but",
         ),
         ({"out_dir": "/proc/out"}, "out_dir /proc/out cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_a_mistake_is_told_before_anything_starts(
+def test_a_mistake_is_reported_before_anything_starts(
     start: Start, tmp_path: Path, keys: dict[str, Any], message: str
 ) -> None:
     with start(tmp_path / "out", cwd=tmp_path, **keys) as run:

@@ -114,7 +114,7 @@ def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(
         ({"runs": [SMALL | {"devices": 0}]}, "small: devices is 0"),
     ],
 )
-def test_a_mistake_in_the_last_run_is_told_before_the_first_one_starts(
+def test_a_mistake_in_the_last_run_is_reported_before_the_first_one_starts(
     said: Callable[..., list[str]], tmp_path: Path, content: dict[str, Any], message: str
 ) -> None:
     Path("s.yaml").write_text(yaml.safe_dump(content))
@@ -138,7 +138,7 @@ def test_a_mistake_in_the_last_run_is_told_before_the_first_one_starts(
         (["none.yaml"], "none.yaml does not exist"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_told_with_what_works(
+def test_a_mistake_on_the_command_line_is_reported_with_a_remedy(
     said: Callable[..., list[str]], tmp_path: Path, words: list[Any], message: str
 ) -> None:
     write_sweep(tmp_path / "s.yaml", SMALL)
@@ -171,7 +171,7 @@ def record(tmp_path: Path, **keys: object) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["completed", "out_of_memory"])
-def test_what_has_its_result_is_skipped(
+def test_complete_runs_are_skipped(
     action: Callable[..., str], tmp_path: Path, outcome: OutcomeName
 ) -> None:
     make_run(tmp_path / "o/small", outcome)
@@ -180,14 +180,16 @@ def test_what_has_its_result_is_skipped(
     assert action("--overwrite").startswith("start again small: ")
 
 
-def test_what_auto_came_to_is_no_other_recipe(action: Callable[..., str], tmp_path: Path) -> None:
+def test_a_resolved_auto_value_is_no_other_recipe(
+    action: Callable[..., str], tmp_path: Path
+) -> None:
     make_run(tmp_path / "o/small")
     record(tmp_path, train={"micro_batch_size": 2, "micro_batch_tokens": 4096})
     assert action("--train.micro_batch_tokens", "auto") == "skip small: completed"
 
 
 @pytest.mark.parametrize("outcome", ["failed", "interrupted", "stopped"])
-def test_what_ended_early_goes_on_from_its_checkpoint_or_starts_again(
+def test_a_run_that_ended_early_continues_from_its_checkpoint_or_starts_again(
     action: Callable[..., str], tmp_path: Path, outcome: OutcomeName
 ) -> None:
     make_run(tmp_path / "o/small", outcome)
@@ -248,7 +250,7 @@ if "/memory/" in name or "/long/" in name:
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_an_out_of_memory_and_after_an_interrupt(
+def test_a_sweep_continues_after_an_out_of_memory_and_after_an_interrupt(
     common: list[str], tmp_path: Path
 ) -> None:
     run_of = {"command": "finetune"}
@@ -288,7 +290,7 @@ def test_a_sweep_goes_on_after_an_out_of_memory_and_after_an_interrupt(
         f"3 of 4: go on long (train.max_steps 30): interrupted before, from step {steps}" in lines
     )
     assert "ftkit: train.max_seq_length is 5000" in err
-    assert lines[-1] == "wrong: not started; what is wrong stands above"
+    assert lines[-1] == "wrong: not started; the error is above"
     assert len(rows(long)) == 30 and len(rows(tmp_path / "o/last")) == 2
     compared = out[out.rindex("ftkit lora on") :]
     assert all(name in compared for name in ("memory", "long", "last", "out of memory"))

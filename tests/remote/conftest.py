@@ -123,3 +123,52 @@ def run(begin: Ftkit) -> Callable[..., str]:
         return said
 
     return run
+
+
+@pytest.fixture(scope="session")
+def made() -> dict[tuple[str, ...], dict[str, bytes]]:
+    """Objects of runs, by the words of their command."""
+    return {}
+
+
+@pytest.fixture
+def put(
+    run: Callable[..., str], bucket: Bucket, made: dict[tuple[str, ...], dict[str, bytes]]
+) -> Callable[..., None]:
+    """Puts a run at a url, as its machine left it: `put("PREFIX", "--stop_after", "2")`.
+
+    Each command runs once; further calls put copies of its objects there.
+    """
+
+    def put(prefix: str, *words: str, command: str = "finetune") -> None:
+        if (command, *words) not in made:
+            origin = f"made/{len(made)}"
+            run("made", f"s3://bucket/{origin}", *words, command=command)
+            made[command, *words] = {
+                name: bucket.read(f"{origin}/{name}") for name in bucket.names(origin)
+            }
+        for name, content in made[command, *words].items():
+            bucket.write(f"{prefix}/{name}", content)
+
+    return put
+
+
+@pytest.fixture(scope="session")
+def wholes() -> dict[str, Path]:
+    """Runs in directories that nothing stopped, by command."""
+    return {}
+
+
+@pytest.fixture
+def whole(
+    run: Callable[..., str], wholes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """The run of a command, on one device in a directory, that nothing stopped."""
+
+    def whole(command: str) -> Path:
+        if command not in wholes:
+            wholes[command] = tmp_path_factory.mktemp("whole") / "run"
+            run("whole", wholes[command], command=command)
+        return wholes[command]
+
+    return whole

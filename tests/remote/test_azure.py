@@ -25,7 +25,7 @@ from object_servers import (
 )
 from remote_runs import Ftkit, assert_another_machine_goes_on, ended
 
-from ftkit.runs.remote_claim import RemoteClaim
+from ftkit.runs.sync.claim import RemoteClaim
 from ftkit.utils.remote import objects as objects_module
 from ftkit.utils.remote.objects import Objects, StorageError
 
@@ -88,8 +88,8 @@ def has_condition(request: Request) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_at_azure_is_gone_on_with_by_another_machine_and_read(
-    run: Callable[..., str], az: Proxy, tmp_path: Path
+def test_another_machine_continues_and_reads_a_run_at_azure(
+    run: Callable[..., str], whole: Callable[[str], Path], az: Proxy, tmp_path: Path
 ) -> None:
     """Its claim is written on the condition that there is none, which the emulator enforces."""
     bucket = Bucket(az)
@@ -97,7 +97,7 @@ def test_a_run_at_azure_is_gone_on_with_by_another_machine_and_read(
     assert "warning" not in said
     claims = [r for r in az.requests if is_write(r) and r.path.endswith("claim-000001.json")]
     assert has_condition(claims[0])
-    assert_another_machine_goes_on(run, bucket, "az", tmp_path)
+    assert_another_machine_goes_on(run, bucket, "az", whole("finetune"), tmp_path)
 
 
 def test_a_second_run_at_an_az_url_is_refused_by_the_storage(begin: Ftkit, az: Proxy) -> None:
@@ -140,7 +140,7 @@ def test_of_two_that_create_an_object_azure_refuses_the_second(played: Proxy) ->
 
 
 @pytest.mark.parametrize("code", FINAL)
-def test_what_azure_will_not_do_is_told_at_once(played: Proxy, waits: Waits, code: str) -> None:
+def test_final_errors_of_azure_are_reported_at_once(played: Proxy, waits: Waits, code: str) -> None:
     status, said = FINAL[code]
     met = played.fails(az_fault(status, code), lambda _: True)
     with pytest.raises(StorageError, match=said) as found:
@@ -199,7 +199,7 @@ def test_no_key_and_no_part_of_a_token_is_in_a_message(
         ({"AZURE_STORAGE_CONNECTION_STRING": "text"}, "Connection string is either blank or malfo"),
         (
             {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "abc"},
-            "the account key is none: it is not in base64. Check the url, the network and the cred",
+            "the account key is not in base64. Check the url, the network and the cred",
         ),
         (
             {
@@ -211,7 +211,7 @@ def test_no_key_and_no_part_of_a_token_is_in_a_message(
     ],
     ids=["no account", "no connection string", "no key", "no sign-in"],
 )
-def test_what_the_environment_lacks_is_said_in_one_line_and_nothing_else(
+def test_missing_credentials_are_reported_in_one_line(
     variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     """Azure's libraries print nothing beside it, and nobody is asked."""
@@ -274,7 +274,7 @@ def test_a_fault_of_azure_that_passes_is_not_noticed(
     assert objects.read("large") == large.read_bytes() and objects.read("small") == b"content"
 
 
-def test_a_file_is_there_when_its_blocks_are_committed_and_half_an_answer_is_none(
+def test_a_file_exists_once_its_blocks_are_committed_and_a_cut_answer_is_an_error(
     az: Proxy, waits: Waits, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What fails meanwhile is said once, and not by Azure's library."""

@@ -12,7 +12,7 @@ from ftkit.utils.remote.background import begun, each, ends
 from ftkit.utils.remote.objects import Objects
 
 
-def test_what_is_waited_for_in_vain_is_left_alone() -> None:
+def test_a_thread_is_left_alone_when_the_waiting_ends() -> None:
     is_over = threading.Event()
     thread = begun(is_over.wait)
     waits = iter(range(3))
@@ -22,7 +22,7 @@ def test_what_is_waited_for_in_vain_is_left_alone() -> None:
     assert thread.daemon
 
 
-def test_after_a_failure_nothing_more_is_begun_and_the_first_is_told() -> None:
+def test_after_a_failure_no_work_is_started_and_the_first_error_is_raised() -> None:
     done: list[int] = []
 
     def work(item: int) -> None:

@@ -197,8 +197,10 @@ SLOW = pytest.mark.slow
         ),
     ],
 )
-def test_another_machine_goes_on_from_the_newest_sound_checkpoint_at_a_url(
+def test_another_machine_continues_from_the_newest_sound_checkpoint_at_a_url(
+    put: Callable[..., None],
     run: Callable[..., str],
+    whole: Callable[[str], Path],
     bucket: Bucket,
     tmp_path: Path,
     damage: Callable[[Bucket, str], None],
@@ -209,8 +211,7 @@ def test_another_machine_goes_on_from_the_newest_sound_checkpoint_at_a_url(
     """It ends as if nothing had been damaged, and says why it went back."""
     prefix, full = f"damaged/{tmp_path.name}", {"command": "finetune_full"}
     url = f"s3://bucket/{prefix}"
-    run("a", url, "--stop_after", "4", **full)
-    run("a", tmp_path / "whole", **full)
+    put(prefix, "--stop_after", "4", **full)
     describe_again(bucket, prefix, tmp_path / "described", describe)
     damage(bucket, prefix)
     said = run("b", url, "--resume", "auto", *layout, **full)
@@ -218,18 +219,18 @@ def test_another_machine_goes_on_from_the_newest_sound_checkpoint_at_a_url(
     assert why in said and "going on from step 2" in said
     assert ("Reading all of it" in said) == (found_by == "rank")
     copy = bucket.fetch(prefix, tmp_path / "copy")
-    found, expected = learned(copy), learned(tmp_path / "whole")
+    found, expected = learned(copy), learned(whole("finetune_full"))
     assert [row[0] for row in found] == [row[0] for row in expected]
     losses = [[float(row[2]) for row in rows] for rows in (found, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert bucket.steps(prefix) == [2, 4, 5]
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused(
-    begin: Ftkit, run: Callable[..., str], bucket: Bucket, tmp_path: Path
+def test_a_damaged_checkpoint_given_by_its_step_is_refused(
+    begin: Ftkit, put: Callable[..., None], bucket: Bucket, tmp_path: Path
 ) -> None:
     url, full = "s3://bucket/refused", {"command": "finetune_full"}
-    run("a", url, "--stop_after", "4", **full)
+    put("refused", "--stop_after", "4", **full)
     describe_again(bucket, "refused", tmp_path / "described", in_small_blocks)
     change(SHARD, swapped)(bucket, "refused")
     code, said = ended(begin("b", url, "--resume", "4", **full))
@@ -242,7 +243,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(
 
 
 @pytest.mark.slow
-def test_rows_that_were_cut_at_a_url_are_named_and_the_run_goes_on(
+def test_lost_rows_at_a_url_are_reported_and_the_run_continues(
     run: Callable[..., str], bucket: Bucket, tmp_path: Path
 ) -> None:
     url = "s3://bucket/rows"

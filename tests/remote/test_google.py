@@ -12,16 +12,16 @@ from ftkit.utils.remote.objects import Objects, StorageError
 CONDITION = "ifGenerationMatch=0"
 
 
-def test_a_run_at_google_is_gone_on_with_by_another_machine_and_read(
-    run: Callable[..., str], gs: Proxy, tmp_path: Path
+def test_another_machine_continues_and_reads_a_run_at_google(
+    run: Callable[..., str], whole: Callable[[str], Path], gs: Proxy, tmp_path: Path
 ) -> None:
     """Its claim is written on the condition that there is none, which the emulator ignores."""
     bucket = Bucket(gs)
     said = run("a", "gs://bucket/on/run", "--stop_after", "2")
-    assert "warning: gs://bucket/on/run knows no conditional writes" in said
+    assert "warning: gs://bucket/on/run does not support conditional writes" in said
     created = [request for request in gs.requests if CONDITION in request.query]
     assert created and all(is_write(request) for request in created)
-    assert_another_machine_goes_on(run, bucket, "gs", tmp_path)
+    assert_another_machine_goes_on(run, bucket, "gs", whole("finetune"), tmp_path)
 
 
 def test_of_two_that_create_an_object_google_refuses_the_second(gs: Proxy) -> None:

@@ -44,9 +44,9 @@ step.TrainStep.run = run
 """
 EXPIRES_SOON = """
 import socket
-from ftkit.runs import remote_claim
-remote_claim.RENEWED_EVERY_S, remote_claim.EXPIRES_S = 1.0, 5.0
-remote_claim._machine = socket.gethostname
+from ftkit.runs.sync import claim
+claim.RENEWED_EVERY_S, claim.EXPIRES_S = 1.0, 5.0
+claim._machine = socket.gethostname
 """
 STEPS = 40
 ALONE = "sys.path.insert(0, '')\nfrom ftkit.cli.app import main\nmain()"
@@ -128,7 +128,7 @@ def end(process: Process) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.matrix)])
-def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_with_it(
+def test_two_hosts_without_a_shared_disk_make_one_run_at_a_url_and_one_of_them_continues_it(
     strategy: str,
     hosts: tuple[Host, Host],
     reached: Proxy,
@@ -175,7 +175,7 @@ def test_two_hosts_without_a_common_disk_make_one_run_at_a_url_and_one_goes_on_w
 
 @pytest.mark.slow
 @pytest.mark.matrix  # minutes
-def test_a_run_without_a_common_disk_goes_on_without_a_host_and_without_that_of_rank_0(
+def test_a_run_without_a_shared_disk_survives_the_loss_of_any_host(
     hosts: tuple[Host, Host],
     store: None,
     reached: Proxy,
@@ -263,7 +263,7 @@ def test_a_run_without_a_common_disk_goes_on_without_a_host_and_without_that_of_
 
 @pytest.mark.slow
 @pytest.mark.matrix
-def test_what_one_host_lacks_is_said_once_with_its_name_and_nothing_is_left(
+def test_a_mistake_on_one_host_is_reported_once_with_its_name_and_leaves_nothing(
     hosts: tuple[Host, Host],
     reached: Proxy,
     bucket: Bucket,

@@ -14,8 +14,8 @@ from runs import wait_for
 
 from ftkit.checkpoint.store import Store
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import refresh
 from ftkit.runs.report.report import read_report
+from ftkit.runs.sync.download import refresh
 from ftkit.utils.remote.urls import local_path
 
 STEPS, BEFORE = 5, 2
@@ -30,11 +30,16 @@ class Killed:
     """
 
     def __init__(
-        self, begin: Ftkit, s3: Proxy, bucket: Bucket, patch: pytest.MonkeyPatch, tmp_path: Path
+        self,
+        begin: Ftkit,
+        s3: Proxy,
+        bucket: Bucket,
+        patch: pytest.MonkeyPatch,
+        whole: Path,
+        tmp_path: Path,
     ) -> None:
         self._begin, self._s3, self._bucket, self._tmp_path = begin, s3, bucket, tmp_path
-        self._patch = patch
-        self._complete("a", tmp_path / "whole")
+        self._patch, self._whole = patch, whole
         self._complete("a", "s3://bucket/kills/before", "--stop_after", BEFORE)
         self.seen: set[tuple[int, ...]] = set()
         """Steps that readers found after the kills."""
@@ -105,20 +110,25 @@ class Killed:
     def _assert_equal(self, place: str, name: str) -> None:
         """To the run that nothing had stopped, with nothing left of what had."""
         copy = self._bucket.fetch(place, self._tmp_path / f"copy-{name}")
-        assert learned(copy) == learned(self._tmp_path / "whole")
+        assert learned(copy) == learned(self._whole)
         assert read_report(copy).outcome == "completed"
         store = Store(copy / "checkpoints")
         assert store.steps() == [STEPS] and store.verify(STEPS) == []
         shard = f"checkpoints/step-{STEPS:08}/shard-00000-of-00001.safetensors"
-        assert (copy / shard).read_bytes() == (self._tmp_path / "whole" / shard).read_bytes()
+        assert (copy / shard).read_bytes() == (self._whole / shard).read_bytes()
         assert not (copy / ".run").exists()
 
 
 @pytest.fixture
 def kill(
-    begin: Ftkit, s3: Proxy, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begin: Ftkit,
+    s3: Proxy,
+    bucket: Bucket,
+    whole: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> Killed:
-    return Killed(begin, s3, bucket, monkeypatch, tmp_path)
+    return Killed(begin, s3, bucket, monkeypatch, whole("finetune"), tmp_path)
 
 
 def commits(request: Request) -> bool:

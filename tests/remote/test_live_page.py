@@ -14,7 +14,7 @@ from ftkit.views.live_page.sights import Sights
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a page asks."""
     monkeypatch.setattr("ftkit.views.live_page.sights._LOOKS_EVERY_S", 0.0)
-    monkeypatch.setattr("ftkit.runs.carrying.seen._LOOKS_EVERY_S", 0.0)
+    monkeypatch.setattr("ftkit.runs.sync.download._LOOKS_EVERY_S", 0.0)
 
 
 def send(bucket: Bucket, run: Path, prefix: str) -> None:
@@ -69,7 +69,7 @@ def test_runs_below_a_url_are_listed_as_they_come_and_go(bucket: Bucket, tmp_pat
     assert sights.run("a") is None
 
 
-def test_a_url_that_does_not_answer_is_named_and_what_was_seen_stays(
+def test_an_unreachable_url_is_reported_and_its_runs_stay_on_the_page(
     bucket: Bucket, s3: Proxy, tmp_path: Path
 ) -> None:
     make_run(tmp_path / "a")

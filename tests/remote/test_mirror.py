@@ -7,8 +7,8 @@ import pytest
 from object_servers import Bucket, Fault, Proxy, writes
 
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.mirror import Mirror, UploadFailed
-from ftkit.runs.remote_claim import ClaimHolder, RemoteClaim
+from ftkit.runs.sync.claim import ClaimHolder, RemoteClaim
+from ftkit.runs.sync.mirror import Mirror, UploadFailed
 from ftkit.utils.remote.objects import Objects
 from ftkit.utils.remote.urls import local_path
 
@@ -32,7 +32,7 @@ def claim(run: RunDirectory) -> Iterator[RemoteClaim]:
     claim.release()
 
 
-def test_an_old_checkpoint_stays_until_what_took_its_place_is_there(
+def test_an_old_checkpoint_stays_at_the_url_until_its_replacement_is_there(
     run: RunDirectory, claim: RemoteClaim, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that was deleted here before it could be sent."""
@@ -51,7 +51,7 @@ def test_an_old_checkpoint_stays_until_what_took_its_place_is_there(
     assert not any("step-00000002" in name for name in bucket.names("mirrored"))
 
 
-def test_who_was_taken_for_dead_makes_no_checkpoint_of_what_it_had_begun_to_send(
+def test_a_run_that_lost_its_claim_completes_no_checkpoint(
     run: RunDirectory, claim: RemoteClaim, s3: Proxy, bucket: Bucket
 ) -> None:
     """It comes back while a shard is on its way, when another has tidied up there."""

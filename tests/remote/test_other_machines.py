@@ -19,9 +19,9 @@ from ftkit.runs.report.report import read_report
 URL = "s3://bucket/seen"
 MACHINES = """
 import os
-from ftkit.runs import remote_claim
-remote_claim.RENEWED_EVERY_S, remote_claim.EXPIRES_S = 1.0, 6.0
-remote_claim._machine = lambda: os.environ["FTKIT_CACHE_DIR"]
+from ftkit.runs.sync import claim
+claim.RENEWED_EVERY_S, claim.EXPIRES_S = 1.0, 6.0
+claim._machine = lambda: os.environ["FTKIT_CACHE_DIR"]
 """
 """Processes with caches of their own take each other for other machines, and have less patience."""
 Begin = Callable[..., warm.Process]

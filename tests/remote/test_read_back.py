@@ -16,7 +16,7 @@ SIGN_IN = Fault(200, PAGE, headers=HEADERS)
 """What a network answers in the place of every server."""
 
 
-IMPATIENT = "from ftkit.runs import mirror\nmirror.LAST_ATTEMPTS_S = 1.0"
+IMPATIENT = "from ftkit.runs.sync import mirror\nmirror.LAST_ATTEMPTS_S = 1.0"
 
 
 def anything(_: Request) -> bool:
@@ -25,7 +25,7 @@ def anything(_: Request) -> bool:
 
 @pytest.mark.parametrize("size", [100, 2**25 + 3], ids=["small", "in-parts"])
 @pytest.mark.parametrize("when", [anything, is_write], ids=["everything", "writes"])
-def test_an_object_that_is_not_there_afterwards_was_not_written(
+def test_an_object_that_is_missing_after_its_upload_is_an_error(
     s3: Proxy, tmp_path: Path, when: Callable[[Request], bool], size: int
 ) -> None:
     """An older one of another size is none either."""
@@ -68,7 +68,7 @@ def test_a_run_does_not_begin_where_a_page_answers_for_the_storage(begin: Ftkit,
     assert "Traceback" not in said
 
 
-def test_a_run_whose_checkpoints_a_page_has_accepted_says_that_its_url_lacks_them(
+def test_a_run_reports_checkpoints_that_a_captive_portal_has_swallowed(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
     """Nothing is lost here, and the next start sends it."""

@@ -40,19 +40,19 @@ pytestmark = pytest.mark.usefixtures("s3")
 
 
 def test_a_run_at_a_url_is_the_run_in_a_directory(
-    run: Callable[..., str], bucket: Bucket, tmp_path: Path
+    run: Callable[..., str], whole: Callable[[str], Path], bucket: Bucket, tmp_path: Path
 ) -> None:
     """All its files are there, the losses are the same, and no secret is in any."""
     said = run("a", "s3://bucket/same/run")
-    run("a", tmp_path / "local")
+    local = whole("finetune")
     copy = bucket.fetch("same/run", tmp_path / "copy")
-    local = {path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*")}
-    assert {path.relative_to(copy) for path in copy.rglob("*")} == local
-    assert learned(copy) == learned(tmp_path / "local")
+    names = [{path.relative_to(place) for path in place.rglob("*")} for place in (copy, local)]
+    assert names[0] == names[1]
+    assert learned(copy) == learned(local)
     store = Store(copy / "checkpoints")
     assert [store.verify(step) for step in (2, 4, 5)] == [[], [], []]
     for name in ("final/adapter_model.safetensors", "checkpoints/latest"):
-        assert (copy / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
+        assert (copy / name).read_bytes() == (local / name).read_bytes()
     assert read_report(copy).outcome == "completed"
     assert "out_dir: s3://bucket/same/run\n" in (copy / "recipe.yaml").read_text()
     assert "s3://bucket/same/run/final" in said and str(tmp_path / "a") not in said
@@ -72,8 +72,13 @@ def test_a_run_at_a_url_is_the_run_in_a_directory(
         pytest.param("deepspeed", "deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
     ],
 )
-def test_another_machine_goes_on_with_a_run_and_ends_as_if_nothing_had_stopped_it(
-    run: Callable[..., str], bucket: Bucket, tmp_path: Path, before: str, after: str
+def test_another_machine_continues_a_run_with_the_same_result(
+    run: Callable[..., str],
+    whole: Callable[[str], Path],
+    bucket: Bucket,
+    tmp_path: Path,
+    before: str,
+    after: str,
 ) -> None:
     """It fetches small files whole, and of shards what its ranks need; nothing is lost."""
     url = f"s3://bucket/on/{before}-{after}"
@@ -85,9 +90,8 @@ def test_another_machine_goes_on_with_a_run_and_ends_as_if_nothing_had_stopped_i
     assert f"going on from step 2: {url}/checkpoints/step-00000002" in said
     shards = (tmp_path / "b").rglob("step-00000002/shard-*")
     assert list(shards) == []  # they were read by ranges
-    run("b", tmp_path / "whole", *LAYOUTS[after], **full)
     copy = bucket.fetch(f"on/{before}-{after}", tmp_path / "copy")
-    found, expected = learned(copy), learned(tmp_path / "whole")
+    found, expected = learned(copy), learned(whole("finetune_full"))
     assert [row[0] for row in found] == [row[0] for row in expected] == list("12345")
     losses = [[float(row[2]) for row in rows] for rows in (found, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -96,8 +100,10 @@ def test_another_machine_goes_on_with_a_run_and_ends_as_if_nothing_had_stopped_i
     assert store.steps() == [2, 4, 5]
 
 
-def test_a_complete_run_is_said_to_be_complete_on_any_machine(run: Callable[..., str]) -> None:
-    run("a", "s3://bucket/complete")
+def test_a_complete_run_is_complete_on_any_machine(
+    put: Callable[..., None], run: Callable[..., str]
+) -> None:
+    put("complete")
     named = "s3://bucket/complete/recipe.yaml"
     assert "is complete at step 5" in run(
         "c", "s3://bucket/complete", "--config", named, "--resume", "auto"
@@ -107,17 +113,19 @@ def test_a_complete_run_is_said_to_be_complete_on_any_machine(run: Callable[...,
     assert "the result is in s3://bucket/complete/final" in said
 
 
-def test_a_run_branches_off_a_checkpoint_at_a_url(run: Callable[..., str], tmp_path: Path) -> None:
-    run("a", "s3://bucket/trunk")
+def test_a_run_branches_off_a_checkpoint_at_a_url(
+    put: Callable[..., None], run: Callable[..., str], tmp_path: Path
+) -> None:
+    put("trunk")
     said = run("b", tmp_path / "branch", "--resume", "s3://bucket/trunk/checkpoints/step-00000002")
     assert "going on from step 2: s3://bucket/trunk/checkpoints/step-00000002" in said
     assert [row[0] for row in learned(tmp_path / "branch")] == list("12345")
 
 
 def test_going_back_moves_later_checkpoints_aside_at_the_url(
-    run: Callable[..., str], bucket: Bucket
+    put: Callable[..., None], run: Callable[..., str], bucket: Bucket
 ) -> None:
-    run("a", "s3://bucket/back")
+    put("back")
     assert bucket.steps("back") == [2, 4, 5]
     run("b", "s3://bucket/back", "--resume", "2", "--stop_after", "1")
     assert bucket.steps("back") == [2, 3]
@@ -129,10 +137,10 @@ def test_going_back_moves_later_checkpoints_aside_at_the_url(
     assert not any(name.startswith("final/") for name in bucket.names("back"))
 
 
-def test_a_new_run_takes_another_url_or_replaces_what_is_there_when_it_is_told_to(
-    run: Callable[..., str], bucket: Bucket
+def test_a_new_run_takes_another_url_unless_it_overwrites(
+    put: Callable[..., None], run: Callable[..., str], bucket: Bucket
 ) -> None:
-    run("a", "s3://bucket/taken")
+    put("taken")
     before = bucket.read("taken/report.json")
     said = run("b", "s3://bucket/taken")
     assert "s3://bucket/taken holds another run: this one goes to s3://bucket/taken-2" in said
@@ -143,9 +151,9 @@ def test_a_new_run_takes_another_url_or_replaces_what_is_there_when_it_is_told_t
 
 
 def test_a_mistake_leaves_the_url_as_it_was(
-    begin: Ftkit, run: Callable[..., str], bucket: Bucket
+    begin: Ftkit, put: Callable[..., None], bucket: Bucket
 ) -> None:
-    run("a", "s3://bucket/kept", "--stop_after", "2")
+    put("kept", "--stop_after", "2")
     before = {name: bucket.read(f"kept/{name}") for name in bucket.names("kept")}
     for words in (
         ("--overwrite", "--data.json_path", "nowhere.json"),
@@ -158,7 +166,7 @@ def test_a_mistake_leaves_the_url_as_it_was(
     assert {name: bucket.read(f"kept/{name}") for name in bucket.names("kept")} == before
 
 
-def test_a_second_run_is_refused_while_one_is_at_work_and_goes_on_once_that_was_killed(
+def test_a_second_run_is_refused_while_one_is_at_work_and_continues_after_a_kill(
     begin: Ftkit, run: Callable[..., str], bucket: Bucket
 ) -> None:
     endless = ("--train.max_steps", "1000000", "--train.epochs", "null")
@@ -181,14 +189,14 @@ def test_a_second_run_is_refused_while_one_is_at_work_and_goes_on_once_that_was_
 
 IMPATIENT = """
 from ftkit.utils.remote import objects
-from ftkit.runs import mirror
+from ftkit.runs.sync import mirror
 objects.Objects.__init__.__defaults__ = (0.5,)
 mirror.LONGEST_WAIT_S = 2.0
 """
 """What fails is given up, and tried again, sooner than a person would wait."""
 
 
-def test_training_goes_on_whatever_the_storage_does_and_what_could_not_be_sent_is_sent_later(
+def test_training_continues_through_all_storage_faults_and_uploads_later(
     begin: Ftkit, s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
     """And whenever somebody looks, what is there for a checkpoint is whole."""
@@ -237,7 +245,7 @@ def test_training_goes_on_whatever_the_storage_does_and_what_could_not_be_sent_i
     assert SECRET not in log.read_text()
 
 
-def test_a_run_ends_when_it_is_told_to_though_the_storage_never_answers(
+def test_ctrl_c_ends_a_run_although_the_storage_never_answers(
     begin: Ftkit, s3: Proxy, tmp_path: Path
 ) -> None:
     """The first Ctrl+C ends training, the next one what is done at the end."""
@@ -263,7 +271,7 @@ def test_a_run_ends_when_it_is_told_to_though_the_storage_never_answers(
     assert "Traceback" not in said
 
 
-def test_what_was_not_sent_in_the_end_is_said_and_sent_by_the_next_start(
+def test_the_rest_that_could_not_be_uploaded_is_reported_and_uploaded_by_the_next_start(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
     met = s3.fails(EXPIRED, writes("unsent/checkpoints/"))
@@ -283,7 +291,7 @@ def test_what_was_not_sent_in_the_end_is_said_and_sent_by_the_next_start(
     assert "final/adapter_config.json" in bucket.names("unsent")
 
 
-def test_a_missing_extra_and_urls_that_cannot_be_are_told_before_anything_begins(
+def test_a_missing_extra_and_invalid_urls_are_refused_before_anything_starts(
     begin: Ftkit, tmp_path: Path
 ) -> None:
     for url, said in {

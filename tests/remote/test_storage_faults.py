@@ -63,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_a_fault_that_passes_is_not_noticed(
+def test_a_temporary_fault_is_retried(
     s3: Proxy, clock: Clock, tmp_path: Path, fault: Fault
 ) -> None:
     """An upload in parts, of which some meet it; and its first and its last request."""
@@ -92,7 +92,7 @@ def test_a_request_is_tried_in_ever_longer_intervals_and_then_given_up(
 
 
 @pytest.mark.parametrize("code", FINAL)
-def test_what_does_not_pass_is_told_at_once(s3: Proxy, clock: Clock, code: str) -> None:
+def test_final_errors_are_raised_at_once(s3: Proxy, clock: Clock, code: str) -> None:
     met = s3.fails(FINAL[code], is_write)
     said = "there is no such bucket" if code == "NoSuchBucket" else code
     with pytest.raises(StorageError, match=said):
@@ -123,7 +123,7 @@ def test_credentials_that_were_renewed_are_taken_without_a_new_start(
     assert objects.read("name") == b"content"
 
 
-def test_half_an_answer_is_none(s3: Proxy, clock: Clock, tmp_path: Path) -> None:
+def test_a_cut_answer_is_an_error(s3: Proxy, clock: Clock, tmp_path: Path) -> None:
     """A file that is fetched stays as it was."""
     objects = Objects("s3://bucket/half", patience_s=1.0)
     content = bytes(range(256)) * 100
@@ -145,7 +145,7 @@ def test_half_an_answer_is_none(s3: Proxy, clock: Clock, tmp_path: Path) -> None
     assert objects.read_range("name", 100, 20_000) == content[100:20_000]
 
 
-def test_what_the_environment_keeps_secret_is_in_no_message(s3: Proxy, clock: Clock) -> None:
+def test_secrets_of_the_environment_are_in_no_message(s3: Proxy, clock: Clock) -> None:
     body = f"<Error><Code>Odd</Code><Message>key {SECRET} is odd</Message></Error>".encode()
     s3.fails(Fault(400, body), is_write)
     with pytest.raises(StorageError) as found:
@@ -167,7 +167,7 @@ def test_faults_of_google_pass_too(gs: Proxy, clock: Clock, tmp_path: Path, said
     assert objects.read("large") == large.read_bytes()
 
 
-def test_credentials_that_google_does_not_take_are_told(gs: Proxy, clock: Clock) -> None:
+def test_credentials_that_google_refuses_are_an_error(gs: Proxy, clock: Clock) -> None:
     met = gs.fails(Fault(401, gs_error(401, "authError")), is_write)
     with pytest.raises(StorageError, match="authError happened"):
         Objects("gs://bucket/never").write("name", b"content")

@@ -11,16 +11,15 @@ from rich.console import Console
 from saved_runs import ended, recipe, save_run
 
 from ftkit.errors import UserError
-from ftkit.launch.last_session import last_session, restarts_of
 from ftkit.recipe.devices import Devices
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor, claim
 from ftkit.runs.report.table import render
 from ftkit.runs.resume import find_start
-from ftkit.runs.state import look
+from ftkit.runs.state import last_session, look, restarts_of
 from ftkit.utils.console.terminal import plain_text
-from ftkit.utils.remote.fetch import Known
+from ftkit.utils.remote.replica import Replica
 from ftkit.utils.remote.urls import local_path
 from ftkit.views.comparison.runs import read_runs
 from ftkit.views.live_page.sights import Sights
@@ -100,7 +99,7 @@ def test_a_damaged_file_of_a_run_is_named_or_passed_over(
     assert not [text for text in said if len(text) > 600]
 
 
-def test_a_damaged_error_of_a_rank_says_so_instead_of_why_it_ended(run: RunDirectory) -> None:
+def test_a_damaged_error_file_of_a_rank_is_an_error_itself(run: RunDirectory) -> None:
     run.rank(0).error.write_bytes(b"[" * 100_000)
     found = RankError.read(run.rank(0))
     assert found is not None and found.kind == "failed"
@@ -108,17 +107,17 @@ def test_a_damaged_error_of_a_rank_says_so_instead_of_why_it_ended(run: RunDirec
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"a": 5}', b"\xff", b""])
-def test_damaged_knowledge_of_a_url_is_none(
+def test_a_damaged_record_of_a_url_is_empty(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path))
     directory = local_path("s3://bucket/run")
     directory.mkdir(parents=True)
     (directory / "a").touch()
-    known = Known(directory)
-    known.note("a", "1")
-    known.save()
-    assert Known(directory).version("a") == "1"
+    replica = Replica.of(directory)
+    replica.note("a", "1")
+    replica.save()
+    assert Replica.of(directory).version("a") == "1"
     (file,) = (tmp_path / "runs/.known").iterdir()
     file.write_bytes(content)
-    assert Known(directory).names() == []
+    assert Replica.of(directory).names() == []

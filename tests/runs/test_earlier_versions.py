@@ -7,6 +7,7 @@ Those in tests/runs/earlier/COMMIT were written by the ftkit of that commit itse
 import csv
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rank_jobs import HAS_DEEPSPEED
 from runs import losses
 
 from ftkit.checkpoint.metadata import METADATA
+from ftkit.cli import app
 from ftkit.recipe.parsing import read_keys, read_recipe, to_dict
 from ftkit.recipe.recipe import RECIPE_OF, Method
 from ftkit.utils.names import leaves
@@ -80,7 +82,7 @@ def assert_goes_on(ftkit: Command, place: Path, name: str, strategy: str, device
 
 
 @pytest.mark.parametrize("name", STOPPED, ids=lambda name: name.replace("/", "-"))
-def test_a_stopped_run_goes_on_with_the_losses_of_its_own_version(
+def test_a_stopped_run_continues_with_the_losses_of_its_own_version(
     ftkit: Command, place: Path, name: str
 ) -> None:
     assert_goes_on(ftkit, place, name, "single", 1)
@@ -89,32 +91,44 @@ def test_a_stopped_run_goes_on_with_the_losses_of_its_own_version(
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "devices"), OTHERS)
 @pytest.mark.parametrize("name", STOPPED, ids=lambda name: name.replace("/", "-"))
-def test_it_goes_on_under_another_strategy(
+def test_it_continues_under_another_strategy(
     ftkit: Command, place: Path, name: str, strategy: str, devices: int
 ) -> None:
     assert_goes_on(ftkit, place, name, strategy, devices)
 
 
-def test_its_checkpoints_are_listed_and_verified_and_damage_is_found(
-    ftkit: Command, place: Path
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    """The output of a command in this process, which ends with a code."""
+    monkeypatch.chdir(place)
+
+    def said(*words: object, code: int = 0) -> str:
+        assert app.run([str(word) for word in words]) == code
+        return capsys.readouterr().out
+
+    return said
+
+
+def test_its_checkpoints_are_listed_and_verified_and_damage_is_detected(
+    said: Said, place: Path
 ) -> None:
     for name in STOPPED:
         (checkpoint,) = (place / name / "checkpoints").glob("step-*")
-        listed = ftkit("checkpoints", "list", place / name)
-        assert listed.returncode == 0 and " 3 " in listed.stdout, listed.stdout + listed.stderr
-        verified = ftkit("checkpoints", "verify", place / name)
-        assert verified.returncode == 0, verified.stdout + verified.stderr
+        assert " 3 " in said("checkpoints", "list", place / name)
+        said("checkpoints", "verify", place / name)
         assert json.loads((checkpoint / METADATA).read_text())["format_version"] == 1
         shard = max(checkpoint.glob("*.safetensors"), key=lambda file: file.stat().st_size)
         content = bytearray(shard.read_bytes())
         content[-1] ^= 1
         shard.write_bytes(content)
-        verified = ftkit("checkpoints", "verify", place / name)
-        assert verified.returncode == 1 and shard.name in verified.stdout + verified.stderr
+        assert shard.name in said("checkpoints", "verify", place / name, code=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_recipe_says_today_what_it_said(
+def test_its_recipe_has_the_same_meaning_today(
     name: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorded one, with every default of that version; new keys have their defaults."""
@@ -131,10 +145,10 @@ def test_its_recipe_says_today_what_it_said(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_command_line_asks_for_the_same_today(name: str, place: Path, ftkit: Command) -> None:
+def test_its_command_line_has_the_same_meaning_today(name: str, place: Path, said: Said) -> None:
     words = json.loads((place / name / "report.json").read_text())["command"]
     assert words[0] == "ftkit"
-    (place / "today.yaml").write_text(ftkit(*words[1:], "--print_config").stdout)
+    (place / "today.yaml").write_text(said(*words[1:], "--print_config"))
     _, method = command_of(name)
     now, then = (
         read_recipe([file], method=method)
@@ -145,7 +159,7 @@ def test_its_command_line_asks_for_the_same_today(name: str, place: Path, ftkit:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("commit", COMMITS)
-def test_a_completed_run_is_compared_asked_measured_and_merged(
+def test_a_completed_run_is_compared_prompted_evaluated_and_merged(
     ftkit: Command, place: Path, commit: str
 ) -> None:
     def said(*words: object) -> str:

@@ -166,15 +166,22 @@ def agrees(report: Report, out_dir: Path) -> None:
     assert not [problem for step in store.steps() for problem in store.verify(step)]
 
 
+OTHERS = tuple(name for name in ENDS if name not in QUICK)
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in ENDS]
+    "names",
+    [
+        *((name,) for name in QUICK),
+        pytest.param((*OTHERS, OTHERS[0]), marks=pytest.mark.slow, id="one after the other"),
+    ],
 )
-def test_the_report_says_what_the_rows_and_the_checkpoints_say(
-    name: str, tmp_path: Path, common: list[str]
+def test_the_report_agrees_with_the_rows_and_the_checkpoints(
+    names: tuple[str, ...], tmp_path: Path, common: list[str]
 ) -> None:
-    """Also of the session that goes on, which ends in the same way."""
-    runs, dice = Runs(tmp_path, common), random.Random(name)
-    for _ in range(1 if name in QUICK else 2):
+    """After each end, and in a session that continues after it."""
+    runs, dice = Runs(tmp_path, common), random.Random(str(names))
+    for name in names:
         runs.check_session(ENDS[name], dice)
 
 

@@ -78,14 +78,14 @@ def test_without_resume_a_run_begins(out: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["true", "auto"])
-def test_the_newest_checkpoint_is_found(out: Path, resume: str) -> None:
+def test_the_newest_checkpoint_is_taken(out: Path, resume: str) -> None:
     store = save_run(recipe(out), 5, 10)
     start = found(recipe(out, resume=resume))
     assert (start.checkpoint, start.metadata.step) == (store.path(10).resolve(), 10)
     assert start.in_place and start.changes == ()
 
 
-def test_a_step_is_found(out: Path) -> None:
+def test_a_step_is_taken(out: Path) -> None:
     save_run(recipe(out), 5, 10)
     start = found(recipe(out, resume=5))
     assert start.metadata.step == 5 and start.in_place
@@ -124,7 +124,7 @@ def test_auto_begins_where_there_is_nothing(out: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_there_is_refused(out: Path, keys: dict[str, Any], message: str) -> None:
+def test_missing_checkpoints_are_refused(out: Path, keys: dict[str, Any], message: str) -> None:
     out.mkdir()
     assert message.format(out=out) in refusal(recipe(out, **keys))
     assert content(out) == {}
@@ -154,14 +154,14 @@ def test_a_directory_without_a_checkpoint_is_refused(out: Path, tmp_path: Path) 
         ("{out}/../other", False),
     ],
 )
-def test_a_run_goes_on_in_its_own_directory(out: Path, resume: str, in_place: bool) -> None:
+def test_a_run_continues_in_its_own_directory(out: Path, resume: str, in_place: bool) -> None:
     assert resumes_in_place(recipe(out, resume=resume.format(out=out))) is in_place
 
 
 # --- What is compared ---------------------------------------------------------------------------
 
 
-def test_every_fixed_value_that_differs_is_named_with_what_works(out: Path) -> None:
+def test_every_fixed_value_that_differs_is_refused_with_a_remedy(out: Path) -> None:
     save_run(recipe(out), 5)
     message = refusal(recipe(out, resume="auto", lora_r=16, seed=1))
     assert "lora_r 8 -> 16" in message and "seed 1337 -> 1" in message
@@ -180,7 +180,7 @@ def test_tunable_values_are_noted(out: Path) -> None:
     assert start.changes == ("train.epochs 2 -> 3", "optimizer.lr empty -> 0.001")
 
 
-def test_saying_what_was_left_open_is_no_change(out: Path) -> None:
+def test_setting_a_resolved_default_is_no_change(out: Path) -> None:
     save_run(recipe(out), 5)
     asked = recipe(out, resume="auto", precision="bf16-mixed", train__max_seq_length=512)
     assert found(asked).changes == ()
@@ -198,7 +198,9 @@ def completion(asked: Recipe) -> str:
 
 
 @pytest.mark.parametrize("resume", ["true", "auto"])
-def test_a_complete_run_says_so_and_what_would_continue_it(out: Path, resume: str) -> None:
+def test_a_complete_run_is_reported_with_the_option_that_prolongs_it(
+    out: Path, resume: str
+) -> None:
     save_run(recipe(out), LAST)
     ended(out, "completed", LAST, result=True)
     text = completion(recipe(out, resume=resume))
@@ -220,7 +222,7 @@ def test_a_complete_run_says_so_and_what_would_continue_it(out: Path, resume: st
         ({"train__max_time": 60}, {"train__max_time": 60}, False),
     ],
 )
-def test_a_complete_run_goes_on_if_there_is_more_to_do(
+def test_a_complete_run_continues_if_it_is_prolonged(
     out: Path, before: dict[str, Any], now: dict[str, Any], goes_on: bool
 ) -> None:
     save_run(recipe(out, **before), LAST)
@@ -279,7 +281,7 @@ def test_a_complete_run_without_checkpoints_is_not_repeated(out: Path) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["interrupted", "failed", "out_of_memory"])
-def test_what_did_not_complete_goes_on(out: Path, outcome: OutcomeName) -> None:
+def test_an_incomplete_run_continues(out: Path, outcome: OutcomeName) -> None:
     save_run(recipe(out), 5)
     ended(out, outcome, 5)
     assert found(recipe(out, resume="auto")).metadata.step == 5
@@ -288,7 +290,7 @@ def test_what_did_not_complete_goes_on(out: Path, outcome: OutcomeName) -> None:
 # --- Damage -------------------------------------------------------------------------------------
 
 
-def test_damage_is_told_and_a_sound_checkpoint_is_offered(out: Path) -> None:
+def test_damage_is_reported_and_a_sound_checkpoint_is_offered(out: Path) -> None:
     store = save_run(recipe(out), 5, 10, 15)
     (store.path(10) / "recipe.yaml").unlink()
     file = store.path(15) / "shard-00000-of-00001.safetensors"
@@ -301,9 +303,7 @@ def test_damage_is_told_and_a_sound_checkpoint_is_offered(out: Path) -> None:
     assert found(recipe(out, resume=5))
 
 
-def test_an_unattended_start_goes_on_from_the_newest_checkpoint_that_is_sound(
-    out: Path, tmp_path: Path
-) -> None:
+def test_resume_auto_continues_from_the_newest_sound_checkpoint(out: Path, tmp_path: Path) -> None:
     store = save_run(recipe(out), 5, 10, 15, 20)
     (store.path(20) / "recipe.yaml").unlink()
     damage(store.path(15) / "adapter/adapter_model.safetensors")
@@ -316,7 +316,7 @@ def test_an_unattended_start_goes_on_from_the_newest_checkpoint_that_is_sound(
     assert said == [str(store.path(step)) for step in (20, 15, 10)]
 
 
-def test_where_no_checkpoint_is_sound_each_is_told(out: Path) -> None:
+def test_without_a_sound_checkpoint_each_problem_is_reported(out: Path) -> None:
     store = save_run(recipe(out), 5, 10)
     for step in (5, 10):
         (store.path(step) / "recipe.yaml").unlink()
@@ -333,7 +333,7 @@ def test_a_complete_run_does_not_go_back_by_itself(out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "recipe.yaml"])
-def test_what_is_read_first_is_checked_first(out: Path, name: str) -> None:
+def test_files_that_are_read_first_are_checked_first(out: Path, name: str) -> None:
     store = save_run(recipe(out), 5)
     damage(store.path(5) / name)
     message = refusal(recipe(out, resume="auto"))
@@ -351,7 +351,7 @@ def test_a_file_that_cannot_be_read_is_named(out: Path, monkeypatch: pytest.Monk
     assert f"{store.path(5) / 'recipe.yaml'} cannot be read (Permission denied)." in message
 
 
-def test_a_changed_byte_anywhere_is_found_before_ranks_start(out: Path, tmp_path: Path) -> None:
+def test_a_changed_byte_anywhere_is_detected_before_ranks_start(out: Path, tmp_path: Path) -> None:
     store = save_run(recipe(out), 5, 10)
     damage(store.path(10) / "adapter/adapter_model.safetensors")
     for asked, option in (
@@ -405,7 +405,7 @@ def test_a_pickle_is_refused_and_does_not_run(out: Path, tmp_path: Path) -> None
 # --- Messages -----------------------------------------------------------------------------------
 
 
-def test_the_last_words_say_what_was_saved_and_how_to_go_on(out: Path) -> None:
+def test_the_exit_summary_shows_what_is_saved_and_how_to_continue(out: Path) -> None:
     assert exit_summary(out, "lora", 0) == "stopped before the first step; nothing was saved"
     assert exit_summary(out, "lora", 3) == "stopped after step 3; nothing was saved"
     store = save_run(recipe(out), 5, 1500)
@@ -417,7 +417,7 @@ def test_the_last_words_say_what_was_saved_and_how_to_go_on(out: Path) -> None:
     )
 
 
-def test_the_command_that_goes_on_is_that_of_the_method_and_quoted() -> None:
+def test_the_command_to_continue_is_that_of_the_method_and_quoted() -> None:
     assert continue_command(Path("a b"), "full") == (
         "ftkit finetune_full --config 'a b/recipe.yaml' --resume auto"
     )
@@ -437,7 +437,7 @@ def test_the_command_that_goes_on_is_that_of_the_method_and_quoted() -> None:
         ("auto", "other.yaml", False),
     ],
 )
-def test_a_moved_run_goes_on_where_its_recipe_lies(
+def test_a_moved_run_continues_where_its_recipe_is(
     out: Path, tmp_path: Path, resume: str, name: str, follows: bool
 ) -> None:
     save_run(recipe(out), 5)
@@ -487,7 +487,7 @@ def mistake(recipe: Recipe, **options: bool) -> str:
     return str(error.value)
 
 
-def test_the_job_says_where_to_begin_and_when_to_stop(
+def test_the_job_has_the_start_and_the_stop(
     asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = save_run(asked(), 5)
@@ -503,7 +503,7 @@ def test_the_job_says_where_to_begin_and_when_to_stop(
     assert len(beginning) == 3 and beginning[0].startswith("starting 1 process on ")
 
 
-def test_a_run_goes_on_where_it_is_and_keeps_all_up_to_its_start(
+def test_a_run_continues_in_place_and_keeps_everything_up_to_its_start(
     asked: Callable[..., Recipe], out: Path
 ) -> None:
     save_run(asked(), 5, 10)
@@ -518,7 +518,7 @@ def test_a_run_goes_on_where_it_is_and_keeps_all_up_to_its_start(
         assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_what_is_later_than_a_step_is_set_aside_and_never_deleted(
+def test_files_later_than_a_step_are_set_aside_and_never_deleted(
     asked: Callable[..., Recipe], out: Path
 ) -> None:
     store = save_run(asked(), 5, 10, 15)
@@ -552,7 +552,7 @@ def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_ag
     ]
 
 
-def test_a_damaged_newest_checkpoint_is_kept_beside_the_run_that_goes_on(
+def test_a_damaged_newest_checkpoint_is_kept_beside_the_continued_run(
     asked: Callable[..., Recipe], out: Path
 ) -> None:
     store = save_run(asked(), 5, 10)
@@ -576,7 +576,7 @@ def test_a_damaged_newest_checkpoint_is_kept_beside_the_run_that_goes_on(
         (None, "rows of the steps 1 to 10 are lost"),
     ],
 )
-def test_rows_that_are_lost_are_named_and_the_run_goes_on(
+def test_lost_rows_are_reported_and_the_run_continues(
     asked: Callable[..., Recipe], out: Path, left: int | None, said: str
 ) -> None:
     save_run(asked(), 10, carried={"tokens": 1})
@@ -637,7 +637,7 @@ def test_a_failure_while_later_things_are_set_aside_is_undone(
     save_run(asked(), 5, 10)
     ended(out, "completed", 10, result=True)
     before = content(out)
-    monkeypatch.setattr("ftkit.runs.backup.cut_rows", fail)
+    monkeypatch.setattr("ftkit.runs.resume.cut_rows", fail)
     assert "cannot be written: No space left on device" in mistake(asked(resume=5))
     assert content(out) == before
 
@@ -794,7 +794,7 @@ def test_a_branch_never_takes_the_place_of_a_run(
 # --- Base models --------------------------------------------------------------------------------
 
 
-def test_a_full_fine_tune_goes_on_without_its_base_model(
+def test_a_full_fine_tune_continues_without_its_base_model(
     asked: Callable[..., Recipe], out: Path
 ) -> None:
     save_run(asked("full"), 5)
@@ -803,7 +803,7 @@ def test_a_full_fine_tune_goes_on_without_its_base_model(
         assert (Path(job.base) / "config.json").read_text() == "{}"
 
 
-def test_lora_needs_its_base_model_and_says_which(asked: Callable[..., Recipe], out: Path) -> None:
+def test_lora_needs_its_base_model_and_names_it(asked: Callable[..., Recipe], out: Path) -> None:
     save_run(asked(), 5)
     message = mistake(asked(checkpoint_dir="no-where", resume="auto"))
     assert message.startswith("checkpoint_dir no-where does not exist.")
@@ -826,7 +826,7 @@ def leave(job: Job, steps: int, error: RankError | None = None, **changes: objec
         error.write(state)
 
 
-def test_an_interrupted_session_says_how_to_go_on(
+def test_an_interrupted_session_shows_how_to_continue(
     asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = save_run(asked(), 5)
@@ -843,7 +843,7 @@ def test_an_interrupted_session_says_how_to_go_on(
     assert read_report(out).outcome == "interrupted"
 
 
-def test_a_session_that_ends_as_asked_is_no_failure(
+def test_a_session_stopped_by_stop_after_is_no_failure(
     asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = save_run(asked(), 5)

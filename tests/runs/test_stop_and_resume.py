@@ -329,7 +329,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(
     assert found.steps > (run.done[session - 1].steps if session else 0)
 
 
-def test_what_a_signal_has_saved_is_whole(chains: Chains) -> None:
+def test_checkpoints_saved_by_signals_are_sound(chains: Chains) -> None:
     run = chains["by_signals"].result()
     assert run.store.steps() and not [p for s in run.store.steps() for p in run.store.verify(s)]
 
@@ -350,7 +350,7 @@ def test_checkpoints_are_saved_by_time(chains: Chains) -> None:
 # --- Signals at other moments ---------------------------------------------------------------------
 
 
-def test_a_signal_before_the_first_step_says_that_nothing_is_saved(chains: Chains) -> None:
+def test_a_signal_before_the_first_step_saves_nothing_and_shows_it(chains: Chains) -> None:
     found = chains["at_moments"].result().done[0]
     assert (found.code, found.steps, found.saved) == (130, 0, [])
     assert found.out.endswith("stopped before the first step; nothing was saved\n")
@@ -364,7 +364,7 @@ def test_a_signal_in_a_validation_saves_the_step_before_it(chains: Chains) -> No
     assert run.store.metadata(10).validation_loss is not None, "measured when the run went on"
 
 
-def test_a_signal_in_the_set_up_of_a_run_that_goes_on_changes_nothing(chains: Chains) -> None:
+def test_a_signal_in_the_set_up_of_a_continued_run_changes_nothing(chains: Chains) -> None:
     run = chains["at_moments"].result()
     before, found = run.done[1:3]
     assert (found.code, found.steps) == (143, 10)
@@ -427,7 +427,7 @@ def test_a_run_in_three_sessions_is_the_run_in_one(chains: Chains, whole: Path) 
     assert learned(run.out_dir)[:LAST] == learned(whole)
 
 
-def test_what_a_checkpoint_is_read_from_and_copied_to_is_no_memory_of_a_step(
+def test_buffers_for_checkpoints_are_not_counted_in_the_memory_of_a_step(
     chains: Chains,
 ) -> None:
     for session in chains["in_sessions"].result().done[:3]:
@@ -436,7 +436,7 @@ def test_what_a_checkpoint_is_read_from_and_copied_to_is_no_memory_of_a_step(
         assert rank.peak_breakdown_bytes.unattributed < 0.01 * rank.peak_bytes
 
 
-def test_the_same_command_on_a_complete_run_says_so(chains: Chains) -> None:
+def test_the_same_command_on_a_complete_run_reports_it(chains: Chains) -> None:
     before, found = chains["in_sessions"].result().done[2:4]
     assert (found.code, found.err) == (0, "")
     assert "is complete at step 80; the result is in" in found.out
@@ -444,7 +444,9 @@ def test_the_same_command_on_a_complete_run_says_so(chains: Chains) -> None:
     assert found.files == before.files
 
 
-def test_a_run_that_grew_goes_on_and_a_time_ends_its_session_after_a_step(chains: Chains) -> None:
+def test_a_prolonged_run_continues_and_a_time_limit_ends_its_session_after_a_step(
+    chains: Chains,
+) -> None:
     run = chains["in_sessions"].result()
     found = run.done[-1]
     assert (found.code, found.report.outcome) == (0, "stopped")
@@ -558,7 +560,7 @@ def from_config(run: Path, **keys: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_copied_full_fine_tune_goes_on_from_a_step_and_sets_the_rest_aside(
+def test_a_copied_full_fine_tune_continues_from_a_step_and_sets_the_rest_aside(
     full: Sessions, common: list[str], tmp_path: Path
 ) -> None:
     shutil.copytree(full.out_dir, tmp_path / "copy")
@@ -603,7 +605,7 @@ def test_a_branch_on_other_hardware_has_the_whole_curve_and_leaves_its_origin_al
 
 
 @pytest.mark.slow
-def test_a_full_fine_tune_goes_on_with_no_other_base_model(
+def test_a_full_fine_tune_continues_with_no_other_base_model(
     full: Sessions, common: list[str], tmp_path: Path
 ) -> None:
     other = other_model(make_llama(tmp_path / "other"))
@@ -646,7 +648,7 @@ def refused(run: Sessions, words: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_what_is_learned_stays_and_how_and_where_may_change(
+def test_only_settings_that_do_not_change_what_is_trained_may_change(
     common: list[str], tmp_path: Path
 ) -> None:
     base, data = make_llama(tmp_path / "base"), make_data(tmp_path / "data.json")
@@ -763,9 +765,7 @@ def test_a_terminal_that_goes_away_ends_the_run_with_its_state_saved(
 
 
 @pytest.mark.slow
-def test_wandb_goes_on_with_its_run_and_has_every_step_once(
-    common: list[str], tmp_path: Path
-) -> None:
+def test_wandb_continues_its_run_and_has_every_step_once(common: list[str], tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run = Sessions(tmp_path, common, logger_name="wandb")
     run.run(run.first_words("--stop_after", "3"))

@@ -52,10 +52,10 @@ LIGHT_MODULES = [
 ]
 NOT_LIGHT = [
     "cli.child",
-    *(f"launch.apart.{name}" for name in ("host", "lead", "outgoing", "texts")),
     "launch.heartbeats",
+    "launch.multihost",
     "launch.torchrun",
-    *(f"runs.system_metrics.{name}" for name in ("nvml", "sampler")),
+    "runs.system_metrics",
     *(f"utils.accelerators.{name}" for name in ("fabric", "use")),
     "utils.confined_child",
     "utils.safetensors_files",

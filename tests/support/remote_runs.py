@@ -31,7 +31,7 @@ def ended(attempt: Attempt) -> tuple[int, str]:
 
 
 def assert_another_machine_goes_on(
-    run: Callable[..., str], bucket: Bucket, scheme: str, place: Path
+    run: Callable[..., str], bucket: Bucket, scheme: str, whole: Path, place: Path
 ) -> None:
     """What one machine has begun another ends as if nothing had stopped it, and all can read it.
 
@@ -39,6 +39,7 @@ def assert_another_machine_goes_on(
         run: of a machine by its name; "a" has stopped after two steps.
         bucket: where it has.
         scheme: of its url.
+        whole: the run that nothing stopped.
         place: with a directory for each machine.
     """
     url = f"{scheme}://bucket/on/run"
@@ -46,9 +47,8 @@ def assert_another_machine_goes_on(
     said = run("b", url, "--resume", "auto")
     assert f"going on from step 2: {url}/checkpoints/step-00000002" in said
     assert list((place / "b").rglob("step-00000002/shard-*")) == []  # read by ranges
-    run("b", place / "whole")
     copy = bucket.fetch("on/run", place / "copy")
-    assert learned(copy) == learned(place / "whole")
+    assert learned(copy) == learned(whole)
     assert read_report(copy).outcome == "completed"
     store = Store(copy / "checkpoints")
     assert [store.verify(step) for step in store.steps()] == [[], [], []]
@@ -56,4 +56,4 @@ def assert_another_machine_goes_on(
     listed = run("c", "list", url, command="checkpoints")
     assert [step in listed for step in ("2", "4", "5")] == [True] * 3
     assert run("c", "verify", url, command="checkpoints").count("sound") == 3
-    run("c", url, place / "whole", command="compare")
+    run("c", url, whole, command="compare")

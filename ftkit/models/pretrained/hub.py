@@ -18,7 +18,7 @@ from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import free_disk_bytes
 from ftkit.utils.progress import OnProgress
-from ftkit.utils.remote.fetch import fetch_whole
+from ftkit.utils.remote.replica import fetch_whole
 from ftkit.utils.remote.urls import is_url, local_path
 
 ROOT = Path("checkpoints")

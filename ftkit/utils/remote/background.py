@@ -1,4 +1,4 @@
-"""Background work: requests on threads that neither a signal nor an exit waits for."""
+"""Background threads for requests: neither a signal nor the exit of the process waits for them."""
 
 import queue
 import threading
@@ -16,11 +16,11 @@ def ends(
     unless: Callable[[], bool],
     on_waiting: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Wait for a thread; whether it has ended.
+    """Wait for a thread to end; whether it did.
 
     Args:
-        thread: it is left alone if it is not waited for any longer.
-        unless: what ends the waiting, such as a signal; asked ten times a second.
+        thread: goes on by itself if the waiting ends first.
+        unless: ends the waiting when true, such as after a signal; called ten times a second.
         on_waiting: called as often.
     """
     while thread.is_alive() and not unless():
@@ -30,27 +30,26 @@ def ends(
 
 
 def pause(seconds: float, unless: Callable[[], bool]) -> None:
-    """Wait for some time, or for what ends the waiting, such as a signal."""
+    """Sleep for some time, or until `unless` is true, such as after a signal."""
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s and not unless():
         time.sleep(_LOOKS_EVERY_S)
 
 
 def begun(work: Callable[[], object]) -> threading.Thread:
-    """A thread that does some work, and that the end of this process does not wait for."""
+    """Start work in a thread that the exit of the process does not wait for."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 
 
 def each(work: Callable[[_Item], object], items: Iterable[_Item], at_once: int) -> None:
-    """Do work for each item, several at a time; after a failure no other one is begun.
-
-    A pool of `concurrent.futures` would be waited for when the process exits.
+    """Do work for each item, several at a time; after a failure no other one is started.
 
     Raises:
-        Exception: the first that the work has raised, once all that was begun has ended.
+        Exception: the first that the work raised, once all that was started has ended.
     """
+    # A pool of `concurrent.futures` would be waited for when the process exits.
     left: queue.SimpleQueue[_Item] = queue.SimpleQueue()
     for item in items:
         left.put(item)

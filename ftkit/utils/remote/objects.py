@@ -1,4 +1,4 @@
-"""Objects below a url, over fsspec: listed, read, written and deleted, tried again where it helps.
+"""Objects below a url, through fsspec: listed, read, written and deleted, with retries.
 
 Credentials come from where the provider's own programs look for them, and are never handled here.
 """
@@ -29,13 +29,13 @@ from ftkit.utils.remote.providers import (
 from ftkit.utils.remote.urls import url_of
 
 REQUEST_PATIENCE_S = 20.0
-"""How long one request is tried again before it counts as failed."""
+"""How long one request is retried before it counts as failed."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _Answer = TypeVar("_Answer")
 
 
 class StorageError(Exception):
-    """Object storage did not do what it was asked; says what, and why."""
+    """A request to object storage failed; says which, and why."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class ObjectEntry:
     size_bytes: int
     """Its length."""
     version: str
-    """Another one whenever its content changes."""
+    """Changes whenever the content does."""
 
 
 class Objects:
     """The objects below a url, by names relative to it; one thread or several.
 
-    Every method raises StorageError if it fails, also after it was tried for a while.
+    Every method raises StorageError if it still fails after some retries.
     """
 
     def __init__(self, url: str, patience_s: float = REQUEST_PATIENCE_S) -> None:
-        """Prepare; nothing is asked yet.
+        """Prepare; no request is sent yet.
 
         Args:
             url: where they lie.
-            patience_s: how long a request is tried again.
+            patience_s: how long a request is retried.
 
         Raises:
             UserError: such urls cannot be read here.
@@ -71,13 +71,13 @@ class Objects:
 
     @classmethod
     def of(cls, path: Path) -> "Objects":
-        """Those below a directory that stands for a url."""
+        """The objects below the url that a directory stands for."""
         url = url_of(path)
         assert url is not None, path
         return cls(url)
 
     def listing(self) -> dict[str, ObjectEntry]:
-        """All objects, by name."""
+        """List all objects, by name."""
 
         def list_(fs: Any) -> dict[str, ObjectEntry]:
             try:
@@ -96,11 +96,11 @@ class Objects:
         return self._tried("listing it", list_)
 
     def read(self, name: str) -> bytes:
-        """All of an object."""
+        """Read an object."""
         return self._tried(f"reading {name}", lambda fs: bytes(fs.cat_file(self._path(name))))
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of an object, in several requests where they are many."""
+        """Read the bytes [start, stop) of an object, in several requests if they are many."""
         if stop - start <= PART_BYTES:
             ranges = [(start, stop)]
         else:
@@ -119,7 +119,7 @@ class Objects:
         return self._tried(f"reading {name}", read)
 
     def entry(self, name: str) -> ObjectEntry | None:
-        """An object as it is now; None: there is none."""
+        """Look up an object; None: it does not exist."""
 
         def ask(fs: Any) -> ObjectEntry | None:
             fs.invalidate_cache()
@@ -132,7 +132,7 @@ class Objects:
         return self._tried(f"looking at {name}", ask)
 
     def download(self, name: str, path: Path) -> None:
-        """Fetch an object; the file is there complete, or as it was."""
+        """Download an object; the file is complete, or as it was before."""
         partial = path.with_name(f".{path.name}.{os.getpid()}.fetched")
         path.parent.mkdir(parents=True, exist_ok=True)
         options = fetch_options(self._scheme)
@@ -146,18 +146,17 @@ class Objects:
             partial.unlink(missing_ok=True)
 
     def upload(self, path: Path, name: str) -> ObjectEntry:
-        """Send a file; the object is there complete, or as it was.
-
-        The storage is asked for it afterwards: an endpoint that answers everything with a page has
-        taken nothing. What came is compared by the storage itself with the checksums in the
-        requests; an ETag is the MD5 of neither large nor encrypted objects.
+        """Upload a file; the object is complete, or as it was before.
 
         Returns:
-            What is there then.
+            The object as it is then.
 
         Raises:
             FileNotFoundError: there is no such file (any more).
         """
+        # Its size is looked up afterwards: a captive portal answers every request with a page and
+        # has stored nothing. The content is compared by the storage, with the checksums in the
+        # requests; an ETag is no MD5 of large or encrypted objects.
         options = send_options(self._scheme)
         before = path.stat().st_size
         self._tried(
@@ -173,16 +172,13 @@ class Objects:
         return entry
 
     def write(self, name: str, content: bytes) -> None:
-        """Write an object at once, and read it back."""
+        """Write an object in one request, and read it back."""
         self._tried(f"writing {name}", lambda fs: fs.pipe_file(self._path(name), content))
         if (found := self.read(name)) != content:
             raise self._not_stored(name, f"other content ({len(found):,} bytes)")
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write an object if there is none of that name, decided by the storage; whether it did.
-
-        A request whose answer was lost may have done it: what is there then is compared.
-        """
+        """Write an object if the storage has none of that name; whether it was written."""
 
         def create(fs: Any) -> bool:
             try:
@@ -190,6 +186,7 @@ class Objects:
             except Exception as error:
                 if not is_there_already(error):
                     raise
+                # It may be from a request of ours whose answer was lost.
                 return bytes(fs.cat_file(self._path(name))) == content
             return True
 
@@ -203,7 +200,7 @@ class Objects:
         )
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, one after the other; those that are not there are passed over."""
+        """Delete objects in this order; missing ones are ignored."""
 
         def delete(name: str, fs: Any) -> None:
             with suppress(FileNotFoundError):
@@ -228,20 +225,20 @@ class Objects:
     def _tried(
         self,
         what: str,
-        ask: Callable[[Any], _Answer],
+        request: Callable[[Any], _Answer],
         ends: Callable[[], bool] = lambda: False,
     ) -> _Answer:
-        """Ask, and ask again while it may help: at once, then in ever longer intervals."""
+        """Send a request, and retry it with ever longer pauses while that may help."""
         deadline_s, wait_s = time.monotonic() + self.patience_s, _FIRST_WAIT_S
         while True:
             try:
-                return ask(self._fs())
-            except UserError:  # no answer of the storage, but a signal that came meanwhile
+                return request(self._fs())
+            except UserError:  # raised by the handler of a signal, not by the storage
                 raise
             except Exception as error:
                 if ends():
                     raise FileNotFoundError(what) from error
-                # A new connection asks for credentials anew.
+                # A new connection reads the credentials again: a token may have expired.
                 self._opened = None
                 if is_final(error) or time.monotonic() + wait_s > deadline_s:
                     raise StorageError(
@@ -252,9 +249,9 @@ class Objects:
 
 
 def _version_of(entry: dict[str, Any]) -> str:
-    """What changes with an object: S3 and Google call it differently."""
+    """The version in a listing; providers call it differently."""
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
     version = next((str(entry[key]) for key in keys if entry.get(key)), None)
     if version is None:
-        raise OSError("what answers is no object storage: it gives no version of an object")
+        raise OSError("the server is no object storage: its answer has no version of an object")
     return version

@@ -1,32 +1,33 @@
-"""Providers of object storage: how the file system of each is opened, and what it calls its errors.
+"""Providers of object storage: their file systems, and what their errors mean.
 
 Credentials come from where the provider's own programs look for them, and are never handled here.
 """
 
+import functools
 import importlib
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
 from ftkit.errors import UserError
 from ftkit.redaction import redacted
-from ftkit.utils.remote import azure
 from ftkit.utils.remote.urls import EXTRAS
 
 PART_BYTES = 16 * 2**20
-"""Of a large file, sent or fetched in one request; four of them at a time are in memory."""
+"""Part of a large file in one request; four of them at a time are in memory."""
 _PARTS_AT_ONCE = 4
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
 _MOST_WORDS = 300
 _SECRET = re.compile(
     r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|CONNECTION_STRING", re.IGNORECASE
 )
-"""In names of environment variables whose values are not repeated."""
+"""In names of environment variables whose values are secret."""
 _SECRET_PART = re.compile(r"(?:AccountKey|sig)=([^;&]+)", re.IGNORECASE)
-"""Of a connection string, and of a token that is part of a url."""
+"""Secret part of a connection string, or of a url with a token."""
 _LEAST_SECRET = 8
 _FINAL_CODES = (
     "401",
@@ -47,13 +48,19 @@ _FINAL_CODES = (
 _FINAL_ERRORS = ("AzureSigningError", "ClientAuthenticationError", "NoCredentialsError")
 _NO_BUCKET = ("ContainerNotFound", "NoSuchBucket")
 _EXISTS = ("PreconditionFailed", "ConditionalRequestConflict", "412")
+_AZURE_ACCOUNT = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME")
+"""Either names the account; adlfs itself finds the credentials."""
+_BAD_KEY = "Incorrect padding"
+"""Message of Azure's library for a key that cannot be decoded."""
+_AZURE_RETRY_S = 0.5
+_COPY_POLL_S = 0.5
 
 
 def require_provider(scheme: str) -> None:
-    """Refuse a url that nothing here reads.
+    """Refuse a url whose library or account is missing.
 
     Raises:
-        UserError: what reads it is not installed, or its account is named nowhere; says what to do.
+        UserError: the library is not installed, or no account is set; says what to do.
     """
     extra, module = EXTRAS[scheme]
     try:
@@ -64,23 +71,23 @@ def require_provider(scheme: str) -> None:
             f"pip install 'ftkit[{extra}]'."
         ) from None
     if scheme == "az":
-        azure.require_account()
+        _require_azure_account()
 
 
 def open_storage(scheme: str) -> Any:
-    """A file system without any memory of what it has seen."""
+    """Open a file system that caches no listings."""
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "az":
         timeouts = {"connection_timeout": _CONNECT_TIMEOUT_S, "read_timeout": _READ_TIMEOUT_S}
         options |= timeouts | {"max_concurrency": _PARTS_AT_ONCE}
-        return azure.open_azure(PART_BYTES, **options)
+        return _open_azure(PART_BYTES, **options)
     return _open_s3(options) if scheme == "s3" else _open_gs(options)
 
 
 def _open_s3(options: dict[str, Any]) -> Any:
     import s3fs
 
-    retries = {"mode": "standard", "max_attempts": 2}  # the rest is done here
+    retries = {"mode": "standard", "max_attempts": 2}  # `Objects` does the rest
     config = {
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "read_timeout": _READ_TIMEOUT_S,
@@ -93,11 +100,13 @@ def _open_s3(options: dict[str, Any]) -> Any:
 
 def _open_gs(options: dict[str, Any]) -> Any:
     import aiohttp
-    from gcsfs.core import GCSFileSystem  # gcsfs's own asks over gRPC what kind a bucket is
+    from gcsfs.core import (
+        GCSFileSystem,
+    )  # gcsfs's default class needs gRPC to find the kind of a bucket
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would print a stack of each error
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        options["token"] = "anon"  # it has no accounts, and looking for one takes long
+        options["token"] = "anon"  # an emulator has no accounts, and the search for one takes long
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S
     )
@@ -105,38 +114,38 @@ def _open_gs(options: dict[str, Any]) -> Any:
 
 
 def found_below(scheme: str, fs: Any, root: str) -> dict[str, dict[str, Any]]:
-    """What a file system says of each object below a place in a bucket; nothing: there is none.
+    """The entry of each object below a place in a bucket.
 
     Raises:
-        Exception: it cannot be listed; FileNotFoundError, if the provider says so of a place where
-            nothing is.
+        Exception: it cannot be listed; FileNotFoundError, which some providers raise where there
+            are no objects.
     """
     if scheme == "az":
-        return azure.blobs_below(fs, root)
+        return _blobs_below(fs, root)
     fs.invalidate_cache()
     found: dict[str, dict[str, Any]] = fs.find(root, detail=True)
     return found
 
 
 def copy_object(scheme: str, fs: Any, source: str, target: str) -> None:
-    """Copy an object inside the storage; at the end the copy is whole."""
+    """Copy an object inside the storage, and wait until the copy is complete."""
     fs.cp_file(source, target)
     if scheme == "az":
-        azure.await_copy(fs, target, _READ_TIMEOUT_S)
+        _await_azure_copy(fs, target, _READ_TIMEOUT_S)
 
 
 def fetch_options(scheme: str) -> dict[str, Any]:
-    """What `get_file` is told, so that no more than some parts are in memory."""
+    """Options of `get_file` that limit the parts in memory."""
     return {"max_concurrency": _PARTS_AT_ONCE} if scheme == "s3" else {}
 
 
 def send_options(scheme: str) -> dict[str, Any]:
-    """What `put_file` is told of parts; Azure's file system knows it since it was opened."""
+    """Options of `put_file` that limit the parts in memory; Azure's are set when it is opened."""
     return {} if scheme == "az" else {"chunksize": PART_BYTES} | fetch_options(scheme)
 
 
 def _code_of(error: BaseException | None) -> str | None:
-    """What the storage calls an error."""
+    """The provider's code of an error."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -149,25 +158,25 @@ def _code_of(error: BaseException | None) -> str | None:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether asking again at once cannot help."""
+    """Whether a retry cannot help."""
     if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
         return True
     return type(error).__name__ in _FINAL_ERRORS or _code_of(error) in _FINAL_CODES
 
 
 def is_missing_bucket(error: Exception) -> bool:
-    """Whether there is no such bucket, rather than no such object."""
+    """Whether the bucket is missing, rather than the object."""
     return _code_of(error) in _NO_BUCKET
 
 
 def is_there_already(error: Exception) -> bool:
-    """Whether a conditional write was refused because the object is there."""
+    """Whether a conditional write was refused because the object exists."""
     return isinstance(error, FileExistsError) or _code_of(error) in _EXISTS
 
 
 def describe_error(error: BaseException) -> str:
-    """What went wrong, on one short line, without what the environment keeps secret."""
-    text = azure.first_words(" ".join(str(error).split())) or type(error).__name__
+    """The message of an error on one short line, without secrets of the environment."""
+    text = _without_azure_ids(" ".join(str(error).split())) or type(error).__name__
     code = _code_of(error)
     is_written = "/upload/storage/" in text  # by Google's interface
     if code == "ContainerNotFound" or getattr(error, "strerror", None) == "No such container":
@@ -185,10 +194,103 @@ def describe_error(error: BaseException) -> str:
 
 
 def _secrets() -> Iterator[tuple[str, str]]:
-    """Names of variables, and what of their values is not repeated: as they have it or a url."""
+    """Names of environment variables, and their secret values, plain and as in a url."""
     for name, value in os.environ.items():
         if _SECRET.search(name):
             parts = {
                 part for found in _SECRET_PART.findall(value) for part in (found, unquote(found))
             }
             yield from ((name, text) for text in (value, *parts) if len(text) >= _LEAST_SECRET)
+
+
+# --- Azure Blob Storage: what adlfs alone does not do ---------------------------------------------
+
+
+def _require_azure_account() -> None:
+    """Raise a UserError if no account is named."""
+    if not any(os.environ.get(name) for name in _AZURE_ACCOUNT):
+        raise UserError(
+            "az://CONTAINER/PREFIX does not say whose container it is: AZURE_STORAGE_ACCOUNT_NAME "
+            "and AZURE_STORAGE_CONNECTION_STRING are both unset. Set the first to the storage "
+            "account, beside AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or az login, or "
+            "the second to all of it."
+        )
+
+
+def _open_azure(block_bytes: int, **options: Any) -> Any:
+    """The file system of this process, with the settings that adlfs does not pass on."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith("AZURE_")}
+    return _azure_of_process(os.getpid(), frozenset(variables.items()), block_bytes, **options)
+
+
+@functools.lru_cache(maxsize=1)
+def _azure_of_process(
+    process: int, variables: frozenset[tuple[str, str]], block_bytes: int, **options: Any
+) -> Any:
+    """One file system for all requests: adlfs keeps each until the process ends (2026.8)."""
+    from adlfs import AzureBlobFileSystem
+
+    logging.getLogger("azure").setLevel(logging.CRITICAL)  # it would print each failed sign-in
+    try:
+        fs = AzureBlobFileSystem(**options)
+    except ValueError as error:
+        raise UserError(
+            "az:// cannot be used: AZURE_STORAGE_CONNECTION_STRING is no connection string: "
+            f"{str(error.__cause__ or error).rstrip('.')}. Try what "
+            "az storage account show-connection-string prints."
+        ) from None
+    # adlfs passes on no settings, and Azure's library would wait 57 s before it gives up (12.31).
+    config = fs.service_client._config
+    config.max_block_size = config.max_single_put_size = block_bytes
+    config.max_chunk_get_size = config.max_single_get_size = block_bytes
+    config.use_byte_buffer = True  # aiohttp 3.14 closes the file of a part that must be sent again
+    retry = config.retry_policy
+    retry.total_retries, retry.initial_backoff = 1, _AZURE_RETRY_S  # `Objects` does the rest
+    retry.increment_base = retry.random_jitter_range = 0
+    # If several blocks fail, the first error is raised; asyncio would print the others.
+    fs.loop.set_exception_handler(lambda *_: None)
+    return fs
+
+
+def _blobs_below(fs: Any, root: str) -> dict[str, dict[str, Any]]:
+    """Entries as of `find`, which takes a missing container for an empty one."""
+    from fsspec.asyn import sync
+
+    async def list_() -> dict[str, dict[str, Any]]:
+        container, prefix, _ = fs.split_path(f"{root}/")
+        async with fs.service_client.get_container_client(container) as client:
+            blobs = client.list_blobs(name_starts_with=prefix, include=["metadata"])
+            return {
+                f"{container}/{blob.name}": {"size": blob.size, "etag": f'"{blob.etag}"'}
+                async for blob in blobs
+                if (blob.metadata or {}).get("hdi_isfolder") != "true"
+            }
+
+    found: dict[str, dict[str, Any]] = sync(fs.loop, list_)
+    return found
+
+
+def _await_azure_copy(fs: Any, target: str, patience_s: float) -> None:
+    """Wait until a copied object is complete: for a large one the request returns before."""
+    from fsspec.asyn import sync
+
+    async def ask() -> str | None:
+        container, name, _ = fs.split_path(target)
+        async with fs.service_client.get_blob_client(container, name) as client:
+            status: str | None = (await client.get_blob_properties()).copy.status
+            return status
+
+    deadline_s = time.monotonic() + patience_s
+    while (status := sync(fs.loop, ask)) == "pending" and time.monotonic() < deadline_s:
+        time.sleep(_COPY_POLL_S)
+    if status not in (None, "success"):
+        raise OSError(f"the copy is {status}")
+
+
+def _without_azure_ids(text: str) -> str:
+    """Azure's message without the ids and the document that follow it."""
+    if text.startswith("DefaultAzureCredential failed"):
+        return "no key, no SAS token and no sign-in was found"
+    if text == _BAD_KEY:
+        return "the account key is not in base64"
+    return text.partition(" RequestId:")[0].partition(" ErrorCode:")[0]

@@ -1,9 +1,8 @@
-"""Urls of object storage, and the working directory that stands for each of them.
+"""Urls of object storage, and the local directory that stands for each of them.
 
-A url is turned into a path once, where it is read: s3://BUCKET/KEY is the directory
-runs/s3/BUCKET/KEY below the cache. From there on it is a directory like any other; whoever wants
-to know whether it belongs to a url asks its path (`url_of`). So what lies beside and below a url
-lies there on the disk, too, and a path is always local.
+A url becomes a path once, where it is read: s3://BUCKET/KEY is the directory runs/s3/BUCKET/KEY
+below the cache, and from then on a directory like any other. `url_of` is the inverse. So a path is
+always local, and parents and children of a url are those of its directory.
 """
 
 import os
@@ -14,29 +13,29 @@ from ftkit.errors import UserError
 from ftkit.utils.files import cache_root
 
 EXTRAS = {"s3": ("s3", "s3fs"), "gs": ("gs", "gcsfs"), "az": ("az", "adlfs")}
-"""For each kind of url, what installs what reads it: extra of ftkit and module."""
+"""For each scheme: the extra of ftkit that installs its library, and the library."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"(?=.{3,63}$)[a-z0-9]+(?:-[a-z0-9]+)*")
-"""What Azure calls a bucket."""
+"""A bucket, in the words of Azure."""
 _KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]{1,200}")
 
 
 def working_root() -> Path:
-    """Where the directories that stand for urls lie; no link on the way."""
+    """Parent of the directories that stand for urls, without symbolic links."""
     return cache_root().resolve() / "runs"
 
 
 def is_url(text: str | os.PathLike[str]) -> bool:
-    """Whether a text is a url, of any kind."""
+    """Whether a text is a url, of any scheme."""
     return isinstance(text, str) and _URL.match(text) is not None
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
-    """The directory that stands for a url; for anything else, the path that it is.
+    """The directory that stands for a url; any other text is a path already.
 
     Raises:
-        UserError: no such url is read, or it names no place.
+        UserError: ftkit does not read such urls, or it names no place in a bucket.
     """
     if not isinstance(text, str) or (found := _URL.fullmatch(text)) is None:
         return Path(text)
@@ -65,7 +64,7 @@ def local_path(text: str | os.PathLike[str]) -> Path:
 
 
 def url_of(path: Path) -> str | None:
-    """The url that a directory stands for, or a file in it; None: it is no more than itself."""
+    """The url that a directory, or a file in it, stands for; None: it is only local."""
     try:
         scheme, *parts = path.absolute().relative_to(working_root()).parts
     except ValueError:
@@ -74,5 +73,5 @@ def url_of(path: Path) -> str | None:
 
 
 def display_path(path: Path) -> str:
-    """A path as a person knows it: the url, if it stands for one."""
+    """The path as the user knows it: the url, if it stands for one."""
     return url_of(path) or str(path)

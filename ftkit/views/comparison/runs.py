@@ -10,13 +10,12 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.recipe.recipe import LoraRecipe
-from ftkit.runs.carrying.seen import UrlCopy
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import refresh
 from ftkit.runs.report.metrics import Row, read_metrics, read_validation
 from ftkit.runs.report.peak_memory import RankMemory
 from ftkit.runs.report.report import Report, Resolved
 from ftkit.runs.state import StateName, look
+from ftkit.runs.sync.download import UrlCopy, refresh
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.names import leaves

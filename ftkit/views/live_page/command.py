@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from ftkit.errors import UserError
 from ftkit.recipe.options import WatchOptions
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import is_at_work_here
+from ftkit.runs.sync.download import is_at_work_here
 from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.process import Interrupts
 from ftkit.utils.remote.urls import display_path, url_of

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.runs.carrying.seen import UrlCopies
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import Row, loss_columns
 from ftkit.runs.report.table import report_as_html
+from ftkit.runs.sync.download import UrlCopies
 from ftkit.utils.console.formatting import age_text, bytes_text, loss_text
 from ftkit.utils.console.html import escaped, grid
-from ftkit.utils.remote.fetch import unreachable
 from ftkit.utils.remote.objects import StorageError
+from ftkit.utils.remote.replica import unreachable
 from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, look_at_runs, read_runs
 from ftkit.views.comparison.table import comparison_as_html

@@ -28,7 +28,7 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.runs.report.metrics import ValidationWriter
 from ftkit.runs.report.report import write_report
-from ftkit.runs.system_metrics.table import SystemWriter
+from ftkit.runs.system_metrics import SystemWriter
 from ftkit.views.live_page.server import PageServer
 from ftkit.views.live_page.sights import Sights, thinned
 

@@ -9,7 +9,6 @@ import pytest
 from saved_runs import ended, recipe, save_run
 
 from ftkit.errors import UserError
-from ftkit.launch.last_session import restarts_of
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RunDirectory
@@ -19,7 +18,7 @@ from ftkit.runs.report.report import Progress, Resolved, read_report, write_repo
 from ftkit.runs.report.restarts import Restart
 from ftkit.runs.report.rows import restart_text
 from ftkit.runs.resume import find_start
-from ftkit.runs.state import look
+from ftkit.runs.state import look, restarts_of
 
 NOW_S = 1_800_000_000.0
 EARLIER = Restart(
@@ -71,7 +70,7 @@ def found(asked: Recipe, world_size: int = 1) -> tuple[Restart, ...]:
         return restarts
 
 
-def test_a_session_that_failed_is_told_with_what_it_cost(asked: Recipe) -> None:
+def test_a_failed_session_is_a_restart_with_the_steps_lost(asked: Recipe) -> None:
     save_run(asked, 5, 10)
     ended(asked.out_dir, "failed", 12)
     failed = dataclasses.replace(
@@ -89,13 +88,13 @@ def test_a_session_that_failed_is_told_with_what_it_cost(asked: Recipe) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["completed", "stopped"])
-def test_a_session_that_did_what_was_asked_is_no_restart(asked: Recipe, outcome: str) -> None:
+def test_a_complete_session_is_no_restart(asked: Recipe, outcome: str) -> None:
     save_run(asked, 5)
     ended(asked.out_dir, outcome, 5)
     assert found(asked) == ()
 
 
-def test_a_session_that_was_killed_is_known_by_what_it_left(asked: Recipe) -> None:
+def test_a_killed_session_is_a_restart_by_the_files_it_left(asked: Recipe) -> None:
     """It knew of the restarts before it, which no checkpoint may know yet."""
     save_run(asked, 5, 10)
     killed(asked, steps=14)
@@ -108,14 +107,14 @@ def test_a_session_that_was_killed_is_known_by_what_it_left(asked: Recipe) -> No
     assert (restart.world_size_before, restart.world_size) == (2, 3)
 
 
-def test_what_another_rank_said_of_it_is_told_too(asked: Recipe) -> None:
+def test_the_error_of_another_rank_is_part_of_the_reason(asked: Recipe) -> None:
     save_run(asked, 5)
     killed(asked, steps=7, error="connection closed by peer")
     *_, restart = found(asked)
     assert restart.reason.endswith("its machine is gone (rank 1: connection closed by peer)")
 
 
-def test_a_mistake_leaves_what_a_killed_session_left(asked: Recipe) -> None:
+def test_a_mistake_keeps_the_state_of_a_killed_session(asked: Recipe) -> None:
     save_run(asked, 5)
     killed(asked, steps=7)
     run = RunDirectory(asked.out_dir)

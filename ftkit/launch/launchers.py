@@ -1,13 +1,22 @@
-"""Ranks that torchrun or SLURM has started, as environment variables tell of them."""
+"""Launchers: ranks that torchrun or SLURM started, and requeueing of SLURM jobs out of time."""
 
 import dataclasses
 import os
+import signal
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftkit.errors import UserError
+from ftkit.errors import EXIT_BY_SIGNAL, UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Recipe
+from ftkit.utils.process import print_line
+from ftkit.utils.progress import print_notice
+
+NEAR_THE_LIMIT = signal.SIGUSR1
+"""Sent by `sbatch --signal=USR1@180`, so many seconds before the end of the job's time."""
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,15 +24,15 @@ class ExternalRanks:
     """Ranks that torchrun or SLURM has started; this process is one of them."""
 
     rank: int
-    """This process among all."""
+    """Rank of this process."""
     world_size: int
-    """Ranks in all."""
+    """Number of ranks."""
     local_world_size: int
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.world_size // self.local_world_size
 
     def applied_to(self, recipe: Recipe) -> Recipe:
@@ -31,24 +40,24 @@ class ExternalRanks:
         return dataclasses.replace(recipe, devices=self.local_world_size, num_nodes=self.num_nodes)
 
     def notice(self, recipe: Recipe) -> str | None:
-        """What a person should know if there are other machines than a recipe names.
+        """Notice for the user if the number of machines is not that of the recipe.
 
         A number of the recipe gives way to what is there: an elastic launcher starts a run again
         on fewer machines after it has lost one, and the losses are the same on any number.
         """
-        asked = recipe.num_nodes
-        if asked in ("auto", 1, self.num_nodes):  # 1 is what recipes say that name none
+        wanted = recipe.num_nodes
+        if wanted in ("auto", 1, self.num_nodes):  # 1 is what recipes say that name none
             return None
         return (
-            f"num_nodes is {asked}, but ranks were started on {self.num_nodes}: these are used. "
+            f"num_nodes is {wanted}, but ranks were started on {self.num_nodes}: these are used. "
             "num_nodes auto takes what there is."
         )
 
     def on(self, recipe: Recipe, devices: Devices) -> Recipe:
         """The recipe as each rank sees the GPUs.
 
-        Where every process is shown one GPU of its own, as SLURM's --gpus-per-task=1 does, this is
-        a machine for each rank to all who count GPUs: torch, Lightning, DeepSpeed.
+        Where every process sees a single GPU of its own, as with SLURM's --gpus-per-task=1, the
+        recipe has a machine for each rank: so torch, Lightning and DeepSpeed count GPUs.
 
         Raises:
             UserError: there are too few GPUs.
@@ -65,14 +74,14 @@ class ExternalRanks:
         return dataclasses.replace(recipe, devices=1, num_nodes=self.world_size)
 
     def placement(self, plan: Plan) -> dict[str, str]:
-        """What of torchrun's variables the rank is to see differently: see `on`."""
+        """Variables of torchrun that differ for the rank where `on` changed the recipe."""
         if plan.devices == self.local_world_size:
             return {}
         return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(self.rank)}
 
 
 def external_ranks() -> ExternalRanks | None:
-    """Who started this process: torchrun or SLURM (several tasks), or None.
+    """The ranks that torchrun or SLURM started, of which this process is one; None: it is not.
 
     SLURM's variables are translated into torchrun's, which everything else reads.
     """
@@ -100,3 +109,32 @@ def external_ranks() -> ExternalRanks | None:
         world_size=int(variables["WORLD_SIZE"]),
         local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
     )
+
+
+def requeue_if_out_of_time(code: int, received: Sequence[signal.Signals]) -> None:
+    """Requeue the SLURM job if its time was up before the run was complete.
+
+    Args:
+        code: exit code of the run.
+        received: signals that it received.
+    """
+    job = _job_id()
+    out_of_time = EXIT_BY_SIGNAL[NEAR_THE_LIMIT][0]
+    if job is None or code != out_of_time or NEAR_THE_LIMIT not in received:
+        return
+    command = ["scontrol", "requeue", job]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        print_line(f"ftkit: job {job} was not requeued ({' '.join(command)}: {str(said).strip()})")
+    else:
+        print_notice(f"job {job} was requeued")
+
+
+def _job_id() -> str | None:
+    """Id of the SLURM job of this process, as scontrol takes it."""
+    variables = os.environ
+    if "SLURM_ARRAY_JOB_ID" in variables and "SLURM_ARRAY_TASK_ID" in variables:
+        return f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+    return variables.get("SLURM_JOB_ID")

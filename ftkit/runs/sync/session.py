@@ -1,24 +1,24 @@
-"""A run at a url, from its claim to the last file that is sent or deleted there."""
+"""Sessions at a url: claimed, downloaded, mirrored while the run is at work, and released."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ftkit.checkpoint.metadata import METADATA
 from ftkit.checkpoint.store import step_of
+from ftkit.errors import Completed
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.fetching import (
+from ftkit.runs.sync.claim import RemoteClaim
+from ftkit.runs.sync.download import (
     checkpoint_name,
     committed_steps,
+    delete_checkpoint,
     fetch_killed,
     fetch_run,
     run_around,
 )
-from ftkit.runs.mirror import Mirror
-from ftkit.runs.remote_claim import RemoteClaim
-from ftkit.runs.resume import Completed
-from ftkit.utils.remote.fetch import Known, unreachable
+from ftkit.runs.sync.mirror import Mirror
 from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.utils.remote.replica import Replica, unreachable
 from ftkit.utils.remote.urls import url_of
 
 
@@ -31,21 +31,20 @@ def mirrored(
     goes_on: bool,
     several: bool = False,
 ) -> Iterator[Mirror | None]:
-    """The mirror of a run whose directory stands for a url; None: of another, which needs none.
+    """The mirror of a run at a url, which is claimed inside the block; None: it is local.
 
-    The url is claimed, and what lies there is here. At the end of the block what is left is sent,
-    unless it ends with a mistake of the user's: then the url is as it was.
+    The end of the block uploads the rest. If it ends with an error, the url is left as it was.
 
     Args:
         run: its directory, locked.
-        on_message: told what takes long.
-        received: signals so far; one more ends what is done at the end.
-        goes_on: whether the run there is to go on; its files are fetched then.
-        several: whether other machines take part, which see of it what is at the url.
+        on_message: called with what the user should know.
+        received: signals so far; another one ends the upload of the rest.
+        goes_on: whether the run there is continued; then its files are downloaded.
+        several: whether other machines take part, which see only what is at the url.
 
     Raises:
         UserError: another run holds the url, or it cannot be reached.
-        UploadFailed: something could not be sent.
+        UploadFailed: something could not be uploaded.
     """
     if url_of(run.path) is None:
         yield None
@@ -59,8 +58,8 @@ def mirrored(
     try:
         if not claim.is_certain:
             on_message(
-                f"warning: {objects.url} knows no conditional writes: nothing keeps a second run "
-                "from it that begins at the same moment"
+                f"warning: {objects.url} does not support conditional writes: nothing prevents a "
+                "second run that starts there at the same moment"
             )
         try:
             listing = fetch_run(run) if goes_on else objects.listing()
@@ -86,7 +85,7 @@ def mirrored(
 
 
 def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
-    """Refuse a new run at a url where another is at work; nothing is asked of other paths.
+    """Refuse a new run at a url where another one is at work; local paths are not checked.
 
     Raises:
         UserError: one is, or the url cannot be reached.
@@ -102,23 +101,22 @@ def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
 
 
 class UrlCheckpoints:
-    """The checkpoints of a run at a url, to be deleted; nobody is at work there meanwhile."""
+    """Checkpoints of a run at a url, to be deleted while nobody is at work there."""
 
-    def __init__(self, run: RunDirectory, objects: Objects) -> None:
-        self._run, self._objects, self._known = run, objects, Known(run.path)
-        self._listing = objects.listing()
+    def __init__(self, run: RunDirectory, replica: Replica) -> None:
+        self._run, self._replica = run, replica
+        self._listing = replica.objects.listing()
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of a step; from the first moment on it is none.
+        """Delete the checkpoint of a step.
 
         Raises:
             StorageError: the storage does not do it.
         """
-        prefix = f"{checkpoint_name(self._run, step)}/"
-        self._delete(prefix)
+        self._delete(checkpoint_name(self._run, step))
 
-    def halves(self) -> dict[str, int]:
-        """What was sent of checkpoints that are none: bytes by the names of their directories."""
+    def incomplete(self) -> dict[str, int]:
+        """Bytes of incomplete checkpoints, by the names of their directories."""
         complete = committed_steps(self._listing)
         found: dict[str, int] = {}
         for name, entry in self._listing.items():
@@ -129,34 +127,30 @@ class UrlCheckpoints:
                 found[directory] = found.get(directory, 0) + entry.size_bytes
         return found
 
-    def delete_half(self, directory: str) -> None:
+    def delete_incomplete(self, directory: str) -> None:
         """Delete one of them.
 
         Raises:
             StorageError: the storage does not do it.
         """
-        self._delete(f"{self._run.store.directory.name}/{directory}/")
+        self._delete(f"{self._run.store.directory.name}/{directory}")
 
-    def _delete(self, prefix: str) -> None:
-        names = [name for name in self._listing if name.startswith(prefix)]
-        first = [name for name in names if name == f"{prefix}{METADATA}"]
-        self._objects.delete([*first, *(name for name in names if name not in first)])
-        for name in names:
-            self._known.forget(name)
-            self._listing.pop(name)
-        self._known.save()
+    def _delete(self, name: str) -> None:
+        for deleted in delete_checkpoint(self._replica, name, self._listing):
+            self._listing.pop(deleted)
+        self._replica.save()
 
 
 @contextmanager
 def url_checkpoints(
     path: Path, on_message: Callable[[str], None], *, hold: bool
 ) -> Iterator[UrlCheckpoints | None]:
-    """The checkpoints at the url of a run; None: it lies in a directory.
+    """The checkpoints of a run at a url; None: it is local.
 
     Args:
         path: of the run, or of the checkpoints in it.
-        on_message: told what takes long.
-        hold: claim the url meanwhile; otherwise nothing is written.
+        on_message: called with what the user should know.
+        hold: claim the url inside the block; otherwise nothing is written.
 
     Raises:
         UserError: a run is at work there, or the url cannot be used.
@@ -166,11 +160,12 @@ def url_checkpoints(
         return
     run = run_around(path)
     try:
-        claim = RemoteClaim(Objects.of(run.path))
+        replica = Replica.of(run.path)
+        claim = RemoteClaim(replica.objects)
         if hold:
             claim.take(on_message)
         try:
-            yield UrlCheckpoints(run, Objects.of(run.path))
+            yield UrlCheckpoints(run, replica)
         finally:
             claim.release()
     except StorageError as error:

@@ -8,14 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from ftkit.checkpoint.metadata import receipt_name
-from ftkit.launch.apart.host import HostRelay
-from ftkit.launch.apart.lead import LeadRelay
-from ftkit.launch.apart.texts import SharedTexts
 from ftkit.launch.heartbeats import ended_key
-from ftkit.recipe.devices import Devices
-from ftkit.recipe.parsing import read_recipe
+from ftkit.launch.multihost import HostRelay, LeadRelay, SharedTexts
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.job import Job
 from ftkit.utils.remote.urls import local_path
 
 ELSEWHERE = 1
@@ -35,8 +30,6 @@ def test_receipts_that_a_rank_leaves_between_two_looks_all_arrive(
     pytest.importorskip("s3fs", reason="the extra dev is not installed")
     monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
     here = RunDirectory(tmp_path / "of-rank-0")
-    recipe = read_recipe([], [("checkpoint_dir", "base"), ("out_dir", str(here.path))])
-    devices = Devices(accelerator="cpu", count=1)
     there = RunDirectory(local_path("s3://bucket/run"))
     left, found = there.rank(ELSEWHERE).path, here.rank(ELSEWHERE).path
     for directory in (left, found):
@@ -50,7 +43,7 @@ def test_receipts_that_a_rank_leaves_between_two_looks_all_arrive(
     lead = LeadRelay(store, world_size=2, local_world_size=1)
     host = HostRelay(SharedTexts(store), there, range(ELSEWHERE, 2), ())
     with host, lead:
-        lead.begin(Job(recipe=recipe, devices=devices, base="", command=(), started_at_s=0.0))
+        lead.begin(here)
         lead.collect()
         arrived = {file.name: file.read_text() for file in found.glob("saved-*.json")}
         store.set(ended_key(ELSEWHERE), "")

@@ -39,7 +39,7 @@ def test_a_quiet_run_shows_its_end_in_a_line_and_its_log_has_all(
     assert "loading weights" in log and "step 5/5" in log and "peak memory" in log
 
 
-def test_a_quiet_run_shows_warnings_and_how_it_goes_on(start: Start, tmp_path: Path) -> None:
+def test_a_quiet_run_shows_warnings_and_how_to_continue(start: Start, tmp_path: Path) -> None:
     out_dir = tmp_path / "run"
     with start(out_dir, "--quiet", stop_after=1, train__lr_warmup_steps=9) as started:
         code, out, _ = started.end()
@@ -90,7 +90,7 @@ def test_errors_are_shown_as_ever(
 # --- The end ------------------------------------------------------------------------------------
 
 
-def test_a_complete_run_says_what_to_do_next_unless_it_is_the_child_of_a_notebook(
+def test_a_complete_run_shows_next_commands_except_in_a_notebook(
     start: Start, tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "a run"
@@ -117,7 +117,7 @@ def test_a_complete_run_says_what_to_do_next_unless_it_is_the_child_of_a_noteboo
     ]
 
 
-def test_what_has_no_result_is_not_offered_for_talks(tmp_path: Path) -> None:
+def test_chat_is_not_offered_without_a_result(tmp_path: Path) -> None:
     """As with a base of random weights, of which nothing is saved."""
     run, other = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b")
     run.path.mkdir()
@@ -152,7 +152,7 @@ def test_a_recipe_may_come_from_standard_input(tmp_path: Path) -> None:
     assert str(recipe.out_dir) == "out/piped"
 
 
-def test_a_run_from_standard_input_records_its_recipe_and_goes_on_by_it(
+def test_a_run_from_standard_input_records_its_recipe_and_continues_with_it(
     start: Start, common: list[str], tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "run"
@@ -168,7 +168,9 @@ def test_a_run_from_standard_input_records_its_recipe_and_goes_on_by_it(
     assert code == 0 and "going on from step 2" in out
 
 
-def test_what_reads_a_recipe_several_times_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_that_is_read_several_times_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(RECIPE))
     launched = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}
     for name, value in (launched | {"LOCAL_WORLD_SIZE": "2"}).items():

@@ -9,7 +9,7 @@ import pytest
 from launchers import slurm
 from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Process, command_of, rows, wait_for
 
-from ftkit.launch.requeue import requeue_if_out_of_time
+from ftkit.launch.launchers import requeue_if_out_of_time
 from ftkit.runs.report.report import read_report
 
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
@@ -60,7 +60,7 @@ def test_only_a_job_whose_time_is_up_is_requeued(
     assert (file.read_text() if file.exists() else None) == called
 
 
-def test_a_job_that_slurm_does_not_requeue_is_told(
+def test_a_failed_requeue_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = stand_in(tmp_path, code=1)
@@ -84,7 +84,7 @@ def wait_for_more_rows(out_dir: Path, task: Process) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_near_its_time_limit_saves_and_goes_on_in_the_requeued_job(
+def test_a_run_near_its_time_limit_saves_and_continues_in_the_requeued_job(
     common: list[str], tmp_path: Path
 ) -> None:
     """With an interval between checkpoints that it chooses itself."""

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from ftkit.runs.report.metrics import RowsReader, cut_rows, read_metrics
-from ftkit.runs.system_metrics.nvml import NvmlDevice
-from ftkit.runs.system_metrics.sampler import SystemSampler
-from ftkit.runs.system_metrics.table import SystemWriter
+from ftkit.runs.system_metrics import NvmlDevice, SystemSampler, SystemWriter
 
 GIB = 2**30
 
@@ -52,7 +50,7 @@ def sampler(path: Path | None, device: str = "cpu", after: int | None = None) ->
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_every_gpu_of_the_host_is_asked_and_that_of_the_rank_is_the_first(
+def test_every_gpu_of_the_host_is_sampled_with_that_of_the_rank_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", library())
@@ -73,7 +71,7 @@ def test_every_gpu_of_the_host_is_asked_and_that_of_the_rank_is_the_first(
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_a_gpu_does_not_have_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a slice of one, or a driver of another age."""
     silent = library(nvmlDeviceGetUtilizationRates=refused)
     del silent.nvmlDeviceGetPowerUsage
@@ -83,7 +81,7 @@ def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("found", [None, library(nvmlDeviceGetHandleByUUID=refused)])
-def test_without_the_library_torch_alone_is_asked(
+def test_without_nvml_only_torch_is_used(
     found: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", found)
@@ -103,7 +101,7 @@ def test_a_sample_counts_for_the_time_since_the_one_before(
     clock = iter([101.0, 110.0])
     made = sampler(tmp_path / "system.csv", "cuda:0")
     monkeypatch.setattr(
-        "ftkit.runs.system_metrics.sampler.time",
+        "ftkit.runs.system_metrics.time",
         SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 5.0),
     )
     assert made.energy_wh is None and made.device_utilization is None
@@ -148,7 +146,7 @@ def test_loggers_get_each_sample_once_with_memory_in_gib(tmp_path: Path) -> None
     assert made.newest() == {}
 
 
-def test_a_run_that_goes_on_elsewhere_has_further_columns(tmp_path: Path) -> None:
+def test_a_run_continued_on_another_machine_adds_columns(tmp_path: Path) -> None:
     path = tmp_path / "system.csv"
     with SystemWriter(path, ("host", "gpu0"), None) as writer:
         for step in (1, 1, 2, 3):

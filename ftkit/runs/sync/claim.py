@@ -1,11 +1,11 @@
-"""The claim on a url: one run at a time, held by an object that the run renews.
+"""Claim on a url: one run at a time holds it, through an object that the run keeps renewing.
 
-Claims are numbered objects below .run. The one with the highest number counts, and each is created
-on the condition that it is not there yet, which the storage decides: of two that want the same
-number one gets it. So whoever finds a claim that nobody renews takes the next number, and a holder
-that was away for long sees that it has lost. Whether a claim is renewed is watched, by looks that
-this process counts: no clock of another machine decides anything. A claim that cannot be read is
-watched like any other, since a run may be at work behind it.
+Claims are numbered objects below .run, and the highest number counts. Each is created on the
+condition that it does not exist yet, which the storage decides: of two runs that want the same
+number one gets it. A run that finds a claim which nobody renews takes the next number; a holder
+that comes back after a long time sees that it has lost. Renewals are counted in polls of this
+process, so a wrong clock of another machine ends no run. A claim that cannot be read is watched
+like any other, since a run may be at work behind it.
 """
 
 import json
@@ -29,44 +29,44 @@ from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.damaged_files import DamagedFile, reading
 from ftkit.utils.json_values import from_json
 from ftkit.utils.remote.background import begun, ends
-from ftkit.utils.remote.fetch import Listing
 from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.utils.remote.replica import Listing
 
 RENEWED_EVERY_S = 15.0
 EXPIRES_S = 60.0
-"""A claim that was not renewed for as long has no holder any more."""
+"""A claim that was not renewed for this long has lost its holder."""
 _LOOK_S = 1.0
-_TOLD_EVERY_LOOKS = 15
+_NOTICE_EVERY_LOOKS = 15
 _MOST_BYTES = 2**16
-"""A larger object is no claim of ours, and is not read."""
-_GIVEN_BACK_WITHIN_S = 10.0
-"""Then it is left to expire: the command ends."""
+"""A larger object is not one of our claims, and is not read."""
+_RELEASED_WITHIN_S = 10.0
+"""After that it is left to expire, so that the command can end."""
 _LOOKS_SILENT_S = 5 * EXPIRES_S
-"""One that seems as old, by two clocks, is watched before it is shown as that of a run at work."""
+"""A claim that seems this old, by two clocks, is watched before its run is shown as at work."""
 _PREFIX = ".run/claim-"
 _NAME = re.compile(rf"{re.escape(_PREFIX)}([0-9]{{6}})\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimHolder:
-    """Who holds a claim, as its object says."""
+    """The process that holds a claim; content of its object."""
 
     session: str
-    """Of one start of the command."""
+    """Unique for each start of the command."""
     host: str
     """Name of its machine."""
     machine: str
-    """What no other machine or container has while it runs."""
+    """Id that no other machine or container has while it runs."""
     process: int
     """Its process id there."""
     process_started: float
-    """When it started, since that machine was booted; another process of that id has another."""
+    """When it started, since boot; tells it from a later process with the same id."""
     renewed_at: str
-    """UTC."""
+    """ISO 8601, UTC."""
 
     @classmethod
     def here(cls) -> "ClaimHolder":
-        """This process."""
+        """Return the holder that this process is."""
         return cls(
             session=uuid.uuid4().hex,
             host=socket.gethostname(),
@@ -78,7 +78,7 @@ class ClaimHolder:
 
     @classmethod
     def parse(cls, content: bytes) -> "ClaimHolder | None":
-        """What an object says; None: it is damaged, or of another version."""
+        """Read the content of a claim; None: it is damaged, or of another version."""
         try:
             with reading("a claim", "a JSON object that says which process holds it"):
                 holder = from_json(cls, json.loads(content))
@@ -89,19 +89,19 @@ class ClaimHolder:
         return holder
 
     def to_bytes(self) -> bytes:
-        """What the object says."""
+        """Content of the object."""
         return json.dumps(asdict(self)).encode()
 
     @property
     def is_dead(self) -> bool:
-        """Whether it was a process of this machine that has ended."""
+        """Whether it was a process of this machine, and has ended."""
         if self.machine != _machine():
             return False
         return _started(self.process) != self.process_started
 
     @property
     def seems_silent(self) -> bool:
-        """Whether it was renewed long ago by two clocks, of which either may be wrong."""
+        """Whether it was renewed long ago by two clocks, either of which may be wrong."""
         renewed_s = datetime.fromisoformat(self.renewed_at).timestamp()
         return time.time() - renewed_s > _LOOKS_SILENT_S
 
@@ -110,7 +110,7 @@ class ClaimHolder:
 
 
 class RemoteClaim:
-    """The claim of this process on a url, renewed by a thread."""
+    """Claim of this process on a url; a thread renews it."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -119,17 +119,17 @@ class RemoteClaim:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self.lost_to: str | None = None
-        """Who has taken it over, if somebody has: nothing more may be written then."""
+        """The process that took it over, if one did; nothing more may be written then."""
         self.former: ClaimHolder | None = None
-        """Whose claim it was, if that has ended without giving it back."""
+        """The holder before, if that ended without a release."""
         self.is_certain = True
-        """Whether the storage keeps two runs apart; else nothing but luck does."""
+        """Whether the storage supports conditional writes, which keep two runs apart."""
 
     def take(self, on_waiting: Callable[[str], None]) -> None:
         """Claim the url.
 
         Args:
-            on_waiting: told that a holder is watched which may be gone, and how long it still is.
+            on_waiting: called with how long a holder is still watched that may be gone.
 
         Raises:
             UserError: another run is at work there.
@@ -149,12 +149,12 @@ class RemoteClaim:
         self._thread = begun(self._renew)
 
     def release(self) -> None:
-        """Give the claim back; where the storage does not answer soon, it expires."""
+        """Delete the claim; if the storage does not answer soon, it expires instead."""
         self._ends.set()
-        deadline_s = time.monotonic() + _GIVEN_BACK_WITHIN_S
-        ends(begun(self._give_back), lambda: time.monotonic() > deadline_s)
+        deadline_s = time.monotonic() + _RELEASED_WITHIN_S
+        ends(begun(self._delete_claim), lambda: time.monotonic() > deadline_s)
 
-    def _give_back(self) -> None:
+    def _delete_claim(self) -> None:
         if self._thread is not None:
             self._thread.join()
         if self._name and self.lost_to is None:
@@ -162,9 +162,9 @@ class RemoteClaim:
                 self._objects.delete([self._name])
 
     def check(self) -> bool:
-        """Whether this process still holds it, by what the storage says now."""
+        """Whether this process still holds it, according to the storage."""
         _, content = self._newest()
-        if content is None:  # somebody has tidied up
+        if content is None:  # somebody has deleted it by hand
             self._objects.write(self._name, self._holder.to_bytes())
             return True
         holder = ClaimHolder.parse(content)
@@ -178,13 +178,13 @@ class RemoteClaim:
         try:
             if not self._objects.create(name, content):
                 return False
-            # A storage that does not know conditions overwrites what is there.
+            # A storage without conditional writes overwrites what is there.
             probe = content + b"\n"
             if self._objects.create(name, probe):
                 self._objects.write(name, content)
                 self.is_certain = False
         except StorageError:
-            # Some refuse the condition itself; those that refuse all writes do so here, too.
+            # Some storages refuse the condition itself; one that refuses every write does so here.
             self._objects.write(name, content)
             self.is_certain = False
         return True
@@ -200,18 +200,14 @@ class RemoteClaim:
         try:
             return int(newest[1]), self._objects.read(newest[0])
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):  # given back just now
+            if isinstance(error.__cause__, FileNotFoundError):  # released just now
                 return int(newest[1]), None
             raise
 
     def _refuse_living(
         self, number: int, content: bytes, on_waiting: Callable[[str], None]
     ) -> None:
-        """Return once the holder of a claim is certainly gone.
-
-        Raises:
-            UserError: it lives.
-        """
+        """Raise a UserError unless the holder of a claim is certainly gone."""
         holder = ClaimHolder.parse(content)
         if holder is not None and holder.is_dead:
             return
@@ -225,7 +221,7 @@ class RemoteClaim:
             )
             if self._is_silent(number, content, on_waiting):
                 return
-            if self._newest()[1] is None:  # it has ended
+            if self._newest()[1] is None:  # released
                 return
         raise UserError(
             f"out_dir {self._objects.url} belongs to a run that is still at work: {who}. "
@@ -233,23 +229,22 @@ class RemoteClaim:
         )
 
     def _is_silent(self, number: int, content: bytes, on_waiting: Callable[[str], None]) -> bool:
-        """Whether a claim stays as it is for as long as a living run would never leave it.
-
-        Looks are counted, so that a process that stood still does not take the others for dead.
-        """
+        """Whether a claim stays unchanged for longer than a living run would leave it."""
+        # Polls are counted, not seconds: a process that was suspended must not take others for
+        # dead.
         looks = math.ceil(EXPIRES_S / _LOOK_S)
         for look in range(1, looks + 1):
             time.sleep(_LOOK_S)
             if self._newest() != (number, content):
                 return False
-            if look % _TOLD_EVERY_LOOKS == 0 and look < looks:
+            if look % _NOTICE_EVERY_LOOKS == 0 and look < looks:
                 on_waiting(f"no sign of it yet; watching for {(looks - look) * _LOOK_S:g} s more")
         return True
 
     def _renew(self) -> None:
         while not self._ends.wait(RENEWED_EVERY_S):
             self._holder = ClaimHolder(**asdict(self._holder) | {"renewed_at": utc_now()})
-            with suppress(StorageError):  # the next time, or others take it for dead
+            with suppress(StorageError):  # tried again at the next renewal
                 if not self.check():
                     return
                 if not self._ends.is_set():
@@ -257,7 +252,7 @@ class RemoteClaim:
 
 
 class ClaimWatch:
-    """Whether somebody holds a url, as others see it who look again and again."""
+    """Watches a claim from outside: whether a run at a url is at work."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -266,10 +261,10 @@ class ClaimWatch:
         self._changed_s = 0.0
         self._is_alive = False
         self.is_in_doubt = False
-        """Whether the holder seems to be silent and was not watched for long enough to know."""
+        """Whether the holder seems gone, and was not watched for long enough to be certain."""
 
     def look(self, listing: Listing) -> tuple[bool, bool]:
-        """Whether there is a claim, and whether its holder is there still.
+        """Whether there is a claim, and whether its holder is alive.
 
         Args:
             listing: what lies at the url.
@@ -302,7 +297,7 @@ class ClaimWatch:
 
 
 def is_claim(name: str) -> bool:
-    """Whether an object says who is at work."""
+    """Whether an object is a claim."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -311,10 +306,8 @@ def _name_of(number: int) -> str:
 
 
 def _started(process: int) -> float:
-    """When a process of this machine started, since the machine was booted; -1: there is none.
-
-    psutil's create_time is of the wall clock, and changes when that is set.
-    """
+    """When a process of this machine started, since boot; -1: it does not exist."""
+    # psutil's create_time is of the wall clock, and changes when that is set.
     stat = Path(f"/proc/{process}/stat")
     try:
         if Path("/proc/self/stat").exists():
@@ -326,7 +319,7 @@ def _started(process: int) -> float:
 
 
 def _machine() -> str:
-    """What tells this machine from others that may have the same name, also from containers."""
+    """Id of this machine or container; several may have the same host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     known = boot.read_text().strip() if boot.exists() else hex(uuid.getnode())
     try:

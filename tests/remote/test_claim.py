@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.runs import remote_claim
-from ftkit.runs.remote_claim import ClaimHolder, ClaimWatch, RemoteClaim
+from ftkit.runs.sync import claim
+from ftkit.runs.sync.claim import ClaimHolder, ClaimWatch, RemoteClaim
 from ftkit.utils.remote.objects import ObjectEntry, Objects
 
 CLAIM = ".run/claim-000001.json"
-LOOKS = round(remote_claim.EXPIRES_S / remote_claim._LOOK_S)
+LOOKS = round(claim.EXPIRES_S / claim._LOOK_S)
 BEHIND_OR_AHEAD = [timedelta(hours=hours) for hours in (-24 * 365, -2, 0, 2, 24 * 365)]
 DAMAGED = {
     "empty": b"",
@@ -122,7 +122,7 @@ def take(bucket: Bucket) -> tuple[RemoteClaim, list[str]]:
 
 
 @pytest.mark.parametrize("clock", BEHIND_OR_AHEAD, ids=str)
-def test_a_living_run_is_never_taken_over_whatever_its_clock_says(
+def test_a_live_run_is_never_taken_over_whatever_its_clock_shows(
     clock: timedelta, bucket: Bucket, seconds: list[Callable[[int], None]]
 ) -> None:
     holder = elsewhere(clock)
@@ -141,7 +141,7 @@ def test_a_living_run_is_never_taken_over_whatever_its_clock_says(
 
 
 @pytest.mark.parametrize("clock", BEHIND_OR_AHEAD, ids=str)
-def test_a_run_that_is_gone_is_taken_over_after_as_many_looks_whatever_its_clock_says(
+def test_a_dead_run_is_taken_over_after_the_same_number_of_polls_whatever_its_clock_shows(
     clock: timedelta, bucket: Bucket, seconds: list[Callable[[int], None]]
 ) -> None:
     looks: list[int] = []
@@ -203,7 +203,7 @@ def test_a_damaged_claim_may_be_that_of_a_run_at_work_until_it_was_watched(
 
 
 @pytest.mark.parametrize("clock", BEHIND_OR_AHEAD, ids=str)
-def test_who_watches_sees_a_run_at_work_until_its_claim_has_stayed_for_too_long(
+def test_a_watched_run_is_at_work_until_its_claim_is_unchanged_for_too_long(
     clock: timedelta, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.write(CLAIM, elsewhere(clock).to_bytes())
@@ -223,7 +223,7 @@ def test_who_watches_sees_a_run_at_work_until_its_claim_has_stayed_for_too_long(
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_who_watches_a_damaged_claim_sees_a_run_at_work_as_long_as_it_changes(
+def test_a_watched_run_with_a_damaged_claim_is_at_work_while_the_claim_changes(
     content: bytes, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.write(CLAIM, content)

@@ -1,1 +1,0 @@
-"""Carrying of a run to its url: which files, and who else sends."""

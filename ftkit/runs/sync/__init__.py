@@ -1,0 +1,1 @@
+"""Runs at a url: their claim, download and upload."""

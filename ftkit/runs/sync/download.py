@@ -1,0 +1,473 @@
+"""Download of runs at a url: into the directory that stands for it, and as copies to look at.
+
+Small files are downloaded at once. Shards and other large files stay at the url until they are
+needed: a checkpoint whose metadata is here counts as complete, and its missing files are read from
+the url (`ftkit.utils.remote.ranges`). Checkpoints that this machine could not upload are kept.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import datetime
+from fcntl import LOCK_NB, LOCK_SH, flock
+from itertools import count, pairwise
+from pathlib import Path
+
+from ftkit.checkpoint.metadata import METADATA, CheckpointError, is_shard, read_metadata
+from ftkit.checkpoint.store import step_of
+from ftkit.errors import UserError
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.sync.claim import EXPIRES_S, ClaimWatch, is_claim
+from ftkit.utils.damaged_files import reading
+from ftkit.utils.files import remove
+from ftkit.utils.process import print_line
+from ftkit.utils.progress import print_notice
+from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.utils.remote.replica import Listing, Replica, fetch_missing, fetch_whole, unreachable
+from ftkit.utils.remote.urls import display_path, local_path, url_of
+
+SMALL_BYTES = 2**20
+"""Files up to this size are downloaded with their run."""
+_LOOKS_EVERY_S = 5.0
+"""A run uploads its rows every half a minute; more requests would show nothing more."""
+
+
+# --- What lies at the url of a run ----------------------------------------------------------------
+
+
+def checkpoint_name(run: RunDirectory, step: int) -> str:
+    """Common prefix of the names of a checkpoint's objects, without the slash."""
+    return run.store.path(step).relative_to(run.path).as_posix()
+
+
+def committed_steps(listing: Iterable[str]) -> set[int]:
+    """Steps of the complete checkpoints at a url: metadata is uploaded last."""
+    parts = (name.split("/") for name in listing)
+    found = (step_of(part[1]) for part in parts if len(part) == 3 and part[2] == METADATA)
+    return {step for step in found if step is not None}
+
+
+def is_state_file(run: RunDirectory, name: str) -> bool:
+    """Whether an object is a file of the run's state, which is there only while it is at work."""
+    return name.startswith(f"{run.state.name}/") and not is_claim(name)
+
+
+def delete_checkpoint(replica: Replica, name: str, listing: Iterable[str]) -> list[str]:
+    """Delete a checkpoint at a url, its metadata first: from then on it counts as incomplete.
+
+    Args:
+        replica: of the run.
+        name: common prefix of its objects.
+        listing: names of the objects that are there.
+
+    Returns:
+        The names of what was deleted.
+
+    Raises:
+        StorageError: the storage does not do it.
+    """
+    metadata = f"{name}/{METADATA}"
+    names = [key for key in listing if key.startswith(f"{name}/")]
+    replica.delete(sorted(names, key=lambda key: key != metadata))
+    return names
+
+
+# --- Into the directory that stands for the url ---------------------------------------------------
+
+
+def run_around(path: Path) -> RunDirectory:
+    """The run that a path belongs to: as itself, as its checkpoints or one, or as its result."""
+    run = RunDirectory(path)
+    if path.name == run.final.name:
+        return RunDirectory(path.parent)
+    for inside, place in pairwise((path, *path.parents)):
+        if place.name == run.store.directory.name and step_of(inside.name) is not None:
+            return RunDirectory(place.parent)
+    if path.name == run.store.directory.name:
+        return RunDirectory(path.parent)
+    return run
+
+
+def is_at_work_here(run: RunDirectory) -> bool:
+    """Whether a process of this machine holds the directory of a run."""
+    try:
+        with run.lock.open() as lock:
+            flock(lock, LOCK_SH | LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def refresh(path: Path) -> None:
+    """Download the small files of the run that a path belongs to, if it lies at a url.
+
+    Nothing happens for local paths, and while this machine itself is at work on the run.
+
+    Raises:
+        UserError: the url cannot be read.
+    """
+    if url_of(path) is None:
+        return
+    run = run_around(path)
+    if not is_at_work_here(run):
+        try:
+            fetch_run(run)
+        except StorageError as error:
+            raise unreachable(error) from error
+
+
+def fetch_run(run: RunDirectory) -> Listing:
+    """Download the small files of a run, whether it is at work or not.
+
+    Returns:
+        What lies at the url.
+
+    Raises:
+        StorageError: the url cannot be read.
+    """
+    replica = Replica.of(run.path)
+    listing = replica.objects.listing()
+    steps = committed_steps(listing)
+    is_ahead = _keep_or_drop_local(run, replica, listing, steps)
+    for step in steps:
+        metadata = f"{checkpoint_name(run, step)}/{METADATA}"
+        if replica.version(metadata) != listing[metadata].version:
+            _fetch_checkpoint(run, step, replica, listing)
+    if not is_ahead:
+        _fetch_rest(run, replica, listing)
+    backups = f"{run.backups.name}/"
+    for number in {name.split("/")[1] for name in listing if name.startswith(backups)}:
+        (run.backups / number).mkdir(parents=True, exist_ok=True)
+    replica.save()
+    return listing
+
+
+def fetch_without_shards(checkpoint: Path) -> None:
+    """Download all files of a checkpoint except its shards.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    if url_of(checkpoint) is None:
+        return
+    with suppress(CheckpointError):  # the next reader reports it
+        names = [name for name in read_metadata(checkpoint).files if not is_shard(name)]
+        fetch_missing(checkpoint, names)
+
+
+def fetch_result(name: str) -> Path:
+    """Download what is needed to use a result that is given by its url; its local path.
+
+    Args:
+        name: url of a run, of its checkpoints or one of them, of a result, an adapter or a model.
+
+    Raises:
+        UserError: the url cannot be read.
+    """
+    path = local_path(name)
+    run = run_around(path)
+    refresh(path)
+    if path == run.path and not run.is_run() and run.store.newest() is None:
+        fetch_whole(path)
+    elif path in (run.path, run.final) and run.final.is_dir():
+        fetch_whole(run.final)
+    elif path not in (run.path, run.final, run.store.directory):
+        inside = path.relative_to(run.store.directory)
+        fetch_without_shards(run.store.directory / inside.parts[0])
+    elif (newest := run.store.newest()) is not None:
+        fetch_without_shards(run.store.path(newest))
+    return path
+
+
+def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -> None:
+    """Download the state that a killed session left at the url, as if it had been killed here.
+
+    Args:
+        run: its directory, locked.
+        listing: what lies at the url.
+        heard_at: when the session last renewed its claim, in ISO 8601; None: its claim is gone.
+
+    Raises:
+        StorageError: the url cannot be read.
+    """
+    inside = f"{run.state.name}/"
+    job = f"{inside}{run.job.name}"
+    if job not in listing:
+        return
+    objects = Objects.of(run.path)
+    if run.job_of_killed.exists():
+        is_own = Replica.of(run.path).version(job) == listing[job].version
+        if is_own or _started_at_s(run.job_of_killed.read_bytes()) == _started_at_s(
+            objects.read(job)
+        ):
+            return
+    remove(run.killed)
+    heard_s = time.time() if heard_at is None else datetime.fromisoformat(heard_at).timestamp()
+    for name, entry in listing.items():
+        if is_state_file(run, name) and entry.size_bytes <= SMALL_BYTES:
+            path = run.killed / name.removeprefix(inside)
+            objects.download(name, path)
+            os.utime(path, (heard_s, heard_s))
+
+
+def _started_at_s(job: bytes) -> float | None:
+    """The start of a session, which identifies it; None: the job file is damaged."""
+    with suppress(UserError), reading("a job file", "a JSON object with started_at_s"):
+        return float(json.loads(job)["started_at_s"])
+    return None
+
+
+def _keep_or_drop_local(
+    run: RunDirectory, replica: Replica, listing: Listing, steps: set[int]
+) -> bool:
+    """Decide about checkpoints that are only on this machine; whether it is ahead of the url.
+
+    One that was at the url has been deleted there, and is deleted here, too; so is one of which
+    other machines had shards. One that was never uploaded is kept, unless another machine went on
+    from an earlier one: then it moves to set_aside.
+    """
+    store = run.store
+    local = sorted(set(store.steps()) - steps)
+    metadata = {step: f"{checkpoint_name(run, step)}/{METADATA}" for step in [*local, *steps]}
+    unsent = [step for step in local if replica.version(metadata[step]) is None]
+    incomplete = [step for step in unsent if not _has_all_files(store.path(step))]
+    for step in incomplete:
+        print_line(
+            f"ftkit: the checkpoint of step {step} is not at {display_path(run.path)}, and this "
+            "machine has only a part of it: other machines did not upload their shards. It is "
+            "deleted"
+        )
+    unsent = [step for step in unsent if step not in incomplete]
+    for step in set(local) - set(unsent):
+        store.delete(step)
+        for name in replica.names():
+            if name.startswith(f"{checkpoint_name(run, step)}/"):
+                replica.forget(name)
+    if not unsent:
+        return False
+    if all(replica.version(metadata[s]) == listing[metadata[s]].version for s in steps):
+        return True
+    taken = [int(path.name) for path in run.backups.glob("*") if path.name.isdecimal()]
+    target = run.backups / str(max(taken, default=0) + 1) / store.directory.name
+    target.mkdir(parents=True)
+    for step in unsent:
+        store.path(step).rename(target / store.path(step).name)
+    print_line(
+        f"ftkit: {display_path(run.path)} was continued on another machine: the checkpoints of "
+        f"step {', '.join(map(str, unsent))}, which are only on this machine, are now in {target}"
+    )
+    return False
+
+
+def _has_all_files(checkpoint: Path) -> bool:
+    try:
+        return all((checkpoint / name).exists() for name in read_metadata(checkpoint).files)
+    except CheckpointError:  # damaged, which is reported elsewhere
+        return True
+
+
+def _fetch_checkpoint(run: RunDirectory, step: int, replica: Replica, listing: Listing) -> None:
+    """Download metadata and small files of a checkpoint; they replace another of that step."""
+    store, name = run.store, checkpoint_name(run, step)
+    partial = store.partial(step)
+    remove(partial)
+    small = {
+        file: entry
+        for file, entry in listing.items()
+        if file.startswith(f"{name}/")
+        and (entry.size_bytes <= SMALL_BYTES or file == f"{name}/{METADATA}")
+        and not is_shard(file.removeprefix(f"{name}/"))
+    }
+    for file in small:
+        replica.objects.download(file, partial / file.removeprefix(f"{name}/"))
+    remove(store.path(step))
+    partial.rename(store.path(step))
+    for file, entry in small.items():
+        replica.note(file, entry.version)
+
+
+def _fetch_rest(run: RunDirectory, replica: Replica, listing: Listing) -> None:
+    """Download the files of the run itself, and the small ones of its result."""
+    final = f"{run.final.name}/"
+    elsewhere = (f"{run.store.directory.name}/", f"{run.state.name}/")
+    for name in replica.names():
+        if name not in listing and not name.startswith(elsewhere):
+            path = run.path / name
+            path.unlink(missing_ok=True)
+            replica.forget(name)
+            with suppress(OSError):
+                while (path := path.parent) != run.path:
+                    path.rmdir()
+    for name, entry in listing.items():
+        if "/" in name and not name.startswith(final):
+            continue
+        known = replica.version(name)
+        if known == entry.version and (run.path / name).exists():
+            continue
+        if "/" in name and entry.size_bytes > SMALL_BYTES:
+            if known not in (None, entry.version):
+                (run.path / name).unlink(missing_ok=True)
+            continue
+        replica.download(name, entry.version)
+    with suppress(OSError):
+        run.final.rmdir()  # if nothing is left in it
+
+
+# --- As a copy, for who only looks at it ----------------------------------------------------------
+
+
+class UrlCopy:
+    """A copy of the files that show the state of a run, in a directory of its own.
+
+    The directory that stands for the url is left alone: another process may be using it.
+    """
+
+    def __init__(self, path: Path, copy: Path) -> None:
+        """Prepare.
+
+        Args:
+            path: the directory that stands for the url.
+            copy: an empty directory.
+        """
+        self.path, self._run = path, RunDirectory(copy)
+        self._replica = Replica(copy, Objects.of(path))
+        self._claim = ClaimWatch(self._replica.objects)
+        self._looked_s: float | None = None
+        self._at_work = False
+
+    @property
+    def directory(self) -> Path:
+        """The copy."""
+        return self._run.path
+
+    def look(self) -> bool:
+        """Bring the copy up to date; whether the run is at work.
+
+        Raises:
+            StorageError: the url has never answered.
+        """
+        now_s = time.monotonic()
+        if self._looked_s is not None and now_s - self._looked_s < _LOOKS_EVERY_S:
+            return self._at_work
+        try:
+            self.take(self._replica.objects.listing())
+        except StorageError:
+            if self._looked_s is None:
+                raise
+        self._looked_s = now_s
+        return self._at_work
+
+    def settle(self) -> None:
+        """Look until it is certain whether the run is at work; one look is not always enough."""
+        with suppress(StorageError):  # the next look reports it
+            self.look()
+        if self._claim.is_in_doubt:
+            print_notice(
+                f"{self._replica.objects.url} seems to have been left long ago: watching for up to "
+                f"{EXPIRES_S:g} s whether its run is still at work"
+            )
+        for _ in range(math.ceil(EXPIRES_S / _LOOKS_EVERY_S) + 1):
+            if not self._claim.is_in_doubt:
+                return
+            time.sleep(_LOOKS_EVERY_S)
+            self.look()
+
+    def take(self, listing: Listing) -> None:
+        """Bring the copy to the state of a listing of the run.
+
+        Raises:
+            StorageError: the url does not answer.
+        """
+        claimed, alive = self._claim.look(listing)
+        self._update(listing, with_state=claimed)
+        self._at_work = alive
+        self._looked_s = time.monotonic()
+
+    def _update(self, listing: Listing, *, with_state: bool) -> None:
+        """Download what changed, and remove what is gone; state files only of a claimed run."""
+        run = self._run
+        shown = {run.report.name, run.recipe.name, *(path.name for path in run.rows)}
+        wanted = [
+            name for name in listing if name in shown or (with_state and is_state_file(run, name))
+        ]
+        if (newest := max(committed_steps(listing), default=None)) is not None:
+            wanted.append(f"{checkpoint_name(run, newest)}/{METADATA}")
+        for name in set(self._replica.names()) - set(wanted):
+            remove(run.path.joinpath(*Path(name).parts[:2]))
+            self._replica.forget(name)
+        for name in wanted:
+            if self._replica.version(name) != listing[name].version:
+                with suppress(FileNotFoundError):
+                    self._replica.download(name, listing[name].version)
+
+
+class UrlCopies:
+    """Copies of all runs below a url, or of the run that is there, with one listing for all."""
+
+    def __init__(self, path: Path, place: Path) -> None:
+        """Prepare.
+
+        Args:
+            path: the directory that stands for the url.
+            place: an empty directory.
+        """
+        self._path, self._place = path, place
+        self._objects = Objects.of(path)
+        self._copies: dict[str, UrlCopy] = {}
+        self._numbers = count()
+        self._looked_s: float | None = None
+
+    def look(self) -> list[UrlCopy]:
+        """Bring the copies up to date; they are ordered by name.
+
+        Raises:
+            StorageError: the url has never answered.
+        """
+        now_s = time.monotonic()
+        if self._looked_s is None or now_s - self._looked_s >= _LOOKS_EVERY_S:
+            try:
+                self._take(self._objects.listing())
+            except StorageError:
+                if self._looked_s is None:
+                    raise
+            self._looked_s = now_s
+        return [self._copies[name] for name in sorted(self._copies)]
+
+    def _take(self, listing: Listing) -> None:
+        found = _by_run(listing)
+        for name in set(self._copies) - set(found):
+            remove(self._copies.pop(name).directory)
+        for name, part in found.items():
+            if name not in self._copies:
+                place = self._place / str(next(self._numbers))
+                self._copies[name] = UrlCopy(self._path / name, place)
+            with suppress(StorageError):  # reading the copy reports it
+                self._copies[name].take(part)
+
+
+def _by_run(listing: Listing) -> dict[str, Listing]:
+    """The part of each run, by the path of its directory; no run lies inside another."""
+    run = RunDirectory(Path())
+    signs = {run.report.name, run.recipe.name, run.state.name}
+    directories = set()
+    for name in listing:
+        parts = name.split("/")
+        for depth, part in enumerate(parts):
+            if part in signs:
+                directories.add("/".join(parts[:depth]))
+            if part.startswith("."):
+                break
+    found: dict[str, Listing] = {}
+    for name, entry in listing.items():
+        parts = name.split("/")
+        above = ("/".join(parts[:depth]) for depth in range(len(parts)))
+        directory = next((path for path in above if path in directories), None)
+        if directory is not None:
+            inside = name[len(directory) + 1 :] if directory else name
+            found.setdefault(directory, {})[inside] = entry
+    return found
