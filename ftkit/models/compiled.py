@@ -32,6 +32,7 @@ def compile_blocks(body: Body, output_layer: nn.Module) -> None:
     dynamo.optimize_ddp = False  # it splits whole models at DDP's buckets, and these are blocks
     inductor.fallback_random = True  # so that dropout draws the same numbers as without compile
     body.exclude_from_compile()
+    # Blocks, not the model: 5 to 9 graphs in all instead of one for each length.
     for block in body.blocks:
         plain = block.forward
         compiled = torch.compile(plain, dynamic=True, backend=BACKEND)

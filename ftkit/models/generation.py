@@ -104,6 +104,9 @@ class TextStream:
     Text that was returned is never taken back.
     """
 
+    # DecodeStream of tokenizers 0.22 raises "Invalid prefix" if a token makes the bytes before it
+    # invalid, such as a newline and half an emoji, and sentencepiece has no such stream.
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.processor.decode
         self._ids: list[int] = []

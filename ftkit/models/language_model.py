@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
     def __init__(self, architecture: Architecture, *, tied: bool) -> None:
         super().__init__()
         self.architecture = architecture
-        self.body = body_of(architecture)
+        self.body = _body_of(architecture)
         self.head = Head(
             self.body.take_head(), architecture.logit_softcap, architecture.logit_scale
         )
@@ -126,6 +126,8 @@ def outline(
         compile_blocks(model.body, model.head.lm_head)
     if every := int(recipe.memory.activation_checkpointing):
         offloads = recipe.memory.offload_activations
+        # `forward` is replaced, not the block: names of parameters stay, and hooks of FSDP and
+        # DeepSpeed run outside.
         for block in list(model.body.blocks)[::every]:
             block.forward = partial(_keep_the_input_alone, block.forward, offloads)
     return model.to(dtype)
@@ -218,7 +220,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def body_of(architecture: Architecture) -> Body:
+def _body_of(architecture: Architecture) -> Body:
     """Build the modules of an architecture, with its head, on torch's default device."""
     # Imported here: transformers takes as long as all other imports, LitGPT may be absent.
     if architecture.implementation == "litgpt":

@@ -93,6 +93,8 @@ def fill(
         source: weights by our names, instead of those of the base.
         progress: called with (parameters filled, parameters in all).
     """
+    # One parameter after the other: the whole model never exists twice, or in full precision beside
+    # its packed form, and each rank holds its own rows only.
     names = {our_name(name): name for name, _ in model.named_parameters()}
     adapted = _adapted_weights(model)
     kept = kept_parameters(model)

@@ -17,7 +17,8 @@ FEWEST_ROWS, MOST_ROWS = 512, 1024
 multiplying; more are no faster, and slower on CPUs, whose caches they do not fit."""
 LOGITS_IN_CACHE = 2**20
 """Number of logits that a CPU turns into probabilities at once: 4 MiB in float32, which fit its
-caches. Larger pieces took 2 to 4 times as long."""
+caches. Larger pieces took 2 to 4 times as long: 600 rows of 32,000 took 31 instead of 13 ms in
+float32, and 53 instead of 14 in bfloat16."""
 
 
 def rows_at_once(vocabulary: int) -> int:
@@ -67,7 +68,7 @@ def loss_and_grad(
     return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
 
 
-def in_cache(
+def _in_cache(
     compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], logits: Tensor, wanted: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute `loss_and_grad` of so few rows at once that they fit the caches of a CPU.
@@ -125,7 +126,7 @@ class OutputLayer(nn.Linear):
         if smoothing:
             compute = partial(compute, smoothing=smoothing)
         if on_cpu:
-            compute = partial(in_cache, compute)
+            compute = partial(_in_cache, compute)
         trains = torch.is_grad_enabled()
         loss: Tensor = _LinearCrossEntropy.apply(
             rows, self.weight, self.bias, labels, compute, trains
@@ -135,6 +136,9 @@ class OutputLayer(nn.Linear):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy of a linear layer's results; forward computes the gradients too."""
+
+    # torch.nn.functional.linear_cross_entropy is as fast in float32, but rounds its sum in bfloat16
+    # and is missing in torch 2.11.
 
     @staticmethod
     def forward(
@@ -265,6 +269,8 @@ class Head(nn.Module):
             return self._logits(rows)
         if each:
             return torch.cat([self._likelihoods(*piece) for piece in self._pieces(rows, labels)])
+        # An adapter has a forward of its own, and float16 needs the loss scale before small
+        # gradients are rounded: autograd computes those.
         if isinstance(self.lm_head, OutputLayer) and not _in_float16(rows):
             loss: Tensor = self.lm_head(
                 rows, labels, self.softcap, smoothing=self._smoothing, on_cpu=on_cpu

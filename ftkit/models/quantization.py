@@ -35,7 +35,8 @@ WEIGHT_BLOCK = 64
 NESTED_BLOCK = 256
 """Scales that share a scale of their own, if scales are quantised too."""
 VALUES_AT_ONCE = 2**18
-"""Weights that are quantised at once; a multiple of WEIGHT_BLOCK."""
+"""Weights that are quantised at once; a multiple of WEIGHT_BLOCK. The temporaries of whole weights,
+several times their size, left holes in the heap."""
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -109,7 +110,7 @@ class FourBit(Linear4bit):
             value: [out, in] on the device of the computation.
             at_once: weights quantised at once; the result is the same.
         """
-        packed, self.quant_state = quantize_in_pieces(
+        packed, self.quant_state = _quantize_in_pieces(
             value, self._quant_type, self._nested, at_once
         )
         if self._scales is None:
@@ -176,7 +177,7 @@ class EightBit(Linear8bitLt):
         return _FrozenProduct.apply(x, self.weight, self.bias, self)
 
 
-def quantize_in_pieces(
+def _quantize_in_pieces(
     value: Tensor, quant_type: str, nested: bool, at_once: int
 ) -> tuple[Tensor, QuantState]:
     """Quantise a weight as bitsandbytes' quantize_4bit does, piece by piece.
@@ -325,7 +326,7 @@ class FourBitMatrices(PackedMatrices):
             self._code_of_scales = name2qmap["dynamic"].to(device, copy=True)
 
     def _pack_one(self, matrix: Tensor, expert: int) -> Tensor:
-        packed, state = quantize_in_pieces(matrix, self._quant_type, self._nested, VALUES_AT_ONCE)
+        packed, state = _quantize_in_pieces(matrix, self._quant_type, self._nested, VALUES_AT_ONCE)
         assert self._scales is not None, "allocate comes first"
         self._scales[expert] = state.absmax
         if self._nested:

@@ -106,6 +106,8 @@ class TransformersArchitecture(Architecture):
         """Whether it is the language model within a multimodal one."""
         return whole_class_name(self.name) is not None
 
+    # Its names in the whole model are our names: transformers' rules for older names, for saving
+    # and for PEFT are those of the whole model.
     @cached_property
     def language_name(self) -> str:
         """Name of the language model, without its head, in the whole model."""

@@ -262,6 +262,7 @@ def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
         return None
     if not any(router_outputs(model.base_model)):
         return None
+    # Tried, not listed by family: a list would miss the next family, or a changed function.
     found = RouterLoss(experts=experts, chosen=chosen, coefficient=float(coefficient))
     return found if _is_as_theirs(found, type(model)) else None
 

@@ -68,7 +68,7 @@ def read_transformers_architecture(
         Exception: from the code of the family, for settings that do not fit each other.
     """
     model_type = _known_type(settings, name)
-    if obstacle := obstacle_of_settings(settings):
+    if obstacle := _obstacle_of_settings(settings):
         raise _refusal(name, obstacle)
     is_part = whole_class_name(model_type) is not None
     architecture = TransformersArchitecture(settings)
@@ -108,9 +108,9 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
 
 def _obstacle(architecture: TransformersArchitecture) -> str | None:
     """Obstacle in its settings, with the defaults of the family, or in its modules."""
-    if (found := obstacle_of_config(architecture.config)) or architecture.is_part:
+    if (found := _obstacle_of_config(architecture.config)) or architecture.is_part:
         return found
-    return obstacle_of_model(architecture.outline)
+    return _obstacle_of_model(architecture.outline)
 
 
 def _refusal(name: str, obstacle: str) -> UserError:
@@ -119,7 +119,7 @@ def _refusal(name: str, obstacle: str) -> UserError:
     )
 
 
-def obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
+def _obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
     """Reason in config.json to refuse a model, or None.
 
     It continues a sentence that begins with the model's name.
@@ -140,7 +140,7 @@ def obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def obstacle_of_config(config: PretrainedConfig) -> str | None:
+def _obstacle_of_config(config: PretrainedConfig) -> str | None:
     """Reason in the settings, with the defaults of the family, to refuse a model, or None."""
     if config.is_encoder_decoder:
         return "is an encoder and a decoder, which reads what the encoder gives"
@@ -159,7 +159,7 @@ def obstacle_of_config(config: PretrainedConfig) -> str | None:
     return None
 
 
-def obstacle_of_model(model: PreTrainedModel) -> str | None:
+def _obstacle_of_model(model: PreTrainedModel) -> str | None:
     """Reason in the modules of a model on the meta device to refuse it, or None."""
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         return "has no linear layer at its end"
@@ -189,6 +189,7 @@ def require_text_alone(whole: PreTrainedModel, language: str, name: str) -> None
     Raises:
         UserError: the whole model does more on text; says what.
     """
+    # Tried, not listed by family: PaliGemma, for one, sees prompts in both directions.
     tokens = _plain_tokens(whole.config)
     called = call_apart(whole, language, tokens, torch.zeros(*tokens.shape, 1, device="cpu"))
     reason = next(_differences(called), None) or _unused_layers(whole.config)

@@ -220,7 +220,7 @@ class _FlashOnCpu(torch.autograd.Function):
     """Torch's kernel for CPUs, run by run into one tensor; it takes groups of heads as they are."""
 
     # F.scaled_dot_product_attention calls the same kernel, but autograd would keep its result for
-    # each run beside the joined tensor.
+    # each run beside the joined tensor: 8 of 228 MiB of activations with 34 M parameters.
 
     @staticmethod
     def forward(

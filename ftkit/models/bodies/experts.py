@@ -84,6 +84,7 @@ class PackedMatrices(ABC):
         packed = torch.empty_like(self.outline(), device=device)
         for expert, matrix in enumerate(value):
             matrix = matrix.to(device)
+            # As [out, in] in every layout: `ftkit merge` computes the same scales.
             packed[expert] = self._pack_one(matrix.t() if self.transposed else matrix, expert)
         return packed
 

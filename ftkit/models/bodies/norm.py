@@ -16,6 +16,9 @@ from torch import Tensor
 class RMSNorm(nn.Module):
     """LitGPT's RMSNorm: the same numbers, in fewer passes over them."""
 
+    # On CPUs LitGPT's takes 1.2 to 5 times as long, and keeps two to four tensors of the size of
+    # its input in 16 bits.
+
     def __init__(self, size: int, eps: float, *, add_unit_offset: bool) -> None:
         """Make the layer.
 
@@ -46,6 +49,8 @@ def replace_norms(model: nn.Module) -> None:
     Args:
         model: on any device; its weights are not read.
     """
+    # With norms of transformers, a body kept 12 % (Llama, 32 bits) to 36 % (Gemma 2, 16 bits) more
+    # for its backward pass.
     for name, norm in list(model.named_modules()):
         if type(norm).__name__.endswith("RMSNorm"):
             found = _same_as(norm)

@@ -50,7 +50,7 @@ class TransformersBody(Body):
             follow(model, self._attended)
         compute_experts(model)
         replace_norms(model)
-        compute_without_values(model)
+        _compute_without_values(model)
         self._own = tuple(model.modules())
         self._depth = architecture.layers
         self._routers = dict(router_outputs(model))
@@ -211,7 +211,7 @@ def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
             yield child
 
 
-def compute_without_values(model: nn.Module) -> None:
+def _compute_without_values(model: nn.Module) -> None:
     """Replace parts of a model that read values of tensors.
 
     A prediction runs a model on tensors without values, and training does not wait for the device.

@@ -168,6 +168,8 @@ class _PackedProduct(torch.autograd.Function):
         ctx.matrices, ctx.rows = matrices, rows
         ctx.save_for_backward(weight)
         result = x.new_empty(len(x), matrices.rows)
+        # One matrix at a time: in bf16 all experts of a layer of Mixtral-8x7B take 2.6 GiB
+        # unpacked, one matrix 0.2.
         for expert, own in enumerate(rows):
             if own.start < own.stop:
                 torch.mm(x[own], matrices.unpacked(weight, expert).t(), out=result[own])

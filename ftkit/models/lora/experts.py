@@ -58,6 +58,8 @@ class ExpertPairs(nn.Module):
             transposed: whether the parameter is [experts, in, out].
         """
         super().__init__()
+        # Three dimensions, unlike PEFT's two: each product is one grouped product, and matrices are
+        # sharded by expert.
         experts, rows, columns = sizes
         a = _Matrices(experts, rank, columns, pads=True)
         b = _Matrices(experts, rows, rank, pads=False)

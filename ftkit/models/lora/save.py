@@ -137,7 +137,7 @@ def save_adapter(
             a, b = layer.a, layer.b
             if layer.magnitude is not None:
                 tensors[f"{PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
-        else:
+        else:  # a plain PEFT adapter with equal logits; its notes list the parts, for reading
             a = torch.cat([layer.a for layer in found.values()])
             b = _block_diagonal(found, ours, fused, base)
             parts[theirs] = list(found)

@@ -34,6 +34,7 @@ class ServingRule:
     """Description of such an adapter."""
 
 
+# A table of our own: vLLM is half a gigabyte and needs its devices.
 SERVING_RULES = (
     ServingRule("use_dora", bool, "it is DoRA"),
     ServingRule(
@@ -55,7 +56,7 @@ SERVING_RULES = (
 )
 
 
-def rank_of(config: Mapping[str, Any]) -> int:
+def _rank_of(config: Mapping[str, Any]) -> int:
     """Highest rank of an adapter, by its adapter_config.json."""
     ranks = (config.get("rank_pattern") or {}).values()
     return max([int(config.get("r", _PEFT_RANK)), *map(int, ranks)])
@@ -63,7 +64,7 @@ def rank_of(config: Mapping[str, Any]) -> int:
 
 def serving_rank(config: Mapping[str, Any]) -> int | None:
     """Lowest --max-lora-rank that serves an adapter; None: no value is large enough."""
-    return next((rank for rank in RANKS if rank >= rank_of(config)), None)
+    return next((rank for rank in RANKS if rank >= _rank_of(config)), None)
 
 
 def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
@@ -76,7 +77,7 @@ def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
         if rule.broken(value := config.get(rule.key)):
             yield f"{rule.text} ({rule.key}: {value})"
     if serving_rank(config) is None:
-        yield f"its rank is {rank_of(config)}, above {RANKS[-1]}"
+        yield f"its rank is {_rank_of(config)}, above {RANKS[-1]}"
 
 
 def serving_notice(directory: Path) -> str | None:
