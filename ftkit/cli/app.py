@@ -1,4 +1,4 @@
-"""The command line: find the command, parse, call one function, print a UserError alone."""
+"""The command line: find the command, parse its options, call its function, print errors."""
 
 import errno
 import importlib
@@ -23,7 +23,7 @@ def main(verbosity: Verbosity = "full") -> None:
     """Entry point of the `ftkit` command.
 
     Args:
-        verbosity: what it tells if it is not asked to be quiet.
+        verbosity: how much is printed without --quiet.
     """
     set_verbosity(verbosity)
     sys.stderr = redacted_output(sys.stderr)  # results on standard output stay as they are
@@ -40,13 +40,15 @@ def main(verbosity: Verbosity = "full") -> None:
     except KeyboardInterrupt:
         _ignore_interrupts()
         code = 130
-    except BrokenPipeError:  # `| head` has seen enough; see docs.python.org/3/library/signal.html
+    except (
+        BrokenPipeError
+    ):  # `| head` has ended; see docs.python.org/3/library/signal.html#note-on-sigpipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        # Any key may name a file, and asking the system for it is what finds out.
+        # Any key may name a file, and only opening it shows that its name is too long.
         print_line(
             f"ftkit: {str(error.filename)[:60]}... is too long for a path. Give another one."
         )
@@ -56,12 +58,12 @@ def main(verbosity: Verbosity = "full") -> None:
 
 
 def _ignore_interrupts() -> None:
-    """Let one more Ctrl+C not end in a traceback of what Python does at its end."""
+    """Ignore further Ctrl+C: it would print a traceback of Python's own shutdown."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line (without the program's name); the exit code."""
+    """Run one command line, without the program's name, and return the exit code."""
     if argv and argv[0] == "--version":
         print(f"ftkit {__version__}")
         return 0
@@ -121,7 +123,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
 
 
 def _load(path: str) -> Callable[..., Any]:
-    """What is called FUNCTION in MODULE, as MODULE:FUNCTION."""
+    """Import the function that MODULE:FUNCTION names."""
     module, _, name = path.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found

@@ -1,7 +1,7 @@
 """`ftkit checkpoints`: list, show, verify, clean up and compare the checkpoints of a run.
 
-Results go to standard output, as a table or as JSON and then nothing else; progress goes to
-standard error. Nothing here changes a run that is at work.
+Results go to standard output, as a table or as JSON; progress goes to standard error. No command
+changes a run that is still training.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ PROGRESS_AFTER_S = 2.0
 
 
 def list_checkpoints(options: CheckpointsOptions) -> int:
-    """Show the checkpoints of a run, and what a crash left of others; the exit code."""
+    """Show the checkpoints of a run and the leftovers of crashes; return the exit code."""
     place = find_all(options.out_dir)
     at_work = is_at_work(place)
     entries = [entry_of(path) for path in place.directories()]
@@ -84,10 +84,10 @@ def list_checkpoints(options: CheckpointsOptions) -> int:
 
 
 def show_checkpoint(options: CheckpointOptions) -> int:
-    """Show all that a checkpoint says about itself; the exit code.
+    """Show the metadata and the files of a checkpoint; return the exit code.
 
     Raises:
-        UserError: there is no such checkpoint, or it says nothing.
+        UserError: there is no such checkpoint, or it has no metadata.
     """
     place = find(options.out_dir)
     entry = entry_of(place.chosen(options.step))
@@ -109,7 +109,7 @@ def show_checkpoint(options: CheckpointOptions) -> int:
 
 
 def verify_checkpoints(options: CheckpointOptions) -> int:
-    """Compare every file with its checksum; the exit code: 1 if any checkpoint is damaged.
+    """Compare every file with its checksum; return 1 if any checkpoint is damaged, else 0.
 
     Without a step all checkpoints of the run are checked.
 
@@ -148,10 +148,9 @@ def verify_checkpoints(options: CheckpointOptions) -> int:
 
 
 def clean_checkpoints(options: CleanOptions) -> int:
-    """Delete all but the newest checkpoints, and what a crash left; the exit code.
+    """Delete all but the newest checkpoints, and the leftovers of crashes; return the exit code.
 
-    What the recipe of the run keeps for good (keep_every, keep_best) stays, and so does a damaged
-    checkpoint.
+    Checkpoints that the recipe keeps (keep_every, keep_best) and damaged ones stay.
 
     Raises:
         UserError: the run is at work, or something cannot be deleted.
@@ -207,7 +206,7 @@ def clean_checkpoints(options: CleanOptions) -> int:
 
 
 def compare_recipes(options: DiffOptions) -> int:
-    """Show which fields differ between the recipes of two checkpoints; the exit code.
+    """Show which keys differ between the recipes of two checkpoints; return the exit code.
 
     A run means its newest checkpoint.
 
@@ -238,7 +237,7 @@ def compare_recipes(options: DiffOptions) -> int:
 
 
 class _Verifying:
-    """How far the verification of several checkpoints is, shown if it takes long."""
+    """Progress of verifying several checkpoints, shown if it takes long."""
 
     def __init__(self, directories: list[Path]) -> None:
         noun = "checkpoint" if len(directories) == 1 else "checkpoints"
@@ -256,7 +255,7 @@ class _Verifying:
         self._stack.close()
 
     def progress(self, done: int, total: int) -> None:
-        """Take note of the bytes of the present checkpoint."""
+        """Set the verified and the total bytes of the current checkpoint."""
         self._now = total
         if self._phase is None and time.monotonic() - self._start_s >= PROGRESS_AFTER_S:
             display = self._stack.enter_context(Display(None, stream=sys.stderr))
@@ -265,13 +264,13 @@ class _Verifying:
             self._phase.advance(self._before + done, self._total)
 
     def next(self) -> None:
-        """Go on to the next checkpoint."""
+        """Start with the next checkpoint."""
         self._before += self._now
         self._now = 0
 
 
 def _kept_for_good(place: RunCheckpoints) -> tuple[KeepEvery, int]:
-    """What the recorded recipe says about checkpoints that stay."""
+    """keep_every and keep_best of the recorded recipe."""
     newest = place.store.newest()
     candidates = [run.recipe for run in place.runs]
     if newest is not None:
@@ -283,7 +282,7 @@ def _kept_for_good(place: RunCheckpoints) -> tuple[KeepEvery, int]:
         if any(part is not None and (type(part) is not int or part < 0) for part in parts):
             raise UserError(
                 f"checkpoint.{name} in the recipe of {display_path(place.path)} is {value!r}, but "
-                "must be a whole number. Mend its recipe.yaml, or delete checkpoints by hand."
+                "must be a whole number. Correct its recipe.yaml, or delete checkpoints by hand."
             )
     return every, best or 0
 
@@ -306,7 +305,7 @@ def _recipe_of(directory: Path) -> dict[str, Any]:
 
 
 def _cells(entry: CheckpointEntry, now_s: float) -> list[str | Text]:
-    """Its row in a list."""
+    """The row of a checkpoint in the list."""
     known = entry.metadata
     style = {"complete": "green", "damaged": "bold red"}.get(entry.state, "yellow")
     return [
@@ -322,7 +321,7 @@ def _cells(entry: CheckpointEntry, now_s: float) -> list[str | Text]:
 
 
 def _rows(entry: CheckpointEntry, metadata: Metadata) -> Iterator[tuple[str, str]]:
-    """Label and text of everything but the files."""
+    """Labels and texts of the metadata, without the files."""
     yield "state", "\n".join([entry.state, *entry.problems])
     yield "size", bytes_text(entry.size_bytes)
     yield "written", f"{metadata.saved_at} ({age_text(time.time() - entry.written_s)} ago)"
@@ -344,7 +343,7 @@ def _rows(entry: CheckpointEntry, metadata: Metadata) -> Iterator[tuple[str, str
 
 
 def _value_text(value: Any) -> str:
-    """A value as people read it; nested ones in short, and of a dict nothing that is empty."""
+    """A value for people: nested ones shortened, empty entries of a dict left out."""
     if isinstance(value, dict):
         texts = {key: shortened(_value_text(item)) for key, item in value.items() if item != []}
         return ", ".join(f"{key} {text}" for key, text in texts.items() if text)
@@ -356,12 +355,12 @@ def _value_text(value: Any) -> str:
 
 
 def _layout_text(layout: Layout) -> str:
-    """single; fsdp x2."""
+    """Strategy and ranks, such as `fsdp x2`."""
     return layout.strategy + (f" x{layout.world_size}" if layout.world_size > 1 else "")
 
 
 def _cleaned_text(kept: list[int], freed: int, rule: dict[str, KeepEvery], dry_run: bool) -> str:
-    """The last line of cleaning."""
+    """Summary of what was deleted and what stays."""
     verb = "would free" if dry_run else "freed"
     rules = " and ".join(f"{name} {value}" for name, value in rule.items() if value)
     reason = f" (the recipe has {rules})" if rules else ""
@@ -370,7 +369,7 @@ def _cleaned_text(kept: list[int], freed: int, rule: dict[str, KeepEvery], dry_r
 
 
 class _ByWidth(Table):
-    """A table whose columns move together where there is little room."""
+    """A table with narrower gaps where the terminal is narrow."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unlimited = options.update(max_width=_ANY_WIDTH)
@@ -388,7 +387,7 @@ def _table(*columns: str) -> Table:
 
 
 def _print(*parts: str | RenderableType, code: int = 0) -> int:
-    """Show texts as they are, so that paths can be copied, and tables."""
+    """Print tables, and texts without wrapping, so that paths can be copied."""
     with Display(None) as display:
         for part in parts:
             if isinstance(part, str):

@@ -1,6 +1,7 @@
-"""`python -m ftkit.cli.child PARENT WORD ...`: the command as the child of a sweep or a notebook.
+"""`python -m ftkit.cli.child PARENT WORD ...`: a command started by a sweep or a notebook.
 
-However its parent ends, it gets a SIGTERM then: the current step is finished and saved.
+It gets a SIGTERM when its parent ends, however that ends, and then finishes the current step and
+saves.
 """
 
 import sys

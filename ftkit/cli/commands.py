@@ -1,4 +1,4 @@
-"""The table of commands: what each does, the options it takes, what runs it, examples."""
+"""The table of commands: help, options, the function that runs each, and examples."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,26 +31,26 @@ FIND_RESULT = "ftkit.evaluation.result:find_result"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command: all that parsing, help, completion and running it need to know."""
+    """A command, as parsing, help, completion and running need it."""
 
     name: str
-    """As it is typed after ftkit."""
+    """The words after ftkit."""
     summary: str
-    """In a line, for the list of commands."""
-    text: str
-    """What its help says of it."""
+    """One line for the list of commands."""
+    text: str = ""
+    """The description in its help; "": the summary."""
     options: type
     """The class of its options; see `ftkit.recipe.options`."""
     function: str
     """Module and function that take the options and return the exit code. The module is imported
     only when the command is run."""
     examples: tuple[str, ...]
-    """What may stand after its name."""
+    """Examples of what follows its name."""
     opens: str = ""
-    """What turns its first word into the first argument of the function, before the module of the
-    function, which loads torch, is imported."""
+    """A function that turns the first word into the first argument of `function`. It reports
+    mistakes in that word before the module of `function` imports torch."""
     usage: tuple[str, ...] = ()
-    """What may stand after its name, for usage; (): as its options tell."""
+    """Usage after its name; (): derived from its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,15 @@ class Group:
     """Commands that share the first word of their names."""
 
     name: str
-    """As it is typed after ftkit; "": ftkit itself."""
+    """The word after ftkit; "": ftkit itself."""
     summary: str
-    """In a line, for the list of commands."""
+    """One line for the list of commands."""
     text: str
-    """What its help says of it."""
+    """The description in its help."""
     usage: str
-    """What stands after its name."""
+    """Usage after its name."""
     epilog: str
-    """The last words of its help."""
+    """The end of its help."""
     members: tuple["Command | Group", ...]
 
     @property
@@ -108,25 +108,23 @@ _FINETUNING = tuple(
 
 _CHECKPOINTS = Group(
     name="checkpoints",
-    summary="list, show, verify, clean up or compare what runs have saved",
-    text="Look after the checkpoints of a run, in OUT_DIR/checkpoints.",
+    summary="list, show, verify, delete or compare the checkpoints of runs",
+    text="Manage the checkpoints of a run, in OUT_DIR/checkpoints.",
     usage="COMMAND OUT_DIR [--KEY VALUE ...]",
     epilog="Example: ftkit checkpoints list out/finetune/lora. ftkit checkpoints COMMAND --help "
     "explains a command.",
     members=(
         Command(
             name="checkpoints list",
-            summary="show the checkpoints of a run, whether each is complete, and what a crash "
-            "left",
-            text="Show the checkpoints of a run, whether each is complete, and what a crash left.",
+            summary="show the checkpoints of a run, whether each is complete, and leftovers of "
+            "crashes",
             options=CheckpointsOptions,
             function="ftkit.cli.checkpoints:list_checkpoints",
             examples=("out/finetune/lora --format json",),
         ),
         Command(
             name="checkpoints show",
-            summary="show all that a checkpoint says about itself: training, hardware, files",
-            text="Show all that a checkpoint says about itself: training, hardware, files.",
+            summary="show the metadata of a checkpoint: training, hardware, files",
             options=CheckpointOptions,
             function="ftkit.cli.checkpoints:show_checkpoint",
             examples=("out/finetune/lora 1500",),
@@ -141,9 +139,10 @@ _CHECKPOINTS = Group(
         ),
         Command(
             name="checkpoints clean",
-            summary="delete old checkpoints and what a crash left",
-            text="Delete old checkpoints and what a crash left. What checkpoint.keep_every and "
-            "checkpoint.keep_best of the recipe keep for good stays, and damaged ones do.",
+            summary="delete old checkpoints and leftovers of crashes",
+            text="Delete old checkpoints and leftovers of crashes. Checkpoints that "
+            "checkpoint.keep_every and checkpoint.keep_best of the recipe keep stay, and so do "
+            "damaged ones.",
             options=CleanOptions,
             function="ftkit.cli.checkpoints:clean_checkpoints",
             examples=("out/finetune/lora --keep_last 1 --dry_run",),
@@ -152,8 +151,6 @@ _CHECKPOINTS = Group(
             name="checkpoints diff",
             summary="show which fields differ between the recipes of two checkpoints, or of the "
             "newest ones of two runs",
-            text="Show which fields differ between the recipes of two checkpoints, or of the "
-            "newest ones of two runs.",
             options=DiffOptions,
             function="ftkit.cli.checkpoints:compare_recipes",
             examples=("out/finetune/lora out/finetune/lora-2",),
@@ -173,11 +170,11 @@ FTKIT = Group(
             name="sweep",
             summary="run variations of recipes one after another, and compare them",
             text="Run variations of recipes one after another, each in its own process and "
-            "directory, and compare them in the end. An out-of-memory or a failure does not stop "
-            "the sweep. Ctrl+C ends the current run gracefully and the sweep with it; the same "
-            "command goes on: what is complete is skipped, the stopped run resumes. Keys of "
-            "recipes given as options hold for all runs. The exit code is 1 if a run failed, 3 if "
-            "all ran out of memory.",
+            "directory, and compare them in the end. The sweep goes on when a run fails or "
+            "runs out of memory. Ctrl+C ends the current run gracefully and the sweep with it; "
+            "the same command goes on: what is complete is skipped, the stopped run resumes. Keys "
+            "of recipes given as options hold for all runs. The exit code is 1 if a run failed, 3 "
+            "if all ran out of memory.",
             options=SweepOptions,
             function="ftkit.launch.sweep:sweep_runs",
             usage=(
@@ -218,11 +215,11 @@ FTKIT = Group(
         ),
         Command(
             name="data",
-            summary="look at what a recipe trains on: records, lengths, tokens, what would ruin it",
-            text="Look at the data of a recipe before training: what becomes of its records, how "
-            "long they are, which tokens are trained, what is there twice, and what would ruin a "
-            "run, with what to change. The tokenizer and the data are all that is needed: no "
-            "weights are loaded or downloaded, and no GPU is needed.",
+            summary="inspect the data of a recipe: records, lengths, tokens, problems",
+            text="Inspect the data of a recipe before training: how records are used, their "
+            "lengths, which tokens are trained, duplicates, and problems with what to change. "
+            "Needs only the tokenizer and the data: no weights are loaded or downloaded, and no "
+            "GPU.",
             options=DataOptions,
             function="ftkit.data.inspection.command:show_data",
             usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--show N] [--KEY VALUE ...]",),
@@ -237,12 +234,12 @@ FTKIT = Group(
             summary="fetch a base model from the Hugging Face hub",
             text="Fetch a base model from the Hugging Face hub, or finish an earlier download.",
             options=DownloadOptions,
-            function="ftkit.cli.download:download_model",
+            function="ftkit.models.pretrained.hub:download_model",
             examples=("TinyLlama/TinyLlama_v1.1",),
         ),
         Command(
             name="import",
-            summary="make a run of a checkpoint that another program has written, to go on from it",
+            summary="continue training from a checkpoint of another program",
             text="Make a run of a checkpoint of another program: of transformers' Trainer, TRL or "
             "axolotl, of DeepSpeed (ZeRO 1 to 3, any number of ranks), of "
             "torch.distributed.checkpoint, or a .ckpt file of Lightning. Weights and the state of "
@@ -260,11 +257,9 @@ FTKIT = Group(
         ),
         Command(
             name="compare",
-            summary="put runs side by side: what differs, what came out; as a table and as a "
-            "picture",
-            text="Put runs side by side, whatever became of them: the settings that differ, "
-            "outcome, loss, speed, time and peak memory. A star marks the best of those that ended "
-            "well.",
+            summary="compare runs: settings that differ and results, as a table and as a plot",
+            text="Compare runs, finished or not: the settings that differ, outcome, loss, speed, "
+            "time and peak memory. A star marks the best value among the runs that ended well.",
             options=CompareOptions,
             function="ftkit.views.comparison.compare:compare_runs",
             examples=(
@@ -305,9 +300,10 @@ FTKIT = Group(
         ),
         Command(
             name="chat",
-            summary="talk with the result of a run, or any model",
-            text="Talk with a result, line by line. Ctrl+C stops an answer, Ctrl+D ends. What was "
-            "said before counts where the prompt style has a place for it (llama3, r1).",
+            summary="chat with the result of a run, or any model",
+            text="Chat with a result, line by line. Ctrl+C stops an answer, Ctrl+D ends. Earlier "
+            "turns are part of the prompt where the prompt style has a place for them (llama3, "
+            "r1).",
             options=ChatOptions,
             opens=FIND_RESULT,
             function="ftkit.evaluation.chat:chat",
@@ -317,8 +313,8 @@ FTKIT = Group(
             name="evaluate",
             summary="measure a result on held-out data, or by tasks of the lm-evaluation-harness",
             text="Measure a result on the validation data of its run, in the way of the run: the "
-            "numbers are those that it reported. Or on other data: then a single file is taken "
-            "whole, unless --data.val_split_fraction is given. With --tasks it is asked tasks of "
+            "numbers are those that it reported. Or on other data: then a single file is used "
+            "whole, unless --data.val_split_fraction is given. With --tasks it answers tasks of "
             "the lm-evaluation-harness instead.",
             options=EvaluateOptions,
             opens=FIND_RESULT,
@@ -331,10 +327,10 @@ FTKIT = Group(
         ),
         Command(
             name="merge",
-            summary="make a LoRA run's adapter and its base model one Hugging Face model",
-            text="Add what LoRA has learned to the weights of the base model, and write the whole "
-            "as a Hugging Face model. Memory holds one file of weights, not the model. Logits on a "
-            "sample show how close it comes to the result itself.",
+            summary="merge the adapter of a LoRA run and its base model into a Hugging Face model",
+            text="Add the trained LoRA matrices to the weights of the base model, and write the "
+            "sum as a Hugging Face model. Memory holds one file of weights, not the model. Logits "
+            "on a sample show how close it comes to the result itself.",
             options=MergeOptions,
             opens=FIND_RESULT,
             function="ftkit.exchange.merge:merge",
@@ -366,7 +362,7 @@ FTKIT = Group(
             summary="upload a result with its model card to the Hugging Face hub",
             text="Upload the adapter or model of a run, or what merge and export have written "
             "(GGUF files too), with its model card, in one commit. A new repository is private "
-            "unless --public is given. An upload that broke off goes on where it stopped. Edit "
+            "unless --public is given. An interrupted upload continues where it stopped. Edit "
             "README.md beside the result, not on the hub: it is sent each time.",
             options=PushOptions,
             function="ftkit.exchange.push:push",
@@ -395,7 +391,7 @@ COMMANDS_ELSEWHERE = {
     "upload": "push",
     "serve": "export RESULT --check vllm, which says how vLLM serves a result",
 }
-"""Commands by their names in other programs, which people type here."""
+"""Names of commands in other programs, with ours."""
 
 COMMANDS = {command.name: command for command in FTKIT.commands()}
 """Every command by its name, such as "checkpoints list"."""

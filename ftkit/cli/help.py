@@ -143,7 +143,7 @@ def _command_parser(command: Command) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         usage="\n       ".join(line for usage in usages for line in _usage_lines(usage)),
-        description=command.text,
+        description=command.text or f"{command.summary[:1].upper()}{command.summary[1:]}.",
         epilog=f"Examples:{examples}",
         formatter_class=Help,
     )

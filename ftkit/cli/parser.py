@@ -7,7 +7,7 @@ keys of recipes are merged with files first, and a prompt may look like YAML or 
 # Written by hand, while jsonargparse types recipes and prints all help. Its parse_args takes no
 # words between options, no value that begins with a dash, no keys of components; it reads the
 # prompt `null` as None and s3://b as a path; and importing it costs commands that read no recipe
-# 45 ms. See docs/decisions.md.
+# 45 ms. tests/cli/test_command_lines.py holds what each command line means.
 
 import dataclasses
 import functools

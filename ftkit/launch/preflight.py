@@ -43,7 +43,7 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     Raises:
         DoesNotFit: not even one sequence does.
     """
-    key = recipe.train.filled
+    key = recipe.train.auto_key
     if key is None:
         return recipe
     free = free_here(recipe, devices)
@@ -58,7 +58,7 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     value = int(found[key])
     if found["length_source"] == "assumed":
         print_notice(f"train.{key} is {value}; sequences: {found['length']}")
-    return dataclasses.replace(recipe, train=recipe.train.filled_with(value))
+    return dataclasses.replace(recipe, train=recipe.train.with_auto_value(value))
 
 
 def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:

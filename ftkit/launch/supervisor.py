@@ -26,13 +26,12 @@ from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.base_outline import keeps_rest
 from ftkit.models.pretrained.hub import find_or_download
-from ftkit.recipe.checks import check_kernels_installed, check_loggers_installed
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
-from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.plan import Plan, check_kernels_installed, check_loggers_installed, make_plan
 from ftkit.recipe.recipe import FINETUNE, Method, Recipe
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory

@@ -139,7 +139,7 @@ def _check(run: SweepRun) -> None:
     recipe = run.recipe()
     try:
         check_data(recipe.data, recipe.eval.sets)
-        if recipe.train.filled is None:
+        if recipe.train.auto_key is None:
             make_plan(recipe, find_devices(recipe))
     except UserError as error:
         raise UserError(f"{run.name}: {error}") from None

@@ -9,8 +9,7 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.blueprint import read_blueprint
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
-from ftkit.recipe.checks import has_liger
-from ftkit.recipe.plan import Plan
+from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.precision import parameter_dtype, updated_dtype
 from ftkit.strategies.state import bytes_per_number, state_kinds

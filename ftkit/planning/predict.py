@@ -187,14 +187,14 @@ def plan_files(
     recipe = with_adapter(read_recipe(files, overrides, method=method))
     name = name or (Path(files[-1]).stem if files else "")
     place = _place(recipe, gpu)
-    key = recipe.train.filled
+    key = recipe.train.auto_key
     if key is None:
         return _plan_at(place, recipe, source, name)
     if gpu is None:
         place = dataclasses.replace(place, gpu=free_here(recipe, place.devices))
 
     def with_bound(bound: int) -> Planned:
-        filled = dataclasses.replace(recipe, train=recipe.train.filled_with(bound))
+        filled = dataclasses.replace(recipe, train=recipe.train.with_auto_value(bound))
         return _plan_at(place, filled, source, name)
 
     least = 1 if key == "micro_batch_size" else with_bound(1).micro_batch.least

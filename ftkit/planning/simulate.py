@@ -29,8 +29,7 @@ from ftkit.models.language_model import LanguageModel, outline, trainable, train
 from ftkit.models.loss import normalize_loss
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.planning.tracker import LiveTensors
-from ftkit.recipe.checks import has_liger
-from ftkit.recipe.plan import Plan
+from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.optim.clipping import clip_gradients
 from ftkit.strategies.optim.optimizers import OptimizerInBackward, hidden_matrices

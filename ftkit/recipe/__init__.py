@@ -1,1 +1,1 @@
-"""Recipes: what a user asks for, checked and typed, and the plan it comes to."""
+"""Recipes: the settings of a run, checked and typed, and the plan made of them."""

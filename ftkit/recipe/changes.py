@@ -1,6 +1,6 @@
-"""Recipe keys that a resumed run may change: each key by what it decides.
+"""Recipe keys that a resumed run may change.
 
-Fixed keys decide what is learned, tunable ones how it is learned, and all others what it costs.
+Fixed keys decide what is learned, tunable ones how it is learned, all others time and memory.
 """
 
 from collections.abc import Iterator
@@ -131,15 +131,15 @@ _ADAM = {
 
 
 def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
-    """How the recipe of a run that goes on differs from that of its checkpoint.
+    """Differences between the recipe of a resumed run and that of its checkpoint.
 
     Args:
         saved: recipe of the checkpoint.
-        now: what is asked.
+        now: recipe of the resumed run.
 
     Returns:
-        What must not change and does, and what may change and does; one line for each key, such
-        as "train.epochs 1 -> 3". Keys of the hardware are in neither.
+        Changes that are refused, and changes that are allowed; one line for each key, such as
+        "train.epochs 1 -> 3". Keys of the hardware are in neither.
     """
     if saved.method != now.method:
         return [f"method {saved.method} -> {now.method}"], []
@@ -157,7 +157,7 @@ def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
 
 
 def default_prompt_style(class_path: str) -> str:
-    """Of a kind of data, where the recipe names none."""
+    """Prompt style of a kind of data where the recipe names none."""
     return _PROMPT_STYLES.get(class_path.rpartition(".")[2], "alpaca")
 
 
@@ -191,7 +191,7 @@ def _kind(key: str) -> Kind:
 
 
 def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """The values by their dotted keys; `optimizer` and `data` are those of the classes."""
+    """Values by dotted keys; those of `optimizer` and `data` are their class paths."""
     for name, value in to_dict(recipe).items():
         if name == "data":
             yield "data", value["class_path"]
@@ -210,7 +210,7 @@ def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
 
 
 def _data_values(recipe: Recipe) -> dict[str, Any]:
-    """The fixed arguments of the data module, in one spelling."""
+    """The fixed arguments of the data module, with defaults filled in."""
     given = recipe.data["init_args"]
     values = {
         key: default if given.get(key) is None else given[key]
@@ -222,7 +222,7 @@ def _data_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def _shares(sources: Any) -> Iterator[tuple[str, Any]]:
-    """How much an epoch takes of each source of a mixture."""
+    """Samples and weight of each source of a mixture."""
     for i, source in enumerate(sources or ()):
         samples = source.get("samples")
         weight = source.get("weight")

@@ -1,10 +1,7 @@
-"""Devices: what this machine has, and whether the installed torch can use it; a child asks torch.
+"""Devices of this machine, and whether the installed torch can use them.
 
-What is asked of CUDA alone (driver, builds of torch, MIG, what is hidden) is here; every other kind
-of device is asked in the words that torch.accelerator has for all. AMD's GPUs are CUDA's to torch.
-
-A process that asks CUDA may be left with a context: half a gigabyte on each GPU, and nobody else's
-turn where GPUs are in exclusive-process mode. The child ends with its contexts; no torch here.
+CUDA (which includes AMD's GPUs in torch) is queried in detail: driver, builds of torch, MIG, hidden
+GPUs. Every other kind of device is queried through torch.accelerator.
 """
 
 import dataclasses
@@ -47,26 +44,26 @@ class VisibleGpu:
     name: str
     capability: Capability
     memory_bytes: int
-    """What CUDA offers of it to programs."""
+    """Memory that programs can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cuda:
-    """What the installed torch says of CUDA on this machine."""
+    """CUDA on this machine, as the installed torch reports it."""
 
     torch: str
     """Its version."""
     gpus: tuple[VisibleGpu, ...] = ()
     """Those that CUDA_VISIBLE_DEVICES shows, in CUDA's order."""
     architectures: tuple[str, ...] = ()
-    """What its kernels are compiled for: sm_90, ..., compute_90 where code can be made later."""
+    """Targets of its kernels: sm_90 is machine code, compute_90 is compiled by the driver."""
     error: str = ""
-    """Why it cannot use any; empty: it can."""
+    """Why it cannot use any GPU; empty: it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Current:
-    """What the installed torch calls its accelerator on this machine."""
+    """The accelerator of this machine, as torch.accelerator reports it."""
 
     torch: str
     """Its version."""
@@ -75,16 +72,16 @@ class Current:
     devices: tuple[str, ...] = ()
     """Name of each."""
     memory_bytes: tuple[int, ...] = ()
-    """Of each; empty: torch does not say."""
+    """Memory of each; empty: unknown to torch."""
     bf16: bool = False
     """Whether products of bfloat16 can be computed."""
     error: str = ""
-    """What was said when it was asked."""
+    """Error of the query."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What one machine offers."""
+    """Devices of one machine."""
 
     accelerator: str
     """Kind of device, as torch calls it."""
@@ -93,7 +90,7 @@ class Devices:
     names: tuple[str, ...] = ()
     """Product name of each device, but of CPUs."""
     memory_bytes: tuple[int, ...] = ()
-    """What each offers to programs; empty: not known."""
+    """Memory of each that programs can use; empty: unknown."""
     bf16_native: bool = True
     """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count, and
     other kinds that compute it at all)."""
@@ -104,17 +101,16 @@ class Devices:
 def find_devices(
     recipe: Recipe, *, here: bool = False, on_asking: Callable[[], None] = lambda: None
 ) -> Devices:
-    """What this machine offers for the recipe's accelerator.
+    """Devices of this machine for the accelerator of a recipe.
 
     Args:
-        recipe: what was asked.
-        here: ask torch in this process, which computes itself. A process that only looks after
-            others asks in a child.
-        on_asking: called before a child is asked, which takes seconds.
+        recipe: its keys `accelerator` and `devices`.
+        here: query torch in this process, which will train. Others query in a child.
+        on_asking: called before a child is started, which takes seconds.
 
     Raises:
-        UserError: there is a GPU that the installed torch cannot use, or has no kernels for; or it
-            has no device of the kind that was asked for.
+        UserError: the installed torch cannot use a GPU, has no kernels for it, or has no device of
+            this kind.
     """
     if recipe.accelerator not in ("auto", "cpu", "cuda"):
         if not here:
@@ -151,10 +147,10 @@ def find_devices(
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:
-    """The GPUs that programs see here.
+    """GPUs that programs see on this machine.
 
     Raises:
-        UserError: torch sees none; says why.
+        UserError: torch sees none.
     """
     cuda = _asked_once()
     if cuda.error:
@@ -163,12 +159,12 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
 
 
 def free_bytes(count: int, accelerator: str = USUAL_KIND) -> list[int]:
-    """Memory that nobody has taken, of the first so many visible devices.
+    """Free memory of the first `count` visible devices, in bytes.
 
-    One context, such as a rank will have, is taken off already: that of the child that looks.
+    The context of the querying child is subtracted, which stands for that of a rank.
 
     Raises:
-        UserError: torch does not say.
+        UserError: it is unknown to torch.
     """
     answer = _child("free", str(count), accelerator)
     if "error" in answer:
@@ -242,7 +238,7 @@ def _install(version: str, build: str) -> str:
 
 
 def _unusable(cuda: Cuda, *, asked_for: bool) -> str:
-    """Why the GPUs that are here cannot be used, and what to do."""
+    """The error message for GPUs that torch cannot use."""
     found = hardware()
     names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
     if names:
@@ -261,11 +257,7 @@ def _unusable(cuda: Cuda, *, asked_for: bool) -> str:
 
 
 def _of_another_kind(recipe: Recipe, current: Current) -> Devices:
-    """The devices of a kind that is neither the CPU nor CUDA.
-
-    Raises:
-        UserError: the installed torch has none, or can use none here.
-    """
+    """Devices of a kind that is neither the CPU nor CUDA."""
     asked = recipe.accelerator
     if current.name != asked or not current.devices:
         has = "cpu alone" if current.name in (None, asked) else f"cpu and {current.name}"
@@ -286,7 +278,7 @@ def _of_another_kind(recipe: Recipe, current: Current) -> Devices:
 
 
 def _build_for_driver(newest_cuda: str | None) -> str | None:
-    """The build of torch for a driver that supports this version of CUDA; None: there is none."""
+    """The build of torch for a driver with this version of CUDA; None: there is none."""
     major = int((newest_cuda or "0").partition(".")[0])
     if major < 12:
         return None
@@ -294,7 +286,7 @@ def _build_for_driver(newest_cuda: str | None) -> str | None:
 
 
 def ask_torch() -> Cuda:
-    """What torch says, asked in this process."""
+    """Query CUDA in this process."""
     import torch
 
     version = str(torch.__version__)
@@ -314,7 +306,7 @@ def ask_torch() -> Cuda:
 
 
 def _current() -> Current:
-    """What torch says of its accelerator, whichever it is, asked in this process."""
+    """Query torch.accelerator in this process."""
     import torch
 
     version = str(torch.__version__)
@@ -331,7 +323,7 @@ def _current() -> Current:
         return Current(torch=version, name=kind.type, error=" ".join(str(error).split()))
     try:
         sizes = tuple(int(module.get_device_properties(d).total_memory) for d in devices)
-    except Exception:  # not every kind tells
+    except Exception:  # not every kind of device reports it
         sizes = ()
     return Current(torch=version, name=kind.type, devices=names, memory_bytes=sizes, bf16=bf16)
 
@@ -348,7 +340,7 @@ def _computes_bf16(device: Any) -> bool:
 
 @functools.cache
 def _current_once() -> Current:
-    """The same asked in a child."""
+    """Query torch.accelerator in a child, once."""
     answer: dict[str, Any] = {"torch": metadata.version("torch"), "devices": ()}
     answer |= {"memory_bytes": ()} | _child("current")
     lists = {key: tuple(answer[key]) for key in ("devices", "memory_bytes")}
@@ -357,7 +349,7 @@ def _current_once() -> Current:
 
 @functools.cache
 def _asked_once() -> Cuda:
-    """What torch says, asked in a child: it takes seconds, and a sweep asks for every run."""
+    """Query CUDA in a child, once: it takes seconds, and a sweep needs it for every run."""
     answer = {"torch": metadata.version("torch"), "gpus": (), "architectures": ()} | _child("gpus")
     gpus = tuple(
         VisibleGpu(**gpu | {"capability": tuple(gpu["capability"])}) for gpu in answer["gpus"]
@@ -366,7 +358,9 @@ def _asked_once() -> Cuda:
 
 
 def _child(*words: str) -> dict[str, Any]:
-    """What this module answers as a program; its last words as `error` if it fails."""
+    """Run this module as a program; returns its answer, or its last line as `error`."""
+    # A process that queries CUDA keeps a context: half a gigabyte on each GPU, and no other process
+    # can use the GPU in exclusive-process mode. A child takes its contexts with it.
     # -P: modules in the current directory are the user's, not ours
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],

@@ -36,12 +36,12 @@ def option(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """An option that a plain default does not declare in full.
+    """Declare an option that needs more than a default.
 
     Args:
-        default: its value where it is not given; without one it has to be.
-        ask: what is asked where it is missing.
-        placeholder: what stands for its value; "": what tells its type.
+        default: its value where it is not given; without one it is required.
+        ask: the question in the error where it is missing.
+        placeholder: what stands for its value in help; "": derived from its type.
         example: a value that works.
         least: smallest value allowed.
         most: largest value allowed.
@@ -59,36 +59,35 @@ def word(
     ask: str = "",
     takes_url: bool = False,
 ) -> Any:
-    """What stands on its own, without ``--``; a tuple takes all words that are left.
+    """Declare a word, which stands alone without ``--``; a tuple takes all remaining words.
 
     Args:
         placeholder: what stands for it in usage and messages.
-        default: its value where it is not given; without one it has to be.
-        ask: what is asked where it is missing, with what works, or a question alone; "": its
-            explanation is shown.
-        takes_url: whether a path may be a url of object storage; else it is refused.
+        default: its value where it is not given; without one it is required.
+        ask: the question in the error where it is missing; "": its help is shown.
+        takes_url: whether a path may be a URL of object storage.
     """
     metadata = {"word": True, "placeholder": placeholder, "ask": ask, "takes_url": takes_url}
     return field(default=default, metadata=metadata)
 
 
 def keys_beside(*heads: str) -> Any:
-    """Keys of recipes beside the options, with their texts in the order given.
+    """Declare the field that takes keys of recipes, with their texts in the order given.
 
     Args:
-        heads: first parts of the keys that are taken; none: all other keys.
+        heads: first parts of the keys that are taken; none: all keys.
     """
     return field(default=(), metadata={"keys": heads})
 
 
 def command_line() -> Any:
-    """The words of the whole command line, as they were typed."""
+    """Declare the field that takes the whole command line as it was typed."""
     return field(default=(), metadata={"line": True})
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Of all commands that end by themselves."""
+    """Options of all commands but watch."""
 
     quiet: bool = False
     """Show errors, warnings and the result alone: no progress, no notices."""
@@ -96,7 +95,7 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(CommonOptions):
-    """Of ftkit finetune, finetune_lora and finetune_full."""
+    """Options of ftkit finetune, finetune_lora and finetune_full."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
@@ -120,8 +119,8 @@ class FinetuneOptions(CommonOptions):
     own, called with (answer, expected, record): as many as eval.exact_match and eval.rouge_l say,
     or 100. Several times."""
     trust_task_code: Path | None = option(None, placeholder="DIR")
-    """Let task files of eval.tasks run Python code of this directory, with all that it may do. No
-    recipe can say this."""
+    """Let task files of eval.tasks run Python code of this directory, without any limits. A recipe
+    cannot set this."""
     keys: tuple[Override, ...] = keys_beside()
     """Of the recipe."""
     line: tuple[str, ...] = command_line()
@@ -130,7 +129,7 @@ class FinetuneOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(CommonOptions):
-    """Of ftkit plan."""
+    """Options of ftkit plan."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE.
@@ -155,7 +154,7 @@ class PlanOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(CommonOptions):
-    """Of ftkit data."""
+    """Options of ftkit data."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
     """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
@@ -175,28 +174,28 @@ class DataOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(CommonOptions):
-    """Of ftkit import."""
+    """Options of ftkit import."""
 
-    source: Path = word("SOURCE", ask="which checkpoint is to be imported?")
+    source: Path = word("SOURCE", ask="which checkpoint to import?")
     """The checkpoint of the other program: its directory, or its file."""
-    out: Path = option(ask="where is the run to lie? Try --out out/imported.", placeholder="DIR")
-    """Where the run goes: a directory that is not there yet."""
+    out: Path = option(ask="where should the run go? Try --out out/imported.", placeholder="DIR")
+    """Where the run goes: a new directory."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """What is learned from here on: data, and what the checkpoint does not tell; later ones win,
-    and keys given as options win over all of them. -: standard input."""
+    """Recipes with the data and what the checkpoint does not contain; later ones win, and keys
+    given as options win over all of them. -: standard input."""
     overwrite: bool = False
     """Replace what is in DIR."""
     keys: tuple[Override, ...] = keys_beside()
-    """Of the recipe; what neither says is as the checkpoint tells."""
+    """Of the recipe; keys in neither are taken from the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(CommonOptions):
-    """Of ftkit sweep."""
+    """Options of ftkit sweep."""
 
     sweep_file: str = word(
         "SWEEP.yaml",
-        ask="what is to be run? Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml, "
+        ask="what to run? Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml, "
         "or a command, such as ftkit sweep finetune --config RECIPE.yaml --sweep seed=1,2.",
     )
     """A list of runs, each with name, command, config (its recipe, beside the file) and keys of
@@ -215,14 +214,14 @@ class SweepOptions(CommonOptions):
     overwrite: bool = False
     """Do all runs again, also complete ones."""
     dry_run: bool = False
-    """Only say what would be done, as command lines."""
+    """Only print what would be done, as command lines."""
     keys: tuple[Override, ...] = keys_beside()
     """Of all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions(CommonOptions):
-    """Of ftkit download."""
+    """Options of ftkit download."""
 
     repo_id: str = word("REPO_ID", ask="which model?")
     """The model, such as TinyLlama/TinyLlama_v1.1."""
@@ -234,7 +233,7 @@ class DownloadOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(CommonOptions):
-    """Of ftkit compare."""
+    """Options of ftkit compare."""
 
     runs: tuple[str, ...] = word("RUN")
     """Runs (each its out_dir, or its url: s3://, gs:// or az://), or directories that hold runs at
@@ -252,7 +251,7 @@ class CompareOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Of ftkit watch."""
+    """Options of ftkit watch."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
     """The run: its out_dir; a directory, s3://, gs:// or az://."""
@@ -262,12 +261,12 @@ class WatchOptions:
     once: bool = False
     """Show how the run is now, and end."""
     interval: str = option("2s", placeholder="DURATION")
-    """Time between two looks."""
+    """Time between two updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsOptions(CommonOptions):
-    """Of ftkit checkpoints list."""
+    """Options of ftkit checkpoints list."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
     """The run: its out_dir, or the checkpoints in it; a directory, s3://, gs:// or az://."""
@@ -277,7 +276,7 @@ class CheckpointsOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(CommonOptions):
-    """Of ftkit checkpoints show and verify."""
+    """Options of ftkit checkpoints show and verify."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
     """The run: its out_dir, the checkpoints in it, or one of these; a directory,
@@ -290,19 +289,19 @@ class CheckpointOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CleanOptions(CommonOptions):
-    """Of ftkit checkpoints clean."""
+    """Options of ftkit checkpoints clean."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
     """The run: its out_dir, or the checkpoints in it; a directory, s3://, gs:// or az://."""
-    keep_last: int = option(ask="how many of the newest stay?", example=1, least=1)
-    """How many of the newest stay."""
+    keep_last: int = option(ask="how many of the newest checkpoints to keep?", example=1, least=1)
+    """How many of the newest checkpoints to keep."""
     dry_run: bool = False
-    """Only say what would be deleted."""
+    """Only print what would be deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(CommonOptions):
-    """Of ftkit checkpoints diff."""
+    """Options of ftkit checkpoints diff."""
 
     a: Path = word("A", takes_url=True)
     """A checkpoint, or a run."""
@@ -314,7 +313,7 @@ class DiffOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultOptions(CommonOptions):
-    """Of a command that uses a result."""
+    """Options of a command that uses a result."""
 
     result: str = word("RESULT")
     """A run (its out_dir), one of its checkpoints, a PEFT adapter, a model directory (Hugging Face
@@ -323,7 +322,7 @@ class ResultOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class UseOptions:
-    """How a result computes."""
+    """Options of loading a result."""
 
     base: str | None = None
     """Where the base model is. Default: where the run had it."""
@@ -338,20 +337,20 @@ class UseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions(UseOptions):
-    """How answers are made."""
+    """Options of generating answers."""
 
     max_new_tokens: int = option(256, least=1)
     """Longest answer, in tokens."""
     temperature: float = option(0.0, example=0.8, least=0)
-    """0 takes the most likely token; higher values draw more freely."""
+    """0 takes the most likely token; higher values sample more freely."""
     top_k: int | None = option(None, example=50, least=1)
-    """Draw among this many of the most likely tokens."""
+    """Sample from this many of the most likely tokens."""
     top_p: float = option(1.0, example=0.95, least=0, most=1)
-    """Draw among the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability."""
     seed: int = option(1337, least=0)
-    """Of the drawing: the same seed gives the same answer."""
+    """Seed of sampling: the same seed gives the same answer."""
     system: str | None = None
-    """What the system says before everything else, where a conversation does not have it."""
+    """System message for conversations that have none."""
     chat_template: str | None = None
     """How a conversation becomes a prompt: tokenizer (the model's own template), a name such as
     chatml, or a file. Default: as in the run; without one, the model's own; of models that have
@@ -359,7 +358,7 @@ class AnswerOptions(UseOptions):
     prompt_style: str | None = None
     """The same by a prompt style of LitGPT's, such as alpaca."""
     raw: bool = False
-    """Give the text to the model as it is."""
+    """Use the text as the whole prompt, without a template."""
 
     def __post_init__(self) -> None:
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
@@ -387,12 +386,12 @@ class AnswerOptions(UseOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(AnswerOptions, ResultOptions):
-    """Of ftkit generate."""
+    """Options of ftkit generate."""
 
     prompt: str | None = None
-    """What to ask."""
+    """The prompt."""
     input: str | None = None
-    """Material that the prompt is about, for styles that have a place for it."""
+    """Input of the instruction, for prompt styles that have a place for it."""
     prompts: Path | None = None
     """What to ask, many times: a text file with a prompt per line, or records of any shape that
     data have (.jsonl, .json, .csv, .parquet); of a conversation, its last turn is answered."""
@@ -410,7 +409,7 @@ class GenerateOptions(AnswerOptions, ResultOptions):
         if (self.prompt is None) == (self.prompts is None):
             what = "is missing" if self.prompt is None else "and --prompts exclude each other"
             raise UserError(
-                f"--prompt {what}: what to ask? "
+                f"--prompt {what}: what should be answered? "
                 "Try --prompt 'Tell me a story.', or --prompts FILE alone."
             )
         if self.prompts is not None and not self.prompts.expanduser().is_file():
@@ -430,7 +429,7 @@ class GenerateOptions(AnswerOptions, ResultOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(AnswerOptions, ResultOptions):
-    """Of ftkit chat."""
+    """Options of ftkit chat."""
 
     format: Literal["text", "json"] = "text"
     """json: for programs. Each line is {"prompt": TEXT}, and its answer a line of JSON."""
@@ -438,14 +437,14 @@ class ChatOptions(AnswerOptions, ResultOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(UseOptions, ResultOptions):
-    """Of ftkit evaluate."""
+    """Options of ftkit evaluate."""
 
     data: tuple[Override, ...] = keys_beside("data")
     """Other data than those of the run; options as --data.NAME VALUE, such as
     --data.path FILE."""
     sets: str | None = option(None, placeholder="{NAME:FILE,...}")
-    """Further records whose loss is told by these names, as eval.sets of recipes; null: none.
-    Default: as in the run, unless there are other data."""
+    """Further records whose loss is reported under these names, as in eval.sets of recipes; null:
+    none. Default: as in the run, unless there are other data."""
     micro_batch_size: int | None = option(None, example=4, least=1)
     """Sequences per forward pass. Changes time and memory alone. Default: as in the run."""
     max_iters: int | None = option(None, example=100, least=1)
@@ -463,22 +462,22 @@ class EvaluateOptions(UseOptions, ResultOptions):
     max_new_tokens: int | None = option(None, example=100, least=1)
     """Longest answer for rouge_l and metric, in tokens. Default: as in the run, or 100."""
     tasks: str | None = option(None, placeholder="NAME,...")
-    """Ask tasks of the lm-evaluation-harness instead (pip install 'ftkit[tasks]'): names such as
+    """Run tasks of the lm-evaluation-harness instead (pip install 'ftkit[tasks]'): names such as
     arc_easy,gsm8k, task files, or directories of them."""
     limit: int | None = option(None, example=100, least=1)
-    """Ask this many records of each task. Default: all."""
+    """Use this many records of each task. Default: all."""
     num_fewshot: int | None = option(None, example=5, least=0)
     """Examples in each prompt of a task. Default: as the task says."""
     apply_chat_template: bool = False
     """Write prompts of tasks in the chat template of the result. Default: as plain text."""
     trust_task_code: Path | None = option(None, placeholder="DIR")
-    """Let task files run Python code of this directory, with all that it may do."""
+    """Let task files run Python code of this directory, without any limits."""
     format: OutputFormat = "table"
     """json: nothing else is written to standard output."""
 
     @property
     def metrics(self) -> tuple[OwnMetric, ...]:
-        """Those of one's own."""
+        """Functions that --metric names."""
         return own_metrics(self.metric)
 
     def __post_init__(self) -> None:
@@ -510,26 +509,26 @@ class EvaluateOptions(UseOptions, ResultOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(ResultOptions):
-    """Of commands that write a model or an adapter."""
+    """Options of commands that write a model or an adapter."""
 
     out: Path | None = option(ask="where to write?", example="out/merged")
     """Directory to write."""
     overwrite: bool = False
     """Replace the model or adapter in --out, once the new one is complete."""
     dtype: Dtype | None = option(None, example="bfloat16")
-    """Number format of the weights. Default: as they are stored."""
+    """Number format of the weights. Default: as stored."""
     max_shard_size: str = "5GB"
     """Largest file of weights in Hugging Face's layout."""
 
     @property
     def directory(self) -> Path:
-        """Where to write."""
+        """Directory to write."""
         assert self.out is not None
         return self.out.expanduser()
 
     @property
     def max_shard_bytes(self) -> int:
-        """Largest file of weights."""
+        """Size of the largest file of weights."""
         return _size_bytes(self.max_shard_size)
 
     def __post_init__(self) -> None:
@@ -551,7 +550,7 @@ class OutputOptions(ResultOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(OutputOptions):
-    """Of ftkit merge."""
+    """Options of ftkit merge."""
 
     base: Literal["quantized", "original"] | None = option(None, example="original")
     """Of QLoRA: add what was learned to the quantised weights as training saw them, turned back
@@ -562,7 +561,7 @@ class MergeOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(OutputOptions):
-    """Of ftkit export."""
+    """Options of ftkit export."""
 
     out: Path | None = option(None, example="out/exported")
     """Directory to write, for gguf too."""
@@ -617,17 +616,17 @@ class ExportOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(ResultOptions):
-    """Of ftkit push."""
+    """Options of ftkit push."""
 
     repo_id: str = word("REPO_ID", ask="where to?")
     """The repository on the hub, such as me/my-model; made if it is not there."""
     public: bool = False
-    """Let everybody see it. Default: it is private."""
+    """Make the repository public. Default: private."""
     base: str | None = option(None, example="TinyLlama/TinyLlama_v1.1")
     """From which repository others take the base model of an adapter. Default: from which the run
     has taken it."""
     message: str | None = None
-    """Of the commit."""
+    """Message of the commit."""
     access_token: str | None = option(None, placeholder="TOKEN")
     """Hugging Face token that may write. Default: $HF_TOKEN, or that of hf auth login."""
     format: OutputFormat = "table"

@@ -1,7 +1,7 @@
-"""Metrics of one's own: functions in Python files that are named on the command line.
+"""User-defined metrics: functions in Python files, named by --metric.
 
-A file is executed by the process that scores answers, and by no other: what can be seen without
-that is checked before. No recipe, checkpoint or data file can name one.
+Only the process that scores answers executes the file; everything that can be checked without that
+is checked before. No recipe, checkpoint or data file can name one.
 """
 
 import ast
@@ -25,7 +25,7 @@ _ARGUMENTS = ("answer", "expected", "record")
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMetric:
-    """A function that scores an answer, known by its name and what its file holds."""
+    """A function that scores an answer, identified by its name and the hash of its file."""
 
     file: str
     """Absolute path."""
@@ -38,7 +38,7 @@ class OwnMetric:
 
 
 def own_metrics(texts: Sequence[str]) -> tuple[OwnMetric, ...]:
-    """What `--metric` names; the files are read and not executed.
+    """Find the functions that `--metric` names; the files are read and not executed.
 
     Args:
         texts: FILE.py:FUNCTION each.
@@ -107,10 +107,10 @@ class LoadedMetric:
     """A metric whose file has been executed."""
 
     def __init__(self, metric: OwnMetric) -> None:
-        """Execute the file; what it prints goes to standard error.
+        """Execute the file; its output goes to standard error.
 
         Raises:
-            UserError: it cannot be read, has changed since it was named, or does not run.
+            UserError: it cannot be read, has changed since the command started, or fails.
         """
         self.metric = metric
         path = Path(metric.file)
@@ -128,19 +128,19 @@ class LoadedMetric:
                 exec(compile(content, metric.file, "exec"), module.__dict__)
         except (Exception, SystemExit) as error:
             raise UserError(
-                f"{metric}: {path.name} cannot be executed: {self._told(error)}. Correct it, or "
-                "leave out --metric."
+                f"{metric}: {path.name} cannot be executed: {self._describe(error)}. Correct it, "
+                "or leave out --metric."
             ) from None
         self._function: Callable[..., Any] = getattr(module, metric.function)
 
     def score(self, answer: str, expected: str, record: Mapping[str, Any], place: int) -> float:
-        """What the function says of an answer; what it prints goes to standard error.
+        """Score an answer; output of the function goes to standard error.
 
         Args:
             answer: of the model.
-            expected: what the record says.
-            record: of which the function gets a copy.
-            place: of the record among those that are answered, from 0.
+            expected: text of the record.
+            record: the function gets a copy of it.
+            place: index among the answered records, from 0.
 
         Raises:
             UserError: it raises, or returns no finite number.
@@ -150,7 +150,7 @@ class LoadedMetric:
                 value = self._function(answer, expected, copy.deepcopy(record))
                 number = float(value) if isinstance(value, SupportsFloat) else math.nan
         except (Exception, SystemExit) as error:
-            raise self._mistake(place, f"raised {self._told(error)}") from None
+            raise self._mistake(place, f"raised {self._describe(error)}") from None
         if not math.isfinite(number):
             returned = f"returned {reprlib.repr(value)}, but must return a finite number"
             raise self._mistake(place, returned)
@@ -162,8 +162,8 @@ class LoadedMetric:
             "Correct the function, or leave out --metric."
         )
 
-    def _told(self, error: BaseException) -> str:
-        """An error with the line of the file that it came from."""
+    def _describe(self, error: BaseException) -> str:
+        """An error with the line of the file that raised it."""
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == self.metric.file]
         where = f" (line {lines[-1]})" if lines else ""

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 PROMPT_MARK = "{instruction}"
-"""In a prompt of one's own."""
+"""What tells a prompt template from the name of a prompt style."""
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
-"""Two ways to say one thing: the one that is set later replaces the other."""
+"""Keys with one meaning: the one that is set later replaces the other."""
 
 _DATA_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow")
-"""What no base model is called."""
+"""Endings of data files, which no base model has."""
 
 Override = tuple[str, str]
 
@@ -64,13 +64,13 @@ Override = tuple[str, str]
 def read_recipe(
     files: Iterable[str | Path], overrides: Sequence[Override] = (), *, method: Method | None = None
 ) -> Recipe:
-    """Merge recipe files (later ones win) and overrides (they win over files) into a Recipe.
+    """Merge recipe files (later ones win) and overrides, which win over files, into a Recipe.
 
     Args:
         files: YAML recipes in LitGPT's finetune format; paths or urls.
         overrides: dotted key and YAML text, such as ``("train.epochs", "2")``. Their order
             matters only where one key is given twice: the last one wins.
-        method: what the command says; None reads it from the keys (any LoRA key means LoRA).
+        method: of the command; None: read from the keys (any LoRA key means LoRA).
 
     Raises:
         UserError: unreadable file, unknown key, value of the wrong type, or a class that recipes
@@ -90,7 +90,7 @@ def read_recipe(
 def sorted_words(
     words: Sequence[str], config: Sequence[str], keys: Sequence[Override]
 ) -> tuple[list[str], list[Override]]:
-    """Recipes, later ones win, and keys; a word that is no recipe is the base model.
+    """Sort words into recipe files and the base model, which joins the keys.
 
     Raises:
         UserError: there is more than one base model, or a word names a file of data.
@@ -125,7 +125,7 @@ def _is_data(path: Path) -> bool:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
-    """A recipe with some keys set anew, as `read_recipe` sets them.
+    """Return a recipe with some keys overridden, as `read_recipe` does it.
 
     Raises:
         UserError: unknown key, value of the wrong type, or a class that recipes may not name.
@@ -178,35 +178,33 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
-    """The same for the eyes of others: without access tokens at any depth."""
+    """The recipe as plain values to publish: without access tokens at any depth."""
     cleaned: dict[str, Any] = for_json(to_dict(recipe))
     return cleaned
 
 
 def from_dict(values: dict[str, Any], method: Method) -> Recipe:
-    """A Recipe from what `to_dict` returned."""
+    """Make a Recipe of the values that `to_dict` returned."""
     check_keys(values, method)
     return _instantiate(values, method)
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """The dotted keys of a recorded recipe with their values as they stand there.
-
-    They are not checked, so that the recipe of another version can be read.
+    """Dotted keys and values of a recorded recipe, unchecked: another version may have written it.
 
     Raises:
-        UserError: it cannot be read, or is no recipe.
+        UserError: it cannot be read, or is not a recipe.
     """
     return dict(leaves(load_yaml(path), whole=MAPPINGS))
 
 
 def as_text(value: Any) -> str:
-    """A value as the text of an override; text stays as it is, as on the command line."""
+    """A value as the text of an override; text stays unquoted, as on the command line."""
     return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
 
 
 def _specificity(override: Override) -> int:
-    """Naming a class or a whole group comes before setting single keys of it."""
+    """Sort key of overrides: a class or a whole group comes before single keys of it."""
     head, _, rest = override[0].partition(".")
     if head in COMPONENTS:
         return {"": 0, "class_path": 1, "init_args": 2}.get(rest, 3)
@@ -237,7 +235,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _prompt_text(text: str) -> str:
-    r"""A prompt of one's own: without quotes, many would be mappings of YAML; \n is a new line."""
+    r"""A prompt as text, which YAML would often read as a mapping; \n is a new line."""
     if text[:1] in ("'", '"'):
         with contextlib.suppress(yaml.YAMLError):
             return str(parse_yaml(text))
@@ -284,16 +282,16 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_of_mapping(key: str) -> bool:
-    """Whether it is a key whose value may be a mapping, or lies in one."""
+    """Whether a key may hold a mapping, or is a key of one."""
     return any(key == name or key.startswith(f"{name}.") for name in MAPPINGS)
 
 
 def _merge_component(
     field: str, current: Component | None, rest: str, value: Any
 ) -> Component | None:
-    """Naming another class starts from its defaults; a dotted key sets one of its arguments.
+    """Merge one key into a component: another class starts from its defaults.
 
-    In a mapping, arguments may lie beside `class_path` as well as in `init_args`.
+    In a mapping, arguments may stand beside `class_path` as well as in `init_args`.
     """
     if rest.startswith("init_args."):
         rest = rest.removeprefix("init_args.")
@@ -351,7 +349,7 @@ def _merge_component(
 
 
 def _without_others(field: str, arguments: dict[str, Any], given: Iterable[str]) -> dict[str, Any]:
-    """The arguments without those that are replaced by others that are given."""
+    """Drop arguments that a given one replaces: see `ONE_OF`."""
     ways = set(ONE_OF.get(field, ()))
     replaced = ways.difference(given) if ways.intersection(given) else set()
     return {key: value for key, value in arguments.items() if key not in replaced}
@@ -381,7 +379,7 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
 
 @functools.cache
 def _parser(method: Method) -> "ArgumentParser":
-    """What types the values of a recipe."""
+    """The parser that gives types to the values of a recipe."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
@@ -390,9 +388,9 @@ def _parser(method: Method) -> "ArgumentParser":
 
 
 def _without_empty(merged: dict[str, Any], method: Method) -> dict[str, Any]:
-    """The values without the empty keys that LitGPT's recipes are full of: they mean the default.
+    """Drop empty keys, of which LitGPT's recipes are full: they mean the default.
 
-    Where None is a value of its own (`epochs:`), it is kept.
+    An empty key is kept where None is a value (`epochs:`).
     """
     kinds = key_types(method)
 

@@ -134,10 +134,10 @@ _SWITCHES = ("use_", "_config")
 
 
 def adapter_keys(directory: Path) -> dict[str, Any]:
-    """The keys of a recipe that an adapter decides.
+    """Read the recipe keys that an adapter determines.
 
     Raises:
-        UserError: it is no adapter, or of a kind that ftkit does not train.
+        UserError: it is not an adapter, or of a kind that ftkit does not train.
     """
     config = peft_settings(directory)
     kind = config.get("peft_type")
@@ -183,10 +183,10 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
 
 
 def with_adapter(recipe: Recipe) -> Recipe:
-    """The recipe with what the adapter that it starts from decides.
+    """Return the recipe with the keys that its adapter determines.
 
     Raises:
-        UserError: there is no such adapter, or the recipe asks for another kind.
+        UserError: there is no such adapter, or the recipe sets other values.
     """
     if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
         return recipe
@@ -237,7 +237,7 @@ def _in_order(value: Any) -> Any:
 
 
 def read_notes(directory: Path) -> dict[str, Any]:
-    """What ftkit noted of the layers that an adapter of its own fuses; {} for others."""
+    """Notes of ftkit on the fused layers of its own adapter; {} for other adapters."""
     with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{NOTES_KEY}", advice=_AGAIN):
         notes = json.loads(_header(directory).get(NOTES_KEY, "{}"))
         notes = notes if isinstance(notes, dict) else {}
@@ -251,13 +251,13 @@ def read_notes(directory: Path) -> dict[str, Any]:
 
 
 def base_fingerprint(directory: Path) -> str | None:
-    """Of the base model that an adapter was trained on; None: ftkit did not write it there."""
+    """Fingerprint of the base model of an adapter; None: not recorded."""
     found = _header(directory).get(BASE_KEY)
     return found if isinstance(found, str) else None
 
 
 def _header(directory: Path) -> dict[str, Any]:
-    """What the header of the weights says beside their names; {} where there is none."""
+    """Metadata in the header of the weights; {} where there is none."""
     path = directory / WEIGHTS
     require_regular(path)
     if not path.is_file():
@@ -271,7 +271,7 @@ def _header(directory: Path) -> dict[str, Any]:
 
 
 def peft_arguments(directory: Path) -> dict[str, Any]:
-    """Arguments of `peft.LoraConfig` for an adapter: none that names a module, class or place.
+    """Arguments of `peft.LoraConfig` for an adapter, without any that names code or a path.
 
     Raises:
         UserError: as `adapter_keys`.
@@ -282,7 +282,7 @@ def peft_arguments(directory: Path) -> dict[str, Any]:
 
 
 def peft_settings(directory: Path) -> dict[str, Any]:
-    """What ftkit uses of an adapter_config.json, and what it has to refuse.
+    """Settings of an adapter_config.json that ftkit uses or has to refuse.
 
     Keys of newer versions of PEFT that are switched off pass; others are named once and ignored,
     but for those that switch a method on.
@@ -321,15 +321,7 @@ def peft_settings(directory: Path) -> dict[str, Any]:
 
 
 def _require_known(settings: Mapping[str, Any], directory: Path) -> None:
-    """Refuse an adapter with a setting that changes what it computes in a way ftkit does not know.
-
-    Args:
-        settings: from `peft_settings`.
-        directory: of the adapter.
-
-    Raises:
-        UserError: names the key.
-    """
+    """Refuse settings that change what an adapter computes in a way that ftkit does not have."""
     for key, harmless in _CHANGING.items():
         if settings.get(key) is not None and settings[key] not in harmless:
             raise UserError(

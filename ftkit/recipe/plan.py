@@ -1,16 +1,26 @@
-"""The plan: a recipe resolved on given devices, by arithmetic alone.
+"""The plan: a recipe resolved on given devices, and every rule that needs no model and no data.
 
-Every rule that needs neither the model nor the data is checked here, before anything is
-downloaded or started.
+These rules are checked before anything is downloaded or started.
 """
 
+import importlib.util
 import math
-from dataclasses import dataclass
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from ftkit.errors import UserError
-from ftkit.recipe.checks import check_best, check_kernels, check_ranges, ignored_layers
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.recipe import MicroBatchKey, Precision, Recipe, Train
+from ftkit.recipe.recipe import (
+    LAYER_SWITCHES,
+    LoggerName,
+    LoraRecipe,
+    MicroBatchKey,
+    Precision,
+    Recipe,
+    Train,
+)
 from ftkit.recipe.strategies import (
     RULES,
     StrategyName,
@@ -20,6 +30,16 @@ from ftkit.recipe.strategies import (
     untrainable_float16,
 )
 from ftkit.utils.accelerators.kinds import HOST_KIND, DeviceKind, device_kind
+from ftkit.utils.console.formatting import parse_duration
+from ftkit.utils.remote.urls import display_path, url_of
+
+_PACKAGE_OF: dict[LoggerName, str] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "trackio": "trackio",
+}
+"""The package to install for a logger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,31 +64,31 @@ class Plan:
     has_flash: bool = False
     """Whether its devices have flash attention in its number format."""
     notices: tuple[str, ...] = ()
-    """What a person should know before the run: one line each."""
+    """Notices to print before the run, one line each."""
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks on all machines."""
         return self.devices * self.num_nodes
 
     @property
     def shards(self) -> int:
-        """Ranks that have parts of one model, if the strategy shards parameters."""
+        """Number of ranks over which one model is sharded, if the strategy shards parameters."""
         return self.rules.shards(self.options, self.devices, self.num_nodes)
 
     @property
     def rules(self) -> StrategyRules:
-        """What is known of its strategy."""
+        """Rules of its strategy."""
         return RULES[self.strategy]
 
     @property
     def sharding(self) -> str:
-        """What each rank has a part of, in words."""
+        """What is sharded over the ranks, in words."""
         return self.rules.sharding(self.options)
 
     @property
     def kind(self) -> DeviceKind:
-        """What is known of its kind of device."""
+        """Facts about its kind of device."""
         return device_kind(self.accelerator)
 
     @property
@@ -78,9 +98,9 @@ class Plan:
 
     @property
     def micro_steps(self) -> int | None:
-        """Forward and backward passes of each rank in one (full) optimizer step.
+        """Forward and backward passes of each rank in one full optimizer step.
 
-        None: as many as the tokens of its sequences need.
+        None: depends on the tokens of its sequences.
         """
         samples = self.recipe.train.global_batch_size
         fewest = count_micro_steps(samples, self.micro_batch_size, self.world_size)
@@ -93,19 +113,19 @@ class Plan:
         return self.micro_steps is None or self.micro_steps > 1
 
     def sequences_of(self, tokens: int) -> int:
-        """Sequences of so many tokens that have room in a micro-batch; at least one."""
+        """Number of sequences of this many tokens that fit into a micro-batch; at least one."""
         if self.micro_batch_tokens is None:
             return self.micro_batch_size
         return min(self.micro_batch_size, max(1, self.micro_batch_tokens // tokens))
 
     def most_micro_steps(self, tokens: int) -> int:
-        """Those of a step, where no sequence has more tokens than these."""
+        """Micro-steps of a step at most, if no sequence has more than this many tokens."""
         samples = self.recipe.train.global_batch_size
         return count_micro_steps(samples, self.sequences_of(tokens), self.world_size)
 
 
 def count_micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
-    """Forward and backward passes that each rank makes for so many samples over all ranks."""
+    """Forward and backward passes of each rank for this many samples over all ranks."""
     return math.ceil(samples / (micro_batch_size * world_size))
 
 
@@ -113,9 +133,9 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     """Resolve every "auto", check every rule that needs neither model nor data.
 
     Args:
-        recipe: what is asked.
+        recipe: the recipe.
         devices: of this machine.
-        trains: False: a model is only asked for answers and losses.
+        trains: False: only answers and losses are computed.
 
     Raises:
         UserError: a value out of its range, or a setting that the devices cannot run.
@@ -168,12 +188,8 @@ KNOWN_MICRO_BATCH: dict[MicroBatchKey, int] = {"micro_batch_size": 1, "micro_bat
 
 
 def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
-    """Most sequences and most tokens of a micro-batch; what a person should know of them is noted.
-
-    Raises:
-        UserError: they depend on what is not known here, or do not go together.
-    """
-    if (key := train.filled) is not None:
+    """Most sequences and most tokens of a micro-batch; adds notices about them."""
+    if (key := train.auto_key) is not None:
         raise UserError(
             f"train.{key} is auto, which depends on the free memory of a device. "
             f"Try --train.{key} {KNOWN_MICRO_BATCH[key]}, or ftkit plan with --gpu."
@@ -201,7 +217,7 @@ def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
 
 
 def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
-    """Refuse what does not run on a kind of device; say so where nobody has tried it."""
+    """Refuse strategies that a kind of device does not run; a notice for untested kinds."""
     kind = device_kind(devices.accelerator)
     if strategy not in kind.strategies:
         known = " or ".join(kind.strategies)
@@ -229,7 +245,7 @@ def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
 
 
 def _check_in_backward(plan: Plan) -> None:
-    """Refuse to update parameters one by one where all gradients must be known before."""
+    """Refuse updates in the backward pass where the update needs all gradients."""
     train, why = plan.recipe.train, ""
     if reason := plan.rules.needs_all_gradients(plan.options):
         why = f"{plan.strategy} {reason}"
@@ -259,3 +275,333 @@ def _check_in_backward(plan: Plan) -> None:
             f"train.optimizer_in_backward is true, but {why}, or --train.optimizer_in_backward "
             "false."
         )
+
+
+def check_ranges(recipe: Recipe) -> None:
+    """Refuse values out of their ranges, with a value that works."""
+    train, evaluation = recipe.train, recipe.eval
+    for key, value, least in (
+        ("train.global_batch_size", train.global_batch_size, 1),
+        ("train.micro_batch_size", train.micro_batch_size, 1),
+        ("train.micro_batch_tokens", train.micro_batch_tokens, 1),
+        ("train.epochs", train.epochs, 1),
+        ("train.max_steps", train.max_steps, 1),
+        ("train.max_seq_length", train.max_seq_length, 2),
+        ("train.lr_warmup_steps", train.lr_warmup_steps, 0),
+        ("train.save_interval", train.save_interval, 1),
+        ("train.log_interval", train.log_interval, 1),
+        ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
+        *_intervals(recipe.checkpoint.keep_every),
+        ("checkpoint.max_staged_bytes", recipe.checkpoint.max_staged_bytes, 2**20),
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
+        ("memory.activation_checkpointing", recipe.memory.activation_checkpointing or 1, 1),
+        ("eval.interval", evaluation.interval, 0),
+        ("eval.patience", evaluation.patience, 1),
+        ("eval.max_iters", evaluation.max_iters, 1),
+        ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
+        ("eval.exact_match", evaluation.exact_match, 0),
+        ("eval.rouge_l", evaluation.rouge_l, 0),
+        ("eval.limit", evaluation.limit, 1),
+        ("eval.num_fewshot", evaluation.num_fewshot, 0),
+        ("eval.evaluate_example", evaluation.evaluate_example, 0),
+        ("devices", recipe.devices, 1),
+        ("num_nodes", recipe.num_nodes, 1),
+        ("seed", recipe.seed, 0),
+    ):
+        if isinstance(value, int) and value < least:
+            raise UserError(f"{key} is {value}, but must be at least {least}. Try --{key} {least}.")
+    _check_numbers(recipe)
+    if recipe.checkpoint.save_every not in (None, "auto"):
+        parse_duration(recipe.checkpoint.save_every)
+    parse_duration(recipe.checkpoint.time_between_losses, "checkpoint.time_between_losses")
+    if recipe.seed >= 2**63:
+        raise UserError(f"seed is {recipe.seed}, but must be below 2**63. Try --seed 1337.")
+    rate = recipe.optimizer["init_args"].get("lr")
+    if rate is not None and (not isinstance(rate, int | float) or not 0 <= rate < math.inf):
+        raise UserError(
+            f"optimizer.lr is {rate!r}, but must be a number of at least 0. "
+            "Try --optimizer.lr 2e-4."
+        )
+    if train.epochs is None and train.max_steps is None:
+        raise UserError(
+            "train.epochs and train.max_steps are both empty: how long to train? "
+            "Try --train.epochs 1."
+        )
+    if train.max_tokens is not None:
+        raise UserError(
+            f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
+            "Try --train.max_tokens null --train.max_steps 100."
+        )
+    if evaluation.patience is not None and not evaluation.interval:
+        raise UserError(
+            f"eval.patience is {evaluation.patience}, but eval.interval is 0: there is no "
+            "validation while training. Try --eval.interval 100, or --eval.patience null."
+        )
+    if recipe.checkpoint.result == "best" and not recipe.checkpoint.save:
+        raise UserError(
+            "checkpoint.result is best, but checkpoint.save is false: no checkpoint is kept. "
+            "Try --checkpoint.save true, or --checkpoint.result last."
+        )
+    if evaluation.rouge_l and not evaluation.max_new_tokens:
+        raise UserError(
+            f"eval.rouge_l is {evaluation.rouge_l}, but eval.max_new_tokens is "
+            f"{'empty' if evaluation.max_new_tokens is None else 0}: how long may answers be? "
+            "Try --eval.max_new_tokens 100."
+        )
+    example = evaluation.evaluate_example
+    if isinstance(example, str) and example not in ("first", "random"):
+        raise UserError(
+            f'eval.evaluate_example is {example!r}, but must be "first", "random" or the index of '
+            "a validation record. Try --eval.evaluate_example first."
+        )
+    if isinstance(recipe, LoraRecipe):
+        _check_lora(recipe)
+
+
+def _check_numbers(recipe: Recipe) -> None:
+    """Refuse numbers out of their ranges; NaN is in none."""
+    train = recipe.train
+    ranges: list[tuple[str, float | None, Callable[[float], bool], str, str]] = [
+        ("train.max_time", train.max_time, _above_0, "be above 0", "null for no limit"),
+        ("train.max_norm", train.max_norm, _above_0, "be above 0", "null for no limit"),
+        ("train.min_lr", train.min_lr, _at_least_0, "be a number of at least 0", "0"),
+        (
+            "train.lr_decay_fraction",
+            train.lr_decay_fraction,
+            lambda x: 0 < x <= 1,
+            "be above 0 and at most 1",
+            "0.1",
+        ),
+        ("train.label_smoothing", train.label_smoothing, _share, "lie in [0, 1)", "0.1"),
+        (
+            "train.neftune_noise_alpha",
+            train.neftune_noise_alpha,
+            lambda x: 0 < x < math.inf,
+            "be above 0",
+            "5, or null for no noise",
+        ),
+        (
+            "train.ema_decay",
+            train.ema_decay,
+            lambda x: 0 < x < 1,
+            "lie between 0 and 1",
+            "0.999, or null for no average",
+        ),
+        (
+            "train.lr_warmup_fraction",
+            train.lr_warmup_fraction,
+            lambda x: 0 <= x <= 1,
+            "lie between 0 and 1",
+            "0.1",
+        ),
+        (
+            "router_aux_loss_coef",
+            recipe.router_aux_loss_coef,
+            _at_least_0,
+            "be finite and not negative",
+            "0.001",
+        ),
+    ]
+    if isinstance(recipe, LoraRecipe):
+        ranges += [
+            ("lora_alpha", recipe.lora_alpha, _above_0, "be above 0", "16"),
+            ("lora_dropout", recipe.lora_dropout, _share, "lie in [0, 1)", "0.05"),
+            (
+                "lora_plus_ratio",
+                recipe.lora_plus_ratio,
+                lambda x: 0 < x < math.inf,
+                "be above 0",
+                "16",
+            ),
+        ]
+    for key, value, is_in_range, rule, example in ranges:
+        if value is not None and not is_in_range(value):
+            raise UserError(f"{key} is {value:g}, but must {rule}. Try --{key} {example}.")
+
+
+def _above_0(number: float) -> bool:
+    return number > 0
+
+
+def _at_least_0(number: float) -> bool:
+    return 0 <= number < math.inf
+
+
+def _share(number: float) -> bool:
+    return 0 <= number < 1
+
+
+def check_best(recipe: Recipe, nodes: int) -> None:
+    """Refuse result: best where not all machines could read the best checkpoint.
+
+    Args:
+        recipe: the recipe.
+        nodes: number of machines.
+    """
+    if recipe.checkpoint.result == "best" and nodes > 1 and url_of(recipe.out_dir):
+        raise UserError(
+            f"checkpoint.result is best and out_dir is {display_path(recipe.out_dir)}: each of the "
+            f"{nodes} machines has shards of its own ranks there. Try --out_dir on a disk that all "
+            "of them share, or --checkpoint.result last."
+        )
+
+
+def check_validations(recipe: Recipe, total_steps: int) -> list[str]:
+    """Check the validation settings against the length of the run; returns notices.
+
+    Args:
+        recipe: the recipe.
+        total_steps: of the run.
+
+    Raises:
+        UserError: the result is the best checkpoint, but none is validated.
+    """
+    settings, patience = recipe.eval, recipe.eval.patience
+    before_last = (total_steps - 1) // settings.interval if settings.interval else 0
+    if recipe.checkpoint.result == "best" and not before_last and not settings.final_validation:
+        raise UserError(
+            f"checkpoint.result is best, but none of the {total_steps} steps is validated: "
+            f"eval.interval is {settings.interval} and eval.final_validation is false. "
+            f"Try --eval.interval {max(1, total_steps // 4)}, or --checkpoint.result last."
+        )
+    if patience is None or before_last >= patience:
+        return []
+    notice = (
+        f"eval.patience {patience} cannot end this run of {total_steps} steps before its last one: "
+        f"eval.interval is {settings.interval}. "
+        f"Try --eval.interval {max(1, total_steps // (4 * patience))}."
+    )
+    return [notice]
+
+
+def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int | None, int]]:
+    """Numbers of `checkpoint.keep_every` with their minima."""
+    if not isinstance(keep_every, dict):
+        return [("checkpoint.keep_every", keep_every, 1)]
+    numbers = [number for pair in keep_every.items() for number in pair]
+    if not numbers or min(numbers) < 1:
+        raise UserError(
+            f"checkpoint.keep_every is {keep_every}, but must have steps and intervals of at least "
+            'one step. Try --checkpoint.keep_every "{1000: 100, 10000: 1000}".'
+        )
+    return []
+
+
+def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: bool) -> None:
+    """Refuse kernels and compilation that these devices or this strategy cannot run.
+
+    Args:
+        recipe: its keys `compile` and `kernels`.
+        devices: of this machine.
+        strategy: the resolved strategy.
+        compiles: whether blocks may be compiled under it.
+    """
+    if recipe.kernels == "liger" and not device_kind(devices.accelerator).has_triton:
+        raise UserError(
+            f"kernels is liger, but the accelerator is {devices.accelerator} and these kernels are "
+            "for CUDA. "
+            "Try --kernels torch."
+        )
+    if recipe.kernels == "liger" and recipe.compile:
+        raise UserError(
+            "kernels is liger and compile is true, which have not been tried together; compiled "
+            "blocks fuse the same operations. Try --kernels torch, or --compile false."
+        )
+    if recipe.kernels == "liger" and recipe.train.label_smoothing:
+        raise UserError(
+            f"train.label_smoothing is {recipe.train.label_smoothing:g} and kernels is liger, "
+            "whose loss has not been tried with it. Try --kernels torch."
+        )
+    if recipe.compile and not compiles:
+        raise UserError(
+            f"compile is true, but {strategy} gathers the parameters of each layer in the middle "
+            "of a block. Try --strategy fsdp, or --compile false."
+        )
+
+
+def check_kernels_installed(recipe: Recipe, accelerator: str) -> None:
+    """Refuse a run whose kernels or compiler are not installed.
+
+    Raises:
+        UserError: names what to install.
+    """
+    if recipe.kernels == "liger" and not has_liger():
+        raise UserError(
+            "kernels is liger, but Liger-Kernel is not installed. Try pip install "
+            "'liger-kernel>=0.8.5', or --kernels torch."
+        )
+    variable, usual = ("CXX", "g++") if accelerator == "cpu" else ("CC", "gcc")
+    compiler = os.environ.get(variable, usual)
+    needs_compiler = recipe.compile or recipe.kernels == "liger"
+    if needs_compiler and shutil.which(compiler) is None:
+        key, off = ("compile", "false") if recipe.compile else ("kernels", "torch")
+        raise UserError(
+            f"{key} needs a compiler on this machine, but there is no {compiler}. Install it or "
+            f"set ${variable}, or try --{key} {off}."
+        )
+
+
+def check_loggers_installed(recipe: Recipe) -> None:
+    """Refuse a run whose loggers are not installed.
+
+    Raises:
+        UserError: names what to install.
+    """
+    for name in recipe.extra_loggers:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"logger_name has {name}, but it is not installed. Try pip install "
+                f"{_PACKAGE_OF[name]}, or --logger_name csv."
+            )
+
+
+def has_liger() -> bool:
+    """Whether Liger-Kernel and Triton are installed."""
+    return all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
+
+
+def ignored_layers(recipe: Recipe) -> list[str]:
+    """Notices about layer switches that lora_targets overrides."""
+    if not isinstance(recipe, LoraRecipe) or recipe.lora_targets is None:
+        return []
+    defaults = {field.name: field.default for field in fields(recipe)}
+    ignored = [key for key in LAYER_SWITCHES if getattr(recipe, key) != defaults[key]]
+    return [f"lora_targets chooses the layers: {', '.join(ignored)} has no effect."] * bool(ignored)
+
+
+def _check_lora(recipe: LoraRecipe) -> None:
+    if recipe.lora_r < 1:
+        raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
+    if recipe.lora_variant == "dora" and recipe.lora_init != "default":
+        raise UserError(
+            f"lora_init is {recipe.lora_init}, but lora_variant dora starts from the lengths of "
+            "the base model's own rows. Try --lora_init default."
+        )
+    if recipe.lora_experts:
+        _check_lora_of_experts(recipe)
+        return
+    if recipe.lora_targets is not None:
+        if not recipe.lora_targets:
+            raise UserError(
+                "lora_targets is empty: no layer is adapted. Try --lora_targets '[q_proj, v_proj]'."
+            )
+        return
+    if not any(getattr(recipe, layer) for layer in LAYER_SWITCHES):
+        raise UserError(
+            "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
+            "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."
+        )
+
+
+def _check_lora_of_experts(recipe: LoraRecipe) -> None:
+    """Refuse settings that PEFT does not have for adapters of experts."""
+    for key, value, known in (
+        ("lora_dropout", f"{recipe.lora_dropout:g}", ["0"]),
+        ("lora_variant", recipe.lora_variant, ["lora", "rslora"]),
+        ("lora_init", recipe.lora_init, ["default"]),
+    ):
+        if value not in known:
+            raise UserError(
+                f"{key} is {value}, but lora_experts is true, and a PEFT adapter of experts knows "
+                f"{' and '.join(known)} alone. Try --{key} {known[0]}, or --lora_experts false."
+            )

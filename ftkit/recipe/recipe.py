@@ -1,4 +1,4 @@
-"""The recipe: what was asked, as frozen dataclasses.
+"""The recipe: the settings of a run, as frozen dataclasses.
 
 Keys, nesting and defaults follow LitGPT's finetune recipes, so that those run unchanged. Each
 field is documented once, in the string below it; that string is also its ``--help``.
@@ -72,7 +72,7 @@ class Train:
     """Learning rate that the decay goes down to."""
     label_smoothing: float = 0.0
     """Of each label, this fraction is spread evenly over the vocabulary while training, as torch's
-    cross_entropy defines it. The loss of training has it, that of validation has not."""
+    cross_entropy defines it. The training loss includes it, the validation loss does not."""
     neftune_noise_alpha: float | None = None
     """NEFTune: noise on the embeddings while training, between -a and a with a = this /
     sqrt(tokens of the sample * width); 5 is usual. Empty: none."""
@@ -95,18 +95,18 @@ class Train:
     all)."""
 
     @property
-    def filled(self) -> MicroBatchKey | None:
-        """The key that is auto; of both, the tokens, which bound the sequences too."""
+    def auto_key(self) -> MicroBatchKey | None:
+        """The key that is auto; micro_batch_tokens if both are, because it bounds sequences too."""
         if self.micro_batch_tokens == "auto":
             return "micro_batch_tokens"
         is_open = self.micro_batch_size == "auto" and self.micro_batch_tokens is None
         return "micro_batch_size" if is_open else None
 
-    def filled_with(self, value: int) -> "Train":
-        """The same with this value for what is auto."""
-        if self.filled == "micro_batch_tokens":
+    def with_auto_value(self, value: int) -> "Train":
+        """Return the settings with this value for the key that is auto."""
+        if self.auto_key == "micro_batch_tokens":
             return dataclasses.replace(self, micro_batch_tokens=value)
-        assert self.filled == "micro_batch_size"
+        assert self.auto_key == "micro_batch_size"
         return dataclasses.replace(self, micro_batch_size=value)
 
 
@@ -123,7 +123,7 @@ class Eval:
     """Validate on at most this many batches of train.global_batch_size sequences."""
     sets: dict[str, Any] | None = None
     """Further records to validate on, by names: {code: code.jsonl, french: {path: french.jsonl,
-    columns: {output: answer}}}, or --eval.sets.code FILE. The loss on each is told beside the
+    columns: {output: answer}}}, or --eval.sets.code FILE. The loss on each is reported beside the
     validation loss. Their records are rendered as those of data; path, columns, subset, split and
     revision say which they are."""
     max_new_tokens: int | None = 100
@@ -142,10 +142,10 @@ class Eval:
     """Answer this many validation records greedily before and after training, and report how much
     of the words answers share with the expected text: the mean ROUGE-L."""
     tasks: list[str] | None = None
-    """Ask these tasks of the lm-evaluation-harness before and after training (pip install
+    """Run these tasks of the lm-evaluation-harness before and after training (pip install
     'ftkit[tasks]'): names such as [arc_easy, gsm8k], task files or directories of them."""
     limit: int | None = None
-    """Ask this many records of each task. Default: all."""
+    """Use this many records of each task. Default: all."""
     num_fewshot: int | None = None
     """Examples in each prompt of a task. Default: as the task says."""
     apply_chat_template: bool = False
@@ -198,14 +198,14 @@ class Checkpoint:
 
     @property
     def best_kept(self) -> int:
-        """How many of the lowest validation loss are kept."""
+        """Number of checkpoints kept for their low validation loss."""
         return max(self.keep_best, 1) if self.result == "best" else self.keep_best
 
     def most_at_once(self, steps: int | None) -> int:
-        """Checkpoints on the disk at one time, at most; those of `keep_every` are not counted.
+        """Most checkpoints on the disk at one time, without those of `keep_every`.
 
         Args:
-            steps: to come, each with one checkpoint at most; None: not known.
+            steps: steps to come, each with one checkpoint at most; None: unknown.
         """
         most = self.keep_last + self.best_kept + 1  # the next is written before an old one goes
         return most if steps is None else min(most, steps)
@@ -299,18 +299,18 @@ class Recipe:
 
     @property
     def method(self) -> Method:
-        """How the model is adapted: every weight, or LoRA weights alone."""
+        """Whether all weights or LoRA weights are trained: `full` or `lora`."""
         return "full"
 
     @property
     def extra_loggers(self) -> tuple[LoggerName, ...]:
-        """Those beside metrics.csv, each once."""
+        """Loggers beside metrics.csv, without repetitions."""
         named = [self.logger_name] if isinstance(self.logger_name, str) else self.logger_name
         return tuple(dict.fromkeys(name for name in named if name != "csv"))
 
     @property
     def implementation(self) -> Literal["litgpt", "transformers"] | None:
-        """Whose code computes the model, if it was said."""
+        """The chosen implementation of the model; None: auto."""
         return None if self.model_implementation == "auto" else self.model_implementation
 
 
@@ -369,7 +369,7 @@ class LoraRecipe(Lora, Recipe):
 
     @property
     def method(self) -> Method:
-        """How the model is adapted: every weight, or LoRA weights alone."""
+        """Whether all weights or LoRA weights are trained: `full` or `lora`."""
         return "lora"
 
 

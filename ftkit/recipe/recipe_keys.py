@@ -1,4 +1,4 @@
-"""Keys of recipes: their names and types, where a class may come from, how messages name them."""
+"""Keys of recipes: names, types, allowed classes, and their words in messages and help."""
 
 import dataclasses
 import functools
@@ -17,17 +17,16 @@ from ftkit.utils.names import leaves, nearest
 from ftkit.utils.remote.urls import display_path
 
 COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
-"""Fields that name a class, with the package a short name belongs to."""
+"""Fields that name a class, with the package of short names."""
 
 ALLOWED_PACKAGES = {
     "data": ("litgpt.data", "ftkit.data"),
     "optimizer": ("torch.optim", "bitsandbytes.optim", "deepspeed.ops.adam"),
 }
-"""Where a class_path may come from. A recipe never makes ftkit import anything else."""
+"""Packages of class paths. A recipe never makes ftkit import anything else."""
 
 ONE_OF = {"data": ("path", "json_path", "sources")}
-"""Arguments of a class that say one thing in several ways: the one that is set later replaces the
-others."""
+"""Arguments with one meaning: the one that is set later replaces the others."""
 
 MAPPINGS = ("checkpoint.keep_every", "eval.sets")
 """Keys whose value may be a mapping, and not a group of keys."""
@@ -57,7 +56,7 @@ ELSEWHERE = {
     "warmup_steps": "train.lr_warmup_steps",
     "weight_decay": "optimizer.weight_decay",
 }
-"""Keys by their names in other programs, which people type here."""
+"""Names of keys in other programs, with ours."""
 
 USUAL = {
     "checkpoint.max_staged_bytes": "1073741824",
@@ -76,7 +75,7 @@ FOREIGN_RECIPES = (
     (_PRETRAINING, {"model_name", "tokenizer_dir"}),
     (_PRETRAINING, {"model_config", "tokenizer_dir"}),
 )
-"""Programs, and keys that tell that a file is of them."""
+"""Programs, with keys that only their recipes have."""
 
 OF_COMMANDS = {
     "metric": "names a file that is executed, so it is an option of ftkit finetune, finetune_lora, "
@@ -85,14 +84,14 @@ OF_COMMANDS = {
     "finetune_lora, finetune_full and evaluate alone. Remove it, and add --trust_task_code DIR to "
     "the command",
 }
-"""What is typed on command lines and no recipe says, by the reason."""
+"""Options that a recipe cannot set, with the reason."""
 
 LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
 GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
 
 
 def key_types(method: Method) -> dict[str, Any]:
-    """Every dotted key of a recipe with its type."""
+    """Dotted keys of a recipe with their types."""
     return {key: field.type for key, field in _key_fields(RECIPE_OF[method])}
 
 
@@ -107,14 +106,14 @@ def _key_fields(
 
 
 def accepted_types(kind: Any) -> list[Any]:
-    """The types that a key accepts, None apart; a literal stands for itself."""
+    """Types that a key accepts, without None; a Literal is one type."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return [k for k in typing.get_args(kind) if k is not types.NoneType]
     return [kind]
 
 
 def describe(kind: Any) -> str:
-    """A type in words: 'a whole number', 'true or false', 'one of: auto, cpu, cuda'."""
+    """Describe a type: 'a whole number', 'true or false', 'one of: auto, cpu, cuda'."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         return f"one of: {', '.join(map(str, choices))}" if len(choices) > 1 else repr(choices[0])
@@ -135,7 +134,7 @@ def _is_choice(kind: Any) -> bool:
 
 @functools.cache
 def field_texts(documented: type) -> dict[str, str]:
-    """The string below each field of a class and of its ancestors, on one line."""
+    """Strings below the fields of a class and its ancestors, each on one line."""
     import docstring_parser
 
     found: dict[str, str] = {}
@@ -146,7 +145,7 @@ def field_texts(documented: type) -> dict[str, str]:
 
 
 def placeholder_of(kind: Any) -> str:
-    """What stands for a value of this type in help: {auto,cpu,cuda}, NUMBER, PATH."""
+    """Placeholder for a value of this type in help: {auto,cpu,cuda}, NUMBER, PATH."""
     words = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH", bool: "{true,false}"}
     words[tuple] = "[NUMBER,...]"  # betas of optimizers without annotations
     found = []
@@ -171,16 +170,16 @@ def check_keys(merged: dict[str, Any], method: Method) -> None:
     """Refuse keys that a recipe of this method does not have.
 
     Raises:
-        UserError: names the key that was meant.
+        UserError: suggests a key.
     """
     known = key_types(method)
     for program, telling in FOREIGN_RECIPES:
         if telling <= merged.keys():
             raise UserError(
-                f"This is a recipe of {program}: {' and '.join(sorted(telling))} are no keys of "
-                "ftkit's. ftkit reads recipes as LitGPT has them for fine-tuning: base model, data "
-                "and settings have other names there. Try ftkit finetune CHECKPOINT_DIR --data "
-                "JSON --data.path FILE --print_config, and go on from what it prints."
+                f"This is a recipe of {program}: {' and '.join(sorted(telling))} are not keys "
+                "of ftkit, which reads recipes in LitGPT's format for fine-tuning: base model, "
+                "data and settings have other names there. Try ftkit finetune CHECKPOINT_DIR "
+                "--data JSON --data.path FILE --print_config, and go on from what it prints."
             )
     for key, _ in flatten(merged):
         if key in known:
@@ -216,7 +215,7 @@ def check_component(field: str, component: Component | None) -> None:
     """Refuse a class from a package that recipes may not name.
 
     Raises:
-        UserError: names the packages.
+        UserError: lists the allowed packages.
     """
     allowed = ALLOWED_PACKAGES.get(field)
     if component is None or allowed is None:
@@ -237,14 +236,14 @@ def check_component(field: str, component: Component | None) -> None:
 
 
 def default_class(field: str) -> str:
-    """The class path that data, optimizer or strategy has where a recipe names none."""
+    """Default class path of data, optimizer or strategy."""
     (default,) = [f.default_factory for f in dataclasses.fields(Recipe) if f.name == field]
     assert callable(default)
     return str(default()["class_path"])
 
 
 def default_name(field: str) -> str:
-    """The name of that class alone."""
+    """Name of the default class of data, optimizer or strategy."""
     return default_class(field).rpartition(".")[2]
 
 
@@ -272,14 +271,14 @@ def example_of(key: str, method: Method, wrong: Any = None) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """A value as a recipe has it."""
+    """A value as it is written in recipes."""
     if value is None:
         return "empty"
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML and JSON have it."""
+    """Convert a value to plain types for YAML and JSON."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -288,5 +287,5 @@ def plain(value: Any) -> Any:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves as dotted keys; class choices stay whole, as they are to be merged."""
+    """Leaves by dotted keys; components and mappings stay whole."""
     return leaves(values, prefix, whole={*COMPONENTS, *MAPPINGS})

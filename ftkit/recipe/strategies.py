@@ -1,4 +1,4 @@
-"""Strategies, light part: names, options and rules, which is chosen, and with which precision."""
+"""Strategies without torch: names, options, rules, and the choice of strategy and precision."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
@@ -16,7 +16,7 @@ WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "L
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """Of strategies that take none."""
+    """Options of strategies that take none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,31 +53,31 @@ StrategyOptions = NoOptions | FsdpOptions | DeepSpeedOptions
 
 
 class StrategyRules:
-    """What is known of a strategy before torch is loaded; the base is one that shards nothing.
+    """Rules of a strategy, known before torch is loaded; the base class shards nothing.
 
-    What it does with a model is `ftkit/strategies/NAME.py`.
+    Its implementation is `ftkit/strategies/NAME.py`.
     """
 
     name: ClassVar[StrategyName]
     options: ClassVar[type[StrategyOptions]] = NoOptions
     """Its options, which are the keys below `strategy`."""
     connects_ranks: ClassVar[bool] = True
-    """Whether there are messages between ranks."""
+    """Whether ranks communicate."""
     scales_loss: ClassVar[bool] = True
     """Whether it trains in 16-mixed, where small gradients need a loss scale."""
     keeps_masters: ClassVar[bool] = False
     """Whether it updates float32 copies beside weights of 16 bits, in mixed precision too."""
     trains_8bit_base: ClassVar[bool] = True
-    """Whether it takes bnb.int8."""
+    """Whether it trains with quantize: bnb.int8."""
     compiles: ClassVar[bool] = True
     """Whether blocks may be compiled."""
     bnb_optimizers: ClassVar[bool] = True
-    """Whether it updates with the optimizers of bitsandbytes."""
+    """Whether it supports the optimizers of bitsandbytes."""
     whole_matrices: ClassVar[bool] = True
     """Whether a rank updates matrices that it has whole."""
 
     def sharding(self, options: Any) -> str:
-        """What each rank has a part of, in words."""
+        """What is sharded over the ranks, in words."""
         return "nothing"
 
     def offloads(self, options: Any) -> bool:
@@ -85,15 +85,15 @@ class StrategyRules:
         return False
 
     def shards(self, options: Any, devices: int, num_nodes: int) -> int:
-        """How many ranks have parts of one model, if the strategy shards parameters.
+        """Number of ranks over which one model is sharded, if the strategy shards parameters.
 
         Raises:
-            UserError: they cannot be shared out so.
+            UserError: this sharding needs other numbers of devices or nodes.
         """
         return devices * num_nodes
 
     def needs_all_gradients(self, options: Any) -> str:
-        """Why they must be there before an update, and what else to use; empty: they need not."""
+        """Why an update needs all gradients, and what to use instead; empty: it does not."""
         return ""
 
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
@@ -116,14 +116,14 @@ class StrategyRules:
 
 
 class SingleRules(StrategyRules):
-    """One rank."""
+    """Rules of training on one rank."""
 
     name = "single"
     connects_ranks = False
 
 
 class DdpRules(StrategyRules):
-    """Every rank has all of the model and of the optimizer."""
+    """Rules of DDP: every rank has the whole model and optimizer state."""
 
     name = "ddp"
 
@@ -132,7 +132,7 @@ class DdpRules(StrategyRules):
 
 
 class FsdpRules(StrategyRules):
-    """Every rank has rows of each parameter."""
+    """Rules of FSDP: every rank has rows of each parameter."""
 
     name = "fsdp"
     options = FsdpOptions
@@ -182,7 +182,7 @@ class FsdpRules(StrategyRules):
 
 
 class DeepSpeedRules(StrategyRules):
-    """Every rank has equal parts of what the ZeRO stage shards."""
+    """Rules of DeepSpeed: every rank has equal parts of what the ZeRO stage shards."""
 
     name = "deepspeed"
     options = DeepSpeedOptions
@@ -270,12 +270,9 @@ def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
 def resolve_strategy(
     recipe: Recipe, devices: Devices, count: int, nodes: int
 ) -> tuple[StrategyName, StrategyOptions, Precision, list[str]]:
-    """Strategy, its options and the precision, and what to tell of the choice.
-
-    What is auto follows what is given. Where nothing is, and GPUs compute bfloat16 in software
-    only, FSDP would have to do without 16-bit arithmetic (it has no loss scaling here), which is
-    what makes such GPUs fast: DeepSpeed takes its place, if it is there and can.
-    """
+    """Resolve strategy, its options and precision; also returns notices about the choice."""
+    # FSDP has no loss scaling here. GPUs without bfloat16 need it for fast 16-bit arithmetic, so
+    # DeepSpeed is used there if nothing was chosen and it is installed.
     strategy, precision = _strategy(recipe, count * nodes), recipe.precision
     options = _options(recipe, strategy)
     if precision is None:
@@ -308,7 +305,7 @@ def _name(devices: Devices) -> str:
 
 
 def _check_precision(precision: Precision, strategy: StrategyName, devices: Devices) -> list[str]:
-    """Refuse what the devices cannot compute, and tell what is slow there."""
+    """Refuse precisions that the devices cannot compute; notices about slow ones."""
     if precision.startswith("16") and devices.accelerator == HOST_KIND:
         raise UserError(
             f"precision is {precision}, but float16 training needs a CUDA GPU: CPUs lack its fast "
@@ -364,7 +361,7 @@ def _options(recipe: Recipe, strategy: StrategyName) -> StrategyOptions:
 
 
 def untrainable_float16(strategy: StrategyName, devices: Devices) -> UserError:
-    """What is said of 16-true, in which training goes wrong, and what to use instead."""
+    """The error for 16-true, in which training diverges, with what to use instead."""
     better = "bf16-true"
     if not devices.bf16_native:
         better = "16-mixed" if RULES[strategy].scales_loss else "32-true"

@@ -37,15 +37,15 @@ class SweepRun:
     files: tuple[str, ...]
     """Recipes, later ones win."""
     varied: tuple[Override, ...]
-    """What makes it this run."""
+    """Keys that this run varies."""
     overrides: tuple[Override, ...]
-    """What was asked of all runs; wins over what is varied."""
+    """Keys of all runs; they win over varied ones."""
     out_dir: Path
     """Its directory."""
 
     @property
     def words(self) -> list[str]:
-        """Of its command line; nothing yet about what is in its directory."""
+        """Words of its command line, without --resume and --overwrite."""
         return [
             self.command,
             *(f"--config={file}" for file in self.files),
@@ -55,11 +55,11 @@ class SweepRun:
 
     @property
     def varied_text(self) -> str:
-        """What makes it this run, for people."""
+        """The varied keys, for people."""
         return ", ".join(f"{key} {value}" for key, value in self.varied)
 
     def recipe(self) -> Recipe:
-        """What is asked.
+        """Read the recipe of the run.
 
         Raises:
             UserError: names the run.
@@ -72,7 +72,7 @@ class SweepRun:
 
 
 def is_sweep(file: Path) -> bool:
-    """Whether a YAML file lists runs, as no recipe does.
+    """Whether a YAML file is a sweep, which lists runs, and not a recipe.
 
     Raises:
         UserError: it cannot be read.
@@ -81,7 +81,7 @@ def is_sweep(file: Path) -> bool:
 
 
 def runs_of_file(file: Path, overrides: Sequence[Override], out_dir: Path | None) -> list[SweepRun]:
-    """The runs of a sweep, as SWEEP.yaml names them.
+    """Read the runs of a SWEEP.yaml.
 
     Args:
         file: has `runs`, a list of mappings with `name`, `command`, `config` (beside the file) and
@@ -91,7 +91,7 @@ def runs_of_file(file: Path, overrides: Sequence[Override], out_dir: Path | None
             out/sweeps/NAME of the file.
 
     Raises:
-        UserError: it is no such file.
+        UserError: it is not such a file.
     """
     content = load_yaml(file)
     for key in content.keys() - {"out_dir", "runs"}:
@@ -111,7 +111,7 @@ def runs_of_keys(
     overrides: Sequence[Override],
     out_dir: Path | None,
 ) -> list[SweepRun]:
-    """The runs of a sweep: every combination of the values of some keys.
+    """Make one run for every combination of the values of some keys.
 
     Args:
         command: finetune, finetune_lora or finetune_full.
@@ -153,10 +153,10 @@ def runs_of_keys(
 
 
 def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
-    """The keys in which a recorded recipe differs from what is asked, with both values."""
+    """Keys in which a recorded recipe differs from the current one, with both values."""
     there = read_recipe([recorded], method=FINETUNE[run.command])
-    key = asked.train.filled
-    if key is not None and there.train.filled is None:
+    key = asked.train.auto_key
+    if key is not None and there.train.auto_key is None:
         train = dataclasses.replace(asked.train, **{key: getattr(there.train, key)})
         asked = dataclasses.replace(asked, train=train)
     now, before = (dict(leaves(to_dict(recipe))) for recipe in (asked, there))
@@ -197,7 +197,7 @@ def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path)
 
 
 def _names(found: Sequence[Sequence[Override]]) -> list[str]:
-    """What is varied as names of directories: micro_batch_size=8,precision=bf16-true."""
+    """Names of directories, such as micro_batch_size=8,precision=bf16-true."""
     keys = [key for key, _ in found[0]]
     tails = [key.rpartition(".")[2] for key in keys]
     heads = [tail if tails.count(tail) == 1 else key for key, tail in zip(keys, tails, strict=True)]
@@ -218,7 +218,7 @@ _CLOSING = {"[": "]", "{": "}", '"': '"', "'": "'"}
 
 
 def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
-    """Every combination of `key=a,b,c`, one such text for each key; one empty one for none.
+    """Every combination of the values in texts such as `key=a,b,c`; one empty one for no text.
 
     A comma inside brackets or quotes belongs to its value: `lora_targets=[q_proj,v_proj],[o_proj]`.
 
@@ -250,7 +250,7 @@ def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that stand in no brackets and no quotes."""
+    """Split at commas outside of brackets and quotes."""
     part = ""
     open_: list[str] = []
     for letter in text:

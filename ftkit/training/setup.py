@@ -36,8 +36,7 @@ from ftkit.models.pretrained.chat_files import chat_files, end_tokens
 from ftkit.models.pretrained.fingerprint import fingerprint, implementation_of
 from ftkit.models.pretrained.hub import find_here
 from ftkit.models.pretrained.save import layout_of
-from ftkit.recipe.checks import check_validations
-from ftkit.recipe.plan import Plan
+from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job

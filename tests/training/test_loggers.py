@@ -15,8 +15,8 @@ from lightning.fabric.loggers.logger import Logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from ftkit.errors import UserError
-from ftkit.recipe.checks import check_loggers_installed
 from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import check_loggers_installed
 from ftkit.recipe.recipe import Recipe
 from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers
 

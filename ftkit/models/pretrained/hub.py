@@ -12,6 +12,7 @@ from ftkit.models.architectures.checks import quantized_weights, require_plain_w
 from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
 from ftkit.models.pretrained.licences import is_licence
 from ftkit.models.pretrained.weights.shard_index import indexed_files
+from ftkit.recipe.options import DownloadOptions
 from ftkit.utils import embedded
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
@@ -160,6 +161,17 @@ def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
             )
         return files[0]
     return None
+
+
+def download_model(options: DownloadOptions) -> int:
+    """Download a model as `ftkit download` does; return the exit code.
+
+    Raises:
+        UserError: see `download`.
+    """
+    directory = download(options.repo_id, token=options.access_token, root=options.checkpoint_dir)
+    print(f"{directory} is ready: use it with --checkpoint_dir {directory}")
+    return 0
 
 
 def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Path:
