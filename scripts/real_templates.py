@@ -11,9 +11,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ftkit.data.rendering.chat import ChatRenderer
-from ftkit.models.chat_templates.named import text_template
 from ftkit.models.chat_templates.sandbox import DATE
-from ftkit.models.chat_templates.template import CHAT_TEMPLATE
+from ftkit.models.chat_templates.template import CHAT_TEMPLATE, text_template
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 PLACE = "/vendor/llama.cpp/models/templates/"

@@ -10,7 +10,7 @@ from ftkit.data.renderers import make_renderer
 from ftkit.data.rendering.document import NO_TEXT
 from ftkit.data.rendering.renderer import NO_OUTPUT
 from ftkit.data.spec import Part
-from ftkit.models.chat_templates.named import NAMED
+from ftkit.models.chat_templates.template import NAMED
 from ftkit.models.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, REFUSED
 
 _TO_RECORDS = {

@@ -25,7 +25,7 @@ from ftkit.data.records.read import RecordSet, read_files, read_hub
 from ftkit.data.records.record import Record, Shape
 from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.options import TrainOn
+from ftkit.models.chat_templates import TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.recipe.recipe import Component
 
@@ -105,7 +105,7 @@ class OwnData(DataSource):
         """
         for source in self._sources:
             if source.chat_template is not None:
-                from ftkit.models.chat_templates.named import check_chat_template  # needs jinja2
+                from ftkit.models.chat_templates.template import check_chat_template  # needs jinja2
 
                 check_chat_template(source.chat_template)
         found = [self._found(source) for source in self._sources]

@@ -11,7 +11,7 @@ from ftkit.data.records.shapes import COLUMNS
 from ftkit.data.rendering.renderer import Overlong
 from ftkit.data.spec import check_init_args, check_shared_values, check_value
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.options import Reasoning, TrainOn
+from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.utils.names import nearest
 
 

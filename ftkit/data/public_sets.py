@@ -32,7 +32,7 @@ from ftkit.data.spec import (
     check_shared_values,
 )
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.options import TrainOn
+from ftkit.models.chat_templates import TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.recipe.recipe import Component
 

@@ -8,9 +8,13 @@ from ftkit.data.rendering.document import TextRenderer
 from ftkit.data.rendering.prompted import CompletionRenderer, InstructionRenderer
 from ftkit.data.rendering.renderer import Renderer
 from ftkit.data.spec import Part, Rules
-from ftkit.models.chat_templates.named import OF_TOKENIZER, resolve_chat_template, text_template
-from ftkit.models.chat_templates.styles import template_of_style
-from ftkit.models.chat_templates.template import ChatTemplate
+from ftkit.models.chat_templates.prompt_styles import template_of_style
+from ftkit.models.chat_templates.template import (
+    OF_TOKENIZER,
+    ChatTemplate,
+    resolve_chat_template,
+    text_template,
+)
 
 
 def make_renderer(part: Part, tokenizer: Any) -> Renderer:

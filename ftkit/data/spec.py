@@ -14,7 +14,7 @@ from ftkit.data.records.paths import how_to_set
 from ftkit.data.records.record import Record, Shape
 from ftkit.data.rendering.renderer import Overlong
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.options import Reasoning, TrainOn
+from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest

@@ -19,12 +19,13 @@ from ftkit.models.load_weights import Whole, fill
 from ftkit.models.lora.load import check_shapes, read_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
+    fingerprint,
+    implementation_of,
     open_base,
     open_companions,
     parameter_shapes,
     weights,
 )
-from ftkit.models.pretrained.fingerprint import fingerprint, implementation_of
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.peft_adapter import CONFIG
 from ftkit.recipe.plan import Plan, make_plan

@@ -11,13 +11,16 @@ from ftkit.data.rendering.chat import ChatRenderer
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result
-from ftkit.models.chat_templates.named import OF_TOKENIZER, resolve_chat_template
-from ftkit.models.chat_templates.prompt_styles import AnyStyle, style_of_model
-from ftkit.models.chat_templates.styles import template_of_style
-from ftkit.models.chat_templates.template import ChatTemplate, template_of
+from ftkit.models.chat_templates.prompt_styles import AnyStyle, style_of_model, template_of_style
+from ftkit.models.chat_templates.template import (
+    OF_TOKENIZER,
+    ChatTemplate,
+    resolve_chat_template,
+    template_of,
+)
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.pretrained.chat_files import chat_files, end_tokens
-from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.models.pretrained.save import chat_files
+from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens
 from ftkit.recipe.options import AnswerOptions
 from ftkit.utils.yaml_files import parse_yaml
 

@@ -19,9 +19,9 @@ from ftkit.exchange.model_card import CardKind, card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space, output_directory
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.models.pretrained.base_model import parameter_shapes
-from ftkit.models.pretrained.chat_files import GENERATION
 from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt
 from ftkit.models.pretrained.save import save_hf, save_litgpt
+from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.options import ExportOptions
 from ftkit.recipe.peft_adapter import (
     CONFIG,

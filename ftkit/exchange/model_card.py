@@ -12,8 +12,7 @@ import yaml
 
 from ftkit.data.records.paths import is_hub_name
 from ftkit.evaluation.result import Result, report_of
-from ftkit.models.pretrained.hub import CARD, hub_name, is_litgpt
-from ftkit.models.pretrained.licences import licence_files
+from ftkit.models.pretrained.hub import CARD, hub_name, is_litgpt, licence_files
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.report import Report

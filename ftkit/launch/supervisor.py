@@ -24,8 +24,7 @@ from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
-from ftkit.models.pretrained.base_outline import keeps_rest
-from ftkit.models.pretrained.hub import find_or_download
+from ftkit.models.pretrained.hub import find_or_download, keeps_rest
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics

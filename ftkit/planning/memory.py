@@ -5,8 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from ftkit.models.bodies.attention import attention_path
-from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
 from ftkit.recipe.plan import Plan, has_liger

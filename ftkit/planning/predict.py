@@ -12,8 +12,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.dry_run import require_trainable
 from ftkit.models.lora.save import check_adapter
-from ftkit.models.pretrained.base_model import BaseModel, checked_length
-from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
 from ftkit.models.pretrained.save import layout_of

@@ -24,7 +24,7 @@ from ftkit.data.samples.sample_set import Samples
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, Part
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.named import OF_TOKENIZER
+from ftkit.models.chat_templates.template import OF_TOKENIZER
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.hub import has_tokenizer
 from ftkit.models.pretrained.tokenizer import Tokenizer

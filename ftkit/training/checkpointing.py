@@ -28,7 +28,7 @@ from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.save import save_adapter
 from ftkit.models.pretrained.base_model import BaseModel, save_companions
-from ftkit.models.pretrained.chat_files import GENERATION
+from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.directory import RunDirectory

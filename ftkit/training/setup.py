@@ -22,20 +22,24 @@ from ftkit.data.samples.layout import RankLayout
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.bodies.attention import AttentionPath, attention_kernel, attention_path
-from ftkit.models.chat_templates.named import OF_TOKENIZER, resolve_chat_template
-from ftkit.models.chat_templates.template import ChatTemplate
+from ftkit.models.chat_templates.template import OF_TOKENIZER, ChatTemplate, resolve_chat_template
 from ftkit.models.dry_run import require_trainable
 from ftkit.models.flops import attention_cost, mean_flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
 from ftkit.models.lora.load import Adapter, check_shapes, read_adapter
 from ftkit.models.lora.save import check_adapter
-from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base, open_companions
-from ftkit.models.pretrained.base_outline import OUTLINE
-from ftkit.models.pretrained.chat_files import chat_files, end_tokens
-from ftkit.models.pretrained.fingerprint import fingerprint, implementation_of
-from ftkit.models.pretrained.hub import find_here
-from ftkit.models.pretrained.save import layout_of
+from ftkit.models.pretrained.base_model import (
+    BaseModel,
+    checked_length,
+    fingerprint,
+    implementation_of,
+    open_base,
+    open_companions,
+)
+from ftkit.models.pretrained.hub import OUTLINE, find_here
+from ftkit.models.pretrained.save import chat_files, layout_of
+from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of

@@ -17,7 +17,7 @@ from ftkit.cli.app import run
 from ftkit.data.rendering.chat import ChatRenderer
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import find_result
-from ftkit.models.chat_templates.named import resolve_chat_template
+from ftkit.models.chat_templates.template import resolve_chat_template
 from ftkit.models.pretrained.base_model import open_base
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.fingerprint import fingerprint
+from ftkit.models.pretrained.base_model import fingerprint, open_base, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -244,7 +243,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ftkit.models.pretrained.weights.files.save_tensors", fail)
+    monkeypatch.setattr("ftkit.models.pretrained.weight_files.save_tensors", fail)
     monkeypatch.setattr(incremental_save, "store_early", fail)
     text = mistake(ended["full"].out_dir, "--format", form, "--out", tmp_path / "out")
     assert "cannot be written" in text and "No space left" in text

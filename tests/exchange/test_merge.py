@@ -320,7 +320,7 @@ def test_a_signal_leaves_nothing_half_written(
 {DEFAULT_SIGNALS}
 import os, signal
 from pathlib import Path
-from ftkit.models.pretrained.weights.files import ShardWriter
+from ftkit.models.pretrained.weight_files import ShardWriter
 write = ShardWriter._write_shard
 def write_and_end(self):
     write(self)

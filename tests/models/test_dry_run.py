@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 from ftkit.models.dry_run import require_trainable
-from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.base_model import read_blueprint
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "is an encoder, in which tokens see"),

@@ -16,7 +16,7 @@ from tiny import make_records
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
 from ftkit.errors import UserError
-from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.base_model import read_blueprint
 from ftkit.planning.gpus import GPUS, HOST, Gpu, find_gpu
 from ftkit.planning.predict import Planned, certain_micro_batch, plan_files
 from ftkit.planning.sequence_length import Longest, SequenceLength, sequence_length

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.store import Store
-from ftkit.models.pretrained.base_outline import keeps_rest
+from ftkit.models.pretrained.hub import keeps_rest
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.own_metric import own_metrics
 from ftkit.recipe.parsing import read_recipe

@@ -23,9 +23,7 @@ from ftkit.checkpoint.metadata import BaseIdentity
 from ftkit.checkpoint.shards import Piece
 from ftkit.errors import UserError
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.models.pretrained.fingerprint import fingerprint
+from ftkit.models.pretrained.base_model import fingerprint, open_base, read_blueprint
 from ftkit.planning.memory import predict
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import from_dict, read_recipe

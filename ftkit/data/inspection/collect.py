@@ -24,11 +24,9 @@ from ftkit.data.parts import LoadedPart, OnSplitProgress
 from ftkit.data.prepare import Prepared
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.errors import UserError
-from ftkit.models.pretrained.base_model import checked_length
-from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.models.pretrained.chat_files import end_tokens
+from ftkit.models.pretrained.base_model import checked_length, read_blueprint
 from ftkit.models.pretrained.hub import fetch_settings, find_gguf, find_or_download, has_tokenizer
-from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 

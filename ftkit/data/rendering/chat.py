@@ -9,10 +9,9 @@ import numpy.typing as npt
 
 from ftkit.data.records.record import Record
 from ftkit.data.rendering.renderer import Example, Rendered, Renderer, Rendering
-from ftkit.models.chat_templates.options import Reasoning, TrainOn
+from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
-from ftkit.models.chat_templates.turns import TurnFinder, Written, plain_messages
-from ftkit.models.chat_templates.untrained import without_untrained
+from ftkit.models.chat_templates.turns import TurnFinder, Written, plain_messages, without_untrained
 
 LOST = "no token lies in a turn of the assistant"
 """Why a conversation becomes no sample: tokens of what stands around it swallow the answer."""

@@ -8,8 +8,7 @@ import torch
 
 from ftkit.data.records.record import Record
 from ftkit.data.rendering.renderer import Example, Rendered, Renderer, Rendering
-from ftkit.models.chat_templates.prompt_styles import DEFAULT
-from ftkit.models.chat_templates.styles import template_of_style
+from ftkit.models.chat_templates.prompt_styles import DEFAULT, template_of_style
 from ftkit.models.chat_templates.template import ChatTemplate
 
 if TYPE_CHECKING:

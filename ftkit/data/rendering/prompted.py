@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ftkit.data.records.record import Record
 from ftkit.data.rendering.renderer import NO_OUTPUT, Example, Rendered, Renderer, Rendering
-from ftkit.models.chat_templates.prompt_styles import DEFAULT, AnyStyle
-from ftkit.models.chat_templates.styles import template_of_style
+from ftkit.models.chat_templates.prompt_styles import DEFAULT, AnyStyle, template_of_style
 from ftkit.models.chat_templates.template import ChatTemplate
 
 if TYPE_CHECKING:

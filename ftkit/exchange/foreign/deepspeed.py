@@ -41,7 +41,7 @@ from ftkit.exchange.foreign.unpickling import (
     mapping_in,
 )
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.pretrained.weights.files import WeightTensor
+from ftkit.models.pretrained.weight_files import WeightTensor
 from ftkit.utils.damaged_files import reading
 
 _PLACED = re.compile(r"(?:module\.)?(?:sequential\.)?(\d+)\.(.+)")

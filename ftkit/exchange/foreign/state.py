@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.exchange.foreign.names import TrainedParameter, trained_parameters
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.pretrained.weights.files import WeightTensor
+from ftkit.models.pretrained.weight_files import WeightTensor
 from ftkit.recipe.recipe import Method
 from ftkit.utils.damaged_files import reading
 

@@ -20,7 +20,7 @@ from ftkit.exchange.foreign.torch_optimizer import NamedState, groups_in, names_
 from ftkit.exchange.foreign.unpickling import held, load_torch_file
 from ftkit.models.lora.load import stored_adapter
 from ftkit.models.pretrained.hub import has_tokenizer, read_json, weight_files
-from ftkit.models.pretrained.weights.files import stored_tensors
+from ftkit.models.pretrained.weight_files import stored_tensors
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys, peft_settings
 from ftkit.recipe.recipe import Method
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.weights.files import WeightTensor
-from ftkit.models.pretrained.weights.pickled import record_sizes
+from ftkit.models.pretrained.weight_files import WeightTensor, record_sizes
 from ftkit.utils.damaged_files import reading
 
 

@@ -42,7 +42,7 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     storage_of,
 )
-from ftkit.models.pretrained.gguf.tensors import tensor_names
+from ftkit.models.pretrained.gguf.model import tensor_names
 from ftkit.recipe.options import ExportOptions, GgufNumbers
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
 from ftkit.utils.progress import OnProgress

@@ -1,1 +1,9 @@
 """Chat templates: how conversations become text, and which part of it is the assistant's."""
+
+from typing import Literal
+
+TrainOn = Literal["assistant", "last", "all"]
+"""Which tokens carry loss: every turn of the assistant, only its last turn, or all tokens."""
+
+Reasoning = Literal["split", "refuse"]
+"""What to do with a conversation whose later turns change how earlier ones are rendered."""

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ftkit.models.chat_templates.apart import begin_call, end_call, run_apart
+from ftkit.models.chat_templates.confined import begin_call, end_call, run_confined
 from ftkit.models.chat_templates.sandbox import NotRendered
 from ftkit.utils.process import stop_with_parent
 
@@ -47,7 +47,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
 
 def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
     try:
-        result = run_apart(function, *pickle.loads(arguments))  # noqa: S301
+        result = run_confined(function, *pickle.loads(arguments))  # noqa: S301
         return json.dumps({"result": result}).encode()
     except MemoryError:
         reply: dict[str, object] = {

@@ -5,12 +5,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.apart import Exceeded, run_apart
+from ftkit.models.chat_templates.confined import Exceeded, run_confined
 from ftkit.models.chat_templates.sandbox import NotRendered, check_source, rendered
 from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.names import nearest
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """Where transformers and ftkit look for the template of a model, beside its tokenizer."""
@@ -23,6 +24,13 @@ Span = tuple[int, int]
 _MOST_CHARACTERS = 2**22
 """Of a template's file; real ones have a few thousand."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+OF_TOKENIZER = "tokenizer"
+"""The template of the base model's tokenizer."""
+
+_DIRECTORY = Path(__file__).parent / "named"
+NAMED = {file.stem: file for file in sorted(_DIRECTORY.glob("*.jinja"))}
+"""Templates of ours, after published formats."""
 
 
 class TemplateRefusal(NotRendered):
@@ -51,7 +59,7 @@ class ChatTemplate:
             UserError: it is no template.
         """
         try:
-            run_apart(check_source, self.source)
+            run_confined(check_source, self.source)
         except NotRendered as error:
             problem = (
                 f"is no jinja template: line {error.line}" if error.line else "does not compile"
@@ -118,7 +126,7 @@ class ChatTemplate:
             **variables,
         }
         try:
-            text, blocks = run_apart(rendered, self.source, given)
+            text, blocks = run_confined(rendered, self.source, given)
         except Exceeded as error:
             raise self.explained(error) from None
         except NotRendered as error:
@@ -183,3 +191,73 @@ def _either(named: Mapping[str, str]) -> str | None:
     # Line ends at the seams are those of the templates alone.
     first, second = (text.removesuffix("\n") for text in (tool_use, default))
     return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
+
+
+class TemplatedTokenizer(Protocol):
+    """What a template needs of a tokenizer."""
+
+    model_name: str
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+
+def check_chat_template(value: object, key: str = "data.chat_template") -> None:
+    """Refuse what data.chat_template cannot be, as far as it can be told without a tokenizer.
+
+    Args:
+        value: what it is.
+        key: where it is named.
+
+    Raises:
+        UserError: it is no name and no file.
+    """
+    if value == OF_TOKENIZER or value in NAMED:
+        return
+    if isinstance(value, str | Path) and Path(value).expanduser().is_file():
+        return
+    near = nearest(str(value), [OF_TOKENIZER, *NAMED]) or "chatml"
+    raise UserError(
+        f"{key} is {value}, but has to be {OF_TOKENIZER} (the model's own), the path "
+        f"of a jinja file, or one of {', '.join(NAMED)}.\nTry --{key} {near}."
+    )
+
+
+def resolve_chat_template(
+    value: str | Path, tokenizer: TemplatedTokenizer, key: str = "data.chat_template"
+) -> ChatTemplate:
+    """The template that data.chat_template names.
+
+    Args:
+        value: tokenizer, a name, or the path of a file.
+        tokenizer: of the base model.
+        key: where it is named.
+
+    Raises:
+        UserError: there is none, or it is no template.
+    """
+    check_chat_template(value, key)
+    special_tokens = dict(tokenizer.special_tokens)
+    if value == OF_TOKENIZER:
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"{key} is {OF_TOKENIZER}, but the tokenizer of "
+                f"{tokenizer.model_name} has no chat template, as those of base models.\n"
+                f"Try --{key} zephyr, which ends turns with EOS; chatml and others "
+                "have tokens of their own."
+            )
+        return ChatTemplate(tokenizer.chat_template, "of the tokenizer", special_tokens)
+    return text_template(value, special_tokens)
+
+
+def text_template(value: str | Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The template of a name or a file, where there need not be a tokenizer.
+
+    Raises:
+        UserError: it is no template.
+    """
+    file = NAMED.get(str(value)) or Path(value).expanduser()
+    return ChatTemplate(read_template(file), str(value), special_tokens)

@@ -17,7 +17,7 @@ from ftkit.models.lora.experts import from_peft, parameters_adapted
 from ftkit.models.lora.save import PREFIX
 from ftkit.models.lora.targets import TRAINED, head_names, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
-from ftkit.models.pretrained.weights.pickled import load_pickled
+from ftkit.models.pretrained.weight_files import load_pickled
 from ftkit.recipe.peft_adapter import (
     CONFIG,
     OLD_WEIGHTS,

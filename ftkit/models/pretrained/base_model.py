@@ -1,8 +1,10 @@
-"""The base model: opened, and its weights read under our names.
+"""The base model: opened with its weights, from its settings alone, or without weights; identified.
 
-Our names are explained in `ftkit.models.architectures.naming`.
+The parameter names of ftkit are explained in `ftkit.models.architectures.naming`.
 """
 
+import hashlib
+import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,23 +29,41 @@ from ftkit.models.architectures.read import (
     read_architecture,
 )
 from ftkit.models.pretrained import hub
-from ftkit.models.pretrained.base_outline import KEEPS_REST, OUTLINE
+from ftkit.models.pretrained.gguf.convert import conversion_place, gguf_settings
+from ftkit.models.pretrained.hub import KEEPS_REST, OUTLINE, is_licence, licence_files
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
-from ftkit.models.pretrained.licences import is_licence, licence_files
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.models.pretrained.weights.files import (
+from ftkit.models.pretrained.weight_files import (
     DTYPES,
     WeightTensor,
     stored_tensors,
     write_settings,
 )
-from ftkit.models.pretrained.weights.storage import HeldParameter, NamedStorage, WeightStorage
+from ftkit.models.pretrained.weight_storage import HeldParameter, NamedStorage, WeightStorage
 from ftkit.utils import embedded
 
 _INITIAL_STD = 0.02
 SETTINGS = ("config.json", LITGPT_SETTINGS)
 _BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
 _COMPANIONS = (*SETTINGS, *_BESIDE, *hub.TOKENIZER_FILES)
+
+_TIED = (
+    "llama-3.2-",
+    "qwen2.5-0.5b",
+    "qwen2.5-1.5b",
+    "qwen2.5-3b",
+    "qwen2.5-coder-0.5b",
+    "qwen2.5-coder-1.5b",
+    "qwen2.5-coder-3b",
+    "qwen3-0.6b",
+    "qwen3-1.7b",
+    "qwen3-4b",
+    "smollm2-",
+)
+"""Beginnings of names whose config.json says tie_word_embeddings, beside families that all do."""
+
+_SAMPLED = 256
+"""Most values of each parameter that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +334,7 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
         return NamedStorage(architecture, naming)
     # These import transformers, which takes as long as all the rest.
     from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-    from ftkit.models.pretrained.weights.transformers_storage import TransformersStorage
+    from ftkit.models.pretrained.transformers_storage import TransformersStorage
 
     assert isinstance(architecture, TransformersArchitecture), "the other implementation"
     return TransformersStorage(architecture)
@@ -407,3 +427,153 @@ def licences(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     elif base.directory is not None:
         for file in licence_files(base.directory):
             yield file.name, file.read_bytes()
+
+
+def read_blueprint(
+    checkpoint_dir: str,
+    implementation: Implementation | None = None,
+    *,
+    unreached: UserError | None = None,
+    root: Path = hub.ROOT,
+) -> BaseModel:
+    """A base model as far as its settings tell; it has no weights.
+
+    Args:
+        checkpoint_dir: as `open_base` takes it; of a GGUF file its header is enough, of a directory
+            config.json or model_config.yaml, and a hub name that LitGPT knows need not be on this
+            machine.
+        implementation: whose code computes it; None: see `read_architecture`.
+        unreached: what has kept `hub.fetch_settings` from it, for the message.
+        root: where downloads are.
+
+    Raises:
+        UserError: nothing is known of such a model, or it cannot be trained.
+    """
+    if checkpoint_dir.startswith("random:"):
+        return open_base(checkpoint_dir, implementation)
+    if directory := hub.settings_directory(checkpoint_dir, root=root):
+        settings = hub.read_json(directory / "config.json")
+        return _of_settings(directory, settings, implementation)
+    if file := hub.find_gguf(checkpoint_dir, root=root):
+        return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)
+    name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
+    if known := known_architecture(name, implementation):
+        return _of_hub(*known)
+    wanted = unreached or (
+        f"Put its config.json into {root / name}, or give a directory with config.json or "
+        "model_config.yaml."
+    )
+    near = [*nearest_names(name), *(f"random:{t}" for t in nearest_types(Path(name).name))]
+    asks = "Did you mean" in str(wanted)
+    hint = f" Did you mean {' or '.join(near)}?" if near and not asks else ""
+    raise UserError(
+        f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because LitGPT knows no "
+        f"model of this name and its config.json is not here. {wanted}{hint}"
+    )
+
+
+def _of_settings(
+    directory: Path, settings: dict[str, Any], implementation: Implementation | None
+) -> BaseModel:
+    name = short_name(directory)
+    layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
+    architecture = read_architecture(directory, settings, name, layout, implementation)
+    return BaseModel(
+        name=name,
+        directory=directory,
+        architecture=architecture,
+        tokenizer=_any_tokenizer(),
+        tokenizer_directory=directory,
+        tied=is_tied(architecture, settings),
+        dtype=torch.float32,
+        layout=layout,
+        settings=settings,
+        companions={},
+    )
+
+
+def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
+    directory = hub.ROOT / hub_name
+    return BaseModel(
+        name=directory.name,
+        directory=directory,
+        architecture=architecture,
+        tokenizer=_any_tokenizer(),
+        tokenizer_directory=directory,
+        tied=architecture.is_usually_tied or directory.name.lower().startswith(_TIED),
+        dtype=torch.float32,
+        layout="litgpt" if architecture.naming_in("hf") is None else "hf",
+        settings={},
+        companions={},
+        known_as=hub_name,
+    )
+
+
+def _any_tokenizer() -> Tokenizer:
+    """The model's own may not be here, and no text is read."""
+    return Tokenizer(embedded.path("quickstart") / "model")
+
+
+def fingerprint(base: BaseModel) -> str:
+    """SHA-256 of the architecture and of values spread over every parameter.
+
+    The same for a copy of the model in Hugging Face's and in LitGPT's layout and in any number
+    format that holds its values. Looks at up to 256 values of each parameter: enough to tell
+    apart models of which one was trained, not to find a flipped bit. Random weights follow from
+    the architecture and are not drawn.
+
+    It tells whose code computes the model, whose names its parameters have: see
+    `implementation_of`.
+
+    Args:
+        base: with weights.
+
+    Raises:
+        UserError: the weights are missing, damaged or not those of the architecture.
+    """
+    implementation = base.architecture.implementation
+    return f"{implementation}:" * (implementation != "litgpt") + _digest(base)
+
+
+def implementation_of(known: str) -> Implementation:
+    """Whose code computes the model of a fingerprint; those of LitGPT's do not say so."""
+    return "transformers" if known.startswith("transformers:") else "litgpt"
+
+
+def _digest(base: BaseModel) -> str:
+    digest = hashlib.sha256(_text(base.architecture.identity()))
+    if base.random:
+        digest.update(b"random")
+        for name, shape in parameter_shapes(base).items():
+            digest.update(_text([name, list(shape)]))
+        return digest.hexdigest()
+    for name, tensor in weights(base):
+        digest.update(_text([name, list(tensor.shape)]))
+        digest.update(_sample(tensor).numpy().astype("<f8").tobytes())
+    return digest.hexdigest()
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """[up to 256] float64, from the first value to the last in nearly equal strides.
+
+    The strides differ by one, so that no matrix is looked at in one column alone.
+    """
+    values = tensor.flatten()
+    count = min(values.numel(), _SAMPLED)
+    positions = torch.arange(count) * (values.numel() - 1) // max(1, count - 1)
+    return values[positions].double()
+
+
+def _text(value: Any) -> bytes:
+    """One text per value, the same for 8 and 8.0."""
+    return json.dumps(_plain(value), sort_keys=True).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return value

@@ -3,15 +3,14 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import quantized_weights, require_plain_weights
 from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
-from ftkit.models.pretrained.licences import is_licence
-from ftkit.models.pretrained.weights.shard_index import indexed_files
 from ftkit.recipe.options import DownloadOptions
 from ftkit.utils import embedded
 from ftkit.utils.console.display import Display
@@ -69,6 +68,15 @@ _QUANTIZED_NOTES = {
     "hf_quant_config.json": "modelopt",
 }
 """What quantisers write beside a config.json, in which older ones say nothing."""
+
+_SUFFIXES = (".safetensors", ".bin")
+
+_LICENCE = re.compile(r"(licen[cs]es?|notices?|use_policy)(?![a-z])[^/]*", re.IGNORECASE)
+
+OUTLINE = "base.json"
+"""Its name."""
+KEEPS_REST = "keeps_rest"
+"""Its key for models that are more than the language model that is trained."""
 
 
 def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) -> Path:
@@ -376,7 +384,14 @@ def _is_gguf(file: Path) -> bool:
 def _convert(file: Path, root: Path) -> Path:
     from ftkit.models.pretrained.gguf.convert import convert
 
-    return convert(file, root)
+    return convert(file, root, _licences_of(file))
+
+
+def _licences_of(file: Path) -> dict[str, bytes]:
+    """The licence files beside a GGUF file, by name; none where they may be those of another."""
+    if sum(other.suffix.lower() == file.suffix.lower() for other in file.parent.iterdir()) > 1:
+        return {}
+    return {licence.name: licence.read_bytes() for licence in licence_files(file.parent)}
 
 
 def _converted(file: Path, root: Path) -> Path | None:
@@ -483,3 +498,53 @@ def _listed(names: list[str]) -> str:
     """The names in one phrase, at most three of them in full."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def indexed_files(content: Mapping[str, Any], index: Path) -> list[Path]:
+    """The weight files that an index names, whether they exist or not; sorted.
+
+    Only the names are looked at: where a link leads does not matter, because the files of a hub's
+    cache are links to other directories.
+
+    Args:
+        content: of the index.
+        index: model.safetensors.index.json or pytorch_model.bin.index.json.
+
+    Raises:
+        UserError: it lists no files, or names one outside of its own directory.
+    """
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} does not list the weight files. Download it again.")
+    files = set()
+    for tensor, name in weight_map.items():
+        place = PurePath(name) if isinstance(name, str) and "\0" not in name else PurePath()
+        if place.is_absolute() or ".." in place.parts or place.suffix not in _SUFFIXES:
+            raise UserError(
+                f"{index} says that {tensor} lies in {name!r}, but it has to name a weight file in "
+                f"{index.parent}, such as model-00001-of-00002{_SUFFIXES[0]}. Download it again."
+            )
+        files.add(index.parent / place)
+    return sorted(files)
+
+
+def licence_files(directory: Path) -> list[Path]:
+    """Those of the model in a directory."""
+    return sorted(file for file in directory.iterdir() if is_licence(file.name) and file.is_file())
+
+
+def is_licence(name: str) -> bool:
+    """Whether a file of this name is one, whatever its suffix."""
+    return _LICENCE.fullmatch(name) is not None
+
+
+def keeps_rest(directory: Path) -> bool:
+    """Whether a result takes from the files of the base model what no checkpoint holds.
+
+    Args:
+        directory: of a checkpoint, where settings, tokenizer and outline lie.
+
+    Raises:
+        UserError: the outline is damaged.
+    """
+    return bool(read_json(directory / OUTLINE).get(KEEPS_REST))

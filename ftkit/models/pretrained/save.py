@@ -1,6 +1,7 @@
 """Saving of a model as a directory, for Hugging Face or for LitGPT."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, LITGPT_SETTINGS, ModelLayout
 from ftkit.models.architectures.litgpt_library import require_litgpt
+from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.pretrained.base_model import (
     SETTINGS,
     BaseModel,
@@ -22,9 +24,15 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     storage_of,
 )
-from ftkit.models.pretrained.weights.files import DTYPES, ShardWriter, write_settings
-from ftkit.models.pretrained.weights.storage import Tensors, WeightStorage
+from ftkit.models.pretrained.tokenizer import GENERATION
+from ftkit.models.pretrained.weight_files import DTYPES, ShardWriter, write_settings
+from ftkit.models.pretrained.weight_storage import Tensors, WeightStorage
 from ftkit.utils.files import new_directory
+
+_ALSO_TEMPLATES = ("tokenizer_config.json", "chat_template.json")
+"""Where older programs look for a chat template."""
+_NOTE = "_from_model_config"
+"""Where it is true, transformers takes end tokens from config.json."""
 
 
 def layout_of(base: BaseModel) -> ModelLayout:
@@ -238,3 +246,34 @@ def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
             f"{out} cannot be written ({str(error).splitlines()[0]}). Free some space or choose "
             "another directory."
         ) from error
+
+
+def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dict[str, bytes]:
+    """The files that say how a version of a model is asked, by name.
+
+    Args:
+        base: whose tokenizer and generation settings they belong to.
+        template: what it was trained with, as jinja.
+        stop_ids: tokens that end what it says; at least one.
+    """
+    own = dict(companions(base))
+    files = {CHAT_TEMPLATE: template.encode(), GENERATION: _generation(base, own, stop_ids)}
+    for name in _ALSO_TEMPLATES:
+        settings = json.loads(own.get(name, b"{}"))
+        if "chat_template" in settings:
+            files[name] = _as_json(settings | {"chat_template": template})
+    return files
+
+
+def _generation(base: BaseModel, own: Mapping[str, bytes], stop_ids: Collection[int]) -> bytes:
+    """The generation settings of the base model, with the end tokens that were trained."""
+    keys = ("bos_token_id", "pad_token_id")
+    known = {key: base.settings[key] for key in keys if base.settings.get(key) is not None}
+    settings = known | json.loads(own.get(GENERATION, b"{}"))
+    settings.pop(_NOTE, None)
+    first, *others = sorted(stop_ids)
+    return _as_json(settings | {"eos_token_id": [first, *others] if others else first})
+
+
+def _as_json(settings: Mapping[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()

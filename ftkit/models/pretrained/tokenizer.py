@@ -15,6 +15,9 @@ from ftkit.models.chat_templates.template import template_of
 from ftkit.models.pretrained.hub import read_json
 from ftkit.utils.damaged_files import reading, require_regular
 
+GENERATION = "generation_config.json"
+"""The settings of generation; they name the tokens that end an answer."""
+
 _MOST_GROWTH = 2**14
 """How many times longer the steps of a tokenizer.json may make a text.
 
@@ -244,7 +247,7 @@ class Tokenizer:
         """The id of the first "bos" or "eos" token that a file names and the vocabulary has."""
         if (named := self._named_token(kind)) is not None:
             return named
-        for name in ("generation_config.json", "config.json"):
+        for name in (GENERATION, "config.json"):
             token = read_json(self._directory / name).get(f"{kind}_token_id")
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int) and not isinstance(token, bool):
@@ -269,6 +272,23 @@ class Tokenizer:
         """A token that loses the space before it when it is decoded alone, as Llama's words do."""
         token = self.processor.token_to_id("▁a")
         return token if token is not None and self.processor.decode([token]) == "a" else None
+
+
+def end_tokens(directory: Path) -> frozenset[int]:
+    """The tokens that end what a model says, by its settings; none: they do not say.
+
+    Raises:
+        UserError: a file is no JSON object.
+    """
+    settings = read_json(directory / "config.json")
+    of_language = settings.get("text_config")
+    of_language = of_language if isinstance(of_language, dict) else {}
+    for known in (read_json(directory / GENERATION), settings, of_language):
+        value = known.get("eos_token_id")
+        found = value if isinstance(value, list) else [value]
+        if ids := frozenset(token for token in found if isinstance(token, int)):
+            return ids
+    return frozenset()
 
 
 def _fast(vocabulary: Path) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.hub_errors import explained_upload, http_library
+from ftkit.models.pretrained.hub_errors import http_library
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.progress import is_quiet, print_notice
@@ -115,3 +115,41 @@ def _found(api: "HfApi", repo_id: str, *, public: bool) -> tuple[list[str], bool
             "--public, or choose another name."
         )
     return [file.rfilename for file in info.siblings or []], not info.private
+
+
+def explained_upload(error: Exception, repo_id: str) -> UserError:
+    """A failure of an upload in words that say what to do. Never quotes requests or tokens.
+
+    Args:
+        error: of the HTTP library, huggingface_hub or the operating system.
+        repo_id: where to.
+    """
+    from huggingface_hub import constants, errors
+
+    http = http_library()
+
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # of one file among several
+    hub = constants.ENDPOINT
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    again = "Run the command again: what has arrived is not sent again."
+    if isinstance(error, errors.HFValidationError):
+        return UserError(
+            f"{repo_id} is no name of a repository. Try ORG/NAME, such as me/my-model."
+        )
+    if status in (401, 403, 404):
+        return UserError(
+            f"{hub} refused to write {repo_id} (HTTP {status}): the token is wrong, may only read, "
+            "or belongs to an account without a say there. Make one that may write at "
+            "https://huggingface.co/settings/tokens, and give it as HF_TOKEN or --access_token."
+        )
+    if status is not None:
+        return UserError(f"{hub} did not take {repo_id} (HTTP {status}). {again}")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UserError(f"{repo_id} is not written: HF_HUB_OFFLINE forbids it. Unset it.")
+    if isinstance(error, (http.ConnectError, http.ConnectTimeout, http.ProxyError)):
+        return UserError(
+            f"{hub} cannot be reached from this machine. Check the network, or push from another "
+            "machine that has the files."
+        )
+    return UserError(f"The upload of {repo_id} broke off ({type(error).__name__}). {again}")

@@ -15,7 +15,7 @@ from ftkit.data.renderers import make_renderer
 from ftkit.data.rendering.renderer import NO_OUTPUT, Renderer
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.named import resolve_chat_template
+from ftkit.models.chat_templates.template import resolve_chat_template
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.planning.sequence_length import longest_sample
 from ftkit.recipe.recipe import Component

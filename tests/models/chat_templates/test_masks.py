@@ -13,7 +13,7 @@ from drawn_templates import DrawnTemplate, Piece, drawn_conversation
 from ftkit.data.records.record import Record
 from ftkit.data.rendering.chat import LOST, OTHERS_SAID, ChatRenderer
 from ftkit.data.rendering.renderer import Rendered, Rendering
-from ftkit.models.chat_templates.options import TrainOn
+from ftkit.models.chat_templates import TrainOn
 from ftkit.models.chat_templates.template import ChatTemplate, Span
 from ftkit.models.chat_templates.turns import TurnFinder, Written
 from ftkit.models.pretrained.tokenizer import Tokenizer

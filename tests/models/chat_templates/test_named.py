@@ -4,7 +4,7 @@ import pytest
 from chats import write_chat_tokenizer
 
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.named import NAMED, resolve_chat_template
+from ftkit.models.chat_templates.template import NAMED, resolve_chat_template
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 

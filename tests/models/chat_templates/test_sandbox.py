@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.models.chat_templates import apart
-from ftkit.models.chat_templates.apart import run_each_apart
+from ftkit.models.chat_templates import confined
+from ftkit.models.chat_templates.confined import run_each_confined
 from ftkit.models.chat_templates.sandbox import check_source
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
 from ftkit.models.chat_templates.turns import TurnFinder
@@ -26,7 +26,7 @@ def render(source: str) -> str:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates have 0.3 s of CPU time."""
-    monkeypatch.setattr(apart, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(confined, "MOST_SECONDS", 0.3)
 
 
 def child() -> psutil.Process:
@@ -210,7 +210,7 @@ class TestTheProcess:
         for _ in range(100_000):
             nested = [nested]
         items = ["{{ 'a' }}", "{% if %}", nested, "{{ 'x' * 10 ** 10 }}", "{{ 'x' }}" * 2**13] * 2
-        found = list(run_each_apart(check_source, [*items * 50, "last"]))
+        found = list(run_each_confined(check_source, [*items * 50, "last"]))
         refused = ["", "Expected an expression", "nested too deeply", "", ""] * 100
         assert len(found) == 501
         for result, reason in zip(found, refused, strict=False):
@@ -227,7 +227,7 @@ class TestTheProcess:
 
     def test_a_mistake_of_ours_is_not_taken_for_one_of_the_template(self) -> None:
         with pytest.raises(RuntimeError, match="TypeError"):
-            list(run_each_apart(len, [1]))
+            list(run_each_confined(len, [1]))
 
     def test_one_that_is_killed_between_two_templates_is_replaced(self) -> None:
         assert render("x") == "x"

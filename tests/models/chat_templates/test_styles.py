@@ -8,9 +8,13 @@ from chats import write_chat_tokenizer
 
 from ftkit.data.prompt_styles import prompt_style_file, resolve_prompt_style
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.prompt_styles import CLASSES, TextPrompt, style_of_model
+from ftkit.models.chat_templates.prompt_styles import (
+    CLASSES,
+    TextPrompt,
+    style_of_model,
+    template_of_style,
+)
 from ftkit.models.chat_templates.prompt_styles import STYLES as NAMED
-from ftkit.models.chat_templates.styles import template_of_style
 from ftkit.models.chat_templates.template import TemplateRefusal
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.parsing import read_recipe

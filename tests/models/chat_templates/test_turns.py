@@ -13,8 +13,7 @@ from families import FAMILIES
 from ftkit.data.records.record import Record
 from ftkit.data.rendering.chat import ChatRenderer
 from ftkit.data.rendering.renderer import Rendered
-from ftkit.models.chat_templates.named import NAMED, resolve_chat_template
-from ftkit.models.chat_templates.template import ChatTemplate
+from ftkit.models.chat_templates.template import NAMED, ChatTemplate, resolve_chat_template
 from ftkit.models.chat_templates.turns import (
     CHANGED,
     NO_TOOLS,

@@ -29,13 +29,13 @@ from ftkit.models.pretrained import base_model, hub
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     checked_length,
+    fingerprint,
     open_companions,
     parameter_shapes,
+    read_blueprint,
     save_companions,
     weights,
 )
-from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.models.pretrained.fingerprint import fingerprint
 from ftkit.models.pretrained.save import save_hf
 from ftkit.recipe.recipe import Recipe
 from ftkit.utils import embedded

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.chat_files import chat_files, end_tokens
-from ftkit.models.pretrained.save import save_hf, save_litgpt
+from ftkit.models.pretrained.save import chat_files, save_hf, save_litgpt
+from ftkit.models.pretrained.tokenizer import end_tokens
 
 TRAINED = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}"

@@ -23,11 +23,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.models.pretrained.fingerprint import fingerprint
+from ftkit.models.pretrained.base_model import fingerprint, open_base, read_blueprint
 from ftkit.models.pretrained.gguf import convert as conversion
-from ftkit.models.pretrained.gguf import tensors
+from ftkit.models.pretrained.gguf import model as gguf_model
 from ftkit.models.pretrained.gguf.convert import planned_conversion
 from ftkit.models.pretrained.gguf.header import BLOCKS, GgufHeader, GgufTensor, read_header
 from ftkit.models.pretrained.hub import find_here, find_or_download
@@ -175,7 +173,7 @@ def test_large_tensors_are_converted_some_rows_at_a_time(
 ) -> None:
     file = write_gguf(llama, tmp_path / "tiny.gguf", "Q8_0")
     whole = weights_in(find_or_download(str(file), root=root))
-    monkeypatch.setattr(tensors, "_CHUNK_NUMBERS", 1)
+    monkeypatch.setattr(gguf_model, "_CHUNK_NUMBERS", 1)
     in_parts = weights_in(find_or_download(str(file), root=tmp_path / "other"))
     assert all(torch.equal(in_parts[name], values) for name, values in whole.items())
 
@@ -405,12 +403,12 @@ def test_a_plan_needs_the_header_alone(llama: Path, tmp_path: Path, root: Path) 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q6_K", "Q2_K", "IQ4_XS"])
 def test_a_tensor_takes_no_more_memory_than_is_planned(kind: str, is_rotated: bool) -> None:
     source = GgufTensor(name="a", shape=(512, 16384), kind=kind, start=0)
-    change = partial(tensors._halves_after_each_other, head_size=128) if is_rotated else None
+    change = partial(gguf_model._halves_after_each_other, head_size=128) if is_rotated else None
     together = 128 if is_rotated else 1
-    tensor = tensors.ConvertedTensor(
+    tensor = gguf_model.ConvertedTensor(
         name="a",
         source=source,
-        dtype=tensors._PLAIN.get(kind, "F16"),
+        dtype=gguf_model._PLAIN.get(kind, "F16"),
         change=change,
         rows_together=together,
     )

@@ -30,10 +30,10 @@ from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub import download, find_or_download, missing_files
 from ftkit.models.pretrained.hub_errors import (
     explained,
-    explained_upload,
     http_library,
     nearest_names,
 )
+from ftkit.models.pretrained.upload import explained_upload
 from ftkit.utils import embedded, progress
 from ftkit.utils.console.formatting import bytes_text
 

@@ -11,8 +11,12 @@ from ftkit.models.architectures.families import litgpt_config
 from ftkit.models.architectures.litgpt_architecture import find_by_hub_name
 from ftkit.models.architectures.read import known_architecture
 from ftkit.models.dry_run import try_architecture
-from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
-from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.base_model import (
+    BaseModel,
+    open_base,
+    parameter_shapes,
+    read_blueprint,
+)
 
 NAMES = list(dict.fromkeys(config["name"] for config in configs))
 

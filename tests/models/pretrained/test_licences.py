@@ -8,7 +8,7 @@ from command import Command
 from tiny import make_data, make_llama
 
 from ftkit.models.pretrained.base_model import open_base, open_companions, save_companions, weights
-from ftkit.models.pretrained.licences import is_licence
+from ftkit.models.pretrained.hub import is_licence
 from ftkit.models.pretrained.save import save_hf, save_litgpt
 
 FILES = {

@@ -22,9 +22,14 @@ from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import require_text_alone
 from ftkit.models.lora.load import read_adapter
-from ftkit.models.pretrained.base_model import open_base, open_companions, save_companions, weights
-from ftkit.models.pretrained.blueprint import read_blueprint
-from ftkit.models.pretrained.fingerprint import fingerprint
+from ftkit.models.pretrained.base_model import (
+    fingerprint,
+    open_base,
+    open_companions,
+    read_blueprint,
+    save_companions,
+    weights,
+)
 from ftkit.models.pretrained.save import save_hf
 from ftkit.models.pretrained.size_estimate import rough_model
 

@@ -9,8 +9,7 @@ from command import Command
 from tiny import make_data, make_llama
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.pretrained.blueprint import read_blueprint
+from ftkit.models.pretrained.base_model import open_base, read_blueprint
 from ftkit.models.pretrained.hub import find_here
 
 CONFIGS: list[tuple[dict[str, Any], str, str]] = [

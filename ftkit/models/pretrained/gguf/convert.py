@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,8 @@ from typing import Any, BinaryIO
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.gguf.header import GgufHeader, read_header
-from ftkit.models.pretrained.gguf.settings import settings_of
-from ftkit.models.pretrained.gguf.tensors import ConvertedTensor, converted_tensors
+from ftkit.models.pretrained.gguf.model import ConvertedTensor, converted_tensors, settings_of
 from ftkit.models.pretrained.gguf.tokenizer import tokenizer_files
-from ftkit.models.pretrained.licences import licence_files
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.files import free_disk_bytes, new_directory
@@ -100,7 +98,7 @@ def conversion_place(file: Path, root: Path) -> Path:
     return root / DIRECTORY / digest.hexdigest()[:16] / file.stem
 
 
-def convert(file: Path, root: Path) -> Path:
+def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
     """The directory of a GGUF file's model for Hugging Face; converted if it is not there yet.
 
     Memory holds some rows of one tensor at a time. Quantised weights become float16, all others
@@ -110,6 +108,7 @@ def convert(file: Path, root: Path) -> Path:
     Args:
         file: the GGUF file.
         root: where downloads go.
+        licences: files on the terms of the model, by name; written beside it.
 
     Raises:
         UserError: it is damaged, holds what ftkit cannot run exactly, or there is no room.
@@ -134,7 +133,7 @@ def convert(file: Path, root: Path) -> Path:
     ):
         if partial is not None:
             others["config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
-            for name, content in {**_licences_of(file), **others}.items():
+            for name, content in {**licences, **others}.items():
                 (partial / name).write_bytes(content)
             with file.open("rb") as stream:
                 _write_weights(header, stream, tensors, partial, phase.advance)
@@ -185,13 +184,6 @@ def _made_once(place: Path) -> Iterator[Path | None]:
         for directory in new:
             with suppress(OSError):  # it is not empty: something was converted
                 directory.rmdir()
-
-
-def _licences_of(file: Path) -> dict[str, bytes]:
-    """The licence files beside a GGUF file, by name; none where they may be those of another."""
-    if sum(other.suffix.lower() == file.suffix.lower() for other in file.parent.iterdir()) > 1:
-        return {}
-    return {licence.name: licence.read_bytes() for licence in licence_files(file.parent)}
 
 
 def _require_space(file: Path, place: Path, needed_bytes: int) -> None:

@@ -1,17 +1,25 @@
-"""Weight files: mapped into memory when read, sharded safetensors when written."""
+"""Weight files: safetensors, .bin and .pth mapped into memory, and sharded safetensors written.
+
+PyTorch's restricted loader runs no foreign code, but it builds whatever a pickle describes: a
+`bytearray` of any length, and tensors of compressed records, of which it maps the compressed bytes.
+So a pickle is only loaded if it holds tensors as torch.save stores them.
+"""
 
 import json
+import pickletools
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.weights.pickled import load_pickled
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.safetensors_files import save_tensors
 
@@ -34,6 +42,16 @@ _ANY_DTYPES = DTYPES | {
     "F8_E5M2": torch.float8_e5m2,
 }
 """And those of what is copied alone."""
+
+_MAPS = frozenset(("collections OrderedDict", "torch.nn.parameter Parameter", "torch Size"))
+_REBUILDERS = frozenset(
+    f"torch._utils _rebuild_{kind}"
+    for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
+)
+_STORAGES = ("torch ", "torch.storage ")
+"""Modules of classes of storages, whose names end with Storage, and of number formats."""
+_OLD_FORMAT_PICKLES = 4
+"""A number that marks the format, its version, facts of the machine, and the content."""
 
 
 @dataclass(frozen=True)
@@ -170,3 +188,92 @@ def _unknown_format(file: Path, name: str, kind: str) -> UserError:
         f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES.values())}. "
         "Give the original model instead of a converted copy."
     )
+
+
+def load_pickled(file: Path) -> Any:
+    """What torch.save has written: mapped into memory, or read if it is of PyTorch before 1.6.
+
+    Raises:
+        UserError: the file is damaged, holds more than tensors, or is packed.
+    """
+    with reading(file, "weights that torch.save has written", advice="Download it again."):
+        is_zip = zipfile.is_zipfile(file)
+        records = _records(file) if is_zip else None
+        if not is_zip:
+            with file.open("rb") as stream:
+                _require_tensors_alone(file, stream, _OLD_FORMAT_PICKLES)
+        content = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+        if records is not None and (missing := _storages(content) - records):
+            raise ValueError(f"no record has the {min(missing):,} bytes of one of its tensors")
+    return content
+
+
+def _records(file: Path) -> Counter[int]:
+    """How many records of each size a zip file has, none of them packed."""
+    with zipfile.ZipFile(file) as archive:
+        sizes = record_sizes(archive, file.stat().st_size)
+        (content,) = (m for m in archive.infolist() if m.filename.endswith("/data.pkl"))
+        with archive.open(content) as stream:
+            _require_tensors_alone(file, stream, 1)
+    return sizes
+
+
+def record_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
+    """How many records with numbers of each size torch.save has stored in a zip file.
+
+    Args:
+        archive: the file.
+        size_bytes: of the whole file.
+
+    Raises:
+        ValueError: a record is packed, which torch.save never does and torch maps as it is, or the
+            records are longer than the file.
+    """
+    members = archive.infolist()
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            raise ValueError(f"it is packed: torch.save stores {member.filename} as it is")
+    if (total := sum(member.file_size for member in members)) > size_bytes:
+        raise ValueError(f"its records have {total:,} bytes, but the file has {size_bytes:,}")
+    return Counter(m.file_size for m in members if "/data/" in m.filename and m.file_size)
+
+
+def _require_tensors_alone(file: Path, stream: IO[bytes], pickles: int) -> None:
+    """Refuse pickles that name anything but what tensors and their names are made of."""
+    for _ in range(pickles):
+        for operation, argument, _ in pickletools.genops(stream):
+            if operation.name == "STACK_GLOBAL" or (
+                operation.name in ("GLOBAL", "INST") and not _is_of_tensors(str(argument))
+            ):
+                raise UserError(
+                    f"{file} holds more than weights ({argument}), and loading it could run "
+                    "foreign code. Use a copy of the model in safetensors."
+                )
+
+
+def _is_of_tensors(name: str) -> bool:
+    """Whether a class or function, as a pickle names it, is one of tensors."""
+    if name in _MAPS or name in _REBUILDERS:
+        return True
+    last = name.rpartition(" ")[2]
+    is_dtype = isinstance(getattr(torch, last, None), torch.dtype)
+    return name.startswith(_STORAGES) and (last.endswith("Storage") or is_dtype)
+
+
+def _storages(content: Any) -> Counter[int]:
+    """How many storages of each size the tensors of a content have; views share one."""
+    sizes = {}
+    for tensor in _tensors(content):
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return Counter(sizes.values())
+
+
+def _tensors(content: Any) -> Iterable[Tensor]:
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, dict):
+        for value in content.values():
+            if value is not content:
+                yield from _tensors(value)

@@ -35,7 +35,7 @@ class Exceeded(NotRendered):
     """A template exceeds `MOST_SECONDS`, or makes the process end in another way."""
 
 
-def run_apart(function: Callable[..., Any], *arguments: object) -> Any:
+def run_confined(function: Callable[..., Any], *arguments: object) -> Any:
     """Call a function in the process apart.
 
     Args:
@@ -57,10 +57,10 @@ def run_apart(function: Callable[..., Any], *arguments: object) -> Any:
     return result
 
 
-def run_each_apart(
+def run_each_confined(
     function: Callable[[Any], Any], items: Iterable[object]
 ) -> Iterator[Any | NotRendered]:
-    """Call a function with each of many items, as `run_apart`, without waiting for each alone.
+    """Call a function with each of many items, as `run_confined`, without waiting for each alone.
 
     Raises:
         Exceeded: an item exceeds the bounds; any other refusal is what the item becomes.
@@ -80,10 +80,10 @@ def run_each_apart(
 
 
 def begin_call(seconds: float) -> None:
-    """Bound what this process does next; from now on `run_apart` calls functions in it.
+    """Bound what this process does next; from now on `run_confined` calls functions in it.
 
     Args:
-        seconds: of CPU time for each function that `run_apart` calls.
+        seconds: of CPU time for each function that `run_confined` calls.
     """
     _State.seconds_here = seconds
     signal.setitimer(signal.ITIMER_VIRTUAL, _TIMES_OF_CONVERSATION * seconds)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, Architecture
 from ftkit.models.architectures.naming import Naming
-from ftkit.models.pretrained.weights.files import WeightTensor
+from ftkit.models.pretrained.weight_files import WeightTensor
 
 Tensors = Iterable[tuple[str, Tensor]]
 """(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is

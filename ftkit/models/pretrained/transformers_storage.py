@@ -23,8 +23,8 @@ from transformers.core_model_loading import (
 )
 
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.models.pretrained.weights.files import WeightTensor
-from ftkit.models.pretrained.weights.storage import (
+from ftkit.models.pretrained.weight_files import WeightTensor
+from ftkit.models.pretrained.weight_storage import (
     HeldParameter,
     Tensors,
     WeightStorage,

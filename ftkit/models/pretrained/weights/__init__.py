@@ -1,1 +1,0 @@
-"""Weight files, and how they hold the parameters of a model."""
