@@ -146,7 +146,7 @@ def make_multimodal_model(directory: Path, model: str) -> Path:
 
 def multimodal_model(directory: Path) -> transformers.PreTrainedModel:
     """The whole model of a directory, loaded by transformers; its attention step by step."""
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
         directory, attn_implementation="eager"
     )
     if model.config.model_type == "llama4":

@@ -163,9 +163,9 @@ def default_architecture(model_type: str) -> Architecture | None:
     Raises:
         UserError: the model is refused; with the reason.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if model_type not in CONFIG_MAPPING_NAMES:
+    if model_type not in CONFIG_MAPPING:
         return None
     from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 

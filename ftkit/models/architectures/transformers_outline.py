@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
@@ -218,7 +218,7 @@ def whole_class_name(model_type: str) -> str | None:
     """Class of the multimodal model around a language model; None: there is none."""
     if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return None
-    known = model_type in CONFIG_MAPPING_NAMES
+    known = model_type in CONFIG_MAPPING
     is_composite = known and "text_config" in CONFIG_MAPPING[model_type].sub_configs
     return str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]) if is_composite else None
 

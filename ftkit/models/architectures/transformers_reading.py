@@ -8,7 +8,7 @@ import torch.nn as nn
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ftkit.errors import UserError
@@ -90,7 +90,7 @@ def read_transformers_architecture(
 def _known_type(settings: Mapping[str, Any], name: str) -> str:
     """Return the model_type; refuse it if transformers has no causal language model of it."""
     model_type = settings.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING_NAMES:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
         raise UserError(
             f"{name} is of model_type {model_type!r}, which transformers "
