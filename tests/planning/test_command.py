@@ -1,5 +1,6 @@
 """What a recipe needs is predicted without weights, downloads or a GPU."""
 
+import functools
 import io
 import json
 import math
@@ -43,6 +44,12 @@ def planned(model: str = MODEL, gpu: str = "h200", **keys: object) -> Planned:
     }
     overrides = [(key, json.dumps(value)) for key, value in values.items()]
     command = "finetune" if LORA_KEYS & values.keys() else "finetune_full"
+    return _planned_once(tuple(overrides), command, gpu)
+
+
+@functools.cache
+def _planned_once(overrides: tuple[Override, ...], command: str, gpu: str) -> Planned:
+    """Many tests compare with the same plans, and each is simulated in half a second."""
     return plan_files((), overrides, command=command, gpu=find_gpu(gpu))
 
 
