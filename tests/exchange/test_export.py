@@ -154,7 +154,7 @@ def test_an_adapter_is_exported_as_it_is(ended: dict[str, Ended], tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["hf", "litgpt", "peft"])
-def test_what_is_exported_is_offered_for_a_talk(
+def test_an_export_prints_the_command_to_chat_with_it(
     ended: dict[str, Ended],
     form: str,
     tmp_path: Path,
@@ -170,7 +170,7 @@ def test_what_is_exported_is_offered_for_a_talk(
     assert run([*following[1].split()[1:], *words]) == 0
 
 
-def test_the_number_format_is_as_asked(ended: dict[str, Ended], tmp_path: Path) -> None:
+def test_dtype_sets_the_number_format(ended: dict[str, Ended], tmp_path: Path) -> None:
     for form in ("hf", "litgpt"):
         out = export(ended["full"].out_dir, form, tmp_path / form, "--dtype", "float16")
         base = open_base(str(out))
@@ -200,7 +200,7 @@ def test_a_litgpt_export_holds_tensors_and_nothing_else(
 # --- What is refused ------------------------------------------------------------------------------
 
 
-def test_what_has_no_such_layout_is_refused_with_what_works(
+def test_a_layout_that_does_not_suit_is_refused_with_one_that_does(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
     out = ("--out", tmp_path / "out")
@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("form", ["hf", "litgpt"])
-def test_a_full_disk_is_said_and_nothing_is_left(
+def test_a_full_disk_is_reported_and_nothing_is_left(
     ended: dict[str, Ended], form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from litgpt.utils import incremental_save
@@ -250,7 +250,9 @@ def test_a_full_disk_is_said_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_replaced_only_if_asked(ended: dict[str, Ended], tmp_path: Path) -> None:
+def test_an_existing_directory_is_replaced_only_with_overwrite(
+    ended: dict[str, Ended], tmp_path: Path
+) -> None:
     for form, result in (("hf", "full"), ("litgpt", "full"), ("peft", "lora")):
         out = export(ended[result].out_dir, form, tmp_path / form)
         again = (ended[result].out_dir, "--format", form, "--out", out)

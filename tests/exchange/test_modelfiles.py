@@ -1,10 +1,14 @@
-"""Modelfiles: read by Ollama's rules they give the prompts of the chat template."""
+"""Modelfiles: read by Ollama's rules they give the prompts of the chat template.
+
+The rules are those of its parser, and of the part of Go's templates that ftkit writes.
+"""
 
 import dataclasses
+import re
+from collections.abc import Sequence
 
 import pytest
 from gguf_models import make_gguf_model
-from modelfiles import commands, prompt
 
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import find_result
@@ -60,6 +64,58 @@ SAID = [
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
+def commands(text: str) -> list[tuple[str, str]]:
+    """Names and values, by the rules of ParseFile in Ollama's parser/parser.go.
+
+    A value ends with its line, or with the quotes that it begins with; what cannot be printed is
+    left out of it, but for white space.
+    """
+    found = []
+    lines = iter(text.splitlines(keepends=True))
+    for line in lines:
+        if not line.strip() or line.startswith("#"):
+            continue
+        name, _, value = line.partition(" ")
+        assert name in ("FROM", "TEMPLATE", "PARAMETER"), name
+        if name == "PARAMETER":
+            name, _, value = value.partition(" ")
+            assert re.fullmatch(r"\w+", name, re.ASCII)
+        while (unquoted := _unquoted(value.strip())) is None:
+            value += next(lines)
+        found.append((name, "".join(c for c in unquoted if c.isprintable() or c in "\n\t")))
+    return found
+
+
+def _unquoted(value: str) -> str | None:
+    """None: the quotes are still open."""
+    for quotes in ('"""', '"'):
+        if value.startswith(quotes):
+            size = len(quotes)
+            is_closed = len(value) >= 2 * size and value.endswith(quotes)
+            return value[size:-size] if is_closed else None
+    return value
+
+
+def prompt(template: str, messages: Sequence[dict[str, str]]) -> str:
+    """What Ollama makes of a conversation; of Go's templates, what ftkit writes is known."""
+    told = any(message["role"] == "system" for message in messages)
+    template = re.sub(
+        r"\{\{ if not \.System \}\}(.*?)\{\{ end \}\}",
+        lambda found: "" if told else found.group(1),
+        template,
+        flags=re.DOTALL,
+    )
+    begin, _, rest = template.partition("{{ range .Messages }}")
+    turns, _, end = rest.rpartition("{{ end }}")
+    roles = re.findall(r'\{\{ if eq \.Role "(\w+)" \}\}(.*?)\{\{ end \}\}', turns, re.DOTALL)
+    assert turns == "".join(f'{{{{ if eq .Role "{r}" }}}}{text}{{{{ end }}}}' for r, text in roles)
+    by_role = dict(roles)
+    texts = [by_role.get(m["role"], "").replace("{{ .Content }}", m["content"]) for m in messages]
+    made = "".join([begin, *texts, end])
+    assert "{{" not in made
+    return made
+
+
 @pytest.fixture(scope="module", params=["smollm2", "mistral"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """Whose llama.cpp puts no BOS before a prompt, and whose does."""
@@ -81,7 +137,7 @@ def written(base: BaseModel, source: str) -> tuple[dict[str, str], ChatTemplate]
     ("name", "told"),
     [(name, told) for name in TEMPLATES for told in (False, True) if not (told and name in ALONE)],
 )
-def test_ollama_makes_the_prompts_of_the_chat_template(
+def test_ollama_renders_the_prompts_of_the_chat_template(
     base: BaseModel, name: str, told: bool, count: int
 ) -> None:
     found, template = written(base, TEMPLATES[name])
@@ -95,7 +151,7 @@ def test_ollama_makes_the_prompts_of_the_chat_template(
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_ollama_would_write_otherwise_is_left_to_the_reader(
+def test_a_template_that_ollama_cannot_express_is_left_to_the_reader(
     base: BaseModel, name: str
 ) -> None:
     assert written(base, LEFT_OUT[name])[0] == {"FROM": "./m.gguf"}

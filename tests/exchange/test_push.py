@@ -191,7 +191,7 @@ def test_an_adapter_is_private_whole_and_names_its_base_model_as_others_find_it(
     )
 
 
-def test_what_broke_off_goes_on_and_nothing_is_there_before_all_of_it(
+def test_a_broken_upload_resumes_and_is_committed_only_as_a_whole(
     hub: Hub, ended: dict[str, Ended], tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
@@ -218,7 +218,7 @@ def test_what_broke_off_goes_on_and_nothing_is_there_before_all_of_it(
     assert hub.files.keys() == {file.name for file in model.iterdir()}, "what is stale is gone"
 
 
-def test_in_a_log_a_line_says_what_is_sent_and_quiet_says_nothing(
+def test_a_log_has_one_line_about_the_upload_and_with_quiet_none(
     hub: Hub,
     ended: dict[str, Ended],
     capfd: pytest.CaptureFixture[str],
@@ -248,7 +248,7 @@ def test_gguf_files_are_pushed_as_they_are(
     assert card.data.to_dict()["library_name"] == "gguf" and "--lora" in card.text
 
 
-def test_reading_files_for_their_checksums_is_told_while_it_goes_on(
+def test_computing_checksums_is_announced_while_it_takes_long(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LATE_S", 0.0)
@@ -269,7 +269,7 @@ def test_reading_files_for_their_checksums_is_told_while_it_goes_on(
     assert told == ["computing checksums ..."] and hub.files["a.txt"] == b"a"
 
 
-def test_python_pushes_as_the_command_does_and_has_the_url(
+def test_the_python_function_pushes_like_the_command_and_returns_the_url(
     hub: Hub, ended: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # it is done in a process of its own
@@ -280,7 +280,7 @@ def test_python_pushes_as_the_command_does_and_has_the_url(
     assert hub.files.keys() == {file.name for file in (full / "final").iterdir()}
 
 
-def test_what_cannot_be_pushed_is_refused_with_a_way_out(
+def test_a_push_that_others_could_not_use_is_refused_with_a_remedy(
     hub: Hub, ended: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lora, full = ended["lora"].out_dir, ended["full"].out_dir
@@ -352,7 +352,7 @@ def test_the_lines_of_a_card_run(ended: dict[str, Ended], method: str) -> None:
     assert (done.returncode, done.stdout.count("\n") >= 1) == (0, True), done.stderr
 
 
-def test_origins_are_named_as_others_find_them(tmp_path: Path) -> None:
+def test_origins_have_the_names_by_which_others_find_them(tmp_path: Path) -> None:
     download = tmp_path / "checkpoints" / "org" / "tiny"
     (download / ".cache" / "huggingface").mkdir(parents=True)
     (download / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
@@ -372,6 +372,6 @@ def test_origins_are_named_as_others_find_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# No head\n", "---\n- a list\n---\n", "---\n: [\n---\n"])
-def test_a_card_without_a_head_says_nothing(tmp_path: Path, text: str) -> None:
+def test_a_card_without_metadata_gives_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "README.md").write_text(text)
     assert card_metadata(tmp_path / "README.md") == {}

@@ -84,7 +84,7 @@ def refusal(name: str) -> str:
     return str(caught.value)
 
 
-def test_of_a_model_that_litgpt_does_not_know_settings_and_tokenizer_are_all_that_is_fetched(
+def test_only_settings_and_tokenizer_are_fetched_for_a_model_that_litgpt_does_not_know(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.files |= {"tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
@@ -131,7 +131,9 @@ def test_an_unknown_name_is_one_error_with_near_names_of_both_kinds(served: Serv
     assert "Did you mean Qwen/Qwen3-" in message and "random:qwen3_moe" in message
 
 
-def test_a_gated_model_that_litgpt_does_not_know_says_how_to_be_let_in(served: Served) -> None:
+def test_a_gated_model_that_litgpt_does_not_know_says_how_to_get_access(
+    served: Served,
+) -> None:
     served.gated = True
     message = refusal(UNKNOWN)
     assert "is gated" in message and "--access_token" in message
@@ -144,7 +146,7 @@ def test_an_unknown_name_says_so_where_downloads_are_forbidden(
     assert "HF_HUB_OFFLINE forbids" in refusal(UNKNOWN)
 
 
-def test_what_takes_long_is_told_beside_the_plan(
+def test_a_slow_plan_is_announced_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "LATE_S", 0.0)
@@ -155,7 +157,7 @@ def test_what_takes_long_is_told_beside_the_plan(
     assert "predicting what random:pythia-14m needs ...\n" in shown.err
 
 
-def test_the_moment_of_the_peak_is_told_in_words() -> None:
+def test_the_moment_of_the_peak_is_described() -> None:
     overrides = [("checkpoint_dir", "random:pythia-14m"), ("train.max_seq_length", "64")]
     planned = plan_files([], overrides, command="finetune_full", gpu=find_gpu("t4"))
 

@@ -123,7 +123,7 @@ def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
         read_blueprint("openlm-research/open_lama_7b")
 
 
-def test_a_plan_asks_once_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_suggests_a_name_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models/llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -179,7 +179,7 @@ def test_a_device_is_large_enough_too_small_or_too_close_to_say() -> None:
         ({"devices": 2, "strategy": "deepspeed"}, "optimizer_state", 0.0),
     ],
 )
-def test_what_saves_memory_saves_it_where_it_says(
+def test_each_setting_saves_memory_in_its_category(
     changes: dict[str, object], part: str, factor: float
 ) -> None:
     usual = {"precision": "bf16-true", "train__micro_batch_size": 2}
@@ -188,7 +188,7 @@ def test_what_saves_memory_saves_it_where_it_says(
     assert after[part] <= factor * before[part]  # type: ignore[index]
 
 
-def test_a_number_of_tokens_is_planned_as_a_row_of_so_many_or_of_the_longest_sequence() -> None:
+def test_micro_batch_tokens_are_planned_as_a_row_of_that_length_or_of_the_longest() -> None:
     def of_tokens(tokens: int) -> Planned:
         return planned(train__micro_batch_tokens=tokens)
 
@@ -236,7 +236,7 @@ def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.M
         (["lora.yaml"], "lora"),
     ],
 )
-def test_what_is_planned_is_the_method_of_the_command_or_else_of_the_recipe(
+def test_the_command_decides_the_method_and_else_the_recipe(
     words: list[str],
     method: str,
     tmp_path: Path,
@@ -279,7 +279,7 @@ def test_without_a_gpu_a_plan_is_for_the_cpu_and_its_host_memory(
 
 
 @pytest.mark.parametrize("keys", [["--kernels", "liger"], ["--accelerator", "cuda"]])
-def test_what_cannot_run_here_is_refused_as_by_the_run_with_how_to_plan_it_elsewhere(
+def test_a_recipe_that_cannot_run_here_is_refused_with_how_to_plan_it_elsewhere(
     keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftkit.recipe.devices._asked_once", lambda: Cuda(torch="2", error="none"))
@@ -290,7 +290,7 @@ def test_what_cannot_run_here_is_refused_as_by_the_run_with_how_to_plan_it_elsew
     assert run(["plan", *words, "--gpu", "80GiB"]) == 0
 
 
-def test_fewer_tokens_at_once_are_the_first_advice_where_too_many_do_not_fit() -> None:
+def test_a_smaller_micro_batch_is_the_first_advice() -> None:
     keys: dict[str, object] = {"precision": "bf16-true", "train__micro_batch_tokens": 1000}
     high_bytes = planned(**keys).memory.high_bytes
     size = f"{high_bytes // 2**20 - 1}MiB"
@@ -304,7 +304,7 @@ def test_fewer_tokens_at_once_are_the_first_advice_where_too_many_do_not_fit() -
     assert key == "train.micro_batch_tokens" and 63 < int(tokens) < 1000 and int(tokens) % 128 == 0
 
 
-def test_what_is_offloaded_is_in_host_memory() -> None:
+def test_offloaded_tensors_are_in_host_memory() -> None:
     device = planned(devices=2, strategy="fsdp").memory
     host = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
     assert host.peak_bytes < device.peak_bytes
@@ -353,7 +353,7 @@ def test_steps_are_known_where_the_data_is(tmp_path: Path) -> None:
     assert planned(train__max_steps=7).steps == 7
 
 
-def test_gpus_are_named_or_given_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_given_by_name_or_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gpu("A100-80GB") is GPUS["a100-80gb"]
     assert find_gpu("24GiB").memory_bytes == 24 * 2**30
     with pytest.raises(UserError, match=r"--gpu 24GiB"):
@@ -411,7 +411,7 @@ def test_several_plans_are_one_table(capsys: pytest.CaptureFixture[str]) -> None
     assert table.count(" fits") == 2
 
 
-def test_the_runs_of_a_sweep_are_planned_with_what_is_asked_of_all(
+def test_the_runs_of_a_sweep_are_planned_with_the_keys_for_all_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(f"checkpoint_dir: {MODEL}\nseed: 2")
@@ -442,7 +442,7 @@ def test_a_table_shows_what_a_terminal_has_room_for(
     assert left_out is None or (left_out not in head and left_out in " ".join(rest))
 
 
-def test_a_narrow_plan_tears_no_number_from_its_unit() -> None:
+def test_a_narrow_plan_keeps_numbers_and_units_together() -> None:
     table = plan_table(planned(gpu="100MiB"))
     _, rows = plain_text(table, 200).split("\n", 1)
     for width in range(40, 84):
@@ -488,7 +488,7 @@ def test_lora_of_a_model_with_a_long_context_fits_where_its_samples_are_short(
     assert found.as_dict()["longest_sample_tokens"] == found.length.tokens
 
 
-def test_what_is_planned_for_is_the_longest_sample_that_training_makes(
+def test_a_plan_is_for_the_longest_sample_that_training_makes(
     long_data: str, short_data: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = read_blueprint(MODEL)
@@ -540,7 +540,7 @@ def test_the_longest_sample_of_sets_to_validate_on_is_planned_for(
     assert found.trained == alone.trained
 
 
-def test_of_conversations_without_the_tokenizer_nothing_is_known(
+def test_lengths_of_conversations_are_unknown_without_the_tokenizer(
     tmp_path: Path, tiny_base: Path
 ) -> None:
     (tmp_path / "config.json").write_bytes((tiny_base / "config.json").read_bytes())
@@ -573,7 +573,7 @@ def test_without_the_tokenizer_the_bytes_are_the_bound(
         (MODEL, None, 512, "model_context"),
     ],
 )
-def test_of_data_that_are_not_here_it_is_said_what_is_assumed(
+def test_a_plan_states_the_assumed_length_of_data_that_are_not_here(
     model: str, asked: int | None, tokens: int, source: str
 ) -> None:
     data: Any = {"class_path": "Alpaca2k", "init_args": {}}
@@ -583,7 +583,7 @@ def test_of_data_that_are_not_here_it_is_said_what_is_assumed(
     assert ("--train.max_seq_length N" in found.words) == (source == "assumed")
 
 
-def test_only_what_is_known_of_the_data_makes_a_run_certain_not_to_fit(long_data: str) -> None:
+def test_a_run_certainly_does_not_fit_only_if_the_data_are_known(long_data: str) -> None:
     keys = {"train__max_seq_length": 512, "train__micro_batch_size": 16, "precision": "32-true"}
     needed = planned(gpu="100MiB", **keys, **of(long_data)).least_bytes
     size = f"{needed // 2**20 - 1}MiB"
@@ -605,7 +605,7 @@ def test_only_what_is_known_of_the_data_makes_a_run_certain_not_to_fit(long_data
         ({"resume": "auto"}, 1, 1),
     ],
 )
-def test_what_a_run_computes_on_for_certain_is_as_much_as_its_steps_come_to(
+def test_the_certain_micro_batch_follows_from_the_steps_of_the_run(
     keys: dict[str, object], rows: int, positions: int
 ) -> None:
     batch = {"train.global_batch_size": 4, "train.micro_batch_size": 4, "train.epochs": 2}
@@ -624,7 +624,7 @@ def test_what_a_run_computes_on_for_certain_is_as_much_as_its_steps_come_to(
 
 
 @pytest.mark.slow
-def test_shorter_samples_are_the_last_advice_and_say_what_they_change(long_data: str) -> None:
+def test_shorter_samples_are_the_last_advice_and_warn_of_their_effect(long_data: str) -> None:
     keys = {"train__max_seq_length": 512, "train__micro_batch_size": 1, "precision": "32-true"}
     usual = planned(**keys, **of(long_data))
     least = planned(**keys | {"train__max_seq_length": 160}, **of(long_data))
@@ -711,7 +711,7 @@ def test_on_a_narrow_terminal_words_stay_whole_and_commands_can_be_copied(
 
 
 @pytest.mark.slow
-def test_where_one_change_is_not_enough_several_are_tried(long_data: str) -> None:
+def test_several_changes_are_combined_where_one_is_not_enough(long_data: str) -> None:
     base = {"precision": "32-true", "train__micro_batch_size": 1} | of(long_data)
     least = planned(**base, memory__activation_checkpointing=True, lora_r=8, quantize="bnb.nf4-dq")
     gpu = find_gpu(f"{least.memory.high_bytes / 2**20 + 20:.0f}MiB")
@@ -745,14 +745,14 @@ def test_where_one_change_is_not_enough_several_are_tried(long_data: str) -> Non
         ("1MiB", (), "ftkit plan {} --lora_r 4 --gpu 1MiB --fit"),
     ],
 )
-def test_a_plan_says_what_to_do_next(
+def test_a_plan_ends_with_the_next_command(
     gpu: str, words: tuple[str, ...], following: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(["plan", MODEL, "--lora_r", "4", "--gpu", gpu, *words])
     assert capsys.readouterr().out.endswith(f"\nnext:\n  {following.format(MODEL)}\n")
 
 
-def test_several_plans_say_nothing_more(
+def test_several_plans_or_quiet_print_no_next_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test

@@ -108,7 +108,7 @@ every_case = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_the_peak_is_what_the_allocator_hands_out(
+def test_the_peak_equals_the_bytes_that_the_allocator_hands_out(
     single: dict[str, list[Measured]], name: str
 ) -> None:
     """Of one rank: what threads of gloo give back, the profiler does not see."""
@@ -146,7 +146,7 @@ def numbers(report: Report) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["full", "full, checkpointed", "lora, bf16-mixed"])
-def test_what_is_held_is_as_counted_by_hand(single: dict[str, list[Measured]], name: str) -> None:
+def test_each_category_equals_a_count_by_hand(single: dict[str, list[Measured]], name: str) -> None:
     (run,) = single[name]
     parameters, trained = numbers(run.report)
     before, after_forward, after_backward, after_optimizer = run.moments
@@ -233,7 +233,7 @@ def test_unless_it_comes_soon_the_second_step_is_measured_before() -> None:
     assert steps_to_measure(of) == {1, largest}
 
 
-def test_steps_that_were_done_before_are_not_looked_at() -> None:
+def test_steps_before_the_start_are_not_measured() -> None:
     found = steps_to_measure(order([10] * 20, steps=10, start=4))
     assert found == {5}
 
@@ -243,7 +243,7 @@ def test_a_single_step_is_measured_and_no_step_is_no_error() -> None:
     assert steps_to_measure(order([10] * 20, steps=4, start=4)) == set()
 
 
-def test_on_a_cpu_there_is_no_allocator_to_ask() -> None:
+def test_a_cpu_has_no_allocator_statistics() -> None:
     peak = DevicePeak(torch.device("cpu"))
     peak.restart()
     assert (peak.now(), peak.within(), peak.allocated_bytes, peak.reserved_bytes) == (None,) * 4
@@ -269,7 +269,7 @@ def test_the_highest_of_each_kind_of_device_memory_outlives_a_measured_step(
     assert (peak.requested_bytes, peak.allocated_bytes, peak.reserved_bytes) == (900, 1000, 1100)
 
 
-def test_of_several_ranks_the_fullest_is_shown() -> None:
+def test_the_fullest_of_several_ranks_is_shown() -> None:
     def rank(number: int, peak_bytes: int) -> StepMemory:
         part: dict[str, Any] = {
             "peak_breakdown_bytes": Breakdown(parameters=peak_bytes),

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, object]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_the_peak_of_a_plan_is_the_one_that_the_report_of_the_run_says(
+def test_plan_and_report_give_the_same_peak(
     start: Callable[..., AbstractContextManager[Run]],
     common: list[str],
     tmp_path: Path,

@@ -176,7 +176,7 @@ def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path
 
 
 @pytest.mark.slow
-def test_the_peak_of_experts_and_of_what_the_loss_of_routers_keeps_is_predicted_within_2_percent(
+def test_the_peak_of_experts_with_router_loss_is_predicted_within_2_percent(
     tmp_path: Path,
 ) -> None:
     assert_predicted_within_2_percent(tmp_path, 1, WITH_EXPERTS, make_many_experts)
@@ -217,7 +217,7 @@ def test_the_peak_of_a_rank_with_a_share_of_quantised_experts_is_predicted_withi
 
 
 @pytest.mark.slow
-def test_a_step_that_begins_with_its_largest_micro_batch_is_predicted_so(tmp_path: Path) -> None:
+def test_a_step_whose_first_micro_batch_is_its_largest_is_predicted(tmp_path: Path) -> None:
     """There are no gradients yet, to which it would add its own."""
     changes = (("train.micro_batch_size", 4), ("train.padding_free", False))
     memory = unequal(tmp_path, [LENGTH, 1, 1, 1, 1] * 8, changes)

@@ -84,15 +84,15 @@ def _open_run(source: Path) -> ForeignRun:
             return LitgptRun(source)
         elif inside := list(source.glob(f"*/{STATE}")):
             newest = max(inside, key=lambda file: file.stat().st_mtime).parent
-            raise UserError(f"{source} holds checkpoints, and is none itself. Try {newest}.")
-        raise UserError(f"{source} is no checkpoint that ftkit knows. Give {_IMPORTABLE}.")
+            raise UserError(f"{source} holds checkpoints, but is not one itself. Try {newest}.")
+        raise UserError(f"{source} is not a checkpoint that ftkit knows. Give {_IMPORTABLE}.")
 
 
 _SHARD_BYTES = 2**31
 """Size of a shard, which is held in memory until it is written."""
 _NO_OPTIMIZER = (
-    "not taken over: the optimizer's state, which its program has not kept here. The optimizer "
-    "begins anew, so its first steps are those of a new run; a few steps of warm-up "
+    "not taken over: the optimizer's state, which this checkpoint does not hold. The optimizer "
+    "starts fresh, so its first steps are those of a new run; a few steps of warm-up "
     "(train.lr_warmup_steps) keep them small"
 )
 
@@ -168,7 +168,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     if isinstance(recipe, LoraRecipe):
         check_adapter(base, recipe)
         if adapter is None and run.method is None:
-            raise run.broken("it does not say how its adapter is made (--adapter DIR has to)")
+            raise run.broken("it does not describe its adapter: --adapter DIR has to")
     with display.phase("reading the checkpoint", brief=True):
         state = run.state(TrainedModel(base, adapter))
     asked.tell(optimizer_told(state))
@@ -263,7 +263,7 @@ def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
     if state.moments is None:
         if not all(kinds.values()):
             raise UserError(
-                f"{run.directory} has no state of an optimizer, and that of "
+                f"{run.directory} has no optimizer state, and that of "
                 f"{recipe.optimizer['class_path']} cannot be begun at a step of a run. Try "
                 "--optimizer AdamW."
             )

@@ -68,12 +68,12 @@ class ImportRecipe:
                 told.write_text(dump_yaml(self._told), encoding="utf-8")
             if "checkpoint_dir" not in self.given | self._told.keys():
                 raise UserError(
-                    f"{self.source} does not say which base model it is of, or has not its "
-                    "tokenizer. Try --checkpoint_dir MODEL, or --config RECIPE.yaml."
+                    f"{self.source} does not name its base model, or lacks its tokenizer. "
+                    "Try --checkpoint_dir MODEL, or --config RECIPE.yaml."
                 )
             if not any(key.partition(".")[0] == "data" for key in self.given):
                 raise UserError(
-                    f"{self.source} does not say what it is trained on. Try --config RECIPE.yaml "
+                    f"{self.source} does not name its training data. Try --config RECIPE.yaml "
                     "with data, or --data JSON --data.path FILE."
                 )
             recipe = read_recipe([told, *self._files], self._overrides, method=self._method)
@@ -128,7 +128,7 @@ def continued_rate(
     theirs = state.learning_rate
     if theirs is None:
         recipe = asked.read()
-        words = "the learning rate is the recipe's: the checkpoint does not tell its own"
+        words = "the learning rate is the recipe's: the checkpoint does not hold one"
         return recipe, _next_rate(recipe, state, samples_per_epoch, samples), words
     if not asked.gives("lr"):
         is_constant = theirs == state.settings.get("initial_lr", theirs)
@@ -184,8 +184,8 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 _OWN_ORDER = (
-    "not taken over: the order of the samples. ftkit goes on at that place of its own order: until "
-    "the epoch ends, some samples come again and others not at all"
+    "not taken over: the order of the samples. ftkit continues at that position of its own order: "
+    "until the epoch ends, some samples repeat and others are skipped"
 )
 _UNUSUAL = 0.05
 """Relative difference of batch sizes that is worth a word."""
@@ -241,9 +241,9 @@ def position_in_data(state: ForeignState, asked: ImportRecipe, of_epoch: int) ->
         lines.append(
             f"differs: an epoch of the checkpoint has {steps:,.4g} steps, but {of_epoch:,} samples "
             f"in steps of {batch if is_given else of_step:,} are "
-            f"{math.ceil(of_epoch / (batch if is_given else of_step)):,}. Its data was another "
-            "than the recipe's, or several batches were accumulated for a step, which it does not "
-            "say"
+            f"{math.ceil(of_epoch / (batch if is_given else of_step)):,}. Its data differed "
+            "from the recipe's, or several batches were accumulated for a step, which it does not "
+            "record"
         )
     keys = {} if is_given or of_step is None else {"train": {"global_batch_size": of_step}}
     if not keys and abs(samples - state.step * batch) > _UNUSUAL * max(1, state.step) * batch:

@@ -279,7 +279,7 @@ def _is_pieces(tokenizer: Tokenizer, name: str) -> bool:
 
 def _refusal(name: str, problem: str) -> UserError:
     return UserError(
-        f"The tokenizer of {name} {problem}, which llama.cpp has no name for that ftkit knows. "
+        f"The tokenizer of {name} {problem}, for which ftkit knows no name in llama.cpp. "
         "Try --format hf, and llama.cpp's own convert_hf_to_gguf.py."
     )
 

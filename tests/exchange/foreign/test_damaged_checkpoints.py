@@ -1,4 +1,4 @@
-"""Foreign checkpoints whose files do not hold what they claim: refused, in one line, at once."""
+"""Damaged foreign checkpoints are refused at once, with one message."""
 
 import json
 import pickle
@@ -210,7 +210,7 @@ CHANGES: dict[str, tuple[str, str, Change, str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_what_a_checkpoint_cannot_mean_is_one_message_and_nothing_is_written(
+def test_impossible_content_is_one_message_and_nothing_is_written(
     tmp_path: Path, case: str
 ) -> None:
     name, file, change, words = CHANGES[case]
@@ -324,7 +324,7 @@ def test_a_file_of_torch_holds_as_many_bytes_as_it_says(
         load_torch_file(tmp_path / "a.pt")
 
 
-def test_a_stand_in_has_no_end_of_items_and_so_no_beginning() -> None:
+def test_a_stand_in_cannot_be_iterated() -> None:
     with pytest.raises(TypeError):
         tuple(Inert())
 

@@ -170,7 +170,7 @@ class TestPlain:
             clock.now += seconds
         assert len(shown_by(plain)) == lines
 
-    def test_a_long_phase_says_every_five_seconds_how_far_it_is(
+    def test_a_long_phase_reports_progress_every_five_seconds(
         self, plain: Display, clock: Clock
     ) -> None:
         with plain.phase("loading weights") as phase:
@@ -184,7 +184,7 @@ class TestPlain:
         ]
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-    def test_a_phase_that_was_cut_short_says_so(
+    def test_an_interrupted_phase_is_marked_as_stopped(
         self, error: type[Any], plain: Display, clock: Clock
     ) -> None:
         def cut_short() -> None:
@@ -196,7 +196,7 @@ class TestPlain:
             cut_short()
         assert shown_by(plain)[-1] == "loading weights ... stopped after 3.2 s"
 
-    def test_a_line_of_progress_says_everything(self, plain: Display, clock: Clock) -> None:
+    def test_a_progress_line_has_all_fields(self, plain: Display, clock: Clock) -> None:
         train(plain, clock, steps=90, step_s=6.0, until=2, tokens_per_s=100.2)
         assert shown_by(plain) == [
             "step 1/90  loss 3.0000  lr 2.00e-04  100 tokens/s  epoch 0.10  elapsed 0:06",
@@ -649,7 +649,7 @@ def test_a_sentence_breaks_between_words_on_a_terminal_and_nowhere_on_a_pipe(
     )
 
 
-def test_libraries_that_load_long_are_told_on_a_terminal_and_nowhere_else(
+def test_slow_loading_of_libraries_is_shown_only_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(progress, "LATE_S", 0.01)
@@ -670,7 +670,7 @@ def test_libraries_that_load_long_are_told_on_a_terminal_and_nowhere_else(
     assert terminal.getvalue() == "loading libraries ...\n", "a line that is not erased"
 
 
-def test_a_phase_without_a_live_line_is_told_after_a_while(
+def test_a_slow_phase_without_a_live_line_is_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(progress, "LATE_S", 0.01)
