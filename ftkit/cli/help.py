@@ -7,7 +7,6 @@ import shutil
 import textwrap
 from typing import Any
 
-import shtab
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from ftkit.cli.commands import FTKIT, Command, Group
@@ -67,14 +66,16 @@ def print_completion(shell: str) -> None:
     Raises:
         UserError: there is none for this shell.
     """
-    if shell not in shtab.SUPPORTED_SHELLS:
-        raise UserError(
-            f"--print_shtab is {shell!r}, but must be one of {', '.join(shtab.SUPPORTED_SHELLS)}. "
-            "Try --print_shtab=bash."
-        )
     parser = _group_parser(FTKIT)
     _add_members(parser, FTKIT, in_full=True)
-    print(parser.get_completion_script(f"shtab-{shell}"))
+    try:
+        script = parser.get_completion_script(f"shtab-{shell}")
+    except ValueError:
+        raise UserError(
+            f"--print_shtab is {shell!r}, but must be a shell: bash, zsh or tcsh. "
+            "Try --print_shtab=bash."
+        ) from None
+    print(script)
 
 
 def print_help(entry: Command | Group) -> None:

@@ -253,75 +253,24 @@ def test_help_of_checkpoints_lists_its_commands(said: Callable[..., tuple[Any, s
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "line",
     [
-        (["finetun"], "'finetun' is not a command. Did you mean ftkit finetune? Commands: "),
-        (["downlaod", "x/y"], "'downlaod' is not a command. Did you mean ftkit download?"),
-        (["xyzzy"], "'xyzzy' is not a command. See ftkit --help. Commands: finetune, "),
-        (["finetune", "--seed"], "--seed needs a value: --seed VALUE."),
-        (["finetune", "--seed", "--devices", "1"], "--seed needs a value: --seed VALUE."),
-        (["finetune", "--config"], "--config needs a value: --config VALUE."),
-        (["finetune", "recipe.yaml"], "--config recipe.yaml does not exist."),
-        (["finetune", "one/base", "another"], "'another' is one base model too many: there is"),
-        (["finetune", "a/b", "--checkpoint_dir", "c"], "'a/b' is one base model too many: there"),
-        (["finetune", "b", "--lr", "1e-3"], "lr is not a key of a recipe. Did you mean optimizer."),
-        (["finetune", "-s", "1"], "'-s' is not an option. Write --KEY VALUE"),
-        (["finetune", "--", "x"], "'--' is not an option. Write --KEY VALUE"),
-        (["finetune", "--overwrite=true"], "--overwrite is a switch and takes no value."),
-        (["finetune", "--quiet=1"], "--quiet is a switch and takes no value. Try --quiet."),
-        (["finetune", "--overwrite", "true"], "--overwrite is a switch and takes no value."),
-        (["finetune", "--config", "none.yaml"], "--config none.yaml does not exist."),
-        (["finetune", "--device", "3"], "device is not a key of a recipe. Did you mean devices?"),
-        (["finetune", "--train.epoch", "3"], "Did you mean train.epochs?"),
-        (["finetune_full", "--lora_r", "3"], "lora_r does not belong to full fine-tuning."),
-        (["finetune"], "checkpoint_dir is not set: which base model?"),
-        (["finetune", "--stop_after"], "--stop_after needs a value: --stop_after VALUE."),
-        (
-            ["finetune", "--checkpoint_dir", "b", "--stop_after", "9m"],
-            "--stop_after is '9m', but must be a number of optimizer steps, or a duration",
-        ),
-        (
-            ["download"],
-            "REPO_ID is missing: which model? Try ftkit download TinyLlama/TinyLlama_v1.1.",
-        ),
-        (["download", "a/b", "--devices", "1"], "--devices is not an option of ftkit download."),
-        (["download", "a/b", "--overwrite", "1"], "--overwrite is not an option of ftkit download"),
-        (["download", "a/b", "--config", "x"], "--config is not an option of ftkit download."),
-        (["checkpoints", "lst"], "'lst' is not a command of ftkit checkpoints. Did you mean"),
-        (["checkpoints", "list"], "OUT_DIR is missing: The run: its out_dir, "),
-        (["checkpoints", "list", "a", "b"], "'b' is not an option. Write --KEY VALUE"),
-        (["checkpoints", "list", "a", "--keep_last", "1"], "--keep_last is not an option of"),
-        (["checkpoints", "list", "a", "--dry_run"], "--dry_run is not an option of"),
-        (["checkpoints", "list", "a", "--format", "xml"], "--format is 'xml', but must be table"),
-        (["checkpoints", "list", "none"], "none is not a directory. Name the out_dir of a run"),
-        (["checkpoints", "list", RECIPES], "holds no run and no checkpoint."),
-        (["checkpoints", "diff", "a"], "B is missing: Another one. Try ftkit checkpoints diff "),
-        (["checkpoints", "clean", "a"], "--keep_last is missing: how many of the newest stay?"),
-        (["checkpoints", "clean", "a", "--keep_last", "0"], "--keep_last is '0', but must be"),
-        (["checkpoints", "clean", "a", "--keep_last=-1"], "--keep_last is '-1', but must be"),
-        (["checkpoints", "clean", "a", "--keep_last", "all"], "--keep_last is 'all', but must"),
-        (["finetune", "a/b", "--overwrit"], "needs a value: --overwrit VALUE. Did you mean --over"),
-        (["finetune", "--data.help", "Jsn"], "no data module has this name. Try --data.help JSON."),
-        (["finetune", "--strategy.help", "fdsp"], "no strategy has this name. Try --strategy.help"),
-        (["finetune", "--optimizer.help", "os.system"], "no optimizer has this name."),
-        (["finetune", "--optimizer.help", "AdamW8bit"], "help bitsandbytes.optim.AdamW8bit."),
-        (["sweep"], "SWEEP.yaml is missing: what is to be run? Name a file, such as ftkit sweep"),
-        (["download", "a/b", "c/d"], "'c/d' is not an option. Write --KEY VALUE; see ftkit downl"),
-        (
-            ["plan", "r.yaml", "--format", "xml"],
-            "--format is 'xml', but must be table or json. Try --format json.",
-        ),
-        (["checkpoints", "list", "a", "--fromat", "json"], "Did you mean --format?"),
-        (["generate"], "RESULT is missing: A run (its out_dir), "),
+        "finetun",
+        "finetune --seed",
+        "finetune --overwrite=true",
+        "finetune b --seed x",
+        "finetune --data.help Jsn",
+        "download a/b --overwrite 1",
+        "checkpoints list none",
+        "sweep",
     ],
-    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_told_in_one_message_with_exit_code_2(
-    said: Callable[..., tuple[Any, str, str]], argv: list[Any], message: str
+def test_a_mistake_prints_one_message_and_ends_with_exit_code_2(
+    said: Callable[..., tuple[Any, str, str]], line: str
 ) -> None:
-    code, out, err = said(*argv)
+    code, out, err = said(*line.split())
     assert (code, out) == (2, "")
-    assert err.startswith("ftkit: ") and message in err
+    assert err.startswith("ftkit: ") and err.count("\n") == 1
     assert "Traceback" not in err
 
 
@@ -561,7 +510,9 @@ def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit: Command, tmp_pat
 
 
 @pytest.mark.parametrize("key", ["checkpoint_dir", "out_dir", "data.path"])
-def test_a_text_that_is_too_long_for_a_path_is_a_mistake(ftkit: Command, key: str) -> None:
-    ended = ftkit("finetune", "--data", "JSON", f"--{key}", "x" * 5000)
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
+def test_a_text_that_is_too_long_for_a_path_is_a_mistake(
+    said: Callable[..., tuple[Any, str, str]], key: str
+) -> None:
+    code, out, err = said("finetune", "--data", "JSON", f"--{key}", "x" * 5000)
+    assert (code, out) == (2, "")
+    assert err.startswith("ftkit: ") and "Traceback" not in err
