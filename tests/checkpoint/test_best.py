@@ -39,7 +39,7 @@ def test_without_a_validation_there_is_none(tmp_path: Path) -> None:
     assert best_checkpoint([own], None, nothing) is None
 
 
-def test_what_lies_before_a_branch_counts_and_what_its_origin_did_later_does_not(
+def test_a_branch_counts_earlier_checkpoints_of_its_origin_only(
     tmp_path: Path,
 ) -> None:
     own = candidates(tmp_path / "branch", {30: 2.0})
@@ -47,7 +47,7 @@ def test_what_lies_before_a_branch_counts_and_what_its_origin_did_later_does_not
     assert best_checkpoint([own, origin], None, nothing) == (10, 1)
 
 
-def test_a_damaged_one_is_told_and_the_next_best_is_taken(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_gives_a_warning_and_the_next_best(tmp_path: Path) -> None:
     own = candidates(tmp_path, {10: 2.0, 20: 1.0})
     (shard,) = Store(tmp_path).path(20).glob("*.safetensors")
     content = bytearray(shard.read_bytes())

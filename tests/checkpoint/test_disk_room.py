@@ -44,7 +44,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         (1.9, {"checkpoint__keep_last": 1000}, 6 * GIB, 1, False),
     ],
 )
-def test_the_disk_must_hold_what_is_kept_and_one_more(
+def test_the_disk_must_hold_the_kept_checkpoints_and_one_more(
     out: Path,
     disk: Callable[[float], None],
     free: float,
@@ -70,9 +70,7 @@ def test_a_disk_too_small_for_one_needs_another(out: Path, disk: Callable[[float
         check_disk(out, 2 * GIB, recipe(out, checkpoint__keep_last=1).checkpoint, steps_left=9)
 
 
-def test_sizes_of_small_checkpoints_are_told_as_they_are(
-    out: Path, disk: Callable[[float], None]
-) -> None:
+def test_small_sizes_are_shown_exactly(out: Path, disk: Callable[[float], None]) -> None:
     disk(2**-10)
     with pytest.raises(UserError) as error:
         check_disk(out, 600 * 2**10, recipe(out).checkpoint, steps_left=9)

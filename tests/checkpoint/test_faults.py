@@ -312,7 +312,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_training_goes_on_when_saving_fails(
+def test_training_continues_when_saving_fails(
     runs: MakeRuns, tmp_path: Path, asynchronous: bool
 ) -> None:
     """Nothing over 32 KiB can be written for two saves; then there is space again."""
@@ -383,7 +383,7 @@ def test_a_full_disk_costs_no_row(
 
 
 @pytest.mark.slow
-def test_a_disk_that_stays_full_ends_the_run_and_it_goes_on_once_there_is_space(
+def test_a_full_disk_ends_the_run_which_resumes_once_there_is_space(
     runs: MakeRuns, tmp_path: Path, small_disk: Path
 ) -> None:
     steps, out = 60, small_disk / "out"
@@ -535,7 +535,7 @@ def test_damage_is_reported_and_the_checkpoint_before_is_offered(
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("method", "name"), PARTS)
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     stopped: Callable[[Method], Stopped],
     tmp_path: Path,
     method: Method,
@@ -552,7 +552,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_goes_on_whatever_latest_says(
+def test_a_run_resumes_whatever_latest_says(
     stopped: Callable[[Method], Stopped], tmp_path: Path, damage: Callable[..., Any]
 ) -> None:
     run = stopped("lora")

@@ -73,7 +73,7 @@ def assert_equal(found: list[Piece], expected: list[Piece]) -> None:
         assert theirs.scales is None or torch.equal(ours.scales, theirs.scales)
 
 
-def test_copies_take_the_bytes_of_what_is_copied_and_no_more() -> None:
+def test_copies_take_only_the_bytes_of_their_sources() -> None:
     copies, pieces = HostCopies(), state()
     taken = copies.take(pieces)
     assert_equal(taken, pieces)

@@ -238,7 +238,7 @@ def params() -> list[object]:
 
 
 @pytest.mark.parametrize("name", params())
-def test_optimizer_state_goes_on(results: dict[str, tuple[Outcome, Outcome]], name: str) -> None:
+def test_optimizer_state_resumes(results: dict[str, tuple[Outcome, Outcome]], name: str) -> None:
     found, expected = results[name]
     within, weights = MOVES[name].within, found.weights()
     if within:

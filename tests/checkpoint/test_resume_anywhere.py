@@ -137,7 +137,7 @@ def continued(run: Run, request: pytest.FixtureRequest) -> Continued:
     """The moves that were selected."""
     moves: set[Move] = set()
     for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.function is test_a_run_goes_on_anywhere:
+        if isinstance(item, pytest.Function) and item.function is test_a_run_resumes_anywhere:
             params = item.callspec.params
             moves.add((params["source"], params["target"], params["method"]))
     sources = {(source, method) for source, _, method in moves}
@@ -159,7 +159,7 @@ def assert_continues(found: Outcome, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize(("source", "target", "method"), MOVES)
-def test_a_run_goes_on_anywhere(
+def test_a_run_resumes_anywhere(
     continued: Continued,
     whole: dict[Method, Outcome],
     source: Layout,

@@ -68,7 +68,7 @@ def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 10_000])
-def test_what_all_ranks_hold_is_written_once_in_equal_shares(world_size: int, numel: int) -> None:
+def test_replicated_tensors_are_written_once_in_equal_shares(world_size: int, numel: int) -> None:
     shares = [share_of(rank, world_size, numel) for rank in range(world_size)]
     assert shares[0][0] == 0
     assert shares[-1][1] == numel
@@ -170,7 +170,7 @@ class TestDamage:
         with pytest.raises(CheckpointError, match="no v"):
             stored["v"]
 
-    def test_what_is_no_shard_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_a_shard_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "shard-00000-of-00001.safetensors"
         for content in (b"", b"{}", b"\0" * 100):
             path.write_bytes(content)

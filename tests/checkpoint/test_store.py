@@ -74,7 +74,7 @@ class TestMetadata:
         assert read_metadata(tmp_path) == metadata
         assert [path.name for path in tmp_path.iterdir()] == [METADATA]
 
-    def test_every_flipped_byte_is_found_unless_it_is_white_space(self, file: Path) -> None:
+    def test_every_flipped_byte_is_detected_unless_it_is_white_space(self, file: Path) -> None:
         sound = file.read_bytes()
         expected = read_metadata(file.parent)
         for position in range(len(sound)):
@@ -87,7 +87,7 @@ class TestMetadata:
                     read_metadata(file.parent)
             file.write_bytes(sound)
 
-    def test_every_truncation_is_found(self, file: Path) -> None:
+    def test_every_truncation_is_detected(self, file: Path) -> None:
         sound = file.read_bytes().rstrip()
         for length in range(0, len(sound), 7):
             file.write_bytes(sound[:length])
@@ -104,14 +104,14 @@ class TestMetadata:
             ('"checksum"', '"Checksum"'),
         ],
     )
-    def test_a_changed_value_is_found(self, file: Path, old: str, new: str) -> None:
+    def test_a_changed_value_is_detected(self, file: Path, old: str, new: str) -> None:
         text = file.read_text()
         assert old in text
         file.write_text(text.replace(old, new, 1))
         with pytest.raises(CheckpointError, match="does not match its checksum"):
             read_metadata(file.parent)
 
-    def test_other_white_space_is_no_change(self, file: Path) -> None:
+    def test_white_space_may_differ(self, file: Path) -> None:
         expected = read_metadata(file.parent)
         file.write_text(json.dumps(json.loads(file.read_text())))
         assert read_metadata(file.parent) == expected
@@ -134,7 +134,9 @@ class TestMetadata:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_what_is_none_is_named(self, tmp_path: Path, content: bytes, message: str) -> None:
+    def test_a_value_that_is_missing_is_named(
+        self, tmp_path: Path, content: bytes, message: str
+    ) -> None:
         (tmp_path / METADATA).write_bytes(content)
         with pytest.raises(CheckpointError, match=message) as error:
             read_metadata(tmp_path)
@@ -193,9 +195,7 @@ class TestMetadata:
             write_metadata(some_metadata(5, files={name: entry}), file.parent)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_a_loss_that_is_no_number_is_written_as_none(
-        self, tmp_path: Path, value: float
-    ) -> None:
+    def test_a_nan_loss_is_written_as_null(self, tmp_path: Path, value: float) -> None:
         metadata = some_metadata(5, loss=value, validation_loss=value, carried={"loss": [value]})
         write_metadata(metadata, tmp_path)
         read = read_metadata(tmp_path)
@@ -294,7 +294,7 @@ def test_a_checkpoint_counts_though_latest_cannot_be_written(store: Store) -> No
     assert store.leftovers() == []
 
 
-def test_what_is_not_wanted_after_all_is_discarded(store: Store) -> None:
+def test_a_partial_checkpoint_can_be_discarded(store: Store) -> None:
     write_partial(store, 5)
     store.discard_partial(5)
     assert list(store.directory.iterdir()) == []
@@ -462,7 +462,7 @@ def test_leftovers_are_named_and_nothing_else_is_removed(store: Store) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("position", [0, -1])
-def test_a_flipped_byte_is_found_by_its_checksum(store: Store, name: str, position: int) -> None:
+def test_the_checksum_detects_a_flipped_byte(store: Store, name: str, position: int) -> None:
     path = save(store, 5)
     flip(path / name, position)
     assert store.check_files(5) == []
@@ -470,7 +470,7 @@ def test_a_flipped_byte_is_found_by_its_checksum(store: Store, name: str, positi
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_size_is_found_without_reading_it(store: Store, name: str) -> None:
+def test_a_wrong_size_is_detected_without_reading_the_file(store: Store, name: str) -> None:
     path = save(store, 5)
     size = len(FILES[name])
     os.truncate(path / name, size - 1)
@@ -479,13 +479,13 @@ def test_a_file_of_another_size_is_found_without_reading_it(store: Store, name: 
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_found(store: Store, name: str) -> None:
+def test_a_missing_file_is_detected(store: Store, name: str) -> None:
     path = save(store, 5)
     (path / name).unlink()
     assert store.check_files(5) == store.verify(5) == [f"{path / name} is missing."]
 
 
-def test_damaged_metadata_is_found(store: Store) -> None:
+def test_damaged_metadata_is_detected(store: Store) -> None:
     path = save(store, 5)
     flip(path / METADATA, 20)
     (problem,) = store.check_files(5)
@@ -493,7 +493,7 @@ def test_damaged_metadata_is_found(store: Store) -> None:
     assert store.verify(5) == [problem]
 
 
-def test_every_problem_is_told(store: Store) -> None:
+def test_every_problem_is_listed(store: Store) -> None:
     path = save(store, 5)
     names = sorted(FILES)
     flip(path / names[0], 0)
@@ -505,7 +505,7 @@ def test_every_problem_is_told(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["extra.bin", "adapter/extra.bin", "more/extra.bin"])
-def test_a_file_that_is_not_listed_is_found(store: Store, name: str) -> None:
+def test_an_unlisted_file_is_detected(store: Store, name: str) -> None:
     path = save(store, 5)
     (path / name).parent.mkdir(exist_ok=True)
     (path / name).write_text("x")
@@ -514,7 +514,7 @@ def test_a_file_that_is_not_listed_is_found(store: Store, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "adapter"])
-def test_a_link_is_no_file_of_a_checkpoint(store: Store, name: str, tmp_path: Path) -> None:
+def test_a_link_is_refused(store: Store, name: str, tmp_path: Path) -> None:
     path = save(store, 5)
     (path / name).rename(tmp_path / "elsewhere")
     (path / name).symlink_to(tmp_path / "elsewhere")
@@ -523,13 +523,13 @@ def test_a_link_is_no_file_of_a_checkpoint(store: Store, name: str, tmp_path: Pa
         assert "is not a regular file of the checkpoint." in problems[0]
 
 
-def test_a_name_that_is_no_text_can_be_told(store: Store) -> None:
+def test_a_name_that_is_not_text_can_be_shown(store: Store) -> None:
     path = save(store, 5)
     (path / os.fsdecode(b"\xff.bin")).touch()
     assert store.verify(5)[0].encode().endswith(b".bin is not one of its files.")
 
 
-def test_a_directory_or_pipe_is_no_file_of_a_checkpoint(store: Store) -> None:
+def test_a_directory_or_pipe_is_refused(store: Store) -> None:
     path = save(store, 5)
     (path / "recipe.yaml").unlink()
     os.mkfifo(path / "recipe.yaml")
@@ -548,7 +548,7 @@ def test_a_file_that_cannot_be_read_is_named(store: Store, monkeypatch: pytest.M
     assert path.exists()
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_found(store: Store) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_detected(store: Store) -> None:
     save(store, 5).rename(store.path(6))
     problem = f"{store.path(6)} holds the checkpoint of step 5."
     assert store.check_files(6) == store.verify(6) == [problem]
@@ -562,7 +562,7 @@ def test_a_checkpoint_is_the_same_wherever_it_lies(store: Store, tmp_path: Path)
     assert read_metadata(copy) == store.metadata(5)
 
 
-def test_verifying_tells_how_far_it_is(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifying_reports_progress(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "PROGRESS_INTERVAL_S", 0)
     save(store, 5)
     calls: list[tuple[int, int]] = []
@@ -638,9 +638,7 @@ def test_deleting_the_newest_makes_the_one_before_the_latest(store: Store) -> No
     assert list(store.directory.iterdir()) == []
 
 
-def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(
-    store: Store, tmp_path: Path
-) -> None:
+def test_deleting_a_link_keeps_its_target(store: Store, tmp_path: Path) -> None:
     elsewhere = save(store, 5).rename(tmp_path / "elsewhere")
     store.path(5).symlink_to(elsewhere)
     assert store.verify(5) == []
@@ -664,7 +662,7 @@ def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(
         ((1, 30, 1), {30, 40, 50}),
     ],
 )
-def test_what_a_rule_keeps(store: Store, rule: tuple[Any, ...], kept: set[int] | set[Any]) -> None:
+def test_retention_rules(store: Store, rule: tuple[Any, ...], kept: set[int] | set[Any]) -> None:
     losses = {10: 0.9, 20: 0.5, 30: None, 40: 0.5, 50: 0.7}
     for step, loss in losses.items():
         save(store, step, validation_loss=loss)

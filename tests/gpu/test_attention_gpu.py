@@ -39,9 +39,7 @@ def computed(kernel: AttentionKernel, dtype: torch.dtype, groups: int) -> list[T
 @needs_flash
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_row_in_one_kernel_is_what_each_sequence_is_alone(
-    dtype: torch.dtype, groups: int
-) -> None:
+def test_sequences_in_a_row_equal_each_sequence_alone(dtype: torch.dtype, groups: int) -> None:
     """As near to float32 as SDPA, sequence by sequence, in the same format."""
     exact = computed("sdpa", torch.float32, groups)
     alone, in_row = (computed(kernel, dtype, groups) for kernel in ("sdpa", "flash"))

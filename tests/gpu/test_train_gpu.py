@@ -50,7 +50,7 @@ def losses(out_dir: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", ["finetune", "finetune_full"])
-def test_a_gpu_learns_what_a_cpu_learns(
+def test_a_gpu_learns_as_a_cpu_does(
     tiny_base: Path, tiny_data: Path, tmp_path: Path, method: str
 ) -> None:
     for accelerator in ("cpu", "cuda"):
@@ -100,7 +100,7 @@ def test_device_memory_and_time_are_in_the_report(
 
 
 @pytest.mark.parametrize("method", ["finetune", "finetune_full"])
-def test_rows_learn_what_padded_micro_batches_do(
+def test_rows_without_padding_learn_as_padded_micro_batches(
     tiny_base: Path, tiny_data: Path, tmp_path: Path, method: str
 ) -> None:
     paths = {}

@@ -184,7 +184,7 @@ def skip_without_deepspeed(words: tuple[str, ...]) -> None:
         for name, case in CASES.items()
     ],
 )
-def test_a_run_on_cards_learns_what_one_on_a_cpu_learns(machine: OnCard, name: str) -> None:
+def test_a_run_on_simulated_cards_learns_as_on_a_cpu(machine: OnCard, name: str) -> None:
     case = CASES[name]
     skip_without_deepspeed(case.words)
     found = machine.completed(case.command, *case.words, ranks=ranks_of(case))
@@ -265,7 +265,7 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("source", "target"), MOVES)
-def test_a_run_goes_on_between_cards_and_cpus(
+def test_a_run_resumes_between_cards_and_cpus(
     machine: OnCard, tmp_path: Path, source: str, target: str
 ) -> None:
     skip_without_deepspeed((*PLACES[source], *PLACES[target]))
@@ -438,7 +438,7 @@ def test_several_cards_without_bfloat16_fine_tune_fully_by_default(
     assert (resolved.strategy, resolved.precision) == ("deepspeed", "16-mixed")
 
 
-def test_a_slice_of_a_card_is_planned_for_as_what_it_offers(tmp_path: Path) -> None:
+def test_a_mig_slice_is_planned_by_its_own_memory(tmp_path: Path) -> None:
     line = ["plan", "--checkpoint_dir", "random:pythia-14m", "--gpu", "auto", "--format", "json"]
     line += ["--train.max_seq_length", "64"]
     ended = whole_command(command_line(), *line, kinds=("h100-mig-1g.10gb",))

@@ -303,7 +303,7 @@ def test_events_that_were_not_recorded_or_take_no_time_raise(card: Machine) -> N
     assert "enable_timing=True" in untimed
 
 
-def test_pinned_memory_is_told_from_other_memory(card: Machine) -> None:
+def test_pinned_memory_is_recognised(card: Machine) -> None:
     def body() -> list[bool]:
         import torch
 
@@ -327,7 +327,7 @@ def test_pinned_memory_is_told_from_other_memory(card: Machine) -> None:
         ("cublas", "RuntimeError", "CUBLAS_STATUS_ALLOC_FAILED"),
     ],
 )
-def test_memory_runs_out_in_the_words_that_are_asked_for(
+def test_out_of_memory_has_the_requested_message(
     card: Machine, wording: str, type_: str, words: str
 ) -> None:
     def body(wording: str) -> list[str]:
@@ -351,7 +351,7 @@ def test_memory_runs_out_in_the_words_that_are_asked_for(
 # --- What is counted ------------------------------------------------------------------------------
 
 
-def test_what_makes_the_host_wait_is_counted(card: Machine) -> None:
+def test_host_waits_are_counted(card: Machine) -> None:
     def body() -> dict[str, int]:
         import torch
         from simulated_card import counts
@@ -404,7 +404,7 @@ def test_a_process_that_only_asks_for_names_takes_no_memory_of_a_card(card: Mach
 # --- Kinds of cards -------------------------------------------------------------------------------
 
 
-def test_cards_say_what_they_are(card: Machine) -> None:
+def test_cards_have_properties(card: Machine) -> None:
     def body() -> list[list[object]]:
         import torch
 

@@ -88,7 +88,7 @@ def test_the_host_waits_where_numbers_are_read_and_nowhere_else(
 @pytest.mark.parametrize(
     "more", [("--precision", "bf16-true"), ("--train.padding_free", "true")], ids=["varlen", "sdpa"]
 )
-def test_a_row_tells_the_card_its_sequences_without_a_wait(
+def test_sequence_lengths_reach_the_card_without_a_wait(
     machine: OnCard, more: tuple[str, ...]
 ) -> None:
     found = machine.completed("finetune", *ONE, *more)
@@ -131,7 +131,7 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize("place", COLLECTIVES)
-def test_ranks_exchange_what_a_step_needs(machine: OnCard, place: str) -> None:
+def test_ranks_exchange_only_the_messages_of_a_step(machine: OnCard, place: str) -> None:
     found: Counter[str] = Counter()
     for key, count in counted(machine, place, "collective").items():
         found[key.split()[1]] += count

@@ -104,7 +104,7 @@ def test_samples_of_these_tests_have_several_spans_and_some_are_split(
 
 
 @pytest.mark.parametrize("strategy", KEYS)
-def test_two_ranks_learn_from_conversations_what_one_learns(
+def test_two_ranks_learn_from_conversations_as_one_does(
     strategy: str, in_two: dict[str, Outcome], alone: dict[str, Outcome]
 ) -> None:
     assert_learned_the_same(in_two[strategy], alone["whole"])
@@ -114,7 +114,7 @@ def test_the_size_of_micro_batches_changes_nothing(alone: dict[str, Outcome]) ->
     assert_learned_the_same(alone["one by one"], alone["whole"])
 
 
-def test_a_run_goes_on_under_another_strategy(
+def test_a_run_resumes_under_another_strategy(
     in_two: dict[str, Outcome], alone: dict[str, Outcome]
 ) -> None:
     assert_learned_the_same(in_two["resumed"], alone["whole"])

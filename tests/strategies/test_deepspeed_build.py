@@ -37,7 +37,7 @@ def builder(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def test_what_a_killed_builder_left_is_removed(
+def test_files_of_a_killed_builder_are_removed(
     builder: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     builder.send_signal(signal.SIGKILL)

@@ -73,13 +73,13 @@ def assert_learned_the_same(found: Outcome, expected: Outcome) -> None:
     assert found.report.exact_match == expected.report.exact_match
 
 
-def test_two_ranks_learn_from_a_mixture_what_one_learns(
+def test_two_ranks_learn_from_a_mixture_as_one_does(
     two_ranks: Outcome, single: dict[str, Outcome]
 ) -> None:
     assert_learned_the_same(two_ranks, single["whole"])
 
 
-def test_a_run_on_a_mixture_that_goes_on_learns_what_an_uninterrupted_one_learns(
+def test_a_resumed_run_on_a_mixture_equals_an_uninterrupted_one(
     single: dict[str, Outcome],
 ) -> None:
     assert_learned_the_same(single["resumed"], single["whole"])
@@ -92,7 +92,7 @@ def test_a_run_on_a_mixture_that_goes_on_learns_what_an_uninterrupted_one_learns
             assert values[0] == pytest.approx(values[1], rel=1e-5) and values[0] is not None
 
 
-def test_samples_and_losses_of_each_source_are_told(single: dict[str, Outcome]) -> None:
+def test_samples_and_losses_of_each_source_are_reported(single: dict[str, Outcome]) -> None:
     outcome = single["whole"]
     sizes, takes = [24, 12], [8, 36]
     order = EpochOrder(sizes, takes, seed=1337)

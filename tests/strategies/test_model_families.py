@@ -169,7 +169,7 @@ def test_the_loss_falls(trained: Found, model: str, method: Method) -> None:
 
 @EACH
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_goes_on_in_two_shards(trained: Found, model: str, method: Method) -> None:
+def test_a_run_resumes_in_two_shards(trained: Found, model: str, method: Method) -> None:
     assert len(trained[model, method, "half"].losses) == CUT
     # What a random model answers may be the end of the text.
     resumed, whole = (trained[model, method, name] for name in ("resumed", "whole"))

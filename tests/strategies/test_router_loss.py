@@ -73,7 +73,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 
 
 @pytest.mark.parametrize("how", ["one by one", "at once", "padded", "checkpointed"])
-def test_the_micro_batch_and_what_is_kept_of_it_change_nothing(how: str, found: Found) -> None:
+def test_micro_batch_size_and_checkpointing_change_nothing(how: str, found: Found) -> None:
     assert_same(found[how,], found["full",])
 
 
@@ -83,15 +83,15 @@ def test_updates_in_the_backward_pass_change_nothing(found: Found) -> None:
 
 @pytest.mark.parametrize("method", ["full", "nf4"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_learn_what_one_learns(strategy: str, method: str, found: Found) -> None:
+def test_two_ranks_learn_as_one_does(strategy: str, method: str, found: Found) -> None:
     assert_same(found[strategy, method], found[method,])
 
 
-def test_padding_and_fillers_of_two_ranks_have_no_part_in_it(found: Found) -> None:
+def test_padding_does_not_count_in_the_router_loss(found: Found) -> None:
     assert_same(found["ddp", "padded"], found["full",])
 
 
-def test_a_run_goes_on_under_another_strategy(found: Found) -> None:
+def test_a_run_resumes_under_another_strategy(found: Found) -> None:
     assert_same(found["fsdp", "resumed"], found["lora",])
 
 
@@ -106,13 +106,13 @@ def test_the_load_of_experts_on_two_ranks_adds_up_to_that_of_one(
     assert expected.expert_load.choices == 2 * expected.tokens.real
 
 
-def test_it_is_learned(found: Found) -> None:
+def test_the_router_loss_is_trained(found: Found) -> None:
     losses = router_losses(found["full",])
     assert losses[-1] < losses[0]
     assert found["full",].report.loss.router_aux_loss == losses[-1]
 
 
-def test_without_it_there_is_no_column_and_the_loss_of_tokens_begins_the_same(
+def test_without_a_router_loss_there_is_no_column(
     found: Found,
 ) -> None:
     rows = found["without",].rows

@@ -96,7 +96,7 @@ def micro_step(model: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("sharding", "of_each_block"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 1)])
-def test_what_ends_the_forward_and_begins_the_backward_pass_is_gathered_once(
+def test_the_head_is_gathered_once_for_both_passes(
     bases: dict[bool, Path], mesh: Any, tied: bool, sharding: str, of_each_block: int
 ) -> None:
     model, _ = make(

@@ -84,7 +84,7 @@ def test_the_recipe_of_these_tests_clips_and_does_not_divide(single: dict[Case, 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_learn_what_one_learns(
+def test_two_ranks_learn_as_one_does(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
 ) -> None:
     assert_same_maths(two_ranks[Case(strategy, method)], single[Case("single", method)])
@@ -92,7 +92,7 @@ def test_two_ranks_learn_what_one_learns(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
-def test_rows_learn_what_padded_micro_batches_do(
+def test_rows_without_padding_learn_as_padded_micro_batches(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, method: Method
 ) -> None:
     found = (two_ranks | single)[Case(strategy, method)]
@@ -109,7 +109,7 @@ def test_rows_learn_what_padded_micro_batches_do(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_three_ranks_learn_what_one_learns(
+def test_three_ranks_learn_as_one_does(
     three_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
     (case,) = (case for case in three_ranks if case.strategy == strategy)
@@ -128,7 +128,7 @@ def test_mixed_precision_differs_between_strategies_by_its_rounding_only(
     assert [row["lr"] for row in found.rows] == [row["lr"] for row in expected.rows]
 
 
-def test_sharded_parameters_of_16_bits_learn_what_whole_ones_do(
+def test_sharded_16_bit_parameters_learn_as_whole_ones(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome]
 ) -> None:
     """Measured over these 9 steps: losses 6e-5, norms 2e-4; 8e-3 if norms had 8 bits."""
@@ -343,7 +343,7 @@ def test_updates_in_the_backward_pass_are_those_after_it(
 
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
-def test_what_is_computed_again_draws_the_same_dropout(
+def test_recomputed_blocks_draw_the_same_dropout(
     options: dict[Case, Outcome], other_single: dict[Case, Outcome], strategy: str
 ) -> None:
     runs = options | other_single
@@ -356,9 +356,7 @@ def test_what_is_computed_again_draws_the_same_dropout(
 
 
 @pytest.mark.slow
-def test_copies_of_a_model_that_each_node_shards_learn_what_one_learns(
-    run: Run, single: dict[Case, Outcome]
-) -> None:
+def test_hybrid_sharding_learns_as_one_rank_does(run: Run, single: dict[Case, Outcome]) -> None:
     """Two nodes with two ranks each."""
     case = Case("fsdp", "full", changes=TWO_NODES)
     assert_same_maths(run(4, [case])[case], single[Case("single", "full")])

@@ -55,7 +55,7 @@ def test_a_run_has_numbers_of_before_and_after_training(
     assert found.losses == single.losses  # asking changes nothing of what is learned
 
 
-def test_the_result_is_as_good_as_the_run_said(
+def test_the_result_has_the_scores_of_the_run(
     single: Outcome, changes: tuple[tuple[str, Any], ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     single.complete()
@@ -68,7 +68,7 @@ def test_the_result_is_as_good_as_the_run_said(
         assert one["value"] == pytest.approx(score.after, rel=1e-4)
 
 
-def test_a_run_that_goes_on_keeps_the_numbers_of_before(
+def test_a_resumed_run_keeps_its_first_scores(
     run: Run, changes: tuple[tuple[str, Any], ...], single: Outcome
 ) -> None:
     half = Case("single", "full", changes=changes, stop_after=1)

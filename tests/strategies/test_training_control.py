@@ -128,7 +128,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
 # --- On one rank --------------------------------------------------------------------------------
 
 
-def test_the_recipe_of_that_bends_its_schedule_and_ends_out_of_patience(
+def test_the_recipe_of_these_tests_decays_and_ends_out_of_patience(
     alone: dict[str, Outcome],
 ) -> None:
     found = alone["single"]
@@ -139,7 +139,7 @@ def test_the_recipe_of_that_bends_its_schedule_and_ends_out_of_patience(
     assert found.report.exit_reason.endswith(", of step 3")
 
 
-def test_a_run_that_goes_on_after_its_best_step_is_the_uninterrupted_one_to_the_bit(
+def test_a_run_resumed_after_its_best_step_equals_the_uninterrupted_one(
     alone: dict[str, Outcome],
 ) -> None:
     """One of three validations without a lower loss was before it stopped."""
@@ -150,9 +150,7 @@ def test_a_run_that_goes_on_after_its_best_step_is_the_uninterrupted_one_to_the_
 
 
 @pytest.mark.parametrize("kind", LONGER)
-def test_a_run_that_is_made_longer_goes_on_as_the_longer_one_would(
-    alone: dict[str, Outcome], kind: str
-) -> None:
+def test_an_extended_run_continues_as_the_longer_run(alone: dict[str, Outcome], kind: str) -> None:
     found, whole = alone[f"{kind}, longer"], alone[f"{kind}, whole"]
     assert len(found.rows) == 14 and rates(found)[CUT:] == rates(whole)[CUT:]
     if kind in ("cosine", "linear"):
@@ -194,9 +192,7 @@ def controlled(run: Run, alone: dict[str, Outcome]) -> dict[str, Outcome]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*STRATEGIES, "moved", "padded", "tokens", "compiled"])
-def test_what_controls_training_does_the_same_everywhere(
-    controlled: dict[str, Outcome], name: str
-) -> None:
+def test_training_control_is_equal_everywhere(controlled: dict[str, Outcome], name: str) -> None:
     assert_goes_the_same_way(controlled[name], controlled["single"])
 
 
@@ -235,7 +231,7 @@ def test_sets_to_validate_on_change_nothing_else(controlled: dict[str, Outcome])
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_with_other_sets_has_columns_of_all(
+def test_a_run_resumed_with_other_sets_has_columns_of_all(
     controlled: dict[str, Outcome],
 ) -> None:
     moved, whole = controlled["moved"], controlled["single"]
@@ -251,7 +247,7 @@ def test_a_run_that_goes_on_with_other_sets_has_columns_of_all(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*STRATEGIES, "single", "moved"])
-def test_the_best_checkpoint_is_what_the_result_is_made_of(
+def test_the_result_is_made_of_the_best_checkpoint(
     controlled: dict[str, Outcome], name: str
 ) -> None:
     from transformers import LlamaForCausalLM
@@ -295,7 +291,7 @@ def moves(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES, ids=" to ".join)
-def test_a_run_goes_on_elsewhere_with_its_average_patience_and_best_step(
+def test_average_patience_and_best_step_resume_under_another_strategy(
     moves: dict[tuple[str, str], Outcome], controlled: dict[str, Outcome], move: tuple[str, str]
 ) -> None:
     found, expected = moves[move], controlled["single"]
@@ -306,7 +302,7 @@ def test_a_run_goes_on_elsewhere_with_its_average_patience_and_best_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_under_the_same_strategy_it_goes_on_to_the_bit(
+def test_resuming_under_the_same_strategy_is_exact(
     moves: dict[tuple[str, str], Outcome], controlled: dict[str, Outcome], strategy: str
 ) -> None:
     assert_equal(moves[strategy, strategy], controlled[strategy])
@@ -324,7 +320,7 @@ def begun(run: Run) -> dict[str, Outcome]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_average_may_begin_where_a_run_goes_on_elsewhere(
+def test_an_average_may_begin_on_resume(
     begun: dict[str, Outcome], controlled: dict[str, Outcome], strategy: str
 ) -> None:
     found, expected = begun[strategy], begun["single"]

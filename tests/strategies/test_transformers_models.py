@@ -166,7 +166,7 @@ def test_the_micro_batch_changes_nothing(model: str, how: str, alone: Found) -> 
         for key in IN_TWO
     ],
 )
-def test_two_ranks_learn_what_one_learns(
+def test_two_ranks_learn_as_one_does(
     model: str, strategy: str, method: str, alone: Found, request: pytest.FixtureRequest
 ) -> None:
     key = (model, strategy, method)
@@ -223,7 +223,7 @@ def of_others(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("model", OTHER_EXPERTS)
 @pytest.mark.parametrize("method", ["full", "nf4"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_learn_what_one_learns_with_other_shapes_of_experts(
+def test_two_ranks_learn_as_one_does_with_other_shapes_of_experts(
     model: str, strategy: str, method: str, of_others: Found
 ) -> None:
     alone = of_others[model, "single", method]
@@ -232,12 +232,12 @@ def test_two_ranks_learn_what_one_learns_with_other_shapes_of_experts(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_run_goes_on_under_another_strategy(model: str, in_two: Found, alone: Found) -> None:
+def test_a_run_resumes_under_another_strategy(model: str, in_two: Found, alone: Found) -> None:
     assert_same_maths(in_two[model, "fsdp", "resumed"], alone[model, "lora"])
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_language_model_of_one_that_sees_goes_on_under_another_strategy(
+def test_the_language_model_of_a_multimodal_model_resumes_under_another_strategy(
     method: Method, in_two: Found, alone: Found
 ) -> None:
     losses = alone[SEES, method].losses
@@ -255,7 +255,7 @@ def rest_of(weights: Iterable[str]) -> list[str]:
     return [name for name in weights if "language_model" not in name]
 
 
-def test_results_of_one_that_sees_hold_what_was_not_trained_as_it_was(
+def test_results_of_a_multimodal_model_keep_untrained_weights(
     changes: dict[str, Keys], in_two: Found, alone: Found
 ) -> None:
     before = load_file(f"{base_of(changes)}/model.safetensors")

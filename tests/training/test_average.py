@@ -112,7 +112,7 @@ def test_training_is_as_without_it_and_validation_is_of_it(
     )
 
 
-def test_it_may_be_switched_on_off_and_changed_where_a_run_goes_on(run: Run) -> None:
+def test_an_average_may_be_switched_on_or_off_or_changed_on_resume(run: Run) -> None:
     shorter = (*EVERY_STEP, ("train.max_steps", 3))
     without, beginning = (
         Case("single", "full", changes=changes, stop_after=2)
@@ -159,7 +159,7 @@ class Weights:
         return lambda: setattr(self, "number", own)
 
 
-def test_weights_come_back_after_a_failure_and_whoever_copies_them_is_asked_before() -> None:
+def test_weights_are_restored_after_a_failure_and_copies_finish_before() -> None:
     strategy: Any = Weights()
     weights = EvaluatedWeights(strategy)
     seen: list[float] = []

@@ -24,20 +24,20 @@ def test_no_other_interval_loses_less(save_s: float, between_losses_s: float) ->
         assert lost_fraction(best * factor, save_s, between_losses_s) > least
 
 
-def test_saves_that_cost_nothing_to_speak_of_are_as_far_apart_as_young_says() -> None:
+def test_the_interval_of_cheap_saves_is_youngs() -> None:
     assert best_interval_s(1.0, 24 * HOUR_S) == pytest.approx(math.sqrt(2 * 24 * HOUR_S), rel=0.01)
 
 
-def test_a_save_that_takes_longer_than_the_machines_live_is_made_once_in_their_life() -> None:
+def test_the_interval_never_exceeds_the_time_between_losses() -> None:
     assert best_interval_s(3 * HOUR_S, HOUR_S) == HOUR_S
 
 
-def test_the_first_save_counts_only_as_long_as_it_is_the_only_one() -> None:
+def test_the_first_save_counts_only_while_it_is_the_only_one() -> None:
     assert usual_save_s([0.7]) == 0.7
     assert usual_save_s([0.7, 0.06, 0.05, 0.9]) == 0.06
 
 
-def test_losses_that_a_run_has_seen_outweigh_what_was_expected() -> None:
+def test_losses_of_machines_outweigh_the_expectation() -> None:
     assert mean_between_losses_s(24 * HOUR_S, 0.0, 0) == 24 * HOUR_S
     assert mean_between_losses_s(24 * HOUR_S, 100 * HOUR_S, 99) == 1.24 * HOUR_S
     assert mean_between_losses_s(24 * HOUR_S, 1000 * HOUR_S, 0) == 1024 * HOUR_S

@@ -66,9 +66,7 @@ def test_tensorboard_forgets_a_session_that_left_no_checkpoint(tmp_path: Path) -
     assert [step for step, _ in scalars(tmp_path, "val_loss")] == [0, 3]
 
 
-def test_wandb_goes_on_with_the_run_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -156,9 +154,7 @@ class TestMlflow:
     def _client(self) -> None:
         pytest.importorskip("mlflow")
 
-    def test_a_run_goes_on_and_has_every_step_once_where_sessions_overlap(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_continued_run_has_every_step_once(self, tmp_path: Path) -> None:
         recipe = make("mlflow", tmp_path, log__project="pets", log__run="cats", log__group="a")
         run_ids: dict[str, str] = {}
         assert told(recipe, range(1, 10), run_ids) == []
@@ -173,9 +169,7 @@ class TestMlflow:
             "cats", "FINISHED", "a",
         )  # fmt: skip
 
-    def test_a_validation_that_was_missing_is_told_by_the_next_session(
-        self, tmp_path: Path
-    ) -> None:
+    def test_the_next_session_logs_a_missing_validation(self, tmp_path: Path) -> None:
         recipe, run_ids = make("mlflow", tmp_path), dict[str, str]()
         told(recipe, range(1, 3), run_ids)
         warnings: list[str] = []
@@ -226,7 +220,7 @@ class TestMlflow:
         written = [path for path in (tmp_path / "mlflow").rglob("*") if path.is_file()]
         assert not any(b"hf_secret" in path.read_bytes() for path in written)
 
-    def test_a_server_that_is_away_is_said_once_and_other_loggers_go_on(
+    def test_one_warning_for_an_unreachable_server_while_other_loggers_continue(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with socket.socket() as closed:
@@ -238,7 +232,7 @@ class TestMlflow:
         assert said.endswith("); metrics.csv has all of them") and "secret" not in said
         assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
 
-    def test_a_server_that_goes_away_is_said_once(self, tmp_path: Path) -> None:
+    def test_one_warning_for_a_server_that_becomes_unreachable(self, tmp_path: Path) -> None:
         recipe, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), list[str]()
         made = make_loggers(recipe, start_step=0, run_ids=run_ids)
         (logger,) = made.values()
@@ -296,7 +290,7 @@ class TestTrackio:
         monkeypatch.setenv("TRACKIO_DIR", "")  # so that it is as before after the test
         return made
 
-    def test_a_run_goes_on_with_each_step_once_and_a_branch_is_another(
+    def test_a_continued_run_has_each_step_once_and_a_branch_is_another_run(
         self, tmp_path: Path, runs: dict[str, TrackioRun]
     ) -> None:
         recipe = make(
@@ -312,7 +306,7 @@ class TestTrackio:
         assert [step for step, row in first[1].rows if "loss" in row] == list(range(1, 12))
         assert [step for step, row in second[1].rows if "loss" in row] == [7, 8]
 
-    def test_values_that_are_not_written_or_sent_are_said_once(
+    def test_one_warning_for_values_that_are_lost(
         self, tmp_path: Path, runs: dict[str, TrackioRun]
     ) -> None:
         recipe, warned = make("trackio", tmp_path, log__project="pets"), list[str]()
@@ -338,9 +332,7 @@ class TestTrackio:
         ]
 
 
-def test_trackio_goes_on_and_has_every_step_once_where_sessions_overlap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_trackio_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", "")  # so that it is as before after the test
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
@@ -377,7 +369,7 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(
         ("[wandb, csv, tensorboard, wandb]", ["wandb", "tensorboard"]),
     ],
 )
-def test_each_logger_is_made_once_and_csv_is_no_further_one(
+def test_each_logger_is_made_once_and_csv_needs_none(
     asked: str, made: list[str], tmp_path: Path
 ) -> None:
     assert list(make_loggers(make(asked, tmp_path), start_step=0, run_ids={})) == made

@@ -178,7 +178,7 @@ def test_the_best_of_a_run_that_saves_nothing_better_is_its_last_step(train: Tra
     assert found.report.validation_loss == chosen.validation_loss
 
 
-def test_sequences_longer_than_a_micro_batch_should_be_are_computed_alone_and_told(
+def test_longer_sequences_than_micro_batch_tokens_are_computed_alone_with_a_notice(
     train: Train, full: Result
 ) -> None:
     found = train(
@@ -292,7 +292,7 @@ def test_gradients_are_freed_before_the_forward_of_the_next_step(
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_copies_for_a_save_take_what_is_predicted(
+def test_copies_for_a_save_take_the_predicted_memory(
     train: Train, base: Path, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
     held_bytes = set()
@@ -315,7 +315,7 @@ def test_copies_for_a_save_take_what_is_predicted(
     assert held_bytes == {predicted_bytes(asynchronous=True) - predicted_bytes(asynchronous=False)}
 
 
-def test_memory_that_cannot_be_page_locked_is_told_once(
+def test_one_warning_if_memory_cannot_be_page_locked(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = HostCopies.take
@@ -402,12 +402,12 @@ def test_a_sequence_longer_than_the_model_is_refused_before_loading(train: Train
         train("full", train__max_seq_length=1000)
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_with_advice(train: Train) -> None:
+def test_a_nan_loss_ends_the_run_with_advice(train: Train) -> None:
     with pytest.raises(NonFiniteLoss, match="lower learning rate"):
         train("full", optimizer__lr=1e30, train__max_norm=None, train__lr_warmup_steps=0)
 
 
-def test_of_a_base_model_with_values_that_are_no_numbers_the_learning_rate_is_not_blamed(
+def test_nan_in_the_base_model_is_not_blamed_on_the_learning_rate(
     train: Train, base: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -420,7 +420,7 @@ def test_of_a_base_model_with_values_that_are_no_numbers_the_learning_rate_is_no
         train("full", checkpoint_dir=str(broken))
 
 
-def test_another_base_model_is_not_told_as_other_data(base: Path) -> None:
+def test_another_base_model_is_not_reported_as_other_data(base: Path) -> None:
     """Its tokenizer may be another one, and then the samples are, too."""
     data: Any = SimpleNamespace(samples_per_epoch=1, fingerprint="of other tokens")
     model, told = open_base(str(base)), f"checkpoint_dir {base} is not the model that .* of step 5"
@@ -444,9 +444,7 @@ def test_training_ends_at_the_time_limit_and_the_result_is_kept(train: Train) ->
     [{"checkpoint__save": False}, {"checkpoint_dir": "random:pythia-14m"}],
     ids=["checkpoint.save false", "random weights"],
 )
-def test_nothing_is_saved_where_there_is_no_result_to_keep(
-    train: Train, changes: dict[str, Any]
-) -> None:
+def test_a_run_without_a_result_saves_nothing(train: Train, changes: dict[str, Any]) -> None:
     result = train("lora", train__max_steps=1, **changes)
     assert not (result.out_dir / "final").exists()
     assert result.report.files is not None and result.report.files.final is None
@@ -530,7 +528,7 @@ def test_the_speed_of_a_run_is_that_of_steps_whose_memory_was_not_followed(
 
 
 @pytest.mark.parametrize(("at_step", "told_of"), [(0, 1), (1, 2), (3, 3)])
-def test_what_filled_the_memory_is_told_where_it_runs_out(
+def test_running_out_of_memory_reports_the_breakdown_of_a_step(
     train: Train, monkeypatch: pytest.MonkeyPatch, at_step: int, told_of: int
 ) -> None:
     told = []
@@ -550,7 +548,7 @@ def test_what_filled_the_memory_is_told_where_it_runs_out(
     assert bool(told[-1].peak_breakdown_bytes.optimizer_state) == (at_step > 0)
 
 
-def test_two_ranks_with_the_same_gpu_are_told_what_to_start() -> None:
+def test_two_ranks_on_one_gpu_get_advice() -> None:
     said = (
         "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.5\n"
         "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"

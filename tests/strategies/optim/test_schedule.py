@@ -191,7 +191,7 @@ def test_a_warm_up_fraction_counts_steps_of_one_epoch(
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
-def test_a_warm_up_that_ends_within_the_run_is_no_news(warmup: int) -> None:
+def test_a_warm_up_within_the_run_gives_no_notice(warmup: int) -> None:
     assert schedule(train__lr_warmup_steps=warmup)[1] == []
 
 

@@ -36,7 +36,7 @@ def write(file: Path, outputs: list[str]) -> str:
     return str(file)
 
 
-def test_of_data_that_are_trained_on_as_they_are_only_their_kind_is_told(
+def test_complete_data_get_one_line(
     tell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_of_data_that_are_trained_on_as_they_are_only_their_kind_is_told(
     ("overlong", "told"),
     [("truncate", "cut to max_seq_length"), ("drop", "dropped (longer than max_seq_length)")],
 )
-def test_what_is_cut_dropped_or_skipped_is_told_with_how_much_that_is(
+def test_cut_dropped_and_skipped_samples_are_shown_with_their_share(
     tell: Any, tmp_path: Path, overlong: str, told: str
 ) -> None:
     path = write(tmp_path / "a.json", ["sun"] * 40 + ["sun " * 80] * 20 + [""] * 10)
@@ -69,12 +69,12 @@ def test_what_is_cut_dropped_or_skipped_is_told_with_how_much_that_is(
     assert lines[2].startswith("val data: of 14 records: ")
 
 
-def test_what_is_only_skipped_has_no_key_that_changes_it(tell: Any, tmp_path: Path) -> None:
+def test_skipped_records_get_no_advice_on_max_seq_length(tell: Any, tmp_path: Path) -> None:
     lines, _, _ = tell(path=write(tmp_path / "a.json", ["sun"] * 40 + [""] * 20))
     assert lines[1].endswith("skipped (empty output)")
 
 
-def test_lines_name_the_source_where_there_are_several(
+def test_lines_name_each_of_several_sources(
     tell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -94,7 +94,7 @@ def test_lines_name_the_source_where_there_are_several(
     assert all(isinstance(source, Source) for source in sources.values())
 
 
-def test_trouble_with_the_cache_is_a_warning(
+def test_an_unusable_cache_is_a_warning(
     tell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.json", ["sun"] * 10)
