@@ -206,6 +206,7 @@ def read_metadata(directory: Path) -> Metadata:
             raise CheckpointError(f"{file} is not a regular file.")
         values = json.loads(
             file.read_text(encoding="utf-8"),
+            # Python's json would take the last of two equal keys, and NaN, which is not JSON.
             object_pairs_hook=_without_repetition,
             parse_constant=_refuse_constant,
         )

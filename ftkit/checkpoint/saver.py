@@ -122,7 +122,7 @@ class Saver:
             wait: return only when the checkpoint is committed.
             started: when training began to wait, by `time.perf_counter`.
         """
-        self.wait()
+        self.wait()  # one save at a time: the copies are in one block of memory
         asynchronous = self._asynchronous and not wait
         most = self._max_staged_bytes
         if most is not None:
@@ -209,6 +209,7 @@ class Saver:
         except Exception as failure:
             error = _describe_error(failure)
         if self._rank > 0:
+            # A file, not a message: collectives in a thread would need their own process group.
             _leave_receipt(self._receipts[self._rank], step, files, error)
             return
         entries: dict[str, FileEntry] = {}
@@ -237,7 +238,7 @@ class Saver:
         )
 
     def _prune(self) -> str | None:
-        """Delete older checkpoints; returns the problem if that fails."""
+        """Delete older checkpoints, and return the problem if that fails."""
         try:
             self.store.prune(**dataclasses.asdict(self._retention))
         except OSError as failure:

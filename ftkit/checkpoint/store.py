@@ -100,6 +100,7 @@ def verify(
         return problem_of(directory, name, files[name], count, fetching=fetching)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        # Largest first, so that no thread is left with a large file when the others are done.
         largest_first = sorted(files, key=lambda name: -files[name].size_bytes)
         checks = {name: pool.submit(check, name) for name in largest_first}
         try:
@@ -216,6 +217,7 @@ class Store:
         for folder, _, _ in os.walk(partial, topdown=False):
             sync(Path(folder))
         if os.path.lexists(final):
+            # rename() cannot replace a directory with files: set the old one aside first.
             remove(replaced)
             final.rename(replaced)
         try:
@@ -303,6 +305,7 @@ class Store:
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step; a crash never leaves half of it."""
+        # First a rename, which a crash cannot leave half done.
         deleted = self._hidden(step, "deleted")
         remove(deleted)
         self.path(step).rename(deleted)
@@ -346,6 +349,7 @@ class Store:
             return []
         backup = target / self.directory.name
         backup.mkdir(parents=True, exist_ok=True)
+        # The newest first: whatever a crash leaves behind is then a run up to an earlier step.
         for step in reversed(moved):
             self.path(step).rename(backup / self.path(step).name)
         sync(backup)

@@ -34,6 +34,8 @@ class BuiltDeepSpeedPrecision(DeepSpeedPrecision):
 
 def parameter_dtype(plan: Plan) -> torch.dtype:
     """Dtype of the parameters; master weights that a strategy keeps beside them are float32."""
+    # Mixed precision is autocast over float32 parameters, but under DeepSpeed the parameters have
+    # 16 bits, beside float32 masters.
     kind, _, how = plan.precision.partition("-")
     if kind == "32" or (how == "mixed" and not plan.rules.keeps_masters):
         return torch.float32

@@ -213,6 +213,8 @@ class Checkpointing:
         """
         self.finish()
         start, recorder = self._setup.start, self._journal.recorder
+        # Into the trained model, not only into the result: scores and the sample answer after
+        # training are then those of the result.
         places = [(self._store, step)]
         if start.directory is not None and not start.in_place:  # steps before the run branched off
             places.append((Store(start.directory.parent), start.step))

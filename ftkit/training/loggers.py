@@ -196,6 +196,8 @@ class MlflowLogger(Logger):
         if uri is None:
             uri = (self._out_dir / _MLFLOW).absolute().as_uri()
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # otherwise MLflow wants a database
+        # MLflow's own client: Lightning's logger imports all of Lightning, sends values in the
+        # training loop, and leaves a run that continues marked as finished.
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 

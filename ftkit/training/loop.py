@@ -118,7 +118,8 @@ class Training:
         self._meter = MemoryMeter(
             setup.strategy,
             setup.model,
-            # The meter cannot see into compiled graphs.
+            # One or two steps only: following all tensors costs a tenth of a second a step. No
+            # step of a compiled model: the meter cannot see into its graphs.
             set() if self._recipe.compile else steps_to_measure(order),
             self._recorder.device_peak,
             self._recorder.on_step_memory,

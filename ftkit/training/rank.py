@@ -229,6 +229,7 @@ def _report_failure(exception: BaseException, job: Job, state: RankDirectory) ->
 
 def _note_prediction(job: Job, recorder: Recorder, display: Display) -> None:
     """Add the predicted memory of the measured step to the report."""
+    # In rank 0, where everything is imported already, and at the end, when nothing waits for it.
     measured, resolved = recorder.report.step_memory, recorder.report.resolved
     if rank() > 0 or measured is None or resolved is None:
         return

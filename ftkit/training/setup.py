@@ -199,7 +199,8 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
     )
     for notice in (*notices, *check_validations(recipe, schedule.total_steps)):
         journal.warn(notice)
-    with display.phase("building the model", brief=True):  # on the meta device, without memory
+    # On the meta device: the whole model never exists on a rank, which fills only its own part.
+    with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.architecture.attention, plan)
     model.routing = model.body.watch_routing(router_loss)

@@ -1,4 +1,4 @@
-"""Every kind of optimizer state goes on, on the same layout to the last bit, and on any other."""
+"""Every kind of optimizer state resumes, exactly on the same layout, and on any other."""
 
 from dataclasses import dataclass, replace
 
@@ -37,20 +37,23 @@ STAGE_2: Changes = (("strategy.stage", 2),)
 ONE_MICRO_STEP: Changes = (("train.max_norm", None), ("train.micro_batch_size", 11))
 AVERAGED: Changes = (("train.ema_decay", 0.7),)
 ALONE: Changes = (("optimizer", "SGD"), ("optimizer.lr", 0.05), *AVERAGED)
-"""There is no other state than the average."""
+"""Settings with no state besides the average."""
 IN_BACKWARD: Changes = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
+
+
+NOTHING_SAVED: Changes = (("checkpoint.save", False),)
 
 
 @dataclass(frozen=True)
 class Move:
-    """From one setting to another; the reference runs all steps with the first."""
+    """Two sessions with different settings; the reference runs all steps with the first ones."""
 
     source: Case
     source_ranks: int
     target: Case
     target_ranks: int
     within: float = 1e-5
-    """Relative difference of losses; 0: every column of every row is equal."""
+    """Largest relative difference of losses; 0: every column of every row is equal."""
 
 
 def same(case: Case, ranks: int, within: float = 0.0) -> Move:
@@ -81,6 +84,9 @@ MOVES = {
     "bf16-true, deepspeed x2": same(Case("deepspeed", "full", "bf16-true"), 2),
     "bf16-mixed, deepspeed x2": same(Case("deepspeed", "lora", "bf16-mixed"), 2),
     "SGD, single": same(Case("single", "full", changes=SGD), 1),
+    "AdamW, single, to a session that saves nothing": move(
+        ("single", 1, ()), ("single", 1, NOTHING_SAVED), within=0.0
+    ),
     "SGD, single to fsdp x2": move(("single", 1, SGD), ("fsdp", 2, SGD)),
     "in backward, fsdp x2": same(Case("fsdp", "full", changes=IN_BACKWARD), 2),
     "in backward, single to fsdp x2": move(("single", 1, IN_BACKWARD), ("fsdp", 2, IN_BACKWARD)),
@@ -153,6 +159,7 @@ MOVES = {
     ),
 }
 QUICK = {
+    "AdamW, single, to a session that saves nothing",
     "dropout, single",
     "dropout, fsdp x2",
     "8-bit, single to fsdp x2",
@@ -185,7 +192,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def results(run: Run, request: pytest.FixtureRequest) -> dict[str, tuple[Outcome, Outcome]]:
-    """Of the selected moves: the run in two sessions, and the one that nothing interrupted."""
+    """Run in two sessions and uninterrupted run of each selected move."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = [values["name"] for values in params if values.get("name") in MOVES]
@@ -240,8 +247,9 @@ def params() -> list[object]:
 @pytest.mark.parametrize("name", params())
 def test_optimizer_state_resumes(results: dict[str, tuple[Outcome, Outcome]], name: str) -> None:
     found, expected = results[name]
-    within, weights = MOVES[name].within, found.weights()
+    within = MOVES[name].within
     if within:
+        weights = found.weights()
         assert found.losses == pytest.approx(expected.losses, rel=within)
         assert [row["lr"] for row in found.rows] == [row["lr"] for row in expected.rows]
         if "average" in name:  # which no loss of training shows
@@ -250,4 +258,6 @@ def test_optimizer_state_resumes(results: dict[str, tuple[Outcome, Outcome]], na
         return
     for column in ("step", "samples", "loss", "lr", "grad_norm", "tokens"):
         assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
-    assert all(weights[key].equal(value) for key, value in expected.weights().items())
+    if not set(NOTHING_SAVED) <= set(MOVES[name].target.changes):
+        weights = found.weights()
+        assert all(weights[key].equal(value) for key, value in expected.weights().items())

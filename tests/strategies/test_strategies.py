@@ -48,17 +48,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def single(run: Run) -> dict[Case, Outcome]:
     cases = [Case("single", method, p) for method in METHODS for p in ("32-true", "bf16-mixed")]
     padded = [Case("single", method, changes=PADDED) for method in METHODS]
-    return run(1, [Case("single", "full", changes=DETERMINISTIC), *cases, *padded, BF16])
+    return run(1, [Case("single", "full", changes=DETERMINISTIC), *cases, *padded, BF16, *SINGLE])
 
 
 @pytest.fixture(scope="module")
-def two_ranks(run: Run) -> dict[Case, Outcome]:
+def two_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
+    """All cases on two ranks in one process group; of OPTIONS, those of the selected tests."""
     repeatable = [
         Case(case.strategy, "lora", changes=DETERMINISTIC)
         for case in TWO_RANKS
         if case.method == "lora" and case.precision == "32-true"
     ]
-    return run(2, [*repeatable, *TWO_RANKS, BF16_SHARDED])
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    names = {str(values["name"]) for values in params if values.get("name") in OPTIONS}
+    dropout = [
+        Case(name, "lora", changes=changes)
+        for name in ("ddp", "fsdp", "deepspeed")
+        for changes in (DROPOUT, (*DROPOUT, CHECKPOINTED))
+    ]
+    options = runnable([*(OPTIONS[name] for name in sorted(names)), *dropout])
+    return run(2, [*repeatable, *TWO_RANKS, BF16_SHARDED, *options])
 
 
 @pytest.fixture(
@@ -256,25 +266,6 @@ def runnable(cases: Iterable[Case]) -> list[Case]:
     return [case for case in cases if case.strategy != "deepspeed" or HAS_DEEPSPEED]
 
 
-@pytest.fixture(scope="module")
-def options(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
-    """Of the tests that were selected; dropout needs the same ranks."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    names = {values["name"] for values in params if values.get("name") in OPTIONS}
-    dropout = [
-        Case(name, "lora", changes=changes)
-        for name in ("ddp", "fsdp", "deepspeed")
-        for changes in (DROPOUT, (*DROPOUT, CHECKPOINTED))
-    ]
-    return run(2, runnable([*(OPTIONS[name] for name in sorted(names)), *dropout]))  # type: ignore[index, type-var]
-
-
-@pytest.fixture(scope="module")
-def other_single(run: Run) -> dict[Case, Outcome]:
-    return run(1, SINGLE)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -287,30 +278,28 @@ def other_single(run: Run) -> dict[Case, Outcome]:
     ],
 )
 def test_options_of_a_strategy_change_no_result(
-    options: dict[Case, Outcome],
+    two_ranks: dict[Case, Outcome],
     single: dict[Case, Outcome],
-    other_single: dict[Case, Outcome],
     name: str,
 ) -> None:
     case = OPTIONS[name]
-    if case not in options:
+    if case not in two_ranks:
         pytest.skip("deepspeed is not installed: scripts/setup_env")
     learned = tuple(change for change in case.changes if change in LEARNED)
     reference = Case("single", case.method, changes=learned, tied=case.tied)
     # Muon finds directions in bfloat16: measured 7e-5, where losses differ by less than 1e-5.
     within = 3e-4 if learned == MUON else 1e-5
-    assert_same_maths(options[case], (single | other_single)[reference], weights_within=within)
+    assert_same_maths(two_ranks[case], single[reference], weights_within=within)
 
 
 @pytest.mark.parametrize("name", ["fsdp, tokens", "single, tokens"])
 def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
-    options: dict[Case, Outcome],
+    two_ranks: dict[Case, Outcome],
     single: dict[Case, Outcome],
-    other_single: dict[Case, Outcome],
     name: str,
 ) -> None:
     case = OPTIONS.get(name, Case("single", "full", changes=TOKENS))
-    found = (options | other_single)[case]
+    found = (two_ranks | single)[case]
     assert_same_maths(found, single[Case("single", case.method)])
     resolved, speed, tokens = found.report.resolved, found.report.throughput, found.report.tokens
     assert resolved and speed and tokens and speed.micro_steps_per_step
@@ -321,20 +310,20 @@ def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_keeps_the_ranks_in_step(
-    options: dict[Case, Outcome], other_single: dict[Case, Outcome], strategy: str
+    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
     """Each rank draws its own masks, so losses are near those of one rank and not equal."""
-    found = options[Case(strategy, "lora", changes=DROPOUT)]
-    expected = other_single[Case("single", "lora", changes=DROPOUT)]
+    found = two_ranks[Case(strategy, "lora", changes=DROPOUT)]
+    expected = single[Case("single", "lora", changes=DROPOUT)]
     assert len(found.rows) == len(expected.rows)
     assert found.losses == pytest.approx(expected.losses, rel=0.05)
 
 
 def test_updates_in_the_backward_pass_are_those_after_it(
-    other_single: dict[Case, Outcome],
+    single: dict[Case, Outcome],
 ) -> None:
     found, expected = (
-        other_single[Case("single", "full", changes=c)] for c in (IN_BACKWARD, ONE_MICRO_STEP)
+        single[Case("single", "full", changes=c)] for c in (IN_BACKWARD, ONE_MICRO_STEP)
     )
     for column in ("loss", "grad_norm", "lr"):
         assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
@@ -344,9 +333,9 @@ def test_updates_in_the_backward_pass_are_those_after_it(
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_recomputed_blocks_draw_the_same_dropout(
-    options: dict[Case, Outcome], other_single: dict[Case, Outcome], strategy: str
+    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
-    runs = options | other_single
+    runs = two_ranks | single
     found = runs[Case(strategy, "lora", changes=(*DROPOUT, CHECKPOINTED))]
     expected = runs[Case(strategy, "lora", changes=DROPOUT)].losses
     assert found.losses == expected

@@ -1,4 +1,4 @@
-"""Tasks before and after training: the same numbers on every strategy, and what is kept of them."""
+"""Tasks before and after training: equal scores under every strategy, also after a resume."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command import Command
 from local_tasks import ALL, LETTERS, write_tasks
-from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
 
 from ftkit.cli.app import run as command
 from ftkit.runs.report.answers import TaskScore
@@ -27,9 +27,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def single(run: Run, changes: tuple[tuple[str, Any], ...]) -> Outcome:
-    case = Case("single", "full", changes=changes)
-    return run(1, [case])[case]
+def alone(run: Run, changes: tuple[tuple[str, Any], ...]) -> dict[str, Outcome]:
+    """A run with tasks, its first session, and a run without tasks."""
+    without = tuple(change for change in changes if change[0] != "eval.tasks")
+    cases = {
+        "whole": Case("single", "full", changes=changes),
+        "half": Case("single", "full", changes=changes, stop_after=1),
+        "without": Case("single", "full", changes=without),
+    }
+    found = run(1, list(cases.values()))
+    return {name: found[case] for name, case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def single(alone: dict[str, Outcome]) -> Outcome:
+    return alone["whole"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run: Run, changes: tuple[tuple[str, Any], ...]) -> dict[str, Outcome]:
+    strategies = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
+    found = run(2, [Case(strategy, "full", changes=changes) for strategy in strategies])
+    return {case.strategy: outcome for case, outcome in found.items()}
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
@@ -40,19 +59,16 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         assert one.after == pytest.approx(other.after, rel=1e-4)
 
 
-def test_a_run_has_numbers_of_before_and_after_training(
-    single: Outcome, run: Run, changes: tuple[tuple[str, Any], ...]
-) -> None:
+def test_a_run_has_scores_before_and_after_training(alone: dict[str, Outcome]) -> None:
+    single, without = alone["whole"], alone["without"]
     score: TaskScore = next(s for s in single.report.tasks if s.metric == "bits_per_byte")
     assert score.before is not None and score.after is not None
     assert score.after != pytest.approx(score.before, rel=1e-4)
     assert (score.samples, score.higher_is_better) == (5, False)
     log = (single.out_dir / "run.log").read_text()
     assert "texts before training: bits_per_byte" in log
-    without = Case("single", "full", changes=tuple(c for c in changes if c[0] != "eval.tasks"))
-    found = run(1, [without])[without]
-    assert found.report.tasks == []
-    assert found.losses == single.losses  # asking changes nothing of what is learned
+    assert without.report.tasks == []
+    assert without.losses == single.losses, "tasks do not affect training"
 
 
 def test_the_result_has_the_scores_of_the_run(
@@ -69,10 +85,9 @@ def test_the_result_has_the_scores_of_the_run(
 
 
 def test_a_resumed_run_keeps_its_first_scores(
-    run: Run, changes: tuple[tuple[str, Any], ...], single: Outcome
+    run: Run, changes: tuple[tuple[str, Any], ...], alone: dict[str, Outcome], single: Outcome
 ) -> None:
-    half = Case("single", "full", changes=changes, stop_after=1)
-    begun = run(1, [half])[half]
+    begun = alone["half"]
     assert all(score.after is None for score in begun.report.tasks)
     rest = Case("single", "full", changes=changes, start=begun.out_dir)
     assert_same(run(1, [rest])[rest], single)
@@ -82,11 +97,10 @@ def test_a_resumed_run_keeps_its_first_scores(
 @pytest.mark.parametrize(
     "strategy", ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 )
-def test_every_strategy_gives_the_numbers_of_one_rank(
-    run: Run, changes: tuple[tuple[str, Any], ...], single: Outcome, strategy: str
+def test_every_strategy_gives_the_scores_of_one_rank(
+    two_ranks: dict[str, Outcome], single: Outcome, strategy: str
 ) -> None:
-    case = Case(strategy, "full", changes=changes)
-    assert_same(run(2, [case])[case], single)
+    assert_same(two_ranks[strategy], single)
 
 
 def test_tasks_are_refused_before_anything_is_written(ftkit: Command, tmp_path: Path) -> None:

@@ -232,6 +232,8 @@ class OptimizerInBackward:
         assert parameter.grad is not None
         (self._norms[parameter],) = norms_of([parameter.grad])
         groups = self._optimizer.param_groups
+        # One optimizer that sees one parameter at a time, not one for each: checkpoints, rates and
+        # bitsandbytes' settings then work as for any other optimizer.
         self._optimizer.param_groups = [groups[index] | {"params": [parameter]}]
         self._optimizer.step()
         self._optimizer.param_groups = groups
