@@ -128,7 +128,7 @@ class Checkpointing:
             started = time.perf_counter()
             setup = self._setup
             setup.strategy.sharding.reshard(setup.model)
-            companions = self._write_companions()
+            companions = self._companion_writer()
             pieces = capture(setup.model, self._state, rank(), setup.plan.world_size)
             metadata = self._metadata(step, validation_loss)
             self._saver.save(metadata, pieces, companions, wait=wait, started=started)
@@ -281,7 +281,7 @@ class Checkpointing:
         except OSError as error:
             self._journal.warn(f"The checkpoint of step {step} lacks its validation loss: {error}")
 
-    def _write_companions(self) -> Callable[[Path], list[Path]] | None:
+    def _companion_writer(self) -> Callable[[Path], list[Path]] | None:
         """Gather the adapter; on rank 0, returns a function that writes files beside the shards."""
         setup, recipe = self._setup, self._setup.recipe
         adapter: list[tuple[str, Tensor]] = []
