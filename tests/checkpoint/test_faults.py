@@ -1,4 +1,4 @@
-"""Promise P3: whatever kills, fills or damages, a run goes on from its newest whole checkpoint."""
+"""Promise P3: after a kill, a full disk or damage, a run resumes from its newest intact state."""
 
 import dataclasses
 import io
@@ -50,14 +50,14 @@ class Runs:
     def begin(
         self, out: Path, *more: object, faults: dict[int, list[object]] | None = None
     ) -> Attempt:
-        """Start it, or go on with it if there is something to go on from."""
+        """Start the run, or resume it if there is a checkpoint."""
         resume = () if "--resume" in more else ("--resume", "auto")
         return self.server.start(*self.words, "--out_dir", out, *resume, *more, faults=faults)
 
     def run(
         self, out: Path, *more: object, faults: dict[int, list[object]] | None = None
     ) -> Attempt:
-        """The same to its end."""
+        """Run to the end."""
         attempt = self.begin(out, *more, faults=faults)
         attempt.wait()
         return attempt
@@ -217,7 +217,7 @@ def test_a_run_survives_kills(runs: MakeRuns, tmp_path: Path) -> None:
 
 
 class Commit:
-    """A run that is killed at chosen moments of the saving of its last step, and goes on."""
+    """A run that is killed at chosen moments while it saves its last step, and then resumed."""
 
     STEPS = 4
 
@@ -226,10 +226,10 @@ class Commit:
         runs.complete(directory / "whole")
         runs.complete(directory / "before", "--stop_after", self.STEPS - 1)
         self.states: set[tuple[str, ...]] = set()
-        """What was found after the kills."""
+        """States of the run after the kills."""
 
     def killed_at(self, number: int) -> bool:
-        """Kill it at a moment, and let it go on; whether it came to that."""
+        """Kill the run at a moment and resume it; returns whether the moment came."""
         out = self._directory / "out"
         shutil.copytree(self._directory / "before", out)
         attempt = self._runs.run(out, faults={0: ["killed_at", self.STEPS, number]})
@@ -475,7 +475,7 @@ class Stopped:
         return to
 
     def asked(self, out: Path, resume: object = "auto") -> Recipe:
-        """The recipe of a command that goes on."""
+        """Recipe of a command that resumes the run."""
         pairs = [("out_dir", str(out)), ("resume", str(resume))]
         recipe = read_recipe([self.out / "recipe.yaml"], pairs)
         return dataclasses.replace(recipe, precision="32-true")
@@ -501,7 +501,7 @@ def stopped(
 
 
 def refusal(recipe: Recipe) -> str:
-    """What is said to a command that would go on."""
+    """Message for a command that tries to resume."""
     with pytest.raises(UserError) as error:
         check(recipe)
     return str(error.value)
@@ -586,7 +586,7 @@ def saved_by_torch(trace: Path) -> bytes:
 
 
 def tagged(trace: Path) -> bytes:
-    """The same for a careless reader of YAML."""
+    """Equal for a reader of YAML that checks nothing."""
     return f"!!python/object/apply:os.mkdir [{trace}]".encode()
 
 

@@ -1,4 +1,4 @@
-"""Promise P2: a run stopped under any strategy and number of ranks goes on under any other."""
+"""Promise P2: a run stopped under any strategy and number of ranks resumes under any other."""
 
 import itertools
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ LAST = 9
 MICRO_BATCH: dict[str, tuple[tuple[str, object], ...]] = {
     "ddp": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 400)),
 }
-"""Of the first session, by its strategy, where it is not 4 sequences."""
+"""Micro-batch of the first session by strategy, if not 4 sequences."""
 OTHER_MICRO_BATCH: dict[str, tuple[tuple[str, object], ...]] = {
     "single": (("train.micro_batch_size", 3),),
     "ddp": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 600)),
     "fsdp": (("train.padding_free", False),),
     "deepspeed": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 250)),
 }
-"""Of the second session, by its strategy."""
+"""Micro-batch of the second session by strategy."""
 CUT = 4
 """Steps of the first session; it ends in the middle of the first epoch."""
 
@@ -47,7 +47,7 @@ LAYOUTS = [
 ]
 SMALL = [layout for layout in LAYOUTS if layout == Layout("single", 1) or layout.world_size == 2]
 HUBS: dict[Method, set[Layout]] = {"full": {SMALL[0], SMALL[-1]}, "lora": {SMALL[0]}}
-"""Every other layout goes on to these and from these; what is between them is one format."""
+"""Every other layout resumes on these, and these on it; the format between them is the same."""
 
 
 def marks_of(source: Layout, target: Layout, method: Method) -> tuple[pytest.MarkDecorator, ...]:

@@ -101,7 +101,7 @@ class TestEightBits:
     code = create_dynamic_map()
 
     def quantized(self, start: int, stop: int) -> Piece:
-        """As bitsandbytes has it on a rank that holds this range."""
+        """State of bitsandbytes on a rank that holds this range."""
         values = self.numbers.flatten()[start:stop]
         codes, state = quantize_blockwise(values, self.code, blocksize=BLOCK)
         return Piece(

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: they are whole or not there, and whatever is wrong with them is found."""
+"""Checkpoints on disk are complete or absent, and every damage is detected."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from ftkit.checkpoint import file_checks
 from ftkit.checkpoint import metadata as metadata_module
 from ftkit.checkpoint import store as store_module
 from ftkit.checkpoint.file_checks import describe_file, hash_file
-from ftkit.checkpoint.metadata import (  # type: ignore[attr-defined]
+from ftkit.checkpoint.metadata import (
     FORMAT_VERSION,
     METADATA,
     CheckpointError,
@@ -710,7 +710,7 @@ def test_later_checkpoints_are_set_aside_and_stay_whole(store: Store, tmp_path: 
 def test_steps_that_stay_are_thinned_out_by_ranges_of_steps(
     rule: KeepEvery, kept: list[int]
 ) -> None:
-    """The last interval goes on beyond its step."""
+    """The last interval also applies after its step."""
     assert [step for step in range(10, 250, 10) if is_milestone(step, rule)] == kept
     if isinstance(rule, dict):
         assert is_milestone(1000, rule) and not is_milestone(1050, {100: 20, 200: 100})

@@ -1,4 +1,4 @@
-"""What only a GPU can show of attention: that one kernel over a row is each sequence by itself."""
+"""Attention on a GPU: one kernel over a row equals each sequence alone."""
 
 from itertools import accumulate
 
@@ -40,7 +40,7 @@ def computed(kernel: AttentionKernel, dtype: torch.dtype, groups: int) -> list[T
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sequences_in_a_row_equal_each_sequence_alone(dtype: torch.dtype, groups: int) -> None:
-    """As near to float32 as SDPA, sequence by sequence, in the same format."""
+    """Its error is no larger than that of SDPA on each sequence in the same dtype."""
     exact = computed("sdpa", torch.float32, groups)
     alone, in_row = (computed(kernel, dtype, groups) for kernel in ("sdpa", "flash"))
     for expected, usual, found in zip(exact, alone, in_row, strict=True):

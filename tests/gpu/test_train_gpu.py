@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same losses as on CPU, device memory, 16-bit formats."""
+"""Training on a GPU: the losses of a CPU, device memory, 16-bit formats."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Everything that ftkit does on GPUs, on simulated cards: it ends well, and learns what a CPU does.
+"""Everything that ftkit does on GPUs, on simulated cards, with the losses of a CPU.
 
 What the cards cannot show stands in docs/gpus.md.
 """
@@ -163,7 +163,7 @@ CASES = {
     "ZeRO-2, LoRA": lora(ZERO_3, BF16, ("--strategy.stage", "2"), within=ROUNDED),
     "ZeRO-1, full": full(ZERO_3, BF16, ON_CARD, ("--strategy.stage", "1"), within=1e-2),
 }
-"""What ftkit offers on GPUs; the names are for people."""
+"""Features of ftkit on GPUs, with readable names."""
 
 
 def ranks_of(case: Case) -> int:
@@ -203,7 +203,7 @@ def test_a_run_on_simulated_cards_learns_as_on_a_cpu(machine: OnCard, name: str)
 
 
 def test_memory_that_is_followed_is_all_that_a_card_gave(machine: OnCard) -> None:
-    """What tensors hold, as followed in a step, is what the allocator counts, within 1 %."""
+    """Bytes of the tensors followed in a step agree with the allocator within 1 %."""
     _, out = machine.run("finetune_full", *ONE, follows_memory=True)
     measured = read_report(out).step_memory
     assert measured is not None
@@ -376,7 +376,7 @@ def test_torchrun_starts_ranks_on_cards(machine: OnCard, tmp_path: Path) -> None
 def test_tasks_may_each_see_a_card_of_their_own(
     machine: OnCard, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """As under srun --gpus-per-task=1: the card of each is cuda:0, whatever its rank."""
+    """As under srun --gpus-per-task=1: every rank sees its own card as cuda:0."""
     skip_without_deepspeed(words)
     out = tmp_path / "run"
     line = machine.words("finetune", *words, "--out_dir", str(out))

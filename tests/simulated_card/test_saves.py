@@ -1,4 +1,4 @@
-"""Asynchronous saves of a run on a simulated card, before training goes on and beside it."""
+"""Asynchronous saves of a run on a simulated card, with copies before and beside training."""
 
 import subprocess
 from collections import Counter

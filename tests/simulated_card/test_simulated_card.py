@@ -1,4 +1,4 @@
-"""The simulated cards behave as CUDA does where ftkit can tell, and count what it wants to know."""
+"""The simulated cards behave like CUDA for all that ftkit uses, and count events."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""How often the host waits for a card, in numbers: a stray `.item()` in a step fails a test.
+"""Number of times that the host waits for a card: a stray `.item()` in a step fails a test.
 
 While the host waits, the device runs dry: what is done in each micro-step must not wait at all, and
 an optimizer step only where its numbers are read. The counts are of one step in the middle of a
@@ -20,7 +20,7 @@ from ftkit.runs.report.report import read_report
 pytestmark = needs_card
 
 STEP = 4
-"""Of six: DDP has found its buckets by then, and nothing is saved yet."""
+"""Steps that count, of six: DDP has its buckets by then, and nothing is saved yet."""
 ONE = ("--devices", "1")
 DDP = ("--devices", "2", "--strategy", "ddp")
 FSDP = ("--devices", "2", "--strategy", "fsdp")

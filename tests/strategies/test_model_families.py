@@ -1,4 +1,4 @@
-"""Models of many families from end to end: they learn, go on elsewhere, and leave what is theirs.
+"""Models of many families from end to end: training, resuming elsewhere, files of the result.
 
 Four that differ most stand for all in the run of slow tests; the others are the matrix.
 """
@@ -145,7 +145,7 @@ def as_it_was_trained(outcome: Outcome, method: Method) -> LanguageModel:
 
 @torch.no_grad()
 def logits_of_theirs(directory: Path, adapter: Path | None = None) -> Tensor:
-    """Of transformers' model, with an adapter that PEFT loads."""
+    """Loss of transformers' model with an adapter that PEFT loads."""
     from peft import PeftModel
 
     model: Any = transformers_model(directory)

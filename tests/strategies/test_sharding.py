@@ -1,4 +1,4 @@
-"""What ranks tell each other, seen from one of two whose messages go nowhere."""
+"""Messages between ranks, seen from one of two whose messages go nowhere."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -116,7 +116,7 @@ def test_the_head_is_gathered_once_for_both_passes(
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_parameters_are_gathered_ahead(bases: dict[bool, Path], mesh: Any, ahead: int) -> None:
-    """Each part of a model asks for those of the next ones, before it computes."""
+    """Each part of a model gathers the next ones before it computes."""
     model, _ = make(
         bases[False],
         lambda plan: FullyShard(plan, mesh),
@@ -136,7 +136,7 @@ def test_parameters_are_gathered_ahead(bases: dict[bool, Path], mesh: Any, ahead
 
 
 def gathered(parts: list[Any]) -> list[int]:
-    """Which of them have all their parameters, or have asked for them."""
+    """Parts that have all their parameters, or are gathering them."""
     groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]
     return [i for i, g in enumerate(groups) if g.is_unsharded or g._all_gather_result is not None]
 

@@ -79,7 +79,7 @@ def two_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
     ],
 )
 def three_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
-    """Of one method, by strategy."""
+    """Runs of one method, by strategy."""
     cases = [case for case in TWO_RANKS if case.precision == "32-true"]
     return run(3, [case for case in cases if case.method == request.param])
 
@@ -244,7 +244,7 @@ REPEATS = {
     "ZeRO-3, tokens",
     "ZeRO-2, checkpointed",
 }
-"""What others show too, of another strategy or with less."""
+"""Cases that others cover, under another strategy or with fewer settings."""
 LEARNED = (*SGD, *MUON, *AVERAGED, *ONE_MICRO_STEP)
 SINGLE = [
     Case("single", "full", changes=AVERAGED),
@@ -355,7 +355,7 @@ def test_hybrid_sharding_learns_as_one_rank_does(run: Run, single: dict[Case, Ou
 
 
 class Reached(Exception):
-    """As far as a test goes."""
+    """Stops a run where a test ends."""
 
 
 def stop_here(*_: object, **__: object) -> None:
@@ -364,7 +364,7 @@ def stop_here(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[object, ...]]]:
-    """What this process computes with, which is as before afterwards."""
+    """Settings of this process for arithmetic, which are restored afterwards."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     precision = torch.get_float32_matmul_precision()

@@ -39,7 +39,7 @@ ADAPTED = {
     "fsdp": (PADDED, QUANTIZED),
     "deepspeed": ((), ()),
 }
-"""What differs from one rank, and what does not."""
+"""Settings that differ from the run on one rank, and settings of both."""
 WITHOUT_AVERAGE = tuple(change for change in CONTROL if change[0] != "train.ema_decay")
 CUT = 4
 """Steps of first sessions: one validation after the best, two before patience is at its end."""
@@ -52,7 +52,7 @@ OTHER_MICRO_BATCH: dict[str, Changes] = {
     "fsdp": PADDED,
     "deepspeed": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 250)),
 }
-"""Of a second session under another strategy."""
+"""Micro-batch of a second session under another strategy."""
 LONGER = {
     "constant": (),
     "inverse_sqrt": (),
@@ -76,7 +76,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def alone(run: Run) -> dict[str, Outcome]:
-    """What one rank does: at once, in two sessions, and where it is made longer."""
+    """Runs on one rank: at once, in two sessions, and extended."""
     firsts = {
         "first": dataclasses.replace(CONTROLLED["single"], stop_after=CUT),
         **{f"{kind}, first": schedule(kind, 2, stop_after=CUT) for kind in LONGER},
@@ -164,7 +164,7 @@ def test_an_extended_run_continues_as_the_longer_run(alone: dict[str, Outcome], 
 
 @pytest.fixture(scope="module")
 def controlled(run: Run, alone: dict[str, Outcome]) -> dict[str, Outcome]:
-    """By strategy, and one that began under fsdp and went on elsewhere after 3 of its 6 steps.
+    """Runs by strategy, and one that moved away from fsdp after 3 of its 6 steps.
 
     There it has another set to validate on in place of one.
     """
@@ -266,7 +266,7 @@ def test_the_result_is_made_of_the_best_checkpoint(
 def moves(
     run: Run, alone: dict[str, Outcome], controlled: dict[str, Outcome]
 ) -> dict[tuple[str, str], Outcome]:
-    """Runs that stopped after `CUT` steps under one strategy and went on under another."""
+    """Runs that stopped after `CUT` steps under one strategy and resumed under another."""
     sources = {source: Case(source, "full", changes=CONTROL, stop_after=CUT) for source in SEVERAL}
     began = run(2, list(sources.values()))
     starts = {"single": alone["first"].out_dir} | {
@@ -334,7 +334,7 @@ def test_an_average_may_begin_on_resume(
 
 @pytest.fixture(scope="module")
 def adapted(run: Run) -> dict[str, tuple[Outcome, Outcome]]:
-    """Adapters of all layers with the head, by strategy; what is expected of each."""
+    """Adapters of all layers with the head, by strategy, with the expected run."""
     cases = {
         name: Case(name, "lora", changes=(*SLOWER, *how, *what))
         for name, (how, what) in ADAPTED.items()

@@ -34,7 +34,7 @@ MODELS = {
 }
 OTHER_EXPERTS = ("mixtral", "gpt_oss", "olmoe")
 Keys = tuple[tuple[str, Any], ...]
-"""Of a recipe, with what they are."""
+"""Keys of a recipe, with their values."""
 THEIRS: Keys = (
     ("model_implementation", "transformers"),
     # A tied model says the last token of its prompt again: a word, not the end of a line.
@@ -251,7 +251,7 @@ def base_of(changes: dict[str, Keys]) -> str:
 
 
 def rest_of(weights: Iterable[str]) -> list[str]:
-    """What lies beside the language model."""
+    """Weights beside the language model."""
     return [name for name in weights if "language_model" not in name]
 
 

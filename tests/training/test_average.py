@@ -55,7 +55,7 @@ def checkpoints(outcome: Outcome) -> list[Path]:
 
 
 def parameters(state: StoredState) -> list[str]:
-    """Names of what is trained."""
+    """Names of trained parameters."""
     return [name.partition("/")[2] for name in state.names() if name.startswith(f"{AVERAGE}/")]
 
 
@@ -91,7 +91,7 @@ def test_the_result_and_a_checkpoint_that_is_used_are_the_average(
 
 
 def numbers_of(place: Path) -> Mapping[str, torch.Tensor]:
-    """What `ftkit generate` and the like read, by our names."""
+    """Weights that `ftkit generate` reads, by our names."""
     result = find_result(str(place))
     base = open_result(result)
     if result.kind == "adapter":

@@ -1,4 +1,4 @@
-"""What is told of the data before the first step: what is not trained on as it is, and why."""
+"""Summary of the data before the first step: samples that are cut or left out, and why."""
 
 import json
 from pathlib import Path

@@ -107,7 +107,7 @@ def told(
     start_step: int = 0,
     factor: float = 1.0,
 ) -> list[str]:
-    """What a session says of its loggers; each third step has a validation, which is later."""
+    """Warnings of a session; every third step has a validation, logged after its loss."""
     warnings: list[str] = []
     loggers = Loggers(
         make_loggers(recipe, start_step=start_step, run_ids=run_ids), recipe, warnings.append
@@ -271,7 +271,7 @@ class TrackioRun:
 
 
 class TestTrackio:
-    """What it is asked for; the next test has Trackio itself, where it is installed."""
+    """Calls of a stand-in; the next test uses Trackio itself, if it is installed."""
 
     @pytest.fixture(autouse=True)
     def runs(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, TrackioRun]:

@@ -1,4 +1,4 @@
-"""The measurements of a rank in a run of several sessions: what is whole, and what is of one."""
+"""Measurements of a rank in a run of several sessions: of the whole run, and of one session."""
 
 import dataclasses
 import errno
@@ -26,7 +26,7 @@ from ftkit.utils.files import make_reserve
 
 
 def metadata_of(recorder: Recorder) -> Metadata:
-    """As it is read back from a checkpoint of this moment."""
+    """State as read back from a checkpoint of this moment."""
     assert recorder.report.progress is not None
     return Metadata(
         method="lora",

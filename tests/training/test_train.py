@@ -45,7 +45,7 @@ from ftkit.utils.console.display import Display
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left behind."""
+    """Files and report of a run."""
 
     metrics: list[Row]
     validation: list[Row]

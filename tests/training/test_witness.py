@@ -1,4 +1,4 @@
-"""What a run does not do beside training: it would cost time or memory at every step."""
+"""Things that a run must not do in a step, because they cost time or memory."""
 
 from collections.abc import Callable
 from pathlib import Path

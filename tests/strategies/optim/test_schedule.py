@@ -122,7 +122,7 @@ def test_after_the_warm_up_a_cosine_falls_from_the_full_rate_to_min_lr(warmup: i
 
 
 def shares(kind: str, steps: int = 10, warmup: int = 0, **keys: object) -> list[float]:
-    """Of a run whose rate falls to a tenth."""
+    """Schedule of a run whose rate falls to a tenth."""
     every = {"train__lr_schedule": kind, "train__lr_warmup_steps": warmup, "train__min_lr": 1e-4}
     made, notices = schedule(10 * steps, **every | keys)
     assert (made.total_steps, notices) == (steps, [])
