@@ -22,7 +22,7 @@ from ftkit.models.pretrained.base_model import (
     fingerprint,
     implementation_of,
     open_base,
-    open_companions,
+    open_without_weights,
     parameter_shapes,
     weights,
 )
@@ -97,7 +97,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
     """
     if result.kind == "checkpoint":
         has_head = stored_name(PARAMETER, HEAD) in _stored(result)
-        return dataclasses.replace(open_companions(result.directory / BASE), tied=not has_head)
+        return dataclasses.replace(open_without_weights(result.directory / BASE), tied=not has_head)
     if result.kind == "model":
         return open_base(str(result.directory))
     return _base_of(result, base, option)

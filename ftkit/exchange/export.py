@@ -138,7 +138,7 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     shapes = parameter_shapes(base)
     _, first = next(full_weights(result, base))
     numbers = sum(shape.numel() for shape in shapes.values())
-    check_space(out, numbers * (dtype or first.dtype).itemsize + base.rest_bytes)
+    check_space(out, numbers * (dtype or first.dtype).itemsize + base.extra_weights_bytes)
     tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
     kind: CardKind = "hf" if options.format == "hf" else "litgpt"
     others = {

@@ -181,7 +181,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
     chosen: str = options.base or next(iter(choices))
     merged = {name: Merged(adapter, kind, dtype) for name, kind in choices.items()}
     written = merged[chosen]
-    written_bytes = base.rest_bytes + sum(
+    written_bytes = base.extra_weights_bytes + sum(
         shape.numel() * written.dtype_of(name).itemsize for name, shape in written.shapes.items()
     )
     check_space(out, written_bytes)

@@ -24,7 +24,7 @@ from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
-from ftkit.models.pretrained.hub import find_or_download, keeps_rest
+from ftkit.models.pretrained.hub import find_or_download, has_extra_weights
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
@@ -326,7 +326,7 @@ def _find_base(name: str, method: Method, token: str | None, start: Start | None
         return name
     if start is not None and method == "full":
         saved = start.checkpoint / BASE
-        if saved.is_dir() and not keeps_rest(saved):
+        if saved.is_dir() and not has_extra_weights(saved):
             return None
     try:
         return str(find_or_download(name, token=token).resolve())

@@ -281,8 +281,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         gpu=gpu,
         method_source=source,
         conversion=_conversion(recipe),
-        kept_bytes=base.rest_bytes,
-        disk_bytes=_disk_bytes(made, memory, steps, base.rest_bytes) if layout else 0,
+        kept_bytes=base.extra_weights_bytes,
+        disk_bytes=_disk_bytes(made, memory, steps, base.extra_weights_bytes) if layout else 0,
         result_layout=layout,
         tokens_per_step=recipe.train.global_batch_size * (length.tokens - 1),
         samples=samples,
@@ -381,11 +381,13 @@ def _steps(recipe: Recipe, samples: int | None) -> int | None:
     return schedule.total_steps
 
 
-def _disk_bytes(made: Plan, memory: PredictedMemory, steps: int | None, rest_bytes: int) -> int:
+def _disk_bytes(
+    made: Plan, memory: PredictedMemory, steps: int | None, extra_weights_bytes: int
+) -> int:
     kept = made.recipe.checkpoint
     if not kept.save:
         return 0
     result = memory.trained_parameters * parameter_dtype(made).itemsize
     if not isinstance(made.recipe, LoraRecipe):
-        result += rest_bytes
+        result += extra_weights_bytes
     return kept.most_at_once(steps) * memory.checkpoint_bytes + result

@@ -27,7 +27,7 @@ from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.save import save_adapter
-from ftkit.models.pretrained.base_model import BaseModel, save_companions
+from ftkit.models.pretrained.base_model import BaseModel, save_without_weights
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -371,7 +371,7 @@ def write_companions(
         save_adapter(adapter, base, recipe, others, fingerprint, chat_files)
         return [own, *others.iterdir()]
     others.mkdir()
-    save_companions(base, others)
+    save_without_weights(base, others)
     prompting = [directory / name for name in (CHAT_TEMPLATE, GENERATION)]
     for file in prompting:
         file.write_bytes(chat_files[file.name])

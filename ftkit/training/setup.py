@@ -35,7 +35,7 @@ from ftkit.models.pretrained.base_model import (
     fingerprint,
     implementation_of,
     open_base,
-    open_companions,
+    open_without_weights,
 )
 from ftkit.models.pretrained.hub import OUTLINE, find_here
 from ftkit.models.pretrained.save import chat_files, layout_of
@@ -279,7 +279,7 @@ def _open_base(
     if start.metadata is None:
         return open_base(directory, implementation)
     if (Path(directory) / OUTLINE).is_file():  # written by the checkpoint, which has the weights
-        return open_companions(Path(directory))
+        return open_without_weights(Path(directory))
     # Tensors of a checkpoint have the names of the implementation that wrote it.
     known = implementation_of(start.metadata.base.fingerprint)
     if implementation not in (None, known):
@@ -519,7 +519,7 @@ def _log_summary(setup: Setup, device_names: tuple[str, ...], journal: Journal) 
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),
-        kept_bytes=setup.base.rest_bytes or None,
+        kept_bytes=setup.base.extra_weights_bytes or None,
         chat_template=result_template(setup.base, setup.data).name,
         max_seq_length=setup.max_seq_length,
         longest_sample_tokens=max(setup.data.longest_tokens, setup.sets.longest_tokens),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.store import Store
-from ftkit.models.pretrained.hub import keeps_rest
+from ftkit.models.pretrained.hub import has_extra_weights
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.own_metric import own_metrics
 from ftkit.recipe.parsing import read_recipe
@@ -190,7 +190,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     base, start = Path(values["checkpoint_dir"]), None
     if case.start is not None:
         start = Outcome(case.start).checkpoint
-        if case.method == "full" and not keeps_rest(start / "base"):
+        if case.method == "full" and not has_extra_weights(start / "base"):
             base = start / "base"
         for name in ("metrics.csv", "validation.csv"):
             shutil.copyfile(case.start / name, out_dir / name)

@@ -1,4 +1,4 @@
-"""Rendering in a process apart, which the kernel bounds in time and memory.
+"""Rendering in a child process whose time and memory the kernel limits.
 
 One process renders all templates of this one: it starts with the first of them, in about 0.1 s, and
 ends with this process, or when a template exceeds a bound; then the next template starts another.
@@ -36,7 +36,7 @@ class Exceeded(NotRendered):
 
 
 def run_confined(function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function in the process apart.
+    """Call a function in the child process.
 
     Args:
         function: what to call, of a module or bound to an object that can be pickled.
@@ -90,7 +90,7 @@ def begin_call(seconds: float) -> None:
 
 
 def end_call() -> None:
-    """Have no timer end this process while it waits."""
+    """Stop the timers, so that none ends this process while it waits."""
     for timer in (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL):
         signal.setitimer(timer, 0)
 
@@ -106,7 +106,7 @@ class _Died(Exception):
 
 
 class _Process:
-    """The process, and the connection with it."""
+    """The child process and the connection to it."""
 
     def __init__(self) -> None:
         self._connection, other = Pipe()
@@ -123,7 +123,7 @@ class _Process:
             )
 
     def replies(self, function: Callable[..., Any], calls: list[bytes]) -> Iterator[Any]:
-        """The reply to each call.
+        """Yield the reply to each call.
 
         Raises:
             _Died: the process has ended.
@@ -149,7 +149,7 @@ class _Process:
 
 
 class _State:
-    """What this process has for rendering."""
+    """The child process of this process, and its lock."""
 
     lock = threading.Lock()
     process: _Process | None = None

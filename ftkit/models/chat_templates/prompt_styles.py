@@ -54,7 +54,7 @@ class PromptStyle:
     """Tokens that end an answer beside EOS, where the tokenizer has them."""
 
     def apply(self, prompt: str, *, sys_prompt: str | None = None, **values: Any) -> str:
-        """The prompt for an instruction.
+        """Return the prompt for an instruction.
 
         Args:
             prompt: the instruction.
@@ -74,7 +74,7 @@ class PromptStyle:
 
 
 class TextPrompt:
-    """A prompt style that is written as a text with places."""
+    """A prompt style written as a text with placeholders."""
 
     stops = ()
 
@@ -427,7 +427,7 @@ _OF_MODELS = (
 
 
 def style_of_model(name: str) -> PromptStyle:
-    """The style that a model was trained with, by its name; the instruction alone if none is known.
+    """Return the prompt style of a model by its name; the bare instruction if none is known.
 
     Args:
         name: as LitGPT has it, such as Llama-3.2-1B-Instruct.
@@ -437,7 +437,7 @@ def style_of_model(name: str) -> PromptStyle:
 
 
 class SpecialTokens(Protocol):
-    """What a template needs of a tokenizer."""
+    """The part of a tokenizer that a template needs."""
 
     @property
     def use_bos(self) -> bool: ...
@@ -451,7 +451,7 @@ _SYSTEM_MARK, _INSTRUCTION_MARK, _INPUT_MARK = "\ue000", "\ue001", "\ue002"
 
 
 class _Prompts(NamedTuple):
-    """What a style makes of an instruction, with and without an input."""
+    """Prompts of a style for an instruction, with and without an input."""
 
     plain: str
     with_input: str
@@ -461,7 +461,7 @@ class _Prompts(NamedTuple):
 
 
 def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplate":
-    """A prompt style as a chat template, for conversations and for other programs.
+    """Write a prompt style as a chat template, for conversations and other programs.
 
     A user's message becomes what the style makes of an instruction, `input` of the message being
     its input; an answer is followed by EOS; a further turn repeats prompt and answer. The system
@@ -537,7 +537,7 @@ def _prompt(prompts: _Prompts, system: str) -> str:
 
 
 def _expression(text: str, system: str) -> str:
-    """A text with marks as an expression of jinja."""
+    """Write a text with marks as a jinja expression."""
     values = {
         _SYSTEM_MARK: f"({system})",
         _INSTRUCTION_MARK: "message.content",

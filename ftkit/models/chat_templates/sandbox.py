@@ -46,7 +46,7 @@ class NotRendered(Exception):
 
 @dataclass
 class _Output:
-    """What a rendering has written so far."""
+    """Output of a rendering so far."""
 
     pieces: list[str] = field(default_factory=list)
     characters: int = 0
@@ -170,7 +170,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers': jinja's own filter escapes characters of HTML."""
+    # As in transformers: the filter of jinja escapes characters of HTML.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

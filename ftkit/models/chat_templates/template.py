@@ -38,7 +38,7 @@ class TemplateRefusal(NotRendered):
 
 
 class MarksNotFound(TemplateRefusal):
-    """A template marks what is generated where it cannot be found in the text."""
+    """A template marks generated text that cannot be located in the result."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         **variables: object,
     ) -> str:
-        """The text of a conversation.
+        """Render a conversation.
 
         Args:
             messages: in order.
@@ -94,7 +94,7 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and where its `generation` blocks are.
+        """Render a conversation; also return the spans of its `generation` blocks.
 
         Raises:
             TemplateRefusal, UserError: as `render`.
@@ -107,7 +107,7 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template says itself what an assistant generates."""
+        """Whether the template marks itself what an assistant generates."""
         return _GENERATION.search(self.source) is not None
 
     def _run(
@@ -134,14 +134,14 @@ class ChatTemplate:
         return text, [(first, block) for first, block in blocks]
 
     def explained(self, error: Exceeded) -> UserError:
-        """What is said of a template that exceeds its bounds."""
+        """Return the error for a template that exceeds its limits."""
         return UserError(
             f"The chat template ({self.name}) {error}.\nTry --data.chat_template chatml."
         )
 
 
 def template_of(tokenizer_directory: Path) -> str | None:
-    """The chat template that lies beside a tokenizer; None: there is none.
+    """Return the chat template beside a tokenizer; None if there is none.
 
     Where there is one for tools and one for all else, they become one template.
 
@@ -162,7 +162,7 @@ def template_of(tokenizer_directory: Path) -> str | None:
 
 
 def read_template(file: Path) -> str:
-    """The text of a template's file.
+    """Read the file of a template.
 
     Raises:
         UserError: it cannot be read.
@@ -184,7 +184,7 @@ def read_template(file: Path) -> str:
 
 
 def _either(named: Mapping[str, str]) -> str | None:
-    """One template of the one for tools and the default one, as transformers chooses."""
+    """Combine the template for tools and the default one, as transformers chooses them."""
     default, tool_use = (named.get(name) for name in ("default", "tool_use"))
     if default is None or tool_use is None:
         return default
@@ -194,7 +194,7 @@ def _either(named: Mapping[str, str]) -> str | None:
 
 
 class TemplatedTokenizer(Protocol):
-    """What a template needs of a tokenizer."""
+    """The part of a tokenizer that a template needs."""
 
     model_name: str
 
@@ -206,7 +206,7 @@ class TemplatedTokenizer(Protocol):
 
 
 def check_chat_template(value: object, key: str = "data.chat_template") -> None:
-    """Refuse what data.chat_template cannot be, as far as it can be told without a tokenizer.
+    """Refuse invalid values of data.chat_template, as far as possible without a tokenizer.
 
     Args:
         value: what it is.
@@ -229,7 +229,7 @@ def check_chat_template(value: object, key: str = "data.chat_template") -> None:
 def resolve_chat_template(
     value: str | Path, tokenizer: TemplatedTokenizer, key: str = "data.chat_template"
 ) -> ChatTemplate:
-    """The template that data.chat_template names.
+    """Return the template that data.chat_template names.
 
     Args:
         value: tokenizer, a name, or the path of a file.
@@ -254,7 +254,7 @@ def resolve_chat_template(
 
 
 def text_template(value: str | Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """The template of a name or a file, where there need not be a tokenizer.
+    """Return a named template or one from a file; needs no tokenizer.
 
     Raises:
         UserError: it is no template.

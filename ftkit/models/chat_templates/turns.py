@@ -59,7 +59,7 @@ class Written(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What the assistant says at once, in the whole."""
+    """Position of one answer of the assistant in the rendered conversation."""
 
     start: int
     """Where the prompt before it ends."""
@@ -170,7 +170,7 @@ class TurnFinder:
         return chosen, masked if self._train_on == "all" else []
 
     def _turn(self, conversation: "_Conversation", index: int) -> _Turn | None:
-        """A turn in the whole; None: it is not there as it was when it was said."""
+        """Locate a turn in the whole conversation; None if later turns changed it."""
         start, text, marks = self._said(conversation, index)
         whole = conversation.whole
         for end in self._ends(text, start):
@@ -179,7 +179,7 @@ class TurnFinder:
         return None
 
     def _alone(self, conversation: "_Conversation", index: int) -> Written:
-        """The conversation up to a turn, which alone is trained on."""
+        """Return the conversation up to a turn; only that turn is trained on."""
         start, text, marks = self._said(conversation, index)
         turn = _found(start, next(self._ends(text, start)), marks, text, text)
         return conversation.written(index + 1, turn.generated, learned=[index], others=range(index))
@@ -197,7 +197,7 @@ class TurnFinder:
         return len(prompt), text, marks
 
     def _ends(self, text: str, start: int) -> Iterator[int]:
-        """Where a turn may end, the last place first: with a token that ends it, or with the text.
+        """Yield possible ends of a turn, last first: behind an end token or at the end of the text.
 
         Some templates end not only a turn, but then the conversation.
         """
@@ -210,7 +210,7 @@ class TurnFinder:
 
 
 class _Conversation:
-    """What a template makes of the first messages of a conversation; each text is made once."""
+    """Renderings of the first messages of a conversation; each is made once."""
 
     def __init__(self, template: ChatTemplate, record: dict[str, Any]) -> None:
         self._template = template
@@ -223,7 +223,7 @@ class _Conversation:
         return self.until(len(self.messages))[0]
 
     def until(self, count: int) -> tuple[str, list[Span] | None]:
-        """The text of some messages, and what the template marks; None: it marks nothing ever."""
+        """Render the first messages, with the marked spans; None if the template never marks."""
         if count not in self._until:
             messages = self.messages[:count]
             with _refusals():
@@ -237,7 +237,7 @@ class _Conversation:
     def written(
         self, count: int, trained: list[Span], *, learned: Sequence[int], others: Collection[int]
     ) -> Written:
-        """The text of some messages as a sample.
+        """Return the first messages as a sample.
 
         Args:
             count: of messages, the first ones.
@@ -260,7 +260,7 @@ class _Conversation:
         return Written(text, trained, places, any(map(self._omits_reasoning, learned)))
 
     def _omits_reasoning(self, index: int) -> bool:
-        """Whether a turn has reasoning that the template does not write when it is said."""
+        """Whether a turn has reasoning that its rendering does not contain."""
         thought = _squeezed(self.messages[index].get("reasoning_content") or "")
         if not thought:
             return False
@@ -270,7 +270,7 @@ class _Conversation:
         return thought not in _squeezed(text)
 
     def added_by(self, prompt: str, text: str) -> str:
-        """What a prompt ends with and a text does not, if no message says it: for people."""
+        """Describe text at the end of a prompt that is in no message, for the refusal."""
         pairs = enumerate(zip(prompt, text, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
         rest = prompt[same:]
@@ -278,7 +278,7 @@ class _Conversation:
         return f": it ends with {rest!r}" if 0 < len(rest) <= _MOST_SHOWN and not said else ""
 
     def prompt(self, count: int) -> str:
-        """What the model is given after some messages, to say the next one."""
+        """Render the prompt after the first messages."""
         if count not in self._prompts:
             messages = self.messages[:count]
             with _refusals():
@@ -290,7 +290,7 @@ class _Conversation:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Inside the block, what the template raises is said to be its own words."""
+    """Mark refusals raised in the block as the words of the template."""
     try:
         yield
     except MarksNotFound:
@@ -311,7 +311,7 @@ def _says_something(message: dict[str, Any]) -> bool:
 
 
 def _tool_names(record: dict[str, Any]) -> Iterator[str]:
-    """Of the functions that may be called, and of those that are."""
+    """Names of the functions that may be called, and of those that are."""
     for tool in record.get("tools") or ():
         yield tool["function"]["name"]
     for message in record["messages"]:
@@ -381,7 +381,7 @@ def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str,
 
 
 def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]:
-    """What stands in brackets, as places of a text without them; nothing if it is another text."""
+    """Spans between brackets, as positions in the text without brackets; [] if texts differ."""
     spans: list[Span] = []
     pieces: list[str] = []
     at, begun = 0, None
@@ -450,7 +450,7 @@ def _bracket_untrained(message: dict[str, Any]) -> dict[str, Any]:
 def _spans_in(
     text: str, template: ChatTemplate, messages: Sequence[dict[str, Any]], tools: Any
 ) -> list[Span]:
-    """Where brackets stand in a text that was made of the first messages, without them."""
+    """Positions of bracketed parts in a text without brackets."""
     for count in range(len(messages), 0, -1):
         try:
             found, spans = _unbracketed(template.render(messages[:count], tools=tools))
@@ -463,7 +463,7 @@ def _spans_in(
 
 
 def _tails(content: str) -> list[int]:
-    """How many spaces belong to each part in brackets: those behind it that end the message."""
+    """Number of spaces behind each bracketed part that end its message."""
     *parts, last = content.split(_CLOSING)
     if not parts:
         return []
@@ -471,7 +471,7 @@ def _tails(content: str) -> list[int]:
 
 
 def _with_space(text: str, span: Span, tail: int) -> Span:
-    """A part with the white space before it, and so many spaces behind it.
+    """Extend a span by the white space before it and `tail` spaces behind it.
 
     A word is one token with the space before it. So that space is learned if the word is.
     """
@@ -481,7 +481,7 @@ def _with_space(text: str, span: Span, tail: int) -> Span:
 
 
 def _unbracketed(text: str) -> tuple[str, list[Span]]:
-    """A text without brackets, and what was inside each pair."""
+    """Remove brackets from a text; also return the span inside each pair."""
     pieces: list[str] = []
     spans: list[Span] = []
     length = 0

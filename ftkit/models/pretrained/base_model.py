@@ -30,7 +30,7 @@ from ftkit.models.architectures.read import (
 )
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.gguf.convert import conversion_place, gguf_settings
-from ftkit.models.pretrained.hub import KEEPS_REST, OUTLINE, is_licence, licence_files
+from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import (
@@ -90,14 +90,14 @@ class BaseModel:
     """Files beside the weights, by name: held where there are no weights, because a checkpoint
     that a run started from may be deleted before it ends. None: they are read when needed."""
     known_as: str | None = None
-    """ORG/NAME by which LitGPT has told its sizes; None: its own settings tell, or it is random."""
+    """ORG/NAME whose sizes come from LitGPT; None: from its own settings, or it is random."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
     """What its files hold beside the language model, by their names: the result has it again. The
     files are open from the start, so that nothing is lost if they are deleted meanwhile."""
 
     @property
-    def rest_bytes(self) -> int:
-        """Of what is kept beside the language model; by the settings where there are no files."""
+    def extra_weights_bytes(self) -> int:
+        """Bytes of the weights beside the language model; from the settings without files."""
         if self.rest:
             return sum(tensor.nbytes for tensor in self.rest.values())
         named = self.settings.get("dtype") or self.settings.get("torch_dtype")
@@ -107,17 +107,17 @@ class BaseModel:
 
     @property
     def random(self) -> bool:
-        """Whether the weights are made up, to measure time and memory alone."""
+        """Whether the weights are random, to measure time and memory only."""
         return self.directory is None
 
     @property
     def has_weights(self) -> bool:
-        """Whether `weights` can give any; not where a checkpoint alone was opened."""
+        """Whether `weights` can read them; False for a model opened from a checkpoint."""
         return self.companions is None
 
     @property
     def naming(self) -> Naming:
-        """How its files call the parameters."""
+        """Names of the parameters in its files."""
         found = self.architecture.naming_in(self.layout)
         assert found is not None, f"{self.name} was found in a layout that cannot hold it"
         return found
@@ -183,7 +183,7 @@ def open_base(
 
 
 def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
-    """Whether embedding and head are one, as far as settings tell.
+    """Whether embedding and head share their weights, according to the settings.
 
     Args:
         architecture: that they describe.
@@ -194,8 +194,8 @@ def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("tie_word_embeddings", architecture.is_usually_tied))
 
 
-def open_companions(directory: Path) -> BaseModel:
-    """Open what `save_companions` wrote: a base model without its weights.
+def open_without_weights(directory: Path) -> BaseModel:
+    """Open a base model without its weights, from what `save_without_weights` wrote.
 
     It serves to build the model and to write it; its weights come from elsewhere.
 
@@ -239,7 +239,7 @@ def open_companions(directory: Path) -> BaseModel:
 
 
 def checked_length(base: BaseModel, asked: int | None) -> int:
-    """Tokens of the longest sequence: as asked, or as the model was built for.
+    """Tokens of the longest sequence: the given number, or the context length of the model.
 
     Raises:
         UserError: it was built for shorter ones, or its attention does not reach so far.
@@ -258,8 +258,8 @@ def checked_length(base: BaseModel, asked: int | None) -> int:
     )
 
 
-def save_companions(base: BaseModel, out: Path) -> None:
-    """Write all that makes up a base model but its weights; `open_companions` reads it.
+def save_without_weights(base: BaseModel, out: Path) -> None:
+    """Write everything of a base model except its weights, for `open_without_weights`.
 
     Args:
         base: with or without weights.
@@ -273,8 +273,8 @@ def save_companions(base: BaseModel, out: Path) -> None:
     dtype = str(base.dtype).removeprefix("torch.")
     outline = {"name": base.name, "tied": base.tied, "dtype": dtype}
     implementation = base.architecture.implementation
-    keeps_rest = {KEEPS_REST: True} if base.architecture.rest_shapes else {}
-    write_settings(out / OUTLINE, outline | {"implementation": implementation} | keeps_rest)
+    extra = {EXTRA_WEIGHTS: True} if base.architecture.rest_shapes else {}
+    write_settings(out / OUTLINE, outline | {"implementation": implementation} | extra)
 
 
 def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
@@ -296,7 +296,7 @@ def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
-    """What gives any parameter by our name.
+    """Return a function that reads a parameter by its name in ftkit.
 
     Tensors are views of the files, mapped into memory and read when touched; only what lies
     scattered over the heads of a fused projection (GPT-NeoX) is copied. Random ones are drawn.
@@ -327,7 +327,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
 
 
 def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage:
-    """How files of a layout hold models of an architecture, which the layout can hold."""
+    """Return how files of a layout store the parameters of an architecture."""
     if architecture.implementation == "litgpt":
         naming = architecture.naming_in(layout)
         assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
@@ -374,7 +374,7 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
 
 
 def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> Tensor:
-    """The same numbers on every rank: each parameter has a seed of its own."""
+    """Draw a parameter with a seed of its own, so that every rank draws the same numbers."""
     initial = architecture.initial(name, shape)
     if initial == "normal":
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
@@ -385,7 +385,7 @@ def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> 
 
 
 def short_name(directory: Path) -> str:
-    """What reports call the model in a directory."""
+    """Name of the model in a directory, for reports."""
     for name in hub.EMBEDDED_MODELS:
         if directory.resolve() == (embedded.path(name) / "model").resolve():
             return name
@@ -398,7 +398,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _is_equal(left: HeldParameter, right: HeldParameter, compare: bool) -> bool:
-    """Whether two tensors are one; compare: or hold the same numbers, which takes reading them."""
+    """Whether two tensors share memory or, with compare, hold the same numbers."""
     a, b = left.read(), right.read()
     return a.data_ptr() == b.data_ptr() or (compare and torch.equal(a, b))
 
@@ -436,7 +436,7 @@ def read_blueprint(
     unreached: UserError | None = None,
     root: Path = hub.ROOT,
 ) -> BaseModel:
-    """A base model as far as its settings tell; it has no weights.
+    """Describe a base model from its settings alone; it has no weights.
 
     Args:
         checkpoint_dir: as `open_base` takes it; of a GGUF file its header is enough, of a directory
@@ -510,12 +510,12 @@ def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
 
 
 def _any_tokenizer() -> Tokenizer:
-    """The model's own may not be here, and no text is read."""
+    # The model's own tokenizer may not be here, and nothing is tokenized.
     return Tokenizer(embedded.path("quickstart") / "model")
 
 
 def fingerprint(base: BaseModel) -> str:
-    """SHA-256 of the architecture and of values spread over every parameter.
+    """SHA-256 over the architecture and values spread over every parameter.
 
     The same for a copy of the model in Hugging Face's and in LitGPT's layout and in any number
     format that holds its values. Looks at up to 256 values of each parameter: enough to tell
@@ -565,7 +565,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _text(value: Any) -> bytes:
-    """One text per value, the same for 8 and 8.0."""
+    """Serialize a value, with the same text for 8 and 8.0."""
     return json.dumps(_plain(value), sort_keys=True).encode()
 
 

@@ -75,12 +75,12 @@ _LICENCE = re.compile(r"(licen[cs]es?|notices?|use_policy)(?![a-z])[^/]*", re.IG
 
 OUTLINE = "base.json"
 """Its name."""
-KEEPS_REST = "keeps_rest"
+EXTRA_WEIGHTS = "keeps_rest"
 """Its key for models that are more than the language model that is trained."""
 
 
 def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) -> Path:
-    """The directory of a base model, complete; downloaded if it is not on this machine.
+    """Return the complete directory of a base model, downloading it if it is not here.
 
     Args:
         name: a directory, a GGUF file or a directory with one (converted, if it is not yet),
@@ -124,7 +124,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
 
 
 def find_here(name: str, *, root: Path = ROOT) -> Path | None:
-    """The directory of a base model, complete, if it is on this machine; of a GGUF file, converted.
+    """Return the complete directory of a base model or converted GGUF file; None if not here.
 
     Raises:
         UserError: what is there cannot be read or trained, or no such model is embedded.
@@ -144,7 +144,7 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
 
 
 def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
-    """The GGUF file that a name stands for: its path, or that of a directory with no other model.
+    """Return the GGUF file that a name stands for: a path, or a directory with no other model.
 
     Args:
         name: as `find_or_download` takes it.
@@ -238,7 +238,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
 
 @lru_cache
 def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) -> UserError | None:
-    """Have the settings and the tokenizer of a hub model here, a few MB, if the hub answers.
+    """Download the settings and tokenizer of a model, a few MB, if the hub answers.
 
     They lie where a download finds them. Without them less is known of the model, which may be
     enough, so what has kept them away is no failure here.
@@ -273,7 +273,7 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
 
 
 def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
-    """The directory that holds the settings of a base model; None: it is not here.
+    """Return the directory with the settings of a base model; None if it is not here.
 
     Raises:
         UserError: no such model is embedded, a directory holds several GGUF files, or the weights
@@ -306,12 +306,12 @@ def hub_name(name: str, *, root: Path = ROOT) -> str | None:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a tokenizer lies in a directory."""
+    """Whether a directory contains a tokenizer."""
     return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def missing_files(directory: Path) -> list[str]:
-    """What keeps a directory from being a base model; [] if nothing does.
+    """List the files that a directory lacks to be a base model; [] if complete.
 
     Looks at names alone. A LitGPT directory needs its two files, a Hugging Face directory
     config.json and every weight file of its index.
@@ -333,7 +333,7 @@ def is_litgpt(directory: Path) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory, whether they exist or not; [] if unknown.
+    """List the weight files of a Hugging Face directory, existing or not; [] if unknown.
 
     Raises:
         UserError: the index of the shards cannot be read.
@@ -348,7 +348,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The content of a settings file; {} where there is none.
+    """Read a settings file; {} if it does not exist.
 
     Raises:
         UserError: it is not a JSON object.
@@ -372,7 +372,7 @@ def _embedded(name: str) -> Path:
 
 
 def _places(name: str, root: Path) -> list[Path]:
-    """Where on this machine a model of this name may lie."""
+    """Paths on this machine where a model of this name may be."""
     repo_id = _repository(name, root)
     return [Path(name).expanduser(), *([root / repo_id] if repo_id else [])]
 
@@ -388,14 +388,14 @@ def _convert(file: Path, root: Path) -> Path:
 
 
 def _licences_of(file: Path) -> dict[str, bytes]:
-    """The licence files beside a GGUF file, by name; none where they may be those of another."""
+    """Licence files beside a GGUF file, by name; none if they may belong to another model."""
     if sum(other.suffix.lower() == file.suffix.lower() for other in file.parent.iterdir()) > 1:
         return {}
     return {licence.name: licence.read_bytes() for licence in licence_files(file.parent)}
 
 
 def _converted(file: Path, root: Path) -> Path | None:
-    """What `_convert` has made earlier."""
+    """Return the directory of an earlier conversion."""
     from ftkit.models.pretrained.gguf.convert import conversion_place
 
     place = conversion_place(file, root)
@@ -473,7 +473,7 @@ def _byte_bars(progress: OnProgress | None, total_bytes: int = 0) -> Any:
 
 
 def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) -> int:
-    """Bytes that are still to come; UserError if they do not fit on the disk."""
+    """Return the bytes left to download; UserError if they do not fit on the disk."""
     needed_bytes = sum(absent_bytes.values())
     # huggingface_hub 1 goes on with NAME.ETAG.incomplete. From version 2 on each attempt has a name
     # of its own, NAME.ETAG.RANDOM.incomplete, and begins the file again.
@@ -495,13 +495,13 @@ def _suggestion(name: str) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """The names in one phrase, at most three of them in full."""
+    """Join names into a phrase, with at most three of them."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def indexed_files(content: Mapping[str, Any], index: Path) -> list[Path]:
-    """The weight files that an index names, whether they exist or not; sorted.
+    """Return the weight files that an index names, existing or not; sorted.
 
     Only the names are looked at: where a link leads does not matter, because the files of a hub's
     cache are links to other directories.
@@ -529,17 +529,17 @@ def indexed_files(content: Mapping[str, Any], index: Path) -> list[Path]:
 
 
 def licence_files(directory: Path) -> list[Path]:
-    """Those of the model in a directory."""
+    """Licence files of the model in a directory."""
     return sorted(file for file in directory.iterdir() if is_licence(file.name) and file.is_file())
 
 
 def is_licence(name: str) -> bool:
-    """Whether a file of this name is one, whatever its suffix."""
+    """Whether a file of this name is a licence, whatever its suffix."""
     return _LICENCE.fullmatch(name) is not None
 
 
-def keeps_rest(directory: Path) -> bool:
-    """Whether a result takes from the files of the base model what no checkpoint holds.
+def has_extra_weights(directory: Path) -> bool:
+    """Whether a result needs weights of the base model that no checkpoint contains.
 
     Args:
         directory: of a checkpoint, where settings, tokenizer and outline lie.
@@ -547,4 +547,4 @@ def keeps_rest(directory: Path) -> bool:
     Raises:
         UserError: the outline is damaged.
     """
-    return bool(read_json(directory / OUTLINE).get(KEEPS_REST))
+    return bool(read_json(directory / OUTLINE).get(EXTRA_WEIGHTS))

@@ -1,4 +1,4 @@
-"""Failures of downloads and uploads, in words that say what to do; names that may be meant."""
+"""Errors of the Hugging Face hub as messages with a remedy, and suggestions of similar names."""
 
 import errno
 import importlib
@@ -22,7 +22,7 @@ def http_library() -> ModuleType:
 def explained(
     error: Exception, repo_id: str, directory: Path, hint: Callable[[], str]
 ) -> UserError:
-    """The same failure in words that say what to do. Never quotes requests or tokens.
+    """Turn a failed download into a message with a remedy. Never quotes requests or tokens.
 
     Args:
         error: of the HTTP library, huggingface_hub or the operating system.
@@ -88,7 +88,7 @@ def explained(
 
 
 def nearest_directory(name: str) -> str:
-    """A directory here that may have been meant, as a sentence; "": there is none like it."""
+    """Suggest a directory with a similar name, as a sentence; "" if there is none."""
     place = Path(name).parent
     there = [str(path) for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
     close = nearest(name, there)

@@ -36,7 +36,7 @@ _NOTE = "_from_model_config"
 
 
 def layout_of(base: BaseModel) -> ModelLayout:
-    """The layout that a fine-tuned version of a model is written in: Hugging Face's if possible.
+    """Choose the layout of a fine-tuned model: Hugging Face's if possible.
 
     Where it is not, the model came from a LitGPT directory, and can be written as one again.
     """
@@ -73,7 +73,7 @@ def save_hf(
         ValueError: the tensors are not those of the model.
     """
     storage = _storage_for(base, "hf")
-    require_rest(base)
+    require_extra_weights(base)
     settings = _plain(base.settings) or base.architecture.settings_in("hf")
     if settings is None:
         raise UserError(
@@ -151,7 +151,7 @@ def save_litgpt(
         save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
 
 
-def require_rest(base: BaseModel) -> None:
+def require_extra_weights(base: BaseModel) -> None:
     """Refuse to write a language model without what its model has besides.
 
     Raises:
@@ -165,14 +165,14 @@ def require_rest(base: BaseModel) -> None:
 
 
 def _storage_for(base: BaseModel, layout: ModelLayout) -> WeightStorage:
-    """How files of a layout hold the model; UserError if they cannot."""
+    """Return how a layout stores the model; UserError if it cannot."""
     if (obstacle := base.architecture.obstacle_to(layout)) is not None:
         raise UserError(f"{base.name} {obstacle}")
     return storage_of(base.architecture, layout)
 
 
 def _ends(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
-    """Their names of embedding and head."""
+    """Names of embedding and head in the files."""
     return storage.written_name(base.architecture.embedding), storage.written_name(HEAD)
 
 
@@ -184,13 +184,9 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _of_whole(
     settings: Mapping[str, Any], base: BaseModel, dtypes: Mapping[str, torch.dtype], *, tied: bool
 ) -> dict[str, Any]:
-    """The settings of a model with its language model trained: as they were, where that is true.
+    """Update number format and tied head in the settings of a model with a trained language part.
 
-    Args:
-        settings: as they were.
-        base: that they describe.
-        dtypes: of everything that is written; the settings name one that holds them all.
-        tied: whether embedding and head are one now.
+    The format in the settings is the widest of those that are written.
     """
     weights = [dtype for dtype in dtypes.values() if dtype in DTYPES.values()]
     widest = str(reduce(torch.promote_types, weights)).removeprefix("torch.")
@@ -206,7 +202,7 @@ def _of_whole(
 def _facts(
     settings: Mapping[str, Any], base: BaseModel, dtype: Any, *, tied: bool
 ) -> dict[str, Any]:
-    """What config.json says about the weights that are written."""
+    """Entries of config.json that describe the written weights."""
     return {
         "dtype" if "dtype" in settings else "torch_dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": tied,
@@ -229,7 +225,7 @@ def save_beside(base: BaseModel, others: Mapping[str, bytes] | None, directory: 
 
 @contextmanager
 def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
-    """A new directory to fill; what keeps it from being written is said as a UserError."""
+    """Yield a new directory to fill; turn write errors into a UserError."""
     try:
         with new_directory(out, overwrite=overwrite) as partial:
             yield partial
@@ -249,7 +245,7 @@ def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dict[str, bytes]:
-    """The files that say how a version of a model is asked, by name.
+    """Return the chat template and generation settings of a trained model, by file name.
 
     Args:
         base: whose tokenizer and generation settings they belong to.
@@ -266,7 +262,7 @@ def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dic
 
 
 def _generation(base: BaseModel, own: Mapping[str, bytes], stop_ids: Collection[int]) -> bytes:
-    """The generation settings of the base model, with the end tokens that were trained."""
+    """Generation settings of the base model with the trained end tokens."""
     keys = ("bos_token_id", "pad_token_id")
     known = {key: base.settings[key] for key in keys if base.settings.get(key) is not None}
     settings = known | json.loads(own.get(GENERATION, b"{}"))

@@ -24,7 +24,7 @@ _CHOSEN = ("num_experts_per_tok", "n_expert_per_token")
 
 @dataclass(frozen=True, kw_only=True)
 class RoughModel:
-    """What a model's memory depends on, as its settings say."""
+    """Sizes in a model's settings that determine its memory."""
 
     layers: int
     width: int
@@ -46,7 +46,7 @@ class RoughModel:
 
 
 def rough_model(name: str, *, root: Path = ROOT) -> RoughModel | None:
-    """A model by its settings; None: they are not here, or say it in other words.
+    """Read the sizes of a model from its settings; None if they are missing or unknown.
 
     Args:
         name: as `find_or_download` takes it.

@@ -106,7 +106,7 @@ class Tokenizer:
             self.use_bos = add_bos and self.bos_id is not None
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it; None: there is no such token."""
+        """Return the id of a token of the vocabulary; None if it has no such token."""
         if self.backend == "sentencepiece":
             found = int(self.processor.piece_to_id(token))  # of an unknown one: that of <unk>
             return found if self.token_text(found) == token else None
@@ -121,7 +121,7 @@ class Tokenizer:
         eos: bool = False,
         max_length: int = -1,
     ) -> torch.Tensor:
-        """The tokens of a text: [length], int32.
+        """Tokenize a text: [length], int32.
 
         Unlike LitGPT's, removes no BOS or EOS that the text itself begins or ends with.
 
@@ -151,7 +151,7 @@ class Tokenizer:
         return torch.tensor(tokens, dtype=torch.int, device=device)
 
     def encode_rendered(self, text: str) -> Encoded:
-        """The tokens of a text that a chat template made, as transformers takes them from it.
+        """Tokenize a text from a chat template, as transformers does.
 
         Special tokens are those that the text spells out, BOS too: nothing is added.
         """
@@ -200,7 +200,7 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> str | None:
-        """The chat template beside the tokenizer; None: there is none.
+        """Chat template beside the tokenizer; None if there is none.
 
         Raises:
             UserError: it cannot be read.
@@ -208,7 +208,7 @@ class Tokenizer:
         return template_of(self._directory)
 
     def decode(self, tensor: torch.Tensor) -> str:
-        """The text of tokens: [length], or of one token with the space that is part of it.
+        """Decode tokens, [length], or one token with the space that belongs to it.
 
         https://github.com/huggingface/transformers/issues/31643
         """
@@ -238,13 +238,13 @@ class Tokenizer:
         return f"({'|'.join(map(re.escape, longest_first))})"
 
     def token_text(self, token_id: int) -> str:
-        """A token as the vocabulary spells it."""
+        """Text of a token in the vocabulary."""
         if self.backend == "sentencepiece":
             return str(self.processor.id_to_piece(token_id))
         return str(self.processor.id_to_token(token_id))
 
     def _special_token(self, kind: str) -> int | None:
-        """The id of the first "bos" or "eos" token that a file names and the vocabulary has."""
+        """Id of the first "bos" or "eos" token in the files that the vocabulary contains."""
         if (named := self._named_token(kind)) is not None:
             return named
         for name in (GENERATION, "config.json"):
@@ -269,13 +269,13 @@ class Tokenizer:
         return None
 
     def _word_that_loses_its_space(self) -> int | None:
-        """A token that loses the space before it when it is decoded alone, as Llama's words do."""
+        """Return a token that loses its leading space when decoded alone, as words of Llama do."""
         token = self.processor.token_to_id("▁a")
         return token if token is not None and self.processor.decode([token]) == "a" else None
 
 
 def end_tokens(directory: Path) -> frozenset[int]:
-    """The tokens that end what a model says, by its settings; none: they do not say.
+    """Return the end tokens that a model's settings name; empty if they name none.
 
     Raises:
         UserError: a file is no JSON object.
@@ -311,7 +311,7 @@ def _sentencepiece(vocabulary: Path) -> Any:
 
 
 def _text_of(token: Any) -> str | None:
-    """A special token as settings name it, a text or the settings of one; None: it is neither."""
+    """Text of a special token in settings, which may be a string or an object; else None."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -322,15 +322,7 @@ def _id_or_none(token: int) -> int | None:
 
 
 def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
-    """Refuse a tokenizer whose steps can make a text many times longer, or with absurd ids.
-
-    Args:
-        content: of tokenizer.json.
-        file: for the message.
-
-    Raises:
-        UserError: names the part of the file.
-    """
+    """Refuse a tokenizer whose steps can make a text many times longer, or with absurd ids."""
     vocabulary = content["model"].get("vocab", {})
     added = [token["id"] for token in content.get("added_tokens") or ()]
     ids = [*vocabulary.values(), *added] if isinstance(vocabulary, dict) else added
@@ -374,7 +366,7 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _growth_of_replacement(pattern: Any, content: str) -> float:
-    """A text is replaced where it stands; an expression may also match between two characters."""
+    """Growth of a text by a replacement; an expression may also match between two characters."""
     text = pattern.get("String") if isinstance(pattern, Mapping) else None
     if isinstance(text, str) and text:
         return max(1.0, len(content) / len(text))

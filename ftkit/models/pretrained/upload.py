@@ -103,11 +103,7 @@ def _sending(files: Mapping[str, Path | bytes]) -> Iterator[None]:
 
 
 def _found(api: "HfApi", repo_id: str, *, public: bool) -> tuple[list[str], bool]:
-    """Names of the files in a repository, and whether everybody sees them.
-
-    Raises:
-        UserError: everybody sees it, and that was not asked for.
-    """
+    """Return the file names of a repository and whether it is public; refuse an unexpected one."""
     info = api.model_info(repo_id)
     if not info.private and not public:
         raise UserError(
@@ -118,7 +114,7 @@ def _found(api: "HfApi", repo_id: str, *, public: bool) -> tuple[list[str], bool
 
 
 def explained_upload(error: Exception, repo_id: str) -> UserError:
-    """A failure of an upload in words that say what to do. Never quotes requests or tokens.
+    """Turn a failed upload into a message with a remedy. Never quotes requests or tokens.
 
     Args:
         error: of the HTTP library, huggingface_hub or the operating system.

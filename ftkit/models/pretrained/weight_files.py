@@ -56,7 +56,7 @@ _OLD_FORMAT_PICKLES = 4
 
 @dataclass(frozen=True)
 class WeightTensor:
-    """A tensor in a file, known by its header."""
+    """A tensor in a weight file, known from the header."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,14 +65,14 @@ class WeightTensor:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
+        """Size in the file."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def stored_tensors(
     files: Iterable[Path], is_kept: Callable[[str], bool] = lambda _: False
 ) -> dict[str, WeightTensor]:
-    """What .safetensors and PyTorch's .bin or .pth files hold, by name; reads headers alone.
+    """List the tensors of .safetensors, .bin and .pth files by name; reads only headers.
 
     Pickles are read with PyTorch's restricted loader, which builds tensors and runs no code.
 
@@ -191,7 +191,7 @@ def _unknown_format(file: Path, name: str, kind: str) -> UserError:
 
 
 def load_pickled(file: Path) -> Any:
-    """What torch.save has written: mapped into memory, or read if it is of PyTorch before 1.6.
+    """Load a file of torch.save: mapped into memory, or read if older than PyTorch 1.6.
 
     Raises:
         UserError: the file is damaged, holds more than tensors, or is packed.
@@ -209,7 +209,7 @@ def load_pickled(file: Path) -> Any:
 
 
 def _records(file: Path) -> Counter[int]:
-    """How many records of each size a zip file has, none of them packed."""
+    """Count the records of a zip file by size; refuse compressed ones."""
     with zipfile.ZipFile(file) as archive:
         sizes = record_sizes(archive, file.stat().st_size)
         (content,) = (m for m in archive.infolist() if m.filename.endswith("/data.pkl"))
@@ -219,7 +219,7 @@ def _records(file: Path) -> Counter[int]:
 
 
 def record_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
-    """How many records with numbers of each size torch.save has stored in a zip file.
+    """Count the tensor records of a zip file from torch.save, by size.
 
     Args:
         archive: the file.
@@ -252,7 +252,7 @@ def _require_tensors_alone(file: Path, stream: IO[bytes], pickles: int) -> None:
 
 
 def _is_of_tensors(name: str) -> bool:
-    """Whether a class or function, as a pickle names it, is one of tensors."""
+    """Whether a pickle may name this class or function, because tensors need it."""
     if name in _MAPS or name in _REBUILDERS:
         return True
     last = name.rpartition(" ")[2]
@@ -261,7 +261,7 @@ def _is_of_tensors(name: str) -> bool:
 
 
 def _storages(content: Any) -> Counter[int]:
-    """How many storages of each size the tensors of a content have; views share one."""
+    """Count the storages of all tensors by size; views share one."""
     sizes = {}
     for tensor in _tensors(content):
         storage = tensor.untyped_storage()

@@ -23,7 +23,7 @@ _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """What of the files holds a parameter of ours."""
+    """The stored tensors that contain a parameter, and how to read it."""
 
     names: tuple[str, ...]
     """Of the stored tensors."""
@@ -34,11 +34,11 @@ class HeldParameter:
 
 
 class WeightStorage(ABC):
-    """The files of one layout, for models of one architecture."""
+    """How the files of one layout store models of one architecture."""
 
     @abstractmethod
     def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
-        """What holds each of our parameters, as far as it is there."""
+        """Return the stored tensors of each parameter that is present."""
 
     @abstractmethod
     def require_complete(
@@ -56,12 +56,12 @@ class WeightStorage(ABC):
         """
 
     def is_kept(self, name: str) -> bool:
-        """Whether a stored tensor is none of the language model, and is written back as it is."""
+        """Whether a stored tensor is outside the language model and is copied unchanged."""
         return False
 
     @abstractmethod
     def written(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of files, by their names.
+        """Yield the tensors to write, by their names in files.
 
         Raises:
             ValueError: the given ones are not all of the model, or are of other shapes.
@@ -69,11 +69,11 @@ class WeightStorage(ABC):
 
     @abstractmethod
     def written_name(self, ours: str) -> str:
-        """The name in files of a parameter that is one tensor."""
+        """Return the name in files of a parameter that is stored as one tensor."""
 
 
 def checked(architecture: Architecture, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors; ValueError if they are not all of the model."""
+    """Pass tensors through; ValueError if they are not exactly those of the model."""
     missing = architecture.parameter_shapes(tied=False)
     for name, tensor in tensors:
         if missing.pop(name, None) != tensor.shape:
@@ -85,12 +85,12 @@ def checked(architecture: Architecture, tensors: Tensors) -> Iterator[tuple[str,
 
 
 def lacking(directory: Path, name: str) -> UserError:
-    """What is said where a tensor is missing."""
+    """Return the error for a missing tensor."""
     return UserError(f"The weights in {directory} lack {name}. Download them again.")
 
 
 def misshapen(directory: Path, name: str, found: list[int], expected: list[int]) -> UserError:
-    """What is said where a tensor has another shape than the model's settings say."""
+    """Return the error for a tensor whose shape contradicts the settings."""
     return UserError(
         f"{name} in {directory} has shape {found}, but the model's settings say {expected}. Take "
         "both from the same model."
@@ -98,7 +98,7 @@ def misshapen(directory: Path, name: str, found: list[int], expected: list[int])
 
 
 def unexplained(directory: Path, name: str) -> UserError:
-    """What is said where a tensor is no part of the model."""
+    """Return the error for a tensor that does not belong to the model."""
     return UserError(
         f"The weights in {directory} hold {name}, which its settings do not explain. "
         "Take both from the same model, and adapters and classifiers merged or removed."
@@ -106,7 +106,7 @@ def unexplained(directory: Path, name: str) -> UserError:
 
 
 def is_old_buffer(name: str) -> bool:
-    """Whether a stored tensor is one that old checkpoints hold and nobody needs."""
+    """Whether a stored tensor is a buffer of old checkpoints that is not needed."""
     return name.endswith(_BUFFERS)
 
 

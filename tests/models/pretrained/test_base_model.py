@@ -30,10 +30,10 @@ from ftkit.models.pretrained.base_model import (
     BaseModel,
     checked_length,
     fingerprint,
-    open_companions,
+    open_without_weights,
     parameter_shapes,
     read_blueprint,
-    save_companions,
+    save_without_weights,
     weights,
 )
 from ftkit.models.pretrained.save import save_hf
@@ -570,7 +570,7 @@ def assert_same_but_weights(one: BaseModel, other: BaseModel) -> None:
 
 def companions(base: BaseModel, directory: Path) -> Path:
     directory.mkdir()
-    save_companions(base, directory)
+    save_without_weights(base, directory)
     return directory
 
 
@@ -594,7 +594,7 @@ def test_a_base_model_is_opened_again_without_its_weights(
     base = in_layout(layout, open_base(str(make_model(model, torch.bfloat16))), tmp_path / "lit")
     directory = companions(base, tmp_path / "base")
     assert not any(hub.weight_files(directory)) and not hub.is_litgpt(directory)
-    outlined = open_companions(directory)
+    outlined = open_without_weights(directory)
     assert_same_but_weights(outlined, base)
     assert parameter_shapes(outlined) == parameter_shapes(base)
     assert not outlined.has_weights and base.has_weights
@@ -607,7 +607,7 @@ def test_a_model_is_written_without_the_weights_it_came_from(
 ) -> None:
     base = in_layout(layout, open_base(str(make_model(model))), tmp_path / "lit")
     directory = companions(base, tmp_path / "base")
-    outlined = open_companions(directory)
+    outlined = open_without_weights(directory)
     again = companions(outlined, tmp_path / "again")
     assert {f.name: f.read_bytes() for f in again.iterdir()} == {
         f.name: f.read_bytes() for f in directory.iterdir()
@@ -626,7 +626,7 @@ def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
     base = open_base(str(make_model("llama")))
-    outlined = open_companions(companions(base, tmp_path / "base"))
+    outlined = open_without_weights(companions(base, tmp_path / "base"))
     for read in (weights, fingerprint):
         with pytest.raises(UserError, match="holds the settings of llama, but not its weights"):
             read(outlined)
@@ -643,12 +643,12 @@ def test_without_a_readable_outline_the_settings_are_refused(
     if content is not None:
         (directory / "base.json").write_text(content)
     with pytest.raises(UserError, match=r"base\.json is missing or damaged"):
-        open_companions(directory)
+        open_without_weights(directory)
 
 
 def test_random_weights_stay_random(quickstart: Path, tmp_path: Path) -> None:
     base = open_base("random:pythia-14m")
-    again = open_companions(companions(base, tmp_path / "base"))
+    again = open_without_weights(companions(base, tmp_path / "base"))
     assert_same_but_weights(again, base)
     assert again.random and again.has_weights
 

@@ -7,7 +7,12 @@ import pytest
 from command import Command
 from tiny import make_data, make_llama
 
-from ftkit.models.pretrained.base_model import open_base, open_companions, save_companions, weights
+from ftkit.models.pretrained.base_model import (
+    open_base,
+    open_without_weights,
+    save_without_weights,
+    weights,
+)
 from ftkit.models.pretrained.hub import is_licence
 from ftkit.models.pretrained.save import save_hf, save_litgpt
 
@@ -62,12 +67,12 @@ def test_a_checkpoint_keeps_the_licence_for_the_result_of_the_run_that_goes_on(
     base = open_base(str(model))
     for place in ("base", "again"):
         (tmp_path / place).mkdir()
-    save_companions(base, tmp_path / "base")
-    outlined = open_companions(tmp_path / "base")
+    save_without_weights(base, tmp_path / "base")
+    outlined = open_without_weights(tmp_path / "base")
     (tmp_path / "base" / "LICENSE").unlink()  # the checkpoint may be deleted meanwhile
     save_hf(outlined, weights(base), tmp_path / "out")
     assert licences_in(tmp_path / "out") == FILES
-    save_companions(outlined, tmp_path / "again")
+    save_without_weights(outlined, tmp_path / "again")
     assert licences_in(tmp_path / "again") == FILES
 
 

@@ -25,9 +25,9 @@ from ftkit.models.lora.load import read_adapter
 from ftkit.models.pretrained.base_model import (
     fingerprint,
     open_base,
-    open_companions,
+    open_without_weights,
     read_blueprint,
-    save_companions,
+    save_without_weights,
     weights,
 )
 from ftkit.models.pretrained.save import save_hf
@@ -126,7 +126,7 @@ def test_the_rest_is_kept_to_the_byte_whatever_its_number_format(
     for name in base.rest:
         assert after[name].dtype == stored[name].dtype
         assert after[name].view(torch.uint8).equal(stored[name].view(torch.uint8))
-    assert base.rest_bytes == sum(stored[name].nbytes for name in base.rest)
+    assert base.extra_weights_bytes == sum(stored[name].nbytes for name in base.rest)
     assert settings_of(tmp_path / "out")["dtype"] == "float32"  # which holds both halves
 
 
@@ -152,8 +152,8 @@ def test_files_deleted_after_the_start_are_still_written(gemma: Path, tmp_path: 
 def test_a_checkpoint_has_the_language_model_alone_and_says_so(gemma: Path, tmp_path: Path) -> None:
     base = open_base(str(gemma))
     tensors = list(weights(base))
-    save_companions(base, tmp_path)
-    outlined = open_companions(tmp_path)
+    save_without_weights(base, tmp_path)
+    outlined = open_without_weights(tmp_path)
     assert (tmp_path / "preprocessor_config.json").is_file()
     with pytest.raises(UserError, match=r"more than its language model.*--checkpoint_dir"):
         save_hf(outlined, tensors, tmp_path / "out")
@@ -180,7 +180,7 @@ def test_files_by_the_names_of_any_time_hold_the_same_model(
         (tmp_path / name).write_bytes((old / name).read_bytes())
     now, then = open_base(str(tmp_path)), open_base(str(old))
     assert fingerprint(now) == fingerprint(then)
-    assert now.rest_bytes == then.rest_bytes
+    assert now.extra_weights_bytes == then.extra_weights_bytes
     save_hf(now, weights(now), tmp_path / "out")
     assert_close(logits_by(multimodal_model(tmp_path / "out"), texts()), logits_by(whole, texts()))
 
@@ -234,7 +234,7 @@ def test_a_plan_needs_the_settings_alone(gemma: Path) -> None:
     (gemma / WEIGHTS).unlink()
     base = read_blueprint(str(gemma))
     rest = base.architecture.rest_shapes
-    assert base.rest_bytes == 4 * sum(shape.numel() for shape in rest.values()) > 0
+    assert base.extra_weights_bytes == 4 * sum(shape.numel() for shape in rest.values()) > 0
 
 
 # Adapters

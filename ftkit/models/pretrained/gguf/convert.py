@@ -1,4 +1,8 @@
-"""The conversion of a GGUF file into a Hugging Face directory, made once and found again.
+"""The conversion of a GGUF file into a Hugging Face directory, made once and reused.
+
+transformers reads GGUF too (`gguf_file`, seen in 5.24), but holds the whole dequantised model in
+memory, where this module holds some rows of one tensor. It reads no Gemma 1, no biases of Llama, no
+head size of Qwen3 and no scaled positions, and ignores tensors that it does not know.
 
 It lies in ``checkpoints/gguf/KEY/NAME``, beside what is downloaded. The key is a digest of the
 file's name, size, time of change and first MiB: a file that is replaced is converted anew, and so
@@ -39,7 +43,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What the conversion of a GGUF file takes, before a run begins."""
+    """Disk space and memory that the conversion of a GGUF file needs."""
 
     place: Path
     """Its directory."""
@@ -52,7 +56,7 @@ class Conversion:
 
 
 def planned_conversion(file: Path, root: Path) -> Conversion:
-    """What a GGUF file's conversion takes, or has taken; nothing is converted.
+    """Plan the conversion of a GGUF file, or describe an earlier one; nothing is converted.
 
     Args:
         file: the GGUF file.
@@ -76,7 +80,7 @@ def planned_conversion(file: Path, root: Path) -> Conversion:
 
 
 def conversion_place(file: Path, root: Path) -> Path:
-    """The directory in which a GGUF file's model lies once it is converted.
+    """Return the directory of the converted model, whether it exists or not.
 
     Args:
         file: the GGUF file.
@@ -99,7 +103,7 @@ def conversion_place(file: Path, root: Path) -> Path:
 
 
 def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
-    """The directory of a GGUF file's model for Hugging Face; converted if it is not there yet.
+    """Convert a GGUF file, unless that is done; return the Hugging Face directory.
 
     Memory holds some rows of one tensor at a time. Quantised weights become float16, all others
     stay as they are. The directory appears complete or not at all; of several processes one
@@ -141,7 +145,7 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
 
 
 def gguf_settings(file: Path) -> dict[str, Any]:
-    """The config.json of a GGUF file's model, by the file's header; nothing is converted.
+    """Build config.json from the header of a GGUF file; nothing is converted.
 
     Raises:
         UserError: as `convert`, but for what is in the tokenizer and the numbers.
@@ -154,11 +158,7 @@ def gguf_settings(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def _made_once(place: Path) -> Iterator[Path | None]:
-    """A directory to fill, which is there after the block; None: another process has made it.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Yield a directory to fill, or None if another process has made the conversion."""
     whole = place.parent
     new = [directory for directory in (whole.parent, whole.parent.parent) if not directory.exists()]
     try:
@@ -169,7 +169,7 @@ def _made_once(place: Path) -> Iterator[Path | None]:
                     inside.mkdir()
                     yield inside
                 return
-            except BlockingIOError:  # another process is at it
+            except BlockingIOError:  # another process is converting
                 time.sleep(_LOOK_S)
             except FileExistsError:  # another process has done it just now
                 if not place.is_dir():
@@ -226,7 +226,7 @@ def _write_weights(
 
 
 def _shards(tensors: Sequence[ConvertedTensor]) -> list[list[ConvertedTensor]]:
-    """In each the widest numbers come first, so that all are aligned."""
+    """Split tensors into shards, each with its widest numbers first so that all are aligned."""
     shards: list[list[ConvertedTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and _bytes_of([*shards[-1], tensor]) > _MAX_SHARD_BYTES:
@@ -236,7 +236,7 @@ def _shards(tensors: Sequence[ConvertedTensor]) -> list[list[ConvertedTensor]]:
 
 
 def _safetensors_header(tensors: Sequence[ConvertedTensor]) -> bytes:
-    """Its length, JSON, and spaces up to a multiple of 8; https://hf.co/docs/safetensors."""
+    """Header of a file: length, JSON, spaces up to a multiple of 8; hf.co/docs/safetensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:

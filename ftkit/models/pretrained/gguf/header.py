@@ -76,7 +76,7 @@ _KIND_OF_NUMBER = {number: kind for kind, (number, _, _) in BLOCKS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """Where a tensor lies in its file."""
+    """A tensor of a GGUF file: name, shape, number format and position."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,14 +88,14 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Size in the file."""
         _, numbers, block_bytes = BLOCKS[self.kind]
         return math.prod(self.shape) // numbers * block_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """What a file says of itself; every tensor lies within it, and none over another."""
+    """Metadata and tensors of a GGUF file; no tensor overlaps another or exceeds the file."""
 
     file: Path
     metadata: Mapping[str, Any]
@@ -103,11 +103,11 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
     def error(self, problem: str) -> UserError:
-        """What is wrong with the content of this file."""
+        """Return the error for a damaged file, with the problem."""
         return _damaged(self.file, problem)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number that is not negative.
+        """Read a non-negative integer.
 
         Raises:
             UserError: it is something else, or missing without a default.
@@ -118,7 +118,7 @@ class GgufHeader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; one of 32 bits is the shortest decimal that means it.
+        """Read a finite number; 32-bit numbers become the shortest decimal with their value.
 
         Raises:
             UserError: it is something else, or missing without a default.
@@ -131,7 +131,7 @@ class GgufHeader:
         return float(value)
 
     def text(self, key: str) -> str | None:
-        """A text; None: there is none.
+        """Read a string; None if the key is missing.
 
         Raises:
             UserError: it is something else.
@@ -153,7 +153,7 @@ class GgufHeader:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts.
+        """Read a list of strings.
 
         Raises:
             UserError: it is missing or something else.
@@ -164,7 +164,7 @@ class GgufHeader:
         return value
 
     def numbers(self, key: str, count: int) -> list[Any] | None:
-        """A list of numbers; None: there is none.
+        """Read a list of numbers; None if the key is missing.
 
         Args:
             key: of the metadata.
@@ -199,7 +199,7 @@ def read_header(file: Path) -> GgufHeader:
 
 
 class _Unsound(Exception):
-    """What is wrong with a file."""
+    """The file is damaged; the text says how."""
 
 
 class _Reader:
@@ -234,7 +234,7 @@ class _Reader:
     def _placed(
         self, places: list[GgufTensor], metadata: Mapping[str, Any]
     ) -> dict[str, GgufTensor]:
-        """The tensors by name, with places in the file instead of in its data."""
+        """Return the tensors by name, with their positions in the file."""
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         is_number = isinstance(alignment, int) and 0 < alignment <= _MOST_ALIGNMENT
         if not is_number or alignment & (alignment - 1):
@@ -302,7 +302,7 @@ class _Reader:
         return np.frombuffer(content, dtype) if count else np.empty(0, dtype)
 
     def _count(self, what: str, each_bytes: int, most: int | None = None) -> int:
-        """A number of things of at least so many bytes each, which fit in the rest."""
+        """Read a count; refuse one whose items, of at least each_bytes, exceed the rest."""
         count = self._whole("<Q")
         if most is not None and count > most:
             raise _Unsound(f"it says that it has {count:,} {what}, but {most:,} are the most")

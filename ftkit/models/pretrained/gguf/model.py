@@ -54,7 +54,7 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 def settings_of(header: GgufHeader) -> dict[str, Any]:
-    """The content of config.json.
+    """Build config.json from the header.
 
     Raises:
         UserError: ftkit cannot run this model exactly, or the header contradicts itself.
@@ -142,7 +142,7 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
 
 
 def _positions(header: GgufHeader, name: str) -> dict[str, Any]:
-    """The rotary embedding."""
+    """Settings of the rotary embedding."""
     base = header.number(f"{name}.rope.freq_base", 10000.0)
     factors = [tensor for tensor in header.tensors if tensor.startswith("rope_factors")]
     kind = header.text(f"{name}.rope.scaling.type") or "none"
@@ -187,7 +187,7 @@ def _llama3(header: GgufHeader, name: str, base: float) -> dict[str, Any]:
 
 
 def _llama3_factor(frequency: float, factor: float, positions: int) -> float:
-    """By how much Llama 3 divides a frequency of its rotary embedding."""
+    """Factor by which Llama 3 divides a frequency of its rotary embedding."""
     wavelength = 2 * math.pi / frequency
     if wavelength < positions / _LLAMA3_HIGH:
         return 1.0
@@ -225,7 +225,7 @@ def _positive(header: GgufHeader, key: str, default: int | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedTensor:
-    """A tensor as a safetensors file holds it."""
+    """A tensor to be written to a safetensors file, and how to convert it."""
 
     name: str
     """Hugging Face's."""
@@ -239,12 +239,12 @@ class ConvertedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size once written."""
         return math.prod(self.source.shape) * _BYTES[self.dtype]
 
     @property
     def memory_bytes(self) -> int:
-        """Of its conversion, at most."""
+        """Peak host memory of its conversion."""
         rows, row_numbers = _rows(self.source)
         return min(self._chunk_rows, rows) * row_numbers * _WORK_BYTES
 
@@ -255,7 +255,7 @@ class ConvertedTensor:
         return max(_CHUNK_NUMBERS // row_numbers // together, 1) * together
 
     def chunks(self, header: GgufHeader, stream: BinaryIO) -> Iterator[bytes]:
-        """Its numbers, some rows at a time.
+        """Convert some rows at a time; yield their bytes.
 
         Args:
             header: of the file.
@@ -363,15 +363,9 @@ def _converted_tensor(
 
 
 def _halves_after_each_other(values: np.ndarray, head_size: int) -> np.ndarray:
-    """Rows of rotated heads in the order of Hugging Face.
-
-    llama.cpp has the two numbers of each pair beside each other, Hugging
-    Face the first of all pairs before the second of all.
-
-    Args:
-        values: [heads x head_size, numbers].
-        head_size: rows of a head.
-    """
+    """Reorder the rows of rotated heads, [heads x head_size, numbers], for Hugging Face."""
+    # llama.cpp stores the two numbers of a rotated pair side by side, Hugging Face stores the first
+    # numbers of all pairs before the second ones.
     pairs = values.reshape(-1, head_size // 2, 2, values.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 

@@ -92,7 +92,7 @@ def _files_of(header: GgufHeader) -> dict[str, bytes]:
 
 
 def _special_tokens(header: GgufHeader, tokens: Sequence[str]) -> dict[str, int]:
-    """The ids that the header names, by its words for them."""
+    """Ids of the special tokens, by their names in the header."""
     found = {}
     for name in ("bos", "eos", "eot", "unknown", "padding"):
         key = f"tokenizer.ggml.{name}_token_id"
@@ -104,7 +104,7 @@ def _special_tokens(header: GgufHeader, tokens: Sequence[str]) -> dict[str, int]
 
 
 def rule_of(tokenizer: Any) -> str | None:
-    """The name that llama.cpp has for how a byte-level tokenizer cuts texts; None: it has none.
+    """Return llama.cpp's name of the rule that splits texts; None if it has none.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer` over bytes.
@@ -120,7 +120,7 @@ def rule_of(tokenizer: Any) -> str | None:
 
 
 def _steps(cut: Any) -> list[dict[str, Any]]:
-    """What a pre-tokenizer does, in order, without what changes no token."""
+    """Steps of a pre-tokenizer, without options that change no token."""
 
     def flat(content: Mapping[str, Any]) -> list[dict[str, Any]]:
         if content["type"] == "Sequence":
@@ -131,7 +131,7 @@ def _steps(cut: Any) -> list[dict[str, Any]]:
 
 
 def _cut(rule: str) -> Any:
-    """The pre-tokenizer that cuts texts by a rule that is known."""
+    """Build the pre-tokenizer of a known rule."""
     from tokenizers import Regex, pre_tokenizers
 
     pattern = _PATTERNS.get(rule)
@@ -145,7 +145,7 @@ def _cut(rule: str) -> Any:
 
 
 def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[Any, bool]:
-    """A tokenizer over bytes, as GPT-2's; and whether texts begin with BOS unless the file says."""
+    """Build a byte-level tokenizer; also return whether texts begin with BOS by default."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     rule = header.text("tokenizer.ggml.pre") or "default"
@@ -167,7 +167,7 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[Any, bool]:
 def _sentencepiece(
     header: GgufHeader, tokens: Sequence[str], kinds: Sequence[int], unknown: int | None
 ) -> Any:
-    """A tokenizer of SentencePiece, whose merges follow from the scores of its tokens."""
+    """Build a SentencePiece tokenizer, whose merges follow from the scores of its tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = header.numbers("tokenizer.ggml.scores", len(tokens))
@@ -201,7 +201,7 @@ def _sentencepiece(
 
 
 def _merges_by_score(words: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Which two tokens become one, those of the best tokens first."""
+    """Return the merges of pairs of tokens, best result first."""
     found = [
         (score, left, right)
         for word, score in words.items()
@@ -239,7 +239,7 @@ def _bpe(
 def _add_tokens(
     tokenizer: Any, tokens: Sequence[str], kinds: Sequence[int], special: Mapping[str, int]
 ) -> None:
-    """Tell the tokens that stand for themselves wherever they are spelled out."""
+    """Add the tokens that are recognised wherever a text contains them."""
     from tokenizers import AddedToken
 
     control = {number for number, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
