@@ -4,11 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ftkit.data.prepare import NO_REASONING
+from ftkit.data.prepare import NO_REASONING, make_renderer
 from ftkit.data.records.record import Record
-from ftkit.data.renderers import make_renderer
-from ftkit.data.rendering.document import NO_TEXT
-from ftkit.data.rendering.renderer import NO_OUTPUT
+from ftkit.data.rendering import NO_OUTPUT, NO_TEXT
 from ftkit.data.spec import Part
 from ftkit.models.chat_templates.template import NAMED
 from ftkit.models.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, REFUSED
@@ -40,7 +38,7 @@ def advice_for(
     *,
     used: Sequence[Record] = (),
 ) -> str:
-    """What to change so that records are trained on as they are meant.
+    """Recommend a change with which records are trained on as they are meant.
 
     Args:
         reason: why they are not.
@@ -85,7 +83,7 @@ def _with_template(name: str) -> dict[str, Any]:
 
 
 class _Trial(NamedTuple):
-    """What becomes of some records with other rules; of two, the larger one suits better."""
+    """Outcome of rendering some records by other rules; the larger of two trials suits better."""
 
     taken: int
     """Records that become samples, with their reasoning."""

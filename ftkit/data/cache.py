@@ -25,10 +25,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 import ftkit
-from ftkit.data.prepare import Counts, Prepared
+from ftkit.data.prepare import Counts, Prepared, make_renderer
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.record import Record
-from ftkit.data.renderers import make_renderer
 from ftkit.data.samples.sample_set import SampleArrays, SampleSet
 from ftkit.data.spec import Content, Part, Rules
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
@@ -39,32 +38,32 @@ from ftkit.utils.json_values import from_json
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
-CACHE_FORMAT = 2
+_CACHE_FORMAT = 2
 _LIBRARIES = ("sentencepiece", "tokenizers")
-"""Which make texts and tokens, beside ftkit."""
+"""Libraries that make texts and tokens: another version may make others."""
 _CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
-"""Of ftkit, that does so too."""
+"""Modules of ftkit that do so."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 _ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
 _PIECE_BYTES = 8 * 2**20
-_TOLD_EVERY_S = 0.5
+_REPORT_INTERVAL_S = 0.5
 
-OnWaiting = Callable[[str, int, int], None]
-"""Called with the split, the records done and all records of the process that is waited for."""
+_OnWaiting = Callable[[str, int, int], None]
+"""Called with split, records done and records in all, of the process that is waited for."""
 
 
-class Damaged(Exception):
-    """An entry is not as it was written; says what is wrong."""
+class DamagedEntry(Exception):
+    """An entry differs from what was written; the message says where."""
 
 
 def cache_directory() -> Path:
-    """Where tokenised samples are kept."""
+    """Return the directory of the cache of tokenised samples."""
     return cache_root() / "samples"
 
 
 def file_digest(path: Path) -> str:
-    """A checksum of a file: SHA-256 over those of its pieces, which all cores compute.
+    """Checksum of a file: SHA-256 over the hashes of its pieces, which all cores compute.
 
     Raises:
         OSError: it cannot be read.
@@ -84,7 +83,7 @@ def file_digest(path: Path) -> str:
 
 
 def rendering_of(part: Part, tokenizer: "Tokenizer") -> str:
-    """What makes texts of the records of a part, as a text: another one makes other samples."""
+    """Describe the rendering of a part as text: where it differs, samples differ."""
     style, values = part.rules.prompt_style, _plain(part.rules)
     values |= {"shape": part.shape, "prompt_style": style and _style_texts(style)}
     if part.rules.chat_template is not None:
@@ -100,7 +99,7 @@ def _plain(rules: Rules) -> dict[str, Any]:
 
 
 def _style_texts(style: AnyStyle) -> list[str]:
-    """What a prompt style makes of marks, with the tokens that end an answer in it."""
+    """Render marks in a prompt style, after its stop tokens, to tell styles apart."""
     marks: list[dict[str, str]] = [{}, {"input": "\2"}, {"sys_prompt": "\3"}]
     return [*style.stops, *(style.apply(prompt="\1", **mark) for mark in marks)]
 
@@ -134,7 +133,7 @@ def address_of_records(part: Part, tokenizer: "Tokenizer", max_seq_length: int) 
 def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: int) -> str:
     every = {
         **values,
-        "format": CACHE_FORMAT,
+        "format": _CACHE_FORMAT,
         "code": _code_digest(),
         "versions": [version(library) for library in _LIBRARIES],
         "tokenizer": _tokenizer_digest(tokenizer),
@@ -146,7 +145,7 @@ def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: 
 
 @functools.cache
 def _code_digest() -> str:
-    """Of the modules and templates of ftkit that make samples of files."""
+    """Digest of the modules and templates of ftkit that make samples of files."""
     digest = hashlib.sha256()
     for name in _CODE:
         path = Path(ftkit.__file__).parent / name
@@ -157,7 +156,7 @@ def _code_digest() -> str:
 
 
 def _tokenizer_digest(tokenizer: "Tokenizer") -> str:
-    """Of what it is set up with, wherever its files lie."""
+    """Digest of a tokenizer, independent of where its files lie."""
     processor = tokenizer.processor
     is_fast = tokenizer.backend == "huggingface"
     vocabulary = processor.to_str().encode() if is_fast else processor.serialized_model_proto()
@@ -165,16 +164,11 @@ def _tokenizer_digest(tokenizer: "Tokenizer") -> str:
     return hashlib.sha256(vocabulary + repr(ends).encode()).hexdigest()
 
 
-class StoredRecords(Sequence[Record]):
-    """Records in a file, of which each is read when it is asked for."""
+class _StoredRecords(Sequence[Record]):
+    """Records in a mapped file, each parsed when it is accessed."""
 
     def __init__(self, text: Any, offsets: Any) -> None:
-        """Describe the file.
-
-        Args:
-            text: its bytes, a JSON value in each line.
-            offsets: [records + 1], where each begins, and the end.
-        """
+        """Describe the file."""
         self._text, self._offsets = text, offsets
 
     def __len__(self) -> int:
@@ -201,20 +195,20 @@ class CacheEntry:
     part: Part
     """Without its records."""
     rendering: str
-    """What made texts of them; see `rendering_of`."""
+    """Description of what rendered them; see `rendering_of`."""
 
 
 class SampleCache:
     """Entries by address and split."""
 
     def __init__(self, directory: Path) -> None:
-        """Begin; nothing is made before something is kept."""
+        """Open a cache; its directory is made with the first entry."""
         self._directory = directory
 
     def find(
         self, address: str, split: str, name: str, prompt_style: Callable[[], AnyStyle | None]
     ) -> CacheEntry | None:
-        """An entry; None: there is none.
+        """Return an entry, or None if there is none.
 
         Args:
             address: of the part.
@@ -223,7 +217,7 @@ class SampleCache:
             prompt_style: the one of its rules, if they have one.
 
         Raises:
-            Damaged: there is one, but it is not as it was written.
+            DamagedEntry: there is one, but it is not as it was written.
         """
         directory = self._directory / address / split
         if not directory.is_dir():
@@ -233,11 +227,11 @@ class SampleCache:
             part = _part(values, name, prompt_style() if values["has_prompt_style"] else None)
             rendering = str(values["rendering"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{directory}: {error}") from error
+            raise DamagedEntry(f"{directory}: {error}") from error
         return CacheEntry(prepared=prepared, part=part, rendering=rendering)
 
     def keep(self, address: str, split: str, entry: CacheEntry) -> Prepared:
-        """Write an entry in place of what is there; what it holds, from there.
+        """Write or replace an entry, and return its samples as mapped from the files.
 
         Raises:
             OSError: it cannot be written.
@@ -248,42 +242,42 @@ class SampleCache:
         return _open(directory)[1]
 
     @contextlib.contextmanager
-    def building(self, address: str, on_waiting: OnWaiting) -> Iterator["Building"]:
-        """Let one process at a time make the entries of an address; the others wait.
+    def building(self, address: str, on_waiting: _OnWaiting) -> Iterator["Building"]:
+        """Hold the lock of an address: one process makes its entries while the others wait.
 
         Raises:
             OSError: the cache cannot be written.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        told = self._directory / f"{address}.progress"
+        progress_file = self._directory / f"{address}.progress"
         lock = FileLock(self._directory / f"{address}.lock")
         while True:
             try:
-                lock.acquire(timeout=_TOLD_EVERY_S)
+                lock.acquire(timeout=_REPORT_INTERVAL_S)
                 break
             except Timeout:
                 with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                    state = json.loads(told.read_text(encoding="utf-8"))
+                    state = json.loads(progress_file.read_text(encoding="utf-8"))
                     on_waiting(state["split"], state["done"], state["total"])
         try:
-            yield Building(told)
+            yield Building(progress_file)
         finally:
             with contextlib.suppress(OSError):
-                told.unlink(missing_ok=True)
+                progress_file.unlink(missing_ok=True)
             lock.release()
 
 
 class Building:
-    """The making of entries, as those who wait for them see it."""
+    """Progress of making entries, for the processes that wait for them."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._told_at = 0.0
+        self._reported_at = 0.0
 
-    def tell(self, split: str, done: int, total: int) -> None:
-        """Tell how far it is, now and then."""
-        if time.monotonic() - self._told_at > _TOLD_EVERY_S:
-            self._told_at = time.monotonic()
+    def report(self, split: str, done: int, total: int) -> None:
+        """Write the progress for waiting processes, twice a second at most."""
+        if time.monotonic() - self._reported_at > _REPORT_INTERVAL_S:
+            self._reported_at = time.monotonic()
             with contextlib.suppress(OSError):
                 write_json(self._file, {"split": split, "done": done, "total": total})
 
@@ -339,14 +333,7 @@ def _part(values: Mapping[str, Any], name: str, style: AnyStyle | None) -> Part:
 
 
 def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
-    """Read an entry: what it says of itself, and its samples.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: one is not as it was written.
-        KeyError: something is missing.
-        TypeError: something is of another type.
-    """
+    """Read an entry: what it says of itself, and its samples."""
     entry = json.loads((directory / _ENTRY).read_text(encoding="utf-8"))
     values = entry["values"]
     if entry["checksum"] != _checksum(values):
@@ -360,7 +347,7 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
     records: Sequence[Record] = ()
     if _RECORDS in values["files"]:
         offsets = _mapped(directory / _RECORD_OFFSETS, "<i8")
-        records = StoredRecords(_mapped(directory / _RECORDS, "u1"), offsets)
+        records = _StoredRecords(_mapped(directory / _RECORDS, "u1"), offsets)
     prepared = Prepared(
         samples=samples,
         records=records,
@@ -374,7 +361,7 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
 
 
 def _mapped(path: Path, dtype: str) -> Any:
-    """The numbers of a file, mapped into memory; what is written to them stays here."""
+    """Map the numbers of a file into memory, copy-on-write."""
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return np.empty(0, dtype=dtype)

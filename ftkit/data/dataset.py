@@ -1,35 +1,224 @@
-"""Data sets: what a recipe's data become, source by source and in one order."""
+"""Data sets: the sources of a recipe's data, tokenised or taken from the cache, in one order."""
 
+import contextlib
+import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.advice import advice_for
-from ftkit.data.parts import SPLITS, LoadedPart, OnSplitProgress, Split, load_part
-from ftkit.data.prepare import NO_LABELS, Counts
-from ftkit.data.rendering.renderer import NO_OUTPUT, Example
+from ftkit.data.cache import (
+    Building,
+    CacheEntry,
+    DamagedEntry,
+    SampleCache,
+    address_of_content,
+    address_of_records,
+    cache_directory,
+    rendering_of,
+)
+from ftkit.data.prepare import NO_LABELS, Counts, Prepared, make_renderer, prepare_records
+from ftkit.data.rendering import NO_OUTPUT, Example, Renderer
 from ftkit.data.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.data.samples.sampler import EpochOrder
 from ftkit.data.sources import data_source, validation_sets
-from ftkit.data.spec import DataSource, PartSource
+from ftkit.data.spec import DataSource, Part, PartSource
 from ftkit.errors import UserError
+from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.recipe.recipe import Component
 
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+OnSplitProgress = Callable[[str, int, int], None]
+"""Called with the split that is tokenised, records done, and records in all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedPart:
+    """A part of a data set, tokenised."""
+
+    source: PartSource
+    part: Part
+    """Without its records."""
+    renderer: Renderer
+    """Renderer that made the samples."""
+    splits: dict[Split, Prepared]
+    """Samples by split; only the requested splits."""
+    notices: tuple[str, ...]
+    """Warnings about the cache."""
+
+
+def _load_part(
+    source: PartSource,
+    tokenizer: "Tokenizer",
+    max_seq_length: int,
+    splits: Sequence[Split],
+    progress: OnSplitProgress,
+) -> LoadedPart:
+    """Take the samples of a part from the cache, or make them and keep them there."""
+    return _Loading(source, tokenizer, max_seq_length, progress).load(splits)
+
+
+def find_part(
+    source: PartSource, tokenizer: "Tokenizer", max_seq_length: int, splits: Sequence[Split]
+) -> dict[Split, Prepared] | None:
+    """The samples of a part if they are all in the cache; nothing is read or made."""
+    if source.content is None:
+        return None
+    found = _Loading(source, tokenizer, max_seq_length, lambda *_: None).find(splits)
+    return found if len(found) == len(splits) else None
+
+
+class _Loading:
+    """State of loading one part."""
+
+    def __init__(
+        self,
+        source: PartSource,
+        tokenizer: "Tokenizer",
+        max_seq_length: int,
+        progress: OnSplitProgress,
+    ) -> None:
+        self._source, self._tokenizer = source, tokenizer
+        self._max_seq_length, self._progress = max_seq_length, progress
+        self._cache = SampleCache(cache_directory())
+        self._part: Part | None = None
+        """The part as it was read, with its records."""
+        self._known: Part | None = None
+        """Without its records."""
+        self._notices: list[str] = []
+        self._stamps = self._stamp()
+        self._address = self._find_address()
+
+    def load(self, splits: Sequence[Split]) -> LoadedPart:
+        found = self.find(splits)
+        if missing := [split for split in splits if split not in found]:
+            with self._turn() as building:
+                found |= self.find(missing)
+                for split in splits:
+                    if split not in found:
+                        found[split] = self._make(split, building)
+        assert self._known is not None
+        return LoadedPart(
+            source=self._source,
+            part=self._known,
+            renderer=make_renderer(self._known, self._tokenizer),
+            splits=found,
+            notices=tuple(dict.fromkeys(self._notices)),
+        )
+
+    def find(self, splits: Sequence[Split]) -> dict[Split, Prepared]:
+        """Return the splits that are in the cache, undamaged and rendered as they would be now."""
+        found: dict[Split, Prepared] = {}
+        if self._address is None:
+            return found
+        for split in splits:
+            try:
+                entry = self._cache.find(
+                    self._address, split, self._source.name, self._prompt_style
+                )
+            except DamagedEntry as error:
+                self._notices.append(f"A damaged entry of the data cache is made anew: {error}.")
+                continue
+            if entry and entry.rendering == rendering_of(entry.part, self._tokenizer):
+                found[split] = entry.prepared
+                if self._part is None:  # the same records may have been written otherwise
+                    self._known = entry.part
+        return found
+
+    def _prompt_style(self) -> AnyStyle | None:
+        if self._source.content is not None:
+            return self._source.content.prompt_style()
+        return self._read().rules.prompt_style
+
+    def _read(self) -> Part:
+        if self._part is None:
+            self._part = self._source.read()
+            self._known = dataclasses.replace(self._part, train=(), val=())
+        return self._part
+
+    def _find_address(self) -> str | None:
+        """Return the address in the cache; None: files are unreadable, which reading reports."""
+        content = self._source.content
+        if content is None:
+            return address_of_records(self._read(), self._tokenizer, self._max_seq_length)
+        try:
+            return address_of_content(content, self._tokenizer, self._max_seq_length)
+        except OSError:
+            return None
+
+    def _stamp(self) -> list[tuple[int, int, int]] | None:
+        """Return inode, time and size of every file, which change when it is written to."""
+        if self._source.content is None:
+            return None
+        with contextlib.suppress(OSError):
+            groups = self._source.content.files()
+            stats = [file.stat() for files in groups for file in files]
+            return [(stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats]
+        return None
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[Building | None]:
+        """Hold the lock of these samples, if the cache can be written."""
+        with contextlib.ExitStack() as stack:
+            building = None
+            if self._address is not None:
+                turn = self._cache.building(self._address, self._progress)
+                try:
+                    building = stack.enter_context(turn)
+                # filelock 3.16 raises the second where a file system has no flock.
+                except (OSError, NotImplementedError) as error:
+                    self._warn_unwritable(error)
+            yield building
+
+    def _make(self, split: Split, building: Building | None) -> Prepared:
+        part = self._read()
+        assert self._known is not None
+
+        def progress(done: int, total: int) -> None:
+            self._progress(split, done, total)
+            if building is not None:
+                building.report(split, done, total)
+
+        records = part.train if split == "train" else part.val
+        renderer = make_renderer(part, self._tokenizer)
+        overlong = part.rules.overlong
+        prepared = prepare_records(records, renderer, self._max_seq_length, overlong, progress)
+        # A file that was written to while it was read has another address now.
+        if self._address is None or building is None or self._stamp() != self._stamps:
+            return prepared
+        try:
+            rendering = rendering_of(self._known, self._tokenizer)
+            entry = CacheEntry(prepared=prepared, part=self._known, rendering=rendering)
+            return self._cache.keep(self._address, split, entry)
+        except OSError as error:
+            self._warn_unwritable(error)
+            return prepared
+
+    def _warn_unwritable(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        self._notices.append(
+            f"The data cache {cache_directory()} cannot be written ({os.fspath(reason)}): every "
+            "process of every run tokenises the data for itself. Set FTKIT_CACHE_DIR to a "
+            "directory that can."
+        )
+
 
 class Questions(Sequence[Example]):
-    """Validation records as questions with their answers; each is made when it is asked for."""
+    """Validation records as questions with answers, each rendered when it is accessed."""
 
     def __init__(self, parts: Sequence[LoadedPart]) -> None:
-        """Those of all parts, spread evenly."""
+        """Interleave the questions of all parts evenly."""
         self._parts = parts
         sizes = [len(part.splits["val"].records) for part in self._parts]
         self._of_parts, self._places = interleave(sizes)
@@ -53,35 +242,35 @@ class _Loaded:
     """The sources of a data set."""
 
     parts: tuple[LoadedPart, ...]
-    """One of each source."""
+    """One part per source."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sources."""
+        """Names of the sources."""
         return tuple(part.source.name for part in self.parts)
 
     @property
     def longest_tokens(self) -> int:
-        """Of the longest sample, to train on or to validate on; 0: there is none."""
+        """Tokens of the longest sample of all splits; 0: there are none."""
         samples = [one.samples for part in self.parts for one in part.splits.values()]
         return max((int(one.lengths.max()) + 1 for one in samples if len(one)), default=0)
 
     @cached_property
     def questions(self) -> Questions:
-        """The validation records, to be answered."""
+        """Validation records as prompts with expected answers."""
         return Questions(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSets(_Loaded):
-    """What a recipe's data became."""
+    """The data of a recipe, tokenised."""
 
     takes: tuple[int, ...]
     """Training samples that an epoch takes of each source."""
     train: Samples
-    """Of all sources, one after another."""
+    """Training samples of all sources, one source after another."""
     val: Samples
-    """Of all sources, so that the first few hold as large a share of each."""
+    """Validation samples, interleaved so that the first ones have the same share of each source."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -90,12 +279,12 @@ class DataSets(_Loaded):
 
     @property
     def counts(self) -> dict[Split, Counts]:
-        """What became of the records of each split."""
+        """Counts of records and samples by split, summed over the sources."""
         return {split: _counts(self.parts, split) for split in SPLITS}
 
     @property
-    def asked(self) -> LoadedPart:
-        """The first source of those that say most about how a result is asked."""
+    def prompt_source(self) -> LoadedPart:
+        """First source of the shape that shows best how to prompt the result."""
         shapes = ("messages", "instruction", "completion", "text")
         return min(self.parts, key=lambda part: shapes.index(part.part.shape))
 
@@ -106,7 +295,7 @@ class DataSets(_Loaded):
 
     @property
     def fingerprint(self) -> str:
-        """The same wherever the data came from: of what an epoch takes, and of what."""
+        """Fingerprint of the samples and of how many an epoch takes, whatever their files."""
         train = [part.splits["train"].samples for part in self.parts]
         if len(train) == 1 and self.takes == (len(train[0]),):
             return train[0].fingerprint
@@ -120,7 +309,7 @@ class DataSets(_Loaded):
         return np.repeat(np.array(self.takes) / np.array(sizes), sizes)
 
     def epochs(self, seed: int) -> EpochOrder:
-        """The order of the training samples."""
+        """Return the order of the training samples."""
         return EpochOrder(self._sizes, self.takes, seed)
 
     @property
@@ -133,7 +322,7 @@ class ValidationSets(_Loaded):
     """The sets of eval.sets; each is the part of its name."""
 
     def samples(self, most: int) -> Samples:
-        """Of all sets, one after another: up to `most` of each, the first ones."""
+        """Concatenate the first samples of each set, at most `most` of each."""
         sets = [part.splits["val"].samples for part in self.parts]
         return JoinedSamples.one_after_another(sets, most=most)
 
@@ -143,7 +332,7 @@ class HeldOut(_Loaded):
     """The validation records of a data set, to evaluate on."""
 
     samples: Samples
-    """Of all sources, so that the first few hold as large a share of each."""
+    """Validation samples, interleaved so that the first ones have the same share of each source."""
 
 
 def load_data(
@@ -248,7 +437,7 @@ def _load(
     source.files()  # a missing file is named first
     _check_tokenizer(tokenizer)
     parts = source.parts()
-    return tuple(load_part(part, tokenizer, max_seq_length, splits, progress) for part in parts)
+    return tuple(_load_part(part, tokenizer, max_seq_length, splits, progress) for part in parts)
 
 
 def _interleaved(parts: Sequence[LoadedPart]) -> Samples:
@@ -293,7 +482,7 @@ def _require_samples(
     max_seq_length: int,
     key: str = "data",
 ) -> None:
-    """Refuse data of which nothing is left."""
+    """Refuse data that leave no sample."""
     counts = _counts(parts, split)
     if counts.samples:
         return
@@ -302,13 +491,13 @@ def _require_samples(
         NO_OUTPUT: "have no output",
         NO_LABELS: f"have none within train.max_seq_length, which is {max_seq_length}",
     }
-    told = [
+    reasons = [
         f"{count:,} {words.get(reason, f'are left out ({reason})')}"
         for reason, count in counts.reasons.items()
     ]
     most = max(counts.reasons, key=lambda reason: counts.reasons[reason], default=NO_OUTPUT)
     if counts.dropped:
-        told.append(
+        reasons.append(
             f"{counts.dropped:,} are longer than train.max_seq_length, which is {max_seq_length}, "
             "and data.overlong drops them"
         )
@@ -325,5 +514,5 @@ def _require_samples(
         advice = advice_for(most, kept, part.part, tokenizer)
     raise UserError(
         f"{key} leaves nothing to {what}: of {counts.records:,} records, "
-        f"{', '.join(told) or 'none is there'}.\n{advice}"
+        f"{', '.join(reasons) or 'none is there'}.\n{advice}"
     )

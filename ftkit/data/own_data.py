@@ -1,21 +1,13 @@
-"""Data of one's own as a source: files and hub data sets, split and given their rules."""
+"""Data of one's own: options of files and hub data sets, their split and their rendering."""
 
 import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
-from ftkit.data.own_data_options import (
-    KEYS_OF_SETS,
-    RENDERING,
-    OwnDataOptions,
-    SourceOptions,
-    options_of,
-    set_of,
-    sources_of,
-)
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.records.conversations import conversation_of
 from ftkit.data.records.formats import files_of, format_of
@@ -23,11 +15,273 @@ from ftkit.data.records.hub import HubName
 from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.data.records.read import RecordSet, read_files, read_hub
 from ftkit.data.records.record import Record, Shape
-from ftkit.data.spec import Content, DataSource, Part, PartSource, Rules
+from ftkit.data.records.shapes import COLUMNS
+from ftkit.data.spec import (
+    Content,
+    DataSource,
+    Overlong,
+    Part,
+    PartSource,
+    Rules,
+    check_init_args,
+    check_shared_values,
+    check_value,
+)
 from ftkit.errors import UserError
-from ftkit.models.chat_templates import TrainOn
+from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.recipe.recipe import Component
+from ftkit.utils.names import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnDataOptions:
+    """The init_args of JSON data. What LitGPT's has keeps its name and default."""
+
+    path: str | Path | None = None
+    """A file (.json, .jsonl, .csv, .tsv, .parquet, .txt; texts also as .gz or .zst), a directory
+    with train and val files or with any, a pattern such as 'data/*.jsonl', a data set of the
+    Hugging Face hub (owner/name), or embedded:quickstart."""
+    json_path: str | Path | None = None
+    """The older name of path."""
+    sources: list[dict[str, Any]] | None = None
+    """Several, instead of path: a list of objects with path and, if needed, weight (how often an
+    epoch takes its samples; 1 if not given) or samples (how many it takes), and what else only one
+    of them needs: columns, subset, split, revision, prompt_style, chat_template, train_on,
+    mask_prompt."""
+    columns: dict[str, str] | None = None
+    """Keys of the records that are named otherwise: --data.columns.instruction question
+    --data.columns.output answer; ours are instruction, input, output, sys_prompt, history;
+    prompt, completion; messages, tools, system; text."""
+    subset: str | None = None
+    """Which subset (configuration) of a hub data set."""
+    split: str | None = None
+    """Which split of a hub data set to train on, also a part, as 'train[:1000]'; train if not
+    given. Its counterpart (val, validation, valid, dev, test) is validated on."""
+    revision: str | None = None
+    """Which version of a hub data set: a commit, a tag or a branch."""
+    chat_template: str | None = None
+    """How a conversation becomes text: tokenizer (the model's own; the default for conversations),
+    a name (chatml, llama3, ...), or a file. Makes conversations of instructions too."""
+    train_on: TrainOn | None = None
+    """What is learned: every turn of the assistant (the default for conversations), its last one
+    alone (for prompts with completions), or all. For instructions mask_prompt says it."""
+    reasoning: Reasoning = "split"
+    """What happens to a conversation whose template writes earlier turns otherwise once others
+    follow, as where thinking is dropped: a sample for each turn, or an error."""
+    overlong: Overlong | None = None
+    """What happens to a sample longer than train.max_seq_length: truncate, drop, or split, which is
+    for documents and their default."""
+    mask_prompt: bool = False
+    """Train on the answers only. For instructions."""
+    val_split_fraction: float | None = None
+    """Share that is used for validation where the data have no validation file or split; 0.05 if
+    not given."""
+    prompt_style: Any = "alpaca"
+    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
+    as "Q: {instruction}\\nA: ", with {input} and {sys_prompt} if wanted."""
+    ignore_index: int = -100
+    """Accepted with LitGPT's default only."""
+    seed: int = 42
+    """Seed of the split for validation."""
+    num_workers: int = 4
+    """Accepted as LitGPT's; the process that trains collates batches itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SourceOptions:
+    """Options of one source."""
+
+    path: str | Path
+    key: str = "data.path"
+    """Key under which path was given, for errors."""
+    given: Collection[str] = ()
+    """Options given for this source."""
+    name: str | None = None
+    """Name in reports; None: derived from path."""
+    weight: float | None = None
+    samples: int | None = None
+    columns: Mapping[str, str] | None = None
+    subset: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    prompt_style: Any = "alpaca"
+    chat_template: str | None = None
+    train_on: TrainOn | None = None
+    mask_prompt: bool | None = None
+
+
+_EXCLUSIVE = (
+    ("path", "json_path", "sources"),
+    ("mask_prompt", "train_on"),
+    ("prompt_style", "chat_template"),
+)
+"""Groups of options that exclude each other."""
+_OF_HUB = ("subset", "split", "revision")
+_OF_ONE_SOURCE = ("path", "json_path", *_OF_HUB)
+_INHERITED = ("columns", "prompt_style", "chat_template", "train_on", "mask_prompt")
+_RENDERING = ("prompt_style", "chat_template", "train_on", "mask_prompt", "reasoning", "overlong")
+"""Options that decide how records are rendered."""
+KEYS_OF_SETS = ("path", "columns", *_OF_HUB)
+"""Options of a set of eval.sets; it inherits the others."""
+_CHOICES = {
+    "train_on": TrainOn,
+    "reasoning": Reasoning,
+    "overlong": Overlong,
+}
+
+
+def _options_of(init_args: Mapping[str, Any]) -> OwnDataOptions:
+    """Check the options; empty ones count as not given."""
+    check_init_args(init_args, _field_names(OwnDataOptions), "JSON")
+    given = {key: value for key, value in init_args.items() if value is not None}
+    _check_values(given, "data.")
+    for group in _EXCLUSIVE:
+        _check_one_of(group, given)
+    if "sources" in given:
+        for key in _OF_ONE_SOURCE:
+            if key in given:
+                raise UserError(
+                    f"data.{key} is {given[key]}, but data.sources names several.\n"
+                    f"Move it into the entry of data.sources that it is for."
+                )
+    elif not (given.get("path") or given.get("json_path")):
+        key = "json_path" if "json_path" in init_args else "path"
+        raise UserError(
+            f"data.{key} is missing; JSON data needs a file of records, a directory with "
+            "train.json and val.json, or the name of a hub data set.\n"
+            f"Try --data.{key} FILE."
+        )
+    return OwnDataOptions(**given)
+
+
+def _sources_of(options: OwnDataOptions, given: Collection[str]) -> tuple[_SourceOptions, ...]:
+    """Make the options of each source, with those that it inherits."""
+    inherited = {key: getattr(options, key) for key in _INHERITED if key in given}
+    if options.sources is None:
+        key = "json_path" if options.path is None else "path"
+        path = getattr(options, key)
+        hub = {key: getattr(options, key) for key in _OF_HUB}
+        return (_SourceOptions(path=path, key=f"data.{key}", given=given, **inherited, **hub),)
+    return tuple(
+        _source(entry, f"data.sources[{i}]", inherited) for i, entry in enumerate(options.sources)
+    )
+
+
+def _source(entry: Any, key: str, inherited: dict[str, Any]) -> _SourceOptions:
+    if not isinstance(entry, dict) or not entry.get("path"):
+        raise UserError(
+            f"{key} is {entry!r}, but has to be an object with a path.\n"
+            "Write it as {path: FILE}, with weight or samples if needed."
+        )
+    known = [name for name in _field_names(_SourceOptions) if name not in ("key", "given", "name")]
+    for name in entry:
+        if name not in known:
+            near = nearest(str(name), known)
+            advice = f"Write {near} instead" if near else f"Remove {name}"
+            raise UserError(f"{key} has no key {name}, only {', '.join(known)}.\n{advice}.")
+    own = {name: value for name, value in entry.items() if value is not None}
+    _check_values(own, f"{key}.")
+    for group in (*_EXCLUSIVE, ("weight", "samples")):
+        _check_one_of(group, own, key)
+    others = {name for group in _EXCLUSIVE if own.keys() & set(group) for name in group}
+    kept = {name: value for name, value in inherited.items() if name not in others}
+    return _SourceOptions(key=f"{key}.path", given=frozenset(own), **kept | own)
+
+
+def _set_of(name: str, entry: Any, rendering: Mapping[str, Any]) -> _SourceOptions:
+    """Make the options of a set of eval.sets, with those that it inherits."""
+    key = f"eval.sets.{name}"
+    own = {"path": entry} if isinstance(entry, str | Path) else entry
+    for option in own if isinstance(own, dict) else ():
+        if option in _RENDERING:
+            raise UserError(
+                f"{key}.{option} is {own[option]!r}, but the records of a set are rendered as "
+                f"those of data, so that their losses compare.\nRemove {key}.{option}."
+            )
+        if option not in KEYS_OF_SETS:
+            near = nearest(str(option), KEYS_OF_SETS)
+            advice = f"Write {near} instead" if near else f"Remove {option}"
+            raise UserError(
+                f"{key} has no key {option}, only {', '.join(KEYS_OF_SETS)}.\n{advice}."
+            )
+    if not isinstance(own, dict) or not own.get("path"):
+        raise UserError(
+            f"{key} is {entry!r}, but has to be a path, or an object with one.\nTry --{key} FILE."
+        )
+    own = {option: value for option, value in own.items() if value is not None}
+    _check_values(own, f"{key}.")
+    kept = {option: rendering[option] for option in _INHERITED if option in rendering}
+    return _SourceOptions(key=f"{key}.path", given=frozenset(own), name=name, **kept | own)
+
+
+def _check_one_of(group: Collection[str], given: Mapping[str, Any], key: str = "data") -> None:
+    both = [name for name in group if name in given]
+    if len(both) > 1:
+        raise UserError(
+            f"{key}.{both[0]} is {given[both[0]]} and {key}.{both[1]} is {given[both[1]]}, but "
+            f"only one of the two may be given.\nRemove {key}.{both[1]}; on the command line: "
+            f"--data.{both[1]} null."
+        )
+
+
+def _check_values(given: Mapping[str, Any], prefix: str) -> None:
+    """Refuse values out of range; keys are those of a source, but for the prefix "data."."""
+    of_source = prefix != "data."
+    if not of_source:
+        check_shared_values(given)
+    for key, value in given.items():
+        name = prefix + key
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key in ("path", "json_path"):
+            rule = "the path of a file or directory"
+            check_value(name, value, isinstance(value, str | Path), rule, "FILE")
+        elif key in (*_OF_HUB, "chat_template"):
+            accepted = isinstance(value, str) and bool(value)
+            check_value(name, value, accepted, "a text", f"'\"{value}\"'")
+        elif key in _CHOICES:
+            choices = get_args(_CHOICES[key])
+            near = nearest(str(value), choices, cutoff=0.3) or choices[0]
+            check_value(name, value, value in choices, f"one of {', '.join(choices)}", near)
+        elif key == "columns":
+            _check_columns(name, value)
+        elif key == "sources":
+            rule = "a list of objects with a path each"
+            accepted = isinstance(value, list) and bool(value)
+            check_value(name, value, accepted, rule, "'[{path: a.jsonl}, {path: b.jsonl}]'")
+        elif key == "weight":
+            check_value(name, value, number and value > 0, "a number above 0", "1")
+        elif key == "samples":
+            accepted = number and isinstance(value, int) and value > 0
+            check_value(name, value, accepted, "a whole number above 0", "1000")
+        elif key == "mask_prompt" and of_source:
+            check_value(name, value, isinstance(value, bool), "true or false", "true")
+
+
+def _check_columns(name: str, value: Any) -> None:
+    works = "'{instruction: question, output: answer}'"
+    is_names = isinstance(value, dict) and all(isinstance(key, str) for key in value.values())
+    check_value(name, value, is_names and bool(value), "names of keys by ours", works)
+    known = [key for keys in COLUMNS.values() for key in keys]
+    for ours in value:
+        if ours not in known:
+            near = nearest(str(ours), known) or "instruction"
+            raise UserError(
+                f"{name}.{ours} is {value[ours]}, but records have no {ours}, only "
+                f"{', '.join(known)}.\n{how_to_set(f'{name}.{near}', value[ours])}"
+            )
+    shapes = [keys for keys in COLUMNS.values() if value.keys() & set(keys)]
+    if len(shapes) > 1:
+        kinds = " and ".join(sorted(value.keys() & set(keys))[0] for keys in shapes[:2])
+        raise UserError(
+            f"{name} names {kinds}, which no record has together.\n"
+            f"Keep those of one kind, such as {', '.join(shapes[0])}."
+        )
+
+
+def _field_names(options: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(options)]
+
 
 _DEFAULT_VAL_SPLIT_FRACTION = 0.05  # of litgpt.data.JSON
 _TRAINED: dict[Shape, TrainOn] = {
@@ -36,7 +290,7 @@ _TRAINED: dict[Shape, TrainOn] = {
     "completion": "last",
     "text": "all",
 }
-"""What is learned of each shape, where nobody says it and no prompt style is used."""
+"""Default of train_on by shape, where no prompt style is used."""
 _TAKEN_WHOLE = {"path", "json_path", "sources", "split"}
 _NOT_OF_CONTENT = (
     *("path", "json_path", "sources", "key", "name", "weight", "samples"),
@@ -44,7 +298,7 @@ _NOT_OF_CONTENT = (
 )
 """Options that decide neither records nor rules of a source."""
 _OPTION = re.compile(rf"\bdata\.({'|'.join(KEYS_OF_SETS)})\b")
-"""Of data, in what is said of records; a set of eval.sets has it too."""
+"""Option of data in a message about records, which may be about a set of eval.sets instead."""
 
 
 class OwnData(DataSource):
@@ -53,12 +307,12 @@ class OwnData(DataSource):
     def __init__(
         self,
         options: OwnDataOptions,
-        sources: Sequence[SourceOptions],
+        sources: Sequence[_SourceOptions],
         *,
         given: Collection[str] = (),
         evaluated: Collection[str] = (),
     ) -> None:
-        """Describe the data; nothing is read.
+        """Take options; nothing is read yet.
 
         Args:
             options: checked.
@@ -78,9 +332,9 @@ class OwnData(DataSource):
     @classmethod
     def of(cls, data: Component) -> Self:
         init_args = data["init_args"]
-        options = options_of(init_args)
+        options = _options_of(init_args)
         given = [key for key, value in init_args.items() if value is not None]
-        return cls(options, sources_of(options, given), given=given)
+        return cls(options, _sources_of(options, given), given=given)
 
     @classmethod
     def validation_set(cls, name: str, entry: Any, rendering: Mapping[str, Any]) -> Self:
@@ -94,7 +348,7 @@ class OwnData(DataSource):
         Raises:
             UserError: an unknown key or a value out of range.
         """
-        source = set_of(name, entry, rendering)
+        source = _set_of(name, entry, rendering)
         return cls(OwnDataOptions(**rendering), [source], evaluated=source.given)
 
     def files(self) -> tuple[Path, ...] | None:
@@ -128,7 +382,7 @@ class OwnData(DataSource):
         return resolve_prompt_style(self._options.prompt_style)
 
     def rendering(self) -> dict[str, Any]:
-        return {key: getattr(self._options, key) for key in self._given & {"columns", *RENDERING}}
+        return {key: getattr(self._options, key) for key in self._given & {"columns", *_RENDERING}}
 
     def parts(self) -> tuple[PartSource, ...]:
         return tuple(
@@ -140,18 +394,18 @@ class OwnData(DataSource):
                 weight=source.weight,
                 samples=source.samples,
             )
-            for source, name in zip(self._sources, _names(self._sources), strict=True)
+            for source, name in zip(self._sources, _source_names(self._sources), strict=True)
         )
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
-        """All of what is named for the evaluation alone: nothing of it was trained on."""
+        """Hold out all data named for the evaluation alone: nothing of it was trained on."""
         if not _TAKEN_WHOLE & set(given) or "val_split_fraction" in given:
             return self
         options = dataclasses.replace(self._options, val_split_fraction=None)
         return OwnData(options, self._sources, given=self._given, evaluated=given)
 
-    def _content(self, source: SourceOptions) -> Content:
-        """What a source follows from that is here."""
+    def _content(self, source: _SourceOptions) -> Content:
+        """Describe the files and options that decide a local source."""
 
         def files() -> tuple[tuple[Path, ...], ...]:
             found = self._found(source)
@@ -168,8 +422,8 @@ class OwnData(DataSource):
         style = partial(resolve_prompt_style, source.prompt_style)
         return Content(files=files, options=options, prompt_style=style)
 
-    def _found(self, source: SourceOptions) -> DataFiles | None:
-        """The files of a source; None: it is of the hub."""
+    def _found(self, source: _SourceOptions) -> DataFiles | None:
+        """Find the files of a source; None: it is a hub data set."""
         if is_hub_name(source.path):
             return None
         files = find_files(source.path, source.key)
@@ -183,7 +437,7 @@ class OwnData(DataSource):
                 )
         return files
 
-    def _part(self, source: SourceOptions, name: str) -> Part:
+    def _part(self, source: _SourceOptions, name: str) -> Part:
         try:
             records = self._read(source)
         except UserError as error:
@@ -220,7 +474,7 @@ class OwnData(DataSource):
             unused=records.unused,
         )
 
-    def _read(self, source: SourceOptions) -> RecordSet:
+    def _read(self, source: _SourceOptions) -> RecordSet:
         files = self._found(source)
         if files is not None:
             where = str(source.path)
@@ -235,8 +489,8 @@ class OwnData(DataSource):
         whole = "split" in self._evaluated or fraction is not None
         return read_hub(wanted, source.columns, whole=whole)
 
-    def _rules(self, source: SourceOptions, records: RecordSet) -> tuple[Rules, Shape]:
-        """How records of a source become tokens, and the shape in which they do."""
+    def _rules(self, source: _SourceOptions, records: RecordSet) -> tuple[Rules, Shape]:
+        """Choose the rendering rules of a source, and the shape that is rendered."""
         shape = records.form.shape
         _check_meant(source, self._options, records)
         rules = Rules(
@@ -262,12 +516,8 @@ class OwnData(DataSource):
         return dataclasses.replace(rules, chat_template=template, train_on=train_on), shape
 
 
-def _check_meant(source: SourceOptions, options: OwnDataOptions, records: RecordSet) -> None:
-    """Refuse options that mean nothing for records of this shape.
-
-    Raises:
-        UserError: names the option, and what to use instead.
-    """
+def _check_meant(source: _SourceOptions, options: OwnDataOptions, records: RecordSet) -> None:
+    """Refuse options that have no effect on records of this shape."""
     shape, refused = records.form.shape, {}
     if shape != "instruction":
         instead = "Set train_on (assistant, last or all) instead, and remove {key}"
@@ -296,8 +546,8 @@ def _check_meant(source: SourceOptions, options: OwnDataOptions, records: Record
         )
 
 
-def _names(sources: Sequence[SourceOptions]) -> list[str]:
-    """A name for each source, in reports: as short as tells them apart."""
+def _source_names(sources: Sequence[_SourceOptions]) -> list[str]:
+    """Shortest names that tell the sources apart in reports."""
     if len(sources) == 1:
         return [sources[0].name or "JSON"]
     paths = [str(source.path).rstrip("/") for source in sources]

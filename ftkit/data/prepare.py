@@ -1,35 +1,59 @@
-"""Preparing a part of a data set: its records become samples, and each is counted."""
+"""Preparation: the records of a source are rendered, cut to length and counted."""
 
 import json
+import multiprocessing
+import os
+import signal
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.record import Record
-from ftkit.data.rendering.parallel import rendered_chunks
-from ftkit.data.rendering.renderer import NO_OUTPUT, Overlong, Rendered, Renderer, Rendering, cut
+from ftkit.data.rendering import (
+    NO_OUTPUT,
+    CompletionRenderer,
+    InstructionRenderer,
+    Rendered,
+    Renderer,
+    Rendering,
+    TextRenderer,
+    cut,
+)
 from ftkit.data.samples.sample_set import SampleRows, SampleSet
+from ftkit.data.spec import Overlong, Part, Rules
+from ftkit.models.chat_templates.prompt_styles import template_of_style
+from ftkit.models.chat_templates.template import (
+    OF_TOKENIZER,
+    ChatTemplate,
+    resolve_chat_template,
+    text_template,
+)
+from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import OnProgress
 
 NO_LABELS = "no answer within max_seq_length"
-"""Why nothing of a record is trained, where it has an answer."""
+"""Reason for a record with an answer but without a label."""
 NO_REASONING = "the template leaves out reasoning"
-"""What some records have in common that are trained on."""
+"""Remark about records that are trained on."""
 
 _BEGINNING = 200
-"""Characters of a record that tell which one it is."""
+"""Characters of a record that are shown to identify it."""
 _MOST_KEPT = 8
-"""Records that are kept for each reason, of those that are looked at."""
+"""Records that are kept for each reason."""
 _MOST_KEPT_CHARACTERS = 50_000
-"""Of a record that is kept."""
+"""Most characters of a record that is kept."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What became of the records of a split.
+    """Counts of the records, samples and tokens of a split.
 
     records = used + skipped_empty_output + skipped_no_labels + all that are refused + dropped,
     where each record is one sample.
@@ -40,7 +64,7 @@ class Counts:
     """Records that became samples."""
     skipped_empty_output: int = 0
     skipped_no_labels: int = 0
-    """Of which nothing within max_seq_length carries loss."""
+    """Records without a label within max_seq_length."""
     refused: dict[str, int] = field(default_factory=dict)
     """Records that cannot become samples, by the reason."""
     samples: int = 0
@@ -55,18 +79,18 @@ class Counts:
     without_reasoning: int = 0
     """Records that became samples, with a turn that is trained without the reasoning it has."""
     tokens: int = 0
-    """Of the samples, as the model is given them: all but the last of each."""
+    """Input tokens of the samples: all but the last of each."""
     label_tokens: int = 0
     longest_tokens: int = 0
-    """Of the longest sample before anything was done about its length."""
+    """Tokens of the longest sample before it was cut, split or dropped."""
     rendered_tokens: int = 0
-    """Of all samples, before anything was done about their length."""
+    """Tokens of all samples before they were cut, split or dropped."""
     lost_tokens: int = 0
-    """Those of them that are not trained on, because they were cut off, dropped or skipped."""
+    """Tokens that were cut off, dropped or skipped."""
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Records of which nothing is trained, by the reason, but for those that are dropped."""
+        """Records without anything to train on, by reason; dropped ones are not among them."""
         skipped = {NO_OUTPUT: self.skipped_empty_output, NO_LABELS: self.skipped_no_labels}
         return {reason: count for reason, count in (skipped | self.refused).items() if count}
 
@@ -91,20 +115,20 @@ class Prepared:
 
     samples: SampleSet
     records: Sequence[Record]
-    """Those that samples were made of; of training records from the cache, none."""
+    """Records that became samples; empty for training records from the cache."""
     counts: Counts
     sufficient_length: int | None
     """A max_seq_length within which a record that was skipped has a label."""
     whole_lengths: npt.NDArray[np.int32]
     """[samples before anything was done about their length], tokens of each."""
     examples: dict[str, str]
-    """How the first record begins of which nothing is trained, by the reason."""
+    """Beginning of the first record without anything to train on, by reason."""
     kept: dict[str, list[Record]]
-    """Some of the records of which not all is trained, by the reason, to try changes on."""
+    """Some of the records that are not fully trained on, by reason, to try changes on."""
 
 
 def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:
-    """What is trained on of a sample: parts of it that fit and hold a label, if there are any.
+    """Cut a sample to the parts that fit and hold a label.
 
     Where it is split, a part begins with the last token of the part before: the first token of a
     sample carries no loss, so every token but the very first is learned once.
@@ -120,7 +144,7 @@ def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rende
 
 
 class _Preparation:
-    """Samples and counts so far."""
+    """Samples and counts of a split, record by record."""
 
     def __init__(self, max_seq_length: int, overlong: Overlong) -> None:
         self._max_seq_length, self._overlong = max_seq_length, overlong
@@ -134,7 +158,7 @@ class _Preparation:
         self._looked_at: dict[str, int] = {}
 
     def add(self, record: Record, rendering: Rendering) -> None:
-        """Take what a record became."""
+        """Add the samples of a record, or count why there are none."""
         counts = self.counts
         counts.records += 1
         if rendering.refused is not None:
@@ -203,7 +227,7 @@ def prepare_records(
     overlong: Overlong,
     progress: OnProgress,
 ) -> Prepared:
-    """Make samples of the records of one split.
+    """Render, fit and count the records of one split.
 
     Args:
         records: of the split.
@@ -227,3 +251,107 @@ def prepare_records(
         examples=made.examples,
         kept=made.kept,
     )
+
+
+def make_renderer(part: Part, tokenizer: Any) -> Renderer:
+    """Make the renderer for the records of a part.
+
+    Args:
+        part: its shape and rules count.
+        tokenizer: of the base model; None: only texts are rendered.
+
+    Raises:
+        UserError: there is no such chat template.
+    """
+    rules = part.rules
+    if part.shape == "text":
+        return TextRenderer(tokenizer)
+    if part.shape == "completion":
+        return CompletionRenderer(tokenizer, mask_prompt=rules.train_on != "all")
+    if part.shape == "messages":
+        return ChatRenderer(
+            tokenizer,
+            _template(rules, tokenizer),
+            train_on=rules.train_on,
+            reasoning=rules.reasoning,
+        )
+    assert rules.prompt_style is not None
+    return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
+
+
+def _template(rules: Rules, tokenizer: Any) -> ChatTemplate:
+    if rules.prompt_style is not None:
+        return template_of_style(rules.prompt_style, tokenizer or _NoTokenizer())
+    assert rules.chat_template is not None
+    if tokenizer is not None:
+        return resolve_chat_template(rules.chat_template, tokenizer)
+    is_of_tokenizer = rules.chat_template == OF_TOKENIZER
+    return text_template("chatml" if is_of_tokenizer else rules.chat_template, {})
+
+
+class _NoTokenizer:
+    """Stand-in for a tokenizer where a prompt style only renders text."""
+
+    use_bos = False
+    special_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
+
+
+RECORDS_AT_ONCE = 1000
+"""Records of a chunk."""
+LEAST_RECORDS = 50_000
+"""Fewest records for which processes are started: their imports take seconds."""
+_MOST_PROCESSES = 32
+
+Chunk = tuple[Sequence[Record], Sequence[Rendering]]
+
+
+def rendered_chunks(renderer: Renderer, records: Sequence[Record]) -> Iterator[Chunk]:
+    """Render records chunk by chunk, in their order.
+
+    Where rendering is the work of Python and there is much of it, all cores take part, each in an
+    interpreter of its own: a rank may have threads and a GPU, which no fork survives. What comes
+    out is the same.
+    """
+    starts = range(0, len(records), RECORDS_AT_ONCE)
+    chunks = [records[start : start + RECORDS_AT_ONCE] for start in starts]
+    done = 0
+    cores = min(os.cpu_count() or 1, _MOST_PROCESSES)
+    if renderer.is_python_bound and len(records) >= LEAST_RECORDS and cores > 1:
+        try:
+            for renderings in _in_processes(renderer, chunks, cores):
+                yield chunks[done], renderings
+                done += 1
+        except BrokenProcessPool:
+            pass  # no memory for so many: the rest is rendered here
+    for chunk in chunks[done:]:
+        yield chunk, list(renderer.render(chunk))
+
+
+def _in_processes(
+    renderer: Renderer, chunks: Sequence[Sequence[Record]], count: int
+) -> Iterator[list[Rendering]]:
+    pool = ProcessPoolExecutor(
+        count,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(renderer, os.getpid()),
+    )
+    try:
+        yield from pool.map(_render, chunks)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_RENDERER: list[Renderer] = []
+"""The renderer of this process, if it is a worker."""
+
+
+def _begin(renderer: Renderer, parent: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
+    _RENDERER.append(renderer)
+
+
+def _render(records: Sequence[Record]) -> list[Rendering]:
+    return list(_RENDERER[0].render(records))

@@ -16,14 +16,14 @@ from ftkit.models.chat_templates.prompt_styles import (
 from ftkit.utils.names import nearest
 
 PROMPT_STYLE = "prompt_style.yaml"
-"""Where LitGPT and ftkit look for the prompt style of a model, beside its weights."""
+"""File beside the weights in which LitGPT and ftkit look for the prompt style."""
 _PACKAGE = "litgpt.prompts"
 _WITH_MESSAGE = "ChatML"
 """The class that takes an argument: system_message, its default system prompt."""
 
 
 def prompt_style_file(style: AnyStyle) -> dict[str, bytes]:
-    """A prompt style as a file: its name and content; none for a text, which LitGPT cannot read."""
+    """Write a prompt style as a file for LitGPT; none for a text, which LitGPT cannot read."""
     if isinstance(style, TextPrompt):
         return {}
     named = {"class_path": f"{_PACKAGE}.{style.class_name}"}
@@ -31,7 +31,7 @@ def prompt_style_file(style: AnyStyle) -> dict[str, bytes]:
 
 
 def resolve_prompt_style(value: object) -> AnyStyle:
-    """The prompt style named in a recipe.
+    """Resolve the prompt style named in a recipe.
 
     Args:
         value: a name (alpaca), a class path of LitGPT (litgpt.prompts.Alpaca), a class path with

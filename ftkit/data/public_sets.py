@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 STREAMING = ("LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama", "TinyStories")
 """Data modules of LitGPT for pretraining."""
 _TIMEOUT_S = 30.0
-"""Without a byte of a download."""
+"""Longest time without a byte of a download."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -72,7 +72,7 @@ class PublicSet(ABC):
         return None
 
     def how_to_supply(self, _: Exception) -> str:
-        """What helps where it cannot be downloaded, as the beginning of a sentence."""
+        """Beginning of a sentence with the remedy for a failed download."""
         place = self.place() or "~/.cache/huggingface"
         return f"Run this once where there is internet and copy {place} here"
 
@@ -285,7 +285,7 @@ class PublicSource(DataSource):
     """A published data set as a data source."""
 
     def __init__(self, name: str, init_args: Mapping[str, Any]) -> None:
-        """Describe the data; nothing is downloaded.
+        """Take options; nothing is downloaded yet.
 
         Args:
             name: a key of `PUBLIC_SETS`.
@@ -364,7 +364,7 @@ def _records(rows: Rows, where: str) -> list[Record]:
 
 
 def _split(rows: Rows, val_share: float, seed: int) -> tuple[Rows, Rows]:
-    """Records to train and to validate on, drawn by torch as LitGPT draws them."""
+    """Split records for training and validation with the random numbers that LitGPT draws."""
     import torch
     from torch.utils.data import random_split
 
@@ -375,7 +375,7 @@ def _split(rows: Rows, val_share: float, seed: int) -> tuple[Rows, Rows]:
 
 
 def _said(rows: Rows) -> Iterator[list[str]]:
-    """What is said in each conversation, by turns."""
+    """Yield the texts of each conversation, turn by turn."""
     for row in rows:
         yield [message["content"] for message in row["messages"]]
 
@@ -409,7 +409,7 @@ def _download(url: str, file: Path) -> None:
 
 @contextlib.contextmanager
 def _one_process_at_a_time(directory: Path | None) -> Iterator[None]:
-    """Let one rank download while the others wait and then find the files there."""
+    """Lock a directory: one rank downloads while the others wait and then find the files."""
     with contextlib.ExitStack() as stack:
         # Nothing is downloaded to a directory that cannot be written.
         with contextlib.suppress(OSError):

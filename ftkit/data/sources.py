@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ftkit.data.own_data import OwnData
-from ftkit.data.own_data_options import KEYS_OF_SETS
+from ftkit.data.own_data import KEYS_OF_SETS, OwnData
 from ftkit.data.public_sets import PUBLIC_SETS, STREAMING, PublicSource
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
@@ -18,14 +17,14 @@ from ftkit.utils.names import column_name, nearest
 _OWN: dict[str, type[DataSource]] = {"JSON": OwnData}
 """Kinds of ours; JSON replaces LitGPT's module of that name."""
 KINDS = {name: _OWN.get(name, PublicSource) for name in sorted({*_OWN, *PUBLIC_SETS})}
-"""Every kind by the name of its class in recipes; nothing outside this table is ever imported."""
+"""Kinds of data by class name in recipes; nothing outside this table is ever imported."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]+")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Of a set: its losses go to every logger, and its keys to command lines."""
+"""Allowed names of sets, which become columns of loggers and keys on command lines."""
 
 
 def data_source(data: Component) -> DataSource:
-    """The data source of a recipe, its options checked.
+    """Make the data source of a recipe, with checked options.
 
     The keys of LitGPT's modules are checked when they are read.
 
@@ -51,7 +50,7 @@ def data_source(data: Component) -> DataSource:
 
 
 def validation_sets(data: Component, sets: Mapping[str, Any] | None) -> dict[str, DataSource]:
-    """The sets of eval.sets by their names, all of whose records are held out.
+    """Make the sources of eval.sets by name; all of their records are held out.
 
     Args:
         data: of the recipe; the sets are rendered as they are.
@@ -88,7 +87,7 @@ def validation_sets(data: Component, sets: Mapping[str, Any] | None) -> dict[str
 
 
 def check_data(data: Component, sets: Mapping[str, Any] | None = None) -> None:
-    """Refuse data that cannot be loaded, as far as names, values and files tell.
+    """Refuse data whose names, values or files are wrong, before anything is read.
 
     Args:
         data: of a recipe.

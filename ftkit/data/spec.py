@@ -7,12 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.paths import how_to_set
 from ftkit.data.records.record import Record, Shape
-from ftkit.data.rendering.renderer import Overlong
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
@@ -20,12 +19,15 @@ from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
 OWN_DATA = "--data JSON --data.path FILE"
-"""How records of one's own are given."""
+"""Options by which records of one's own are given."""
+Overlong = Literal["truncate", "drop", "split"]
+"""What is done with a sample longer than max_seq_length: its end is cut off, it is left out, or it
+is cut into several."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How records become tokens; a tokenizer is all that is missing."""
+    """Rendering rules of records: everything but the tokenizer."""
 
     prompt_style: AnyStyle | None = None
     """How the instruction of a record becomes a prompt, also each of a conversation; None: a chat
@@ -43,29 +45,29 @@ class Part:
     """The records of one source of a data set, all of one shape."""
 
     name: str
-    """In reports and messages."""
+    """Name in reports and messages."""
     shape: Shape
     rules: Rules
     train: Sequence[Record]
     val: Sequence[Record]
     description: str = ""
-    """For people: how many records of which kind."""
+    """Number and kind of records, for people."""
     unused: UnusedKeys = field(default_factory=UnusedKeys)
-    """Keys that records have, and of which nothing is known."""
+    """Keys of the records that are not used."""
 
     @property
     def summary(self) -> str:
-        """The records, and which of their keys are not used."""
+        """Description of the records and of their unused keys."""
         unused = self.unused.text
         return self.description + (f"; not used: {unused}" if unused else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What a part follows from, where that is known before it is read."""
+    """Files and options that decide a part, where they are known before it is read."""
 
     files: Callable[[], tuple[tuple[Path, ...], ...]]
-    """Those for training and those for validation; see `DataSource.files`."""
+    """Files for training and for validation; see `DataSource.files`."""
     options: Mapping[str, Any]
     """JSON values: the same files with the same options give the same records and rules."""
     prompt_style: Callable[[], AnyStyle]
@@ -74,34 +76,26 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class PartSource:
-    """Where one part of a data set comes from, before it is read."""
+    """One part of a data set before it is read."""
 
     name: str
-    """As of the part."""
+    """Name of the part."""
     where: str
-    """For people: the file, directory or data set that it is of."""
+    """File, directory or data set that it comes from, for people."""
     read: Callable[[], Part]
     content: Content | None = None
-    """None: what the part is shows only when it is read."""
+    """None: the part is known only after reading."""
     weight: float | None = None
     """An epoch takes this many times its samples; None: every one once, or as `samples` says."""
     samples: int | None = None
     """An epoch takes so many of its samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """The records of a data set."""
-
-    parts: tuple[Part, ...]
-    """At least one."""
-
-
 class DataSource(ABC):
-    """Where records come from: a kind of data with the options that a recipe gives it.
+    """Origin of records: a kind of data with the options of a recipe.
 
     Made without torch and litgpt. What makes samples of the records, fingerprints, evaluates and
-    plans them is the same for every kind: it asks nothing but this.
+    plans them is the same for every kind: it uses this interface alone.
     """
 
     @classmethod
@@ -128,7 +122,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def prompt_style(self) -> AnyStyle:
-        """How an instruction becomes a prompt; no record is looked at.
+        """Return the style in which instructions become prompts, without reading records.
 
         Raises:
             UserError: there is no such style.
@@ -137,14 +131,6 @@ class DataSource(ABC):
     @abstractmethod
     def parts(self) -> tuple[PartSource, ...]:
         """The parts that it has, at least one; no file is looked for yet."""
-
-    def read(self) -> Splits:
-        """Read, and if necessary download, the records, and split them.
-
-        Raises:
-            UserError: the data cannot be had, or are not what they should be.
-        """
-        return Splits(parts=tuple(part.read() for part in self.parts()))
 
     @abstractmethod
     def rendering(self) -> dict[str, Any]:

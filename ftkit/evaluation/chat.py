@@ -11,75 +11,75 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.evaluation.generate import shown
-from ftkit.evaluation.questions import Question
+from ftkit.evaluation.prompting import Question
 from ftkit.evaluation.result import Result
-from ftkit.evaluation.session import Answer, Speaker, put_to_use
+from ftkit.evaluation.session import Answer, Responder, start_session
 from ftkit.models.chat_templates.template import Message
 from ftkit.recipe.options import ChatOptions
 from ftkit.utils.progress import print_notice
 
 
 class Conversation:
-    """What was said so far; without a chat template, nothing of it counts."""
+    """Messages so far; without a chat template every prompt stands alone."""
 
-    def __init__(self, speaker: Speaker) -> None:
-        """Begin.
+    def __init__(self, responder: Responder) -> None:
+        """Start a conversation.
 
         Args:
-            speaker: who answers.
+            responder: answers prompts.
         """
-        self._speaker = speaker
+        self._responder = responder
         self._messages: list[Message] = []
-        self.has_history = speaker.prompting is not None
+        self.has_history = responder.prompting is not None
 
     def ask(self, text: str, longest: int) -> Tensor:
-        """The prompt of the next turn; the oldest turns are left out where it would be too long.
+        """Build the prompt of the next turn; the oldest turns are dropped if it is too long.
 
         Args:
-            text: what is said.
+            text: the message.
             longest: tokens to leave room for.
 
         Raises:
             UserError: the chat template does not take the conversation.
         """
         if not self.has_history:
-            return self._speaker.prompt_of(Question(text=text))
+            return self._responder.prompt_of(Question(text=text))
         self._messages.append({"role": "user", "content": text})
-        room = self._speaker.context_length - longest
+        room = self._responder.context_length - longest
         while True:
             question = Question(text=text, messages=tuple(self._messages))
-            prompt = self._speaker.prompt_of(question)
+            prompt = self._responder.prompt_of(question)
             if len(prompt) <= room or len(self._messages) < 3:
                 return prompt
             del self._messages[:2]
 
     def answered(self, text: str) -> None:
-        """Take note of an answer, or of what there is of it, without the space around it."""
+        """Record an answer, complete or not, without surrounding space."""
         if self.has_history:
             self._messages.append({"role": "assistant", "content": text.strip()})
 
     def forget(self) -> None:
-        """Take back what was said last."""
+        """Remove the last message."""
         if self.has_history:
             self._messages.pop()
 
 
 def chat(result: Result, options: ChatOptions) -> int:
-    """Answer line by line, until the input ends; the exit code.
+    """Answer line by line until the input ends, and return the exit code.
 
     Args:
-        result: what answers.
-        options: how.
+        result: the result that answers.
+        options: how it answers.
 
     Raises:
         UserError: something is missing, or does not fit.
     """
-    speaker = Speaker(put_to_use(result, options), options)
-    conversation = Conversation(speaker)
+    responder = Responder(start_session(result, options), options)
+    conversation = Conversation(responder)
     if options.format == "json":
-        return _chat_in_json(conversation, speaker, options.max_new_tokens)
-    if speaker.notice is not None:
-        print_notice(speaker.notice, sys.stderr)
+        return _chat_in_json(conversation, responder, options.max_new_tokens)
+    if responder.notice is not None:
+        print_notice(responder.notice, sys.stderr)
     if not conversation.has_history:
         print_notice(
             "without a chat template there is no history: each line is answered on its own",
@@ -93,7 +93,7 @@ def chat(result: Result, options: ChatOptions) -> int:
         answer = Answer()
         try:
             prompt = conversation.ask(line, min(options.max_new_tokens, 256))
-            for piece in speaker.say(prompt, answer):
+            for piece in responder.stream(prompt, answer):
                 print(shown(piece), end="", flush=True)
         except UserError as error:  # too long a line
             conversation.forget()
@@ -106,7 +106,7 @@ def chat(result: Result, options: ChatOptions) -> int:
     return 0
 
 
-def _chat_in_json(conversation: Conversation, speaker: Speaker, max_new_tokens: int) -> int:
+def _chat_in_json(conversation: Conversation, responder: Responder, max_new_tokens: int) -> int:
     """Answer lines of JSON with lines of JSON; the first one says whether turns are remembered."""
     _print_json(history=conversation.has_history)
     while True:
@@ -119,7 +119,7 @@ def _chat_in_json(conversation: Conversation, speaker: Speaker, max_new_tokens: 
         answer = Answer()
         try:
             text = json.loads(line)["prompt"]
-            for _ in speaker.say(conversation.ask(text, min(max_new_tokens, 256)), answer):
+            for _ in responder.stream(conversation.ask(text, min(max_new_tokens, 256)), answer):
                 pass
         except (KeyError, TypeError, ValueError):
             _print_json(error=f'{line.strip()} is not {{"prompt": TEXT}}.')
@@ -139,7 +139,7 @@ def _print_json(**values: object) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What is said, line by line; Ctrl+C gives up a line that is being written."""
+    """Yield lines of input; Ctrl+C discards the line that is being written."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  # gives input() its editing keys

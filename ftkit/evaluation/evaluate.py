@@ -1,4 +1,4 @@
-"""`ftkit evaluate`: the loss of a result on held-out records, and what its answers are worth."""
+"""`ftkit evaluate`: the loss of a result, scores of its answers, and tasks of the harness."""
 
 import dataclasses
 import json
@@ -12,17 +12,18 @@ from ftkit.data.samples.loader import validation_loader
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.sources import validation_sets
 from ftkit.errors import UserError
-from ftkit.evaluation.harness_tasks import evaluate_tasks
 from ftkit.evaluation.result import Result
-from ftkit.evaluation.scoring.metrics import DEFAULT_RECORDS, Score, Scoring
-from ftkit.evaluation.session import InUse, put_to_use
+from ftkit.evaluation.scorer import Scorer
+from ftkit.evaluation.scoring import DEFAULT_RECORDS, Score, Scoring
+from ftkit.evaluation.session import Session, start_session
+from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.flops import attention_cost
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import with_overrides
 from ftkit.recipe.recipe import Recipe
-from ftkit.runs.report.answers import score_title
+from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
@@ -30,41 +31,43 @@ from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.remote.urls import display_path
 
 DEFAULT_NEW_TOKENS = 100
-"""Of an answer at most, where the run made none."""
+"""Most tokens of an answer, where the run has no number of its own."""
+_TASK_ROWS = 8
+"""Sequences per forward pass of a task, where no number is given."""
 
 
 def evaluate(result: Result, options: EvaluateOptions) -> int:
-    """Measure a result, and show what came out; the exit code.
+    """Evaluate a result, show the numbers and return the exit code.
 
     Args:
-        result: what is measured.
+        result: the result.
         options: which data, how much of them, and how it computes.
 
     Raises:
         UserError: something is missing, or does not fit.
     """
     if options.tasks is not None:
-        return evaluate_tasks(result, options)
+        return _evaluate_tasks(result, options)
     recipe, is_of_run = _recipe(result, options), result.recipe is not None
     for source in validation_sets(recipe.data, recipe.eval.sets).values():
         source.files()  # a missing one is named before anything is loaded
     scoring = _scoring(recipe, options)
     result = dataclasses.replace(result, recipe=recipe)
-    in_use = put_to_use(result, options)
-    if result.asked is not None and not is_of_run:
-        # Conversations are written as it was trained, whatever template its base model has.
-        in_use.loaded.base.tokenizer.chat_template = in_use.loaded.prompting.template.source
+    session = start_session(result, options)
+    if result.template_directory is not None and not is_of_run:
+        # The result was trained with this template, whatever its base model comes with.
+        session.loaded.base.tokenizer.chat_template = session.loaded.prompting.template.source
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
-    held_out, sets = _held_out(result, recipe, in_use, given)
+    held_out, sets = _held_out(result, recipe, session, given)
     with Display(None, stream=sys.stderr) as display:
-        measured = _measure(in_use, held_out, sets, recipe, scoring, display)
+        measured = _measure(session, held_out, sets, recipe, scoring, display)
     values = {
         "result": result.name,
         "directory": display_path(result.directory),
         "step": result.step,
-        "base_model": _base_name(result, in_use),
-        "precision": in_use.plan.precision,
-        "quantize": in_use.quantize,
+        "base_model": _base_name(result, session),
+        "precision": session.plan.precision,
+        "quantize": session.quantize,
         "data": recipe.data,
         **measured,
     }
@@ -76,7 +79,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
 
 
 def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
-    """The recipe of the run, with what is asked instead."""
+    """Recipe of the run, changed by the options."""
     if result.recipe is None and not options.data:
         raise UserError(
             f"{result.name} does not say which data it was trained on. "
@@ -97,7 +100,7 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
 
 
 def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
-    """What is asked of answers."""
+    """Choose the metrics of answers."""
     exact_match = recipe.eval.exact_match
     if options.exact_match is None and not exact_match:
         exact_match = DEFAULT_RECORDS
@@ -110,10 +113,10 @@ def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
 
 
 def _held_out(
-    result: Result, recipe: Recipe, in_use: InUse, given: set[str]
+    result: Result, recipe: Recipe, session: Session, given: set[str]
 ) -> tuple[HeldOut, ValidationSets]:
     """The records to evaluate on; `given` are the options of the data that were named for it."""
-    longest = in_use.loaded.base.architecture.context_length
+    longest = session.loaded.base.architecture.context_length
     if result.metadata is not None:
         longest = result.metadata.max_seq_length
     longest = recipe.train.max_seq_length or longest
@@ -125,7 +128,7 @@ def _held_out(
         def advance(_: str, done: int, total: int) -> None:
             phase.advance(done, total)
 
-        tokenizer = in_use.loaded.base.tokenizer
+        tokenizer = session.loaded.base.tokenizer
         held_out = load_held_out(recipe.data, tokenizer, longest, given=given, progress=advance)
         sets = load_sets(recipe.data, recipe.eval.sets, tokenizer, longest, progress=advance)
         for part in (*held_out.parts, *sets.parts):
@@ -134,32 +137,32 @@ def _held_out(
     return held_out, sets
 
 
-def _base_name(result: Result, in_use: InUse) -> str:
-    """What it was made from; of a model of no run, its own name."""
+def _base_name(result: Result, session: Session) -> str:
+    """Name of the base model; of a model without run, its own name."""
     if result.kind == "model" and result.base is not None:
         return Path(result.base).name
-    return in_use.loaded.base.name
+    return session.loaded.base.name
 
 
 def _measure(
-    in_use: InUse,
+    session: Session,
     held_out: HeldOut,
     sets: ValidationSets,
     recipe: Recipe,
     scoring: Scoring,
     display: Display,
 ) -> dict[str, Any]:
-    """The numbers, in the way and order in which a run comes to them."""
-    model, base = in_use.loaded.model, in_use.loaded.base
+    """Measure in the order and with the batches of a run, so that the numbers are equal."""
+    model, base = session.loaded.model, session.loaded.base
     samples = held_out.samples
     most = recipe.eval.max_iters * recipe.train.global_batch_size
     limit = min(most, len(samples))
     traits = base.architecture.attention
-    model.kernel = attention_kernel(traits, in_use.plan)
+    model.kernel = attention_kernel(traits, session.plan)
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
     layout = RankLayout.of(
-        in_use.plan,
-        padding_free=attention_path(traits, in_use.plan) != "padded",
+        session.plan,
+        padding_free=attention_path(traits, session.plan) != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
 
@@ -168,9 +171,9 @@ def _measure(
         found = validation_loss(
             model,
             batches,
-            in_use.device,
+            session.device,
             sources=sources,
-            context=in_use.context,
+            context=session.context,
             progress=phase.advance,
         )
         assert found is not None
@@ -193,8 +196,8 @@ def _measure(
                 base.tokenizer,
                 questions,
                 scoring,
-                batch_size=in_use.plan.sequences_of(int(samples.lengths.max())),
-                context=in_use.context,
+                batch_size=session.plan.sequences_of(int(samples.lengths.max())),
+                context=session.context,
                 progress=phase.advance,
             )
         assert found is not None
@@ -212,20 +215,26 @@ def _measure(
 
 
 def _score_values(score: Score) -> dict[str, Any]:
-    """A score as JSON has it."""
+    """Convert a score to JSON values."""
     values = {"name": score.metric.name, "records": score.records, "score": score.mean}
     if (own := score.metric.own) is not None:
         values |= {"file": Path(own.file).name, "sha256": own.sha256}
     return values
 
 
-def _show(values: dict[str, Any]) -> None:
+def _result_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
     step = "" if values["step"] is None else f" (step {values['step']:,})"
     quantize = f", {values['quantize']}" if values["quantize"] else ""
+    return [
+        ("result", f"{values['directory']}{step}"),
+        ("base model", f"{values['base_model']}, {values['precision']}{quantize}"),
+    ]
+
+
+def _show(values: dict[str, Any]) -> None:
     matches = values["exact_match"]
     rows = {
-        "result": f"{values['directory']}{step}",
-        "base model": f"{values['base_model']}, {values['precision']}{quantize}",
+        **dict(_result_rows(values)),
         "data": f"{values['records']:,} records, {values['label_tokens']:,} label tokens",
         "loss": loss_text(values["loss"]),
         "perplexity": f"{values['perplexity']:.4g}",
@@ -240,3 +249,66 @@ def _show(values: dict[str, Any]) -> None:
         rows[title] = f"{number_text(score['score'])} on {score['records']:,} answers"
     with Display(None) as display:
         display.show(labelled_grid(rows.items()))
+
+
+# --- Tasks of the harness -------------------------------------------------------------------------
+
+
+def _evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
+    assert options.tasks is not None
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    if not names:
+        raise UserError("--tasks is empty. Name tasks: --tasks arc_easy.")
+    files = find_tasks(names, key="--tasks", trusted=options.trust_task_code)
+    session = start_session(result, options)
+    loaded = session.loaded
+    loaded.model.kernel = attention_kernel(loaded.base.architecture.attention, session.plan)
+    from ftkit.evaluation.harness import TaskOptions, TaskSet  # imports take seconds
+
+    how = TaskOptions(
+        limit=options.limit,
+        num_fewshot=options.num_fewshot,
+        chat_template=loaded.prompting.template if options.apply_chat_template else None,
+    )
+    with Display(None, stream=sys.stderr) as display:
+        with display.phase("loading tasks", brief=True):
+            tasks = TaskSet(files, how, loaded.base.architecture.context_length)
+        scorer = Scorer(
+            loaded.model,
+            loaded.base.tokenizer,
+            stop_ids=loaded.prompting.stop_ids(loaded.base.tokenizer),
+            world_size=1,
+            rows_of=lambda _: options.micro_batch_size or _TASK_ROWS,
+            context=session.context,
+        )
+        title = "1 task" if len(tasks.names) == 1 else f"{len(tasks.names)} tasks"
+        with display.phase(f"evaluating {title}", brief=True) as phase:
+            scorer.progress = phase.advance
+            found = tasks.evaluate(scorer)
+    values = {
+        "result": result.name,
+        "directory": display_path(result.directory),
+        "step": result.metadata.step if result.metadata else None,
+        "base_model": _base_name(result, session),
+        "precision": session.plan.precision,
+        "quantize": session.quantize,
+        "limit": options.limit,
+        "num_fewshot": options.num_fewshot,
+        "chat_template": None if how.chat_template is None else how.chat_template.name,
+        "tasks": [dataclasses.asdict(one) for one in found],
+    }
+    if options.format == "json":
+        print(json.dumps(values, indent=2))
+    else:
+        _show_tasks(values, found)
+    return 0
+
+
+def _show_tasks(values: dict[str, Any], found: list[TaskResult]) -> None:
+    rows = [*_result_rows(values)]
+    for one in found:
+        error = "" if one.stderr is None else f" ± {score_text(one.stderr)}"
+        text = f"{one.name} {score_text(one.value)}{error}"
+        rows.append((one.task, f"{text} of {one.samples:,} records"))
+    with Display(None) as display:
+        display.show(labelled_grid(rows))

@@ -1,6 +1,6 @@
 """`ftkit generate`: answers of a result to one prompt or many.
 
-Answers go to standard output, or to a file; what there is to know about them to standard error.
+Answers go to standard output or to a file, notices to standard error.
 """
 
 import gc
@@ -16,9 +16,9 @@ from ftkit.data.records.formats import FORMATS, format_of
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
-from ftkit.evaluation.questions import question_of
+from ftkit.evaluation.prompting import question_of
 from ftkit.evaluation.result import Result, base_result
-from ftkit.evaluation.session import Answer, Speaker, put_to_use
+from ftkit.evaluation.session import Answer, Responder, start_session
 from ftkit.recipe.options import GenerateOptions
 from ftkit.utils.accelerators.use import free_cached_memory
 from ftkit.utils.console.display import Display
@@ -28,11 +28,11 @@ from ftkit.utils.progress import print_notice
 
 
 def generate(result: Result, options: GenerateOptions) -> int:
-    """Answer what is asked; the exit code.
+    """Answer prompts and return the exit code.
 
     Args:
-        result: what answers.
-        options: what is asked, how to answer and what to do with the answers.
+        result: the result that answers.
+        options: prompts, how to answer them, and where answers go.
 
     Raises:
         UserError: something is missing, or does not fit.
@@ -62,7 +62,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
 
 
 def shown(text: str) -> str:
-    """A text of a model as a terminal may get it; a file gets it as it is."""
+    """Make a text of a model safe for a terminal; a file gets it as it is."""
     return printable(text) if sys.stdout.isatty() else text
 
 
@@ -70,18 +70,18 @@ def _answer_all(
     result: Result, records: Sequence[Record], options: GenerateOptions, *, live: bool
 ) -> list[Answer]:
     """The answers of one result, which is in memory only as long as this takes."""
-    speaker = Speaker(put_to_use(result, options), options)
-    if speaker.notice is not None:
-        print_notice(speaker.notice, sys.stderr)
+    responder = Responder(start_session(result, options), options)
+    if responder.notice is not None:
+        print_notice(responder.notice, sys.stderr)
     questions = [question_of(record) for record in records]
-    prompts = [speaker.prompt_of(question) for question in questions]
+    prompts = [responder.prompt_of(question) for question in questions]
     answers = []
     if live:
         for question, prompt in zip(questions, prompts, strict=True):
             answers.append(Answer())
             if len(records) > 1:
                 print(shown(f"> {question.text}"))
-            for piece in speaker.say(prompt, answers[-1]):
+            for piece in responder.stream(prompt, answers[-1]):
                 print(shown(piece), end="", flush=True)
             print("\n" if len(records) > 1 else "", flush=True)
     else:
@@ -91,21 +91,21 @@ def _answer_all(
             display.phase(title, brief=True) as phase,
         ):
             for prompt in prompts:
-                answers.append(speaker.answer(prompt))
+                answers.append(responder.answer(prompt))
                 phase.advance(len(answers), len(prompts))
     total = Answer(
         tokens=sum(answer.tokens for answer in answers),
         seconds=sum(answer.seconds for answer in answers),
     )
     print_notice(f"{result.name}: {total.speed_text}", sys.stderr)
-    del speaker
+    del responder
     gc.collect()
     free_cached_memory()
     return answers
 
 
 def _records(options: GenerateOptions) -> list[Record]:
-    """What is asked: lines of a text, or records of any shape."""
+    """Read the prompts: lines of a text, or records of any shape."""
     if options.prompt is not None:
         record = {"instruction": options.prompt}
         return [record if options.input is None else record | {"input": options.input}]
@@ -124,11 +124,7 @@ def _records(options: GenerateOptions) -> list[Record]:
 
 
 def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
-    """Refuse options that mean nothing for what is asked.
-
-    Raises:
-        UserError: names the option, and what works.
-    """
+    """Refuse options that have no effect on these prompts."""
     if options.raw and any("messages" in record for record in records):
         raise UserError(
             f"--raw gives a text to the model as it is, but --prompts {options.prompts} holds "

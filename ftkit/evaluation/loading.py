@@ -40,20 +40,20 @@ ROPE_LENGTH = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A result that can answer."""
+    """A result in memory."""
 
     model: LanguageModel
-    """In evaluation mode, on its device."""
+    """Model in evaluation mode, on its device."""
     base: BaseModel
-    """Its architecture and tokenizer."""
+    """Base model, with architecture and tokenizer."""
     prompting: Prompting
-    """How the result is asked."""
+    """Template of prompts and tokens that end answers."""
 
 
 def plan_use(
     result: Result, accelerator: str | None = None, precision: Precision | None = None
 ) -> Plan:
-    """How a result computes on this machine, on one device: as its run did, where that is possible.
+    """Plan the use of a result on one device, in the precision of its run where possible.
 
     Args:
         result: what is to be used.
@@ -61,7 +61,7 @@ def plan_use(
         precision: default: that of its run; of what no run made, 16 bits on GPUs and 32 on CPUs.
 
     Raises:
-        UserError: this machine cannot do what is asked.
+        UserError: this machine does not support it.
     """
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
     recipe = dataclasses.replace(
@@ -104,7 +104,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
 
 
 def with_rest(base: BaseModel, result: Result, directory: str | None, option: str) -> BaseModel:
-    """The same with what its base model has beside the language model, to be written.
+    """Add the tensors that the base model has beside the language model, to be written.
 
     Args:
         base: from `open_result`.
@@ -231,7 +231,7 @@ def load_result(
         compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
         quantize: how the weights of the blocks are stored; None: as numbers.
         base: where the base model is, if not where the run had it.
-        progress: told how far it is.
+        progress: called with (parts done, parts in all).
 
     Raises:
         UserError: something is missing or damaged, or the adapter belongs to another model.

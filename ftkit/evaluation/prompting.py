@@ -1,13 +1,14 @@
-"""Prompting: the chat template in which a result is asked, and the tokens that end its answers."""
+"""Prompting: how a record or text becomes a prompt, and which tokens end its answer."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
+from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.prompt_styles import PROMPT_STYLE, prompt_style_file, resolve_prompt_style
-from ftkit.data.rendering.chat import ChatRenderer
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result
@@ -15,6 +16,8 @@ from ftkit.models.chat_templates.prompt_styles import AnyStyle, style_of_model, 
 from ftkit.models.chat_templates.template import (
     OF_TOKENIZER,
     ChatTemplate,
+    Message,
+    TemplateRefusal,
     resolve_chat_template,
     template_of,
 )
@@ -26,17 +29,119 @@ from ftkit.utils.yaml_files import parse_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
+class Question:
+    """A conversation to answer, or a text to continue."""
+
+    text: str
+    """The text itself; of a conversation, what was said last, for people."""
+    messages: tuple[Message, ...] = ()
+    """Empty: the text is the prompt."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Tools that may be called."""
+
+
+def question_of(record: Mapping[str, Any]) -> Question:
+    """Turn a record into a question: everything before its last answer.
+
+    Args:
+        record: of any shape; needs no answer.
+    """
+    if "messages" in record:
+        messages = tuple(record["messages"])
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        said = messages[-1]["content"] if messages else ""
+        return Question(text=said, messages=messages, tools=record.get("tools"))
+    for key in ("prompt", "text"):
+        if key in record:
+            return Question(text=record[key])
+    user = {"role": "user", "content": record["instruction"]}
+    if record.get("input"):
+        user["input"] = record["input"]
+    system = system_message(record.get("sys_prompt"))
+    before = (
+        {"role": role, "content": text}
+        for pair in record.get("history", ())
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    )
+    return Question(text=record["instruction"], messages=(*system, *before, user))
+
+
+def system_message(text: str | None) -> tuple[Message, ...]:
+    """Return the system message in a tuple, empty if there is none."""
+    return () if text is None else ({"role": "system", "content": text},)
+
+
+def prompt_text(question: Question, template: ChatTemplate, system: str | None = None) -> str:
+    """Render a conversation as a prompt.
+
+    Args:
+        question: with messages.
+        template: how conversations are written.
+        system: said first, where the conversation does not begin with something of the kind.
+
+    Raises:
+        UserError: the template does not take it.
+    """
+    messages = question.messages
+    if messages[0]["role"] != "system":
+        messages = (*system_message(system), *messages)
+    try:
+        return template.render(messages, tools=question.tools, add_generation_prompt=True)
+    except TemplateRefusal as refusal:
+        raise UserError(
+            f"The chat template {template.name} does not take this conversation: {refusal}. "
+            "Try another --chat_template."
+        ) from None
+
+
+def with_input(question: Question, template: ChatTemplate) -> Question:
+    """Move the input below the instruction, if the template has no place for it.
+
+    Args:
+        question: with messages.
+        template: how conversations are written.
+
+    Raises:
+        UserError: the template does not take it.
+    """
+    *before, last = question.messages
+    if "input" not in last:
+        return question
+    without = {key: value for key, value in last.items() if key != "input"}
+    bare = dataclasses.replace(question, messages=(*before, without))
+    if prompt_text(bare, template) != prompt_text(question, template):
+        return question
+    user = without | {"content": f"{last['content']}\n\n{last['input']}"}
+    return dataclasses.replace(question, messages=(*before, user))
+
+
+def check_system(template: ChatTemplate, system: str) -> None:
+    """Refuse a system message that would be left out.
+
+    Raises:
+        UserError: the template has no place for it.
+    """
+    question = Question(text="a", messages=({"role": "user", "content": "a"},))
+    if prompt_text(question, template, system) == prompt_text(question, template):
+        raise UserError(
+            f"--system: the chat template {template.name} leaves out what the system says. "
+            "Leave out --system, or try another --chat_template."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompting:
-    """How a model is asked."""
+    """Template of prompts, and the tokens that end answers."""
 
     template: ChatTemplate
-    origin: Literal["trained", "model", "name", "asked"]
-    """Whose the template is. trained: its run's. model: the model came with it. name: LitGPT's for
-    models of this name. asked: named for this use."""
+    origin: Literal["trained", "model", "name", "option"]
+    """Origin of the template. trained: of the run. model: it came with the model. name: of LitGPT
+    for models of this name. option: named for this use."""
     end_ids: frozenset[int]
     """Tokens that end what the model says, as it was trained or as its settings have it."""
     style: AnyStyle | None = None
-    """The prompt style that the template is of."""
+    """Prompt style that the template was made of."""
 
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The tokens that end an answer: EOS, and those of the style and of the model."""
@@ -46,7 +151,7 @@ class Prompting:
         return found | {token for token in ids if token is not None}
 
     def files(self, base: BaseModel) -> Mapping[str, bytes]:
-        """What says so beside the weights, for ftkit, transformers and LitGPT."""
+        """Files beside the weights that hold it, for ftkit, transformers and LitGPT."""
         files = {} if self.style is None else prompt_style_file(self.style)
         if self.origin == "trained":
             files |= chat_files(base, self.template.source, self.end_ids)
@@ -54,7 +159,7 @@ class Prompting:
 
 
 def prompting_of(result: Result, base: BaseModel) -> Prompting:
-    """As a result was trained; else as the model itself says; else as LitGPT has it by its name.
+    """Choose the prompting of a result: as trained, else the model's own, else LitGPT's by name.
 
     Args:
         result: from `find_result`.
@@ -63,13 +168,14 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
     Raises:
         UserError: a file that says it cannot be read.
     """
-    if result.asked is not None and (source := template_of(result.asked)) is not None:
+    directory = result.template_directory
+    if directory is not None and (source := template_of(directory)) is not None:
         name = f"of {result.name}"
         template = ChatTemplate(source, name, base.tokenizer.special_tokens)
         return Prompting(
             template=template,
             origin="trained",
-            end_ids=end_tokens(result.asked) or _ends_of(template, base),
+            end_ids=end_tokens(directory) or _ends_of(template, base),
             style=_style_of(template, result, base),
         )
     if (style := _old_style(result)) is not None:
@@ -80,7 +186,9 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
     return in_style(style_of_model(base.architecture.name), base, "name")
 
 
-def chosen(prompting: Prompting, options: AnswerOptions, base: BaseModel) -> Prompting | None:
+def prompting_for(
+    prompting: Prompting, options: AnswerOptions, base: BaseModel
+) -> Prompting | None:
     """What is asked for instead of how a result is prompted; None: texts are taken as they are.
 
     Raises:
@@ -89,18 +197,18 @@ def chosen(prompting: Prompting, options: AnswerOptions, base: BaseModel) -> Pro
     if options.raw:
         return None
     if options.prompt_style is not None:
-        return in_style(resolve_prompt_style(options.prompt_style), base, "asked")
+        return in_style(resolve_prompt_style(options.prompt_style), base, "option")
     if options.chat_template is not None:
         template = resolve_chat_template(options.chat_template, base.tokenizer, "chat_template")
         end_ids = prompting.end_ids | _ends_of(template, base)
-        return Prompting(template=template, origin="asked", end_ids=end_ids)
+        return Prompting(template=template, origin="option", end_ids=end_ids)
     return prompting
 
 
 def in_style(
-    style: AnyStyle, base: BaseModel, origin: Literal["trained", "name", "asked"]
+    style: AnyStyle, base: BaseModel, origin: Literal["trained", "name", "option"]
 ) -> Prompting:
-    """Prompting in a style of LitGPT's."""
+    """Return the prompting in a prompt style."""
     trained = frozenset({base.tokenizer.eos_id})
     return Prompting(
         template=template_of_style(style, base.tokenizer),

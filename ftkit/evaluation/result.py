@@ -1,4 +1,4 @@
-"""Results: what a path means that is to be used, an adapter, a model, or the state of a run.
+"""Results: adapters, models and checkpoints, found by path, hub name or run.
 
 Looks at names, settings and metadata alone, without torch;
 `ftkit.evaluation.loading` reads the weights.
@@ -45,49 +45,49 @@ from ftkit.utils.remote.urls import is_url
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Something that answers: what a path, a hub name or an embedded model stands for."""
+    """A model that can answer: an adapter, a model directory or a checkpoint."""
 
     name: str
-    """As it was given."""
+    """Name as it was given."""
     kind: Literal["adapter", "model", "checkpoint"]
     """adapter: a PEFT adapter on a base model. model: a Hugging Face or LitGPT directory.
     checkpoint: a full fine-tune, whose weights lie in the shards of a checkpoint."""
     directory: Path
-    """Of the adapter, the model or the checkpoint."""
+    """Directory of the adapter, the model or the checkpoint."""
     base: str | None = None
     """The base model as `open_base` takes it; None: not known, or the result is itself one."""
     recipe: Recipe | None = None
-    """Of the run that it comes from."""
+    """Recipe of its run."""
     metadata: Metadata | None = None
-    """What a checkpoint of its run says: the one that is meant, or the newest."""
+    """Metadata of the checkpoint that is meant, or of the newest of its run."""
     precision: Precision | None = None
     """Number format in which its run computed."""
     noted_fingerprint: str | None = None
-    """Of the base model, as an adapter notes it."""
-    asked: Path | None = None
-    """Has the chat template and the end tokens that it was trained with; None: older results do
-    not say, and models say it as any model does."""
+    """Fingerprint of the base model in the files of an adapter."""
+    template_directory: Path | None = None
+    """Directory with the chat template and end tokens of its training; None: an older result, or a
+    model, which has only its own."""
 
     @property
     def method(self) -> Method | None:
-        """How it was trained; None: unknown."""
+        """Training method; None: unknown."""
         if self.recipe is not None:
             return self.recipe.method
         return "lora" if self.kind == "adapter" else None
 
     @property
     def quantize(self) -> Quantization | None:
-        """How its run stored the frozen base model."""
+        """Quantisation of the frozen base model in its run."""
         return self.recipe.quantize if isinstance(self.recipe, LoraRecipe) else None
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the base model that it was trained from; None: not recorded."""
+        """Fingerprint of the base model that it was trained from; None: not recorded."""
         return self.metadata.base.fingerprint if self.metadata else self.noted_fingerprint
 
     @property
     def step(self) -> int | None:
-        """Optimizer steps that have made it, if that is known."""
+        """Optimizer steps of its training, if known."""
         report = report_of(self)
         if report is not None and report.result is not None:
             return report.result.step
@@ -95,7 +95,7 @@ class Result:
 
 
 def find_result(name: str) -> Result:
-    """What a name stands for.
+    """Find the result that a name or path stands for.
 
     Args:
         name: a run (its result, or its newest checkpoint if it has none), its checkpoints or one
@@ -123,13 +123,13 @@ def find_result(name: str) -> Result:
 
 
 def report_of(result: Result) -> Report | None:
-    """What was measured in the run that has made a result; None: it does not lie in a run."""
+    """Read the report of the run around a result; None: it does not lie in a run."""
     run = _run_around(result.directory)
     return None if run is None else _report(run)
 
 
 def base_result(result: Result, base: str | None = None) -> Result:
-    """The base model of a result, as a result of its own; it answers as its run would have.
+    """Return the base model of a result, to be used with the prompts of its run.
 
     Args:
         result: from `find_result`.
@@ -148,7 +148,7 @@ def base_result(result: Result, base: str | None = None) -> Result:
 
 
 def _is_downloaded(name: str) -> bool:
-    """Whether it is a hub name that begins with the name of a directory here: checkpoints/..."""
+    """Whether a name begins with the download directory but is a hub name: checkpoints/..."""
     return Path(name).parts[0] == str(ROOT) and not Path(name).exists()
 
 
@@ -171,7 +171,7 @@ def _in_directory(name: str, directory: Path) -> Result:
         raise UserError(
             f"{name} holds neither a result nor a checkpoint yet. Name a run that has saved one."
         )
-    return _checkpoint(name, place.chosen(None))
+    return _checkpoint(name, place.prompting_for(None))
 
 
 def _is_model(directory: Path) -> bool:
@@ -181,7 +181,7 @@ def _is_model(directory: Path) -> bool:
 
 
 def _run_around(directory: Path) -> Path | None:
-    """The run or checkpoint that a result lies in; None: it stands alone."""
+    """Find the run or checkpoint that a result lies in; None: it stands alone."""
     inside = directory.resolve()
     run = RunDirectory(inside.parent)
     is_part = inside in (run.final, run.path / ADAPTER) and run.recipe.is_file()
@@ -196,7 +196,7 @@ def _adapter(name: str, directory: Path, run: Path | None) -> Result:
         kind="adapter",
         directory=directory,
         noted_fingerprint=noted,
-        asked=None if template_of(directory) is None else directory,
+        template_directory=None if template_of(directory) is None else directory,
     )
     result = _of_run(result, run)
     # A foreign file must not have ftkit ask a server with the keys of this user.
@@ -217,9 +217,12 @@ def _model(name: str, directory: Path, run: Path | None) -> Result:
         )
     report = None if run is None else _report(run)
     # The tokenizer of the base model may have brought a template that nothing was trained in.
-    is_asked = report is not None and report.resolved and report.resolved.chat_template
+    has_template = report is not None and report.resolved and report.resolved.chat_template
     result = Result(
-        name=name, kind="model", directory=directory, asked=directory if is_asked else None
+        name=name,
+        kind="model",
+        directory=directory,
+        template_directory=directory if has_template else None,
     )
     return _of_run(result, run)
 
@@ -246,15 +249,18 @@ def _checkpoint(name: str, directory: Path) -> Result:
     metadata = read_metadata(directory)
     if metadata.method == "lora":
         return _adapter(name, directory / ADAPTER, directory)
-    is_asked = (directory / CHAT_TEMPLATE).is_file()
+    has_template = (directory / CHAT_TEMPLATE).is_file()
     result = Result(
-        name=name, kind="checkpoint", directory=directory, asked=directory if is_asked else None
+        name=name,
+        kind="checkpoint",
+        directory=directory,
+        template_directory=directory if has_template else None,
     )
     return _of_run(result, directory)
 
 
 def _of_run(result: Result, run: Path | None) -> Result:
-    """The result with what its run or checkpoint tells about it."""
+    """Complete a result from its run or checkpoint."""
     if run is None:
         return result
     metadata = _metadata(run)
@@ -271,7 +277,7 @@ def _of_run(result: Result, run: Path | None) -> Result:
 
 
 def _metadata(run: Path) -> Metadata | None:
-    """What a checkpoint says, or the newest sound one of a run; None: nothing is known."""
+    """Metadata of a checkpoint, or of the newest sound one of a run; None: there is none."""
     directories = [run]
     if not (run / METADATA).exists():
         store = RunDirectory(run).store
@@ -289,7 +295,7 @@ def _report(run: Path) -> Report | None:
 
 
 def _other(directory: Path) -> str:
-    """Which checkpoint of the run to take instead of a damaged one."""
+    """Suggest a checkpoint of the run in place of a damaged one."""
     step, store = step_of(directory.name), Store(directory.parent)
     sound = [s for s in store.steps() if s != step and not store.check_files(s)]
     if not sound:

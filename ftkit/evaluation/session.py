@@ -11,8 +11,13 @@ from torch import Tensor
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.evaluation.loading import Loaded, load_result, plan_use
-from ftkit.evaluation.prompting import chosen
-from ftkit.evaluation.questions import Question, check_system, prompt_text, with_input
+from ftkit.evaluation.prompting import (
+    Question,
+    check_system,
+    prompt_text,
+    prompting_for,
+    with_input,
+)
 from ftkit.evaluation.result import Result
 from ftkit.models.generation import Context, Sampling, TextStream, answer_in_tokens
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -27,19 +32,19 @@ from ftkit.utils.imports import silence_libraries
 
 
 @dataclass(frozen=True, kw_only=True)
-class InUse:
-    """A result that is loaded, and how it computes."""
+class Session:
+    """A loaded result with its device and precision."""
 
     loaded: Loaded
     plan: Plan
     device: torch.device
     quantize: Quantization | None
     context: Context
-    """Every call of the model is made in it."""
+    """Context manager for every call of the model."""
 
 
-def put_to_use(result: Result, options: UseOptions) -> InUse:
-    """Load a result; standard error shows how far it is if that takes long.
+def start_session(result: Result, options: UseOptions) -> Session:
+    """Load a result; standard error shows progress if that takes long.
 
     Raises:
         UserError: something is missing, does not fit together, or is too large for the device.
@@ -75,7 +80,7 @@ def put_to_use(result: Result, options: UseOptions) -> InUse:
                 f"{result.name} does not fit into the memory of {device} in {plan.precision}. "
                 "Try --quantize bnb.nf4, --precision bf16-true or --accelerator cpu."
             ) from None
-    return InUse(
+    return Session(
         loaded=loaded,
         plan=plan,
         device=device,
@@ -86,7 +91,7 @@ def put_to_use(result: Result, options: UseOptions) -> InUse:
 
 @dataclass
 class Answer:
-    """An answer, complete once its pieces have been taken."""
+    """An answer, complete once all of its pieces have been taken."""
 
     text: str = ""
     tokens: int = 0
@@ -94,29 +99,29 @@ class Answer:
 
     @property
     def speed_text(self) -> str:
-        """How fast it came."""
+        """Tokens, time and speed in words."""
         speed = self.tokens / self.seconds if self.seconds else 0.0
         return f"{self.tokens:,} tokens in {self.seconds:.1f} s, {speed:.1f} tokens/s"
 
 
-class Speaker:
-    """Answers with a result."""
+class Responder:
+    """Answers prompts with a result."""
 
-    def __init__(self, in_use: InUse, options: AnswerOptions) -> None:
-        """Prepare.
+    def __init__(self, session: Session, options: AnswerOptions) -> None:
+        """Choose prompts and options.
 
         Args:
-            in_use: what answers.
+            session: the loaded result.
             options: how.
 
         Raises:
             UserError: there is no such prompt style or chat template, or it has no place for
                 --system.
         """
-        self._in_use, self._options = in_use, options
-        base, prompting = in_use.loaded.base, in_use.loaded.prompting
-        self.prompting = chosen(prompting, options, base)
-        """None: texts are taken as they are."""
+        self._session, self._options = session, options
+        base, prompting = session.loaded.base, session.loaded.prompting
+        self.prompting = prompting_for(prompting, options, base)
+        """None: texts are prompts as they are."""
         self.tokenizer: Tokenizer = base.tokenizer
         self.context_length = base.architecture.context_length
         """Most tokens of prompt and answer together."""
@@ -127,16 +132,16 @@ class Speaker:
 
     @property
     def notice(self) -> str | None:
-        """How it is asked, where nobody has said so."""
+        """Notice about the template, where no option chose it."""
         if self.prompting is None or self.prompting.origin != "model":
             return None
         return (
-            f"{self._in_use.loaded.base.name} is asked in its own chat template; "
+            f"{self._session.loaded.base.name} is prompted in its own chat template; "
             "--chat_template, --prompt_style and --raw change that"
         )
 
     def prompt_of(self, question: Question) -> Tensor:
-        """[length], the token ids of what a question becomes.
+        """Encode a question as token ids, [length].
 
         Raises:
             UserError: the chat template does not take it.
@@ -150,12 +155,12 @@ class Speaker:
         ids, _ = self.tokenizer.encode_rendered(text)
         return torch.tensor(ids)
 
-    def say(self, prompt: Tensor, answer: Answer) -> Iterator[str]:
-        """The answer to a prompt, piece by piece; it is complete when all have been taken.
+    def stream(self, prompt: Tensor, answer: Answer) -> Iterator[str]:
+        """Yield the answer to a prompt piece by piece.
 
         Args:
             prompt: [length] token ids.
-            answer: becomes what was said and how fast.
+            answer: filled with text, tokens and time.
 
         Raises:
             UserError: the prompt leaves no room for an answer.
@@ -168,7 +173,7 @@ class Speaker:
             )
         options = self._options
         tokens = answer_in_tokens(
-            self._in_use.loaded.model,
+            self._session.loaded.model,
             prompt,
             stop_ids=self._stop_ids,
             max_new_tokens=options.max_new_tokens,
@@ -178,7 +183,7 @@ class Speaker:
                 top_p=options.top_p,
                 seed=options.seed,
             ),
-            context=self._in_use.context,
+            context=self._session.context,
         )
         stream = TextStream(self.tokenizer)
         start = time.perf_counter()
@@ -194,8 +199,8 @@ class Speaker:
             yield rest
 
     def answer(self, prompt: Tensor) -> Answer:
-        """The whole answer to a prompt."""
+        """Return the whole answer to a prompt."""
         answer = Answer()
-        for _ in self.say(prompt, answer):
+        for _ in self.stream(prompt, answer):
             pass
         return answer

@@ -8,8 +8,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from ftkit.data.rendering.renderer import Example
-from ftkit.evaluation.scoring.metrics import Score, Scoring
+from ftkit.data.rendering import Example
+from ftkit.evaluation.scoring import Score, Scoring
 from ftkit.models.generation import Context, answer_greedily
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 STOP_INTERVAL = 10
-"""Batches of a validation between two questions whether to end it."""
+"""Batches between two checks for an early end."""
 
 
 class EvaluatedWeights:
-    """Puts the average of the weights in their place, if the recipe asks for one."""
+    """Swaps averaged weights in for evaluation, if the recipe has an average."""
 
     def __init__(self, strategy: Strategy) -> None:
-        """Of a strategy that is set up."""
+        """Wrap a strategy that is set up."""
         self._strategy = strategy
         self._is_averaged = strategy.averages is not None
         self.before: Callable[[], None] = lambda: None
-        """Called before weights are replaced: whoever copies them has to be done with it."""
+        """Called before weights are replaced: pending copies have to finish first."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has them in this context, and what is trained after it."""
+        """Let the model hold the averages inside the context, and the trained weights after it."""
         if not self._is_averaged:
             yield
             return
@@ -50,24 +50,24 @@ class EvaluatedWeights:
             give_back()
 
     def keep(self) -> None:
-        """Give them to the model for good; nothing can be trained after."""
+        """Load the averages into the model for good; training cannot continue after."""
         if self._is_averaged:
             self.before()
             self._strategy.take_averages()
         self.are_kept()
 
     def are_kept(self) -> None:
-        """The model has them already, from elsewhere."""
+        """Record that the model holds the averages already."""
         self._is_averaged = False
 
 
 class Validated(NamedTuple):
-    """What came out of a validation: mean losses over label tokens, in nats."""
+    """Mean losses over label tokens, in nats."""
 
     loss: float
-    """Of all samples."""
+    """Loss over all samples."""
     of_sources: tuple[float | None, ...]
-    """Of those of each source; None: there were none."""
+    """Loss by source; None: it has no sample."""
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def validation_loss(
         device: where the model computes.
         sources: how many there are.
         context: in which it computes.
-        stopped: whether to end early; asked before every tenth batch, as ranks have to agree on it.
+        stopped: whether to end early; called before every tenth batch, as it is a collective.
         progress: called with (batches done, batches in all).
 
     Returns:
@@ -129,15 +129,15 @@ def answer_records(
     context: Context,
     goes_on: Callable[[int, list[int]], bool] | None = None,
 ) -> list[Tensor]:
-    """The greedy answers to records of a data set, all at once.
+    """Answer records of a data set greedily, in one batch.
 
-    A prompt is asked whole, however much of it is trained; what the model's context has no room
-    for is not answered.
+    A prompt is used whole, however much of it is trained; one that fills the model's context gets
+    an empty answer.
 
     Args:
         model: in evaluation mode.
         tokenizer: of its base model.
-        questions: what is asked.
+        questions: prompts with their stop tokens.
         max_new_tokens: longest answer.
         context: in which the model computes.
         goes_on: see `answer_greedily`.
@@ -172,7 +172,7 @@ def answer_records(
 
 @contextmanager
 def _reaching(model: LanguageModel, length: int) -> Iterator[None]:
-    """Have the model take sequences of so many tokens, though it trains on shorter ones."""
+    """Extend the rotary tables for longer sequences than those of training."""
     body, usual = model.body, model.body.max_length
     if length <= usual:
         yield
@@ -195,7 +195,7 @@ def answer_scores(
     stopped: Callable[[], object] = lambda: False,
     progress: OnProgress,
 ) -> list[Score] | None:
-    """What the answers to records are worth, by each metric.
+    """Answer records greedily and score the answers by each metric.
 
     Each metric has the value that it has alone. For exact match alone, an answer ends where it can
     no longer be right.

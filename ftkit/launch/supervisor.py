@@ -18,7 +18,7 @@ from pathlib import Path
 from ftkit.checkpoint.metadata import BASE
 from ftkit.data.sources import check_data
 from ftkit.errors import Completed, UserError
-from ftkit.evaluation.tasks.finding import find_tasks
+from ftkit.evaluation.tasks import find_tasks
 from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time

@@ -15,14 +15,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ftkit.data.parts import SPLITS, Split, find_part
-from ftkit.data.prepare import Prepared, fit
+from ftkit.data.dataset import SPLITS, Split, find_part
+from ftkit.data.prepare import Prepared, fit, make_renderer
 from ftkit.data.records.record import Record
-from ftkit.data.renderers import make_renderer
-from ftkit.data.rendering.renderer import Overlong, Renderer
+from ftkit.data.rendering import Renderer
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.sources import data_source, validation_sets
-from ftkit.data.spec import DataSource, Part
+from ftkit.data.spec import DataSource, Overlong, Part
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import OF_TOKENIZER
 from ftkit.models.pretrained.base_model import BaseModel

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ftkit.data.samples.loader import validation_loader
 from ftkit.errors import UserError
-from ftkit.evaluation.scoring.metrics import Score, Scoring
-from ftkit.evaluation.tasks.finding import find_tasks
-from ftkit.evaluation.tasks.scoring import AskingEnded, Scorer
+from ftkit.evaluation.scorer import EvaluationAborted, Scorer
+from ftkit.evaluation.scoring import Score, Scoring
+from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import (
     EvaluatedWeights,
     answer_records,
@@ -34,7 +34,7 @@ from ftkit.utils.console.formatting import number_text, percent_text
 from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
-    from ftkit.evaluation.tasks.harness import TaskSet
+    from ftkit.evaluation.harness import TaskSet
 
 _MOST_ROWS = 64
 """Most sequences of a forward pass for tasks, even if they are short."""
@@ -228,13 +228,13 @@ class Evaluator:
             context=self._setup.strategy.precision.forward_context,
             stopped=self._stopped,
         )
-        title = f"asking {', '.join(self._settings.tasks or ())}"
-        with self._journal.display.phase(title, brief=True) as phase, suppress(AskingEnded):
+        title = f"evaluating {', '.join(self._settings.tasks or ())}"
+        with self._journal.display.phase(title, brief=True) as phase, suppress(EvaluationAborted):
             scorer.progress = phase.advance
             if self._tasks is None:
                 scorer.serve()
             else:
-                self._note_tasks(step, self._tasks.results(scorer))
+                self._note_tasks(step, self._tasks.evaluate(scorer))
         scorer.restore()
         self._setup.strategy.sharding.reshard(self._setup.model)
         self._setup.model.train()
@@ -252,11 +252,11 @@ class Evaluator:
 
     def _load_tasks(self, trusted: Path | None) -> "TaskSet":
         # Takes seconds to import.
-        from ftkit.evaluation.tasks.harness import Asking, TaskSet
+        from ftkit.evaluation.harness import TaskOptions, TaskSet
 
         settings, base = self._settings, self._setup.base
-        definitions = find_tasks(settings.tasks or (), key="eval.tasks", trusted=trusted)
-        asking = Asking(
+        files = find_tasks(settings.tasks or (), key="eval.tasks", trusted=trusted)
+        options = TaskOptions(
             limit=settings.limit,
             num_fewshot=settings.num_fewshot,
             chat_template=result_template(base, self._setup.data)
@@ -264,7 +264,7 @@ class Evaluator:
             else None,
         )
         with self._journal.display.phase("loading tasks", brief=True):
-            return TaskSet(definitions, asking, base.architecture.context_length)
+            return TaskSet(files, options, base.architecture.context_length)
 
     def _show_example(self, step: int) -> None:
         if not self._setup.data.questions:

@@ -39,7 +39,7 @@ from ftkit.checkpoint.saver import SavingFailed
 from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError, device_line, is_out_of_memory
-from ftkit.evaluation.scoring.metrics import Scoring
+from ftkit.evaluation.scoring import Scoring
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.save import save_adapter
@@ -174,7 +174,7 @@ def _save_result(setup: Setup, out: Path) -> None:
     elif layout_of(base) == "hf":
         save_hf(base, tensors, out, others=beside)
     else:
-        style = setup.data.asked.part.rules.prompt_style
+        style = setup.data.prompt_source.part.rules.prompt_style
         others = beside | ({} if style is None else prompt_style_file(style))
         save_litgpt(base, tensors, out, others=others)
 

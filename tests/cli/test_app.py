@@ -18,7 +18,7 @@ from ftkit import __version__
 from ftkit.cli.app import main
 from ftkit.cli.commands import COMMANDS, FTKIT
 from ftkit.cli.parser import components_of, declared, heads_of, parse, split_line
-from ftkit.data.own_data_options import OwnDataOptions
+from ftkit.data.own_data import OwnDataOptions
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe_keys import COMPONENTS, key_types
 from ftkit.recipe.strategies import DeepSpeedOptions, FsdpOptions

@@ -10,13 +10,11 @@ import pytest
 from chats import THINKING, TOOLS, TURNS, said, write_chat_tokenizer
 
 from ftkit.data.advice import advice_for
+from ftkit.data.chat_rendering import LOST, OTHERS_SAID
 from ftkit.data.dataset import load_data
-from ftkit.data.prepare import NO_REASONING
+from ftkit.data.prepare import NO_REASONING, make_renderer
 from ftkit.data.records.record import Record
-from ftkit.data.renderers import make_renderer
-from ftkit.data.rendering.chat import LOST, OTHERS_SAID
-from ftkit.data.rendering.document import NO_TEXT
-from ftkit.data.rendering.renderer import NO_OUTPUT, Rendering
+from ftkit.data.rendering import NO_OUTPUT, NO_TEXT, Rendering
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.turns import (

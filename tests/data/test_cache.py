@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tiny import make_tokenizer
 
-from ftkit.data import cache, parts, prompt_styles
+from ftkit.data import cache, dataset, prompt_styles
 from ftkit.data.cache import SampleCache, cache_directory, file_digest
 from ftkit.data.dataset import DataSets, load_data, load_held_out
 from ftkit.data.prepare import prepare_records
@@ -67,7 +67,7 @@ def load(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Load:
             return prepare_records(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(parts, "prepare_records", noted)
+            patched.setattr(dataset, "prepare_records", noted)
             component = Component(class_path="JSON", init_args={"path": str(path), **options})
             return load_data(component, known, most), bool(made)
 
@@ -167,7 +167,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
         file.write_text(records(41))
         return prepare_records(*arguments)
 
-    monkeypatch.setattr(parts, "prepare_records", written_meanwhile)
+    monkeypatch.setattr(dataset, "prepare_records", written_meanwhile)
     load_data(Component(class_path="JSON", init_args={"path": str(file)}), tokenizer, 200)
     assert entries() == []
 
@@ -260,20 +260,20 @@ def test_the_records_of_a_module_that_cannot_name_its_files_are_the_address(
         found.append(data)
     assert tokenised == [True, False, True]
     assert found[0].fingerprint == found[1].fingerprint != found[2].fingerprint
-    assert found[1].asked.part.rules.prompt_style is not None
+    assert found[1].prompt_source.part.rules.prompt_style is not None
 
 
 OPEN = """
 import json, sys
 from ftkit.models.chat_templates.prompt_styles import PromptStyle
 from ftkit.recipe.recipe import Component
-from ftkit.data import parts
+from ftkit.data import dataset
 from ftkit.data.dataset import load_data
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from pathlib import Path
 made = []
-prepare_records = parts.prepare_records
-parts.prepare_records = lambda *arguments: made.append(1) or prepare_records(*arguments)
+prepare_records = dataset.prepare_records
+dataset.prepare_records = lambda *arguments: made.append(1) or prepare_records(*arguments)
 tokenizer = Tokenizer(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -306,7 +306,7 @@ def test_who_waits_sees_how_far_the_other_is(
     load: Load, file: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And makes the samples if the other does not."""
-    monkeypatch.setattr(cache, "_TOLD_EVERY_S", 0.01)
+    monkeypatch.setattr(cache, "_REPORT_INTERVAL_S", 0.01)
     component = Component(class_path="JSON", init_args={"path": str(file)})
     addresses: list[str] = []
     building = SampleCache.building
@@ -327,7 +327,7 @@ def test_who_waits_sees_how_far_the_other_is(
         waits.set()
 
     with SampleCache(cache_directory()).building(addresses[0], print) as other:
-        other.tell("train", 7, 38)
+        other.report("train", 7, 38)
         thread = threading.Thread(
             target=load_data, args=(component, tokenizer, 200), kwargs={"progress": progress}
         )

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
-from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import FILLER, RankLayout
 from ftkit.data.samples.loader import collate, train_batches, validation_loader
 from ftkit.data.samples.sample_set import Sample, SampleSet
@@ -489,9 +489,9 @@ class TestPromptStyle:
     ) -> None:
         data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
         loaded = load_data(data, tokenizer, 1000)
-        assert loaded.asked.part.rules.prompt_style.class_name in ("Phi2", "ChatML")
+        assert loaded.prompt_source.part.rules.prompt_style.class_name in ("Phi2", "ChatML")
         text = tokenizer.decode(torch.from_numpy(loaded.val[0].ids))
-        assert text.startswith(loaded.asked.part.rules.prompt_style.apply("Say 0."))
+        assert text.startswith(loaded.prompt_source.part.rules.prompt_style.apply("Say 0."))
 
     @pytest.mark.parametrize(
         ("style", "message"),
@@ -565,7 +565,7 @@ class TestModulesOfLitgpt:
         split = table.train_test_split(test_size=0.5, seed=42)
         questions = [question.instruction for question in loaded.questions]
         assert questions == list(split["test"]["instruction"])
-        assert loaded.asked.part.rules.prompt_style == STYLES["alpaca"]
+        assert loaded.prompt_source.part.rules.prompt_style == STYLES["alpaca"]
 
     def test_conversations_come_through_datasets(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -586,7 +586,7 @@ class TestModulesOfLitgpt:
             write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
         loaded = self.load("FLAN", tokenizer, subsets="cola_10templates")
         assert val_records(loaded) == [{"instruction": "Is it?", "output": "It is."}]
-        assert loaded.asked.part.rules.prompt_style == STYLES["flan"]
+        assert loaded.prompt_source.part.rules.prompt_style == STYLES["flan"]
         for split in ("train", "val"):
             file = Path(f"data/longform/{split}.json")
             write_json(file, [{"input": "Write.", "output": "Written.", "source": "-"}])

@@ -60,8 +60,8 @@ def test_a_result_is_asked_as_the_conversations_among_its_sources(
     turns = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
     chats.write_text(json.dumps([{"messages": turns}] * 10))
     data = load(tokenizer, {"path": paths[0]}, {"path": str(chats), "chat_template": "zephyr"})
-    assert data.asked.source.name == "chats.json"
-    assert data.asked.renderer.template.name == "zephyr"
+    assert data.prompt_source.source.name == "chats.json"
+    assert data.prompt_source.renderer.template.name == "zephyr"
     assert data.stop_ids == {tokenizer.eos_id}
 
 

@@ -12,7 +12,8 @@ from tiny import make_tokenizer
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.prepare import Counts, fit, prepare_records
 from ftkit.data.records.record import Record
-from ftkit.data.rendering.renderer import Example, Overlong, Rendered, Renderer, Rendering
+from ftkit.data.rendering import Example, Rendered, Renderer, Rendering
+from ftkit.data.spec import Overlong
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import ChatTemplate
 from ftkit.models.pretrained.tokenizer import Tokenizer

@@ -45,7 +45,7 @@ def of(**options: Any) -> Component:
 
 
 def parts(**options: Any) -> tuple[Part, ...]:
-    return data_source(of(**options)).read().parts
+    return tuple(part.read() for part in data_source(of(**options)).parts())
 
 
 def part(**options: Any) -> Part:
@@ -55,7 +55,7 @@ def part(**options: Any) -> Part:
 
 def refusal(**options: Any) -> str:
     with pytest.raises(UserError) as error:
-        data_source(of(**options)).read()
+        parts(**options)
     return str(error.value)
 
 
@@ -228,7 +228,7 @@ def test_columns_are_named_on_the_command_line() -> None:
     overrides = {"data": "JSON", "data.path": "a.jsonl", "data.columns.instruction": "question"}
     overrides |= {"data.columns.output": "answer", "checkpoint_dir": "base"}
     data = read_recipe([], list(overrides.items())).data
-    (found,) = data_source(data).read().parts
+    (found,) = (part.read() for part in data_source(data).parts())
     assert found.train[0] == {"instruction": "a", "output": "b"}
 
 
@@ -307,7 +307,7 @@ def test_each_source_is_read_and_split_by_itself() -> None:
         {"path": "d", "samples": 3, "columns": {"instruction": "q"}, "mask_prompt": True},
     ]
     data = data_source(of(sources=sources, val_split_fraction=0.2))
-    chats, others = data.read().parts
+    chats, others = (part.read() for part in data.parts())
     assert [found.name for found in (chats, others)] == ["chats.jsonl", "d"]
     assert [len(found.train) for found in (chats, others)] == [8, 4]
     assert [len(found.val) for found in (chats, others)] == [2, 2]
@@ -414,7 +414,7 @@ def test_hub_data_are_asked_for_as_the_options_say(monkeypatch: pytest.MonkeyPat
 
 def evaluated(given: Sequence[str], **options: Any) -> tuple[int, int]:
     source = data_source(of(**options)).for_evaluation(given)
-    (found,) = source.read().parts
+    (found,) = (part.read() for part in source.parts())
     return len(found.train), len(found.val)
 
 

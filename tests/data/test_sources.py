@@ -46,7 +46,7 @@ def test_a_file_that_is_named_for_an_evaluation_alone_is_taken_whole(
     given: set[str], records: int, tmp_path: Path
 ) -> None:
     source = data_source(of(write(tmp_path / "some.json", 20), val_split_fraction=0.3))
-    (part,) = source.for_evaluation(given).read().parts
+    (part,) = (one.read() for one in source.for_evaluation(given).parts())
     assert (len(part.train), len(part.val)) == (20 - records, records)
 
 
@@ -57,4 +57,4 @@ def test_a_directory_that_is_named_for_an_evaluation_has_its_validation_file(
     write(tmp_path / "train.json", 3)
     write(tmp_path / "val.json", 2)
     source = data_source(of(tmp_path, val_split_fraction=0.3)).for_evaluation({"json_path"})
-    assert len(source.read().parts[0].val) == 2
+    assert len(source.parts()[0].read().val) == 2

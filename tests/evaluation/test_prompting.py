@@ -17,11 +17,10 @@ from transformers import AutoTokenizer
 
 from ftkit.cli.app import run
 from ftkit.data.prompt_styles import resolve_prompt_style
-from ftkit.data.rendering.prompted import InstructionRenderer
+from ftkit.data.rendering import InstructionRenderer
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import load_result
-from ftkit.evaluation.prompting import Prompting
-from ftkit.evaluation.questions import Question, question_of
+from ftkit.evaluation.prompting import Prompting, Question, question_of
 from ftkit.evaluation.result import find_result
 from ftkit.models.pretrained.base_model import open_base
 
@@ -94,7 +93,7 @@ def tokens(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> li
     return found
 
 
-def test_a_full_checkpoint_says_how_it_is_asked(ended: dict[str, Ended]) -> None:
+def test_a_full_checkpoint_says_how_it_has_template(ended: dict[str, Ended]) -> None:
     checkpoint, final = ended["full"].checkpoint, ended["full"].final
     for name in CHAT_FILES:
         assert (checkpoint / name).read_bytes() == (final / name).read_bytes()
@@ -208,7 +207,7 @@ def test_a_model_with_a_template_is_asked_in_it_which_is_said(
     out, err = said("generate", instructed, "--prompt", PROMPT)
     expected = expected_answer(instructed, f"user: {PROMPT}</s>\nassistant: ", stop_ids=[1, 20])
     assert out == f"{expected}\n"
-    assert err.startswith("instructed is asked in its own chat template; --chat_template")
+    assert err.startswith("instructed is prompted in its own chat template; --chat_template")
     found = prompting(instructed)
     assert found.origin == "model" and found.end_ids == {1, 20}
 
@@ -351,10 +350,10 @@ def test_chat_keeps_what_the_system_said_when_it_forgets_the_oldest_turns(
         prompts.append(self.tokenizer.processor.decode(prompt.tolist()))
         return prompt
 
-    from ftkit.evaluation.session import Speaker
+    from ftkit.evaluation.session import Responder
 
-    plain = Speaker.prompt_of
-    monkeypatch.setattr(Speaker, "prompt_of", noted)
+    plain = Responder.prompt_of
+    monkeypatch.setattr(Responder, "prompt_of", noted)
     typed(monkeypatch, "word " * 150, "sun " * 150, "moon " * 150, "tree")
     said("chat", instructed, "--system", "green")
     assert "word" not in prompts[-1] and "tree" in prompts[-1]

@@ -9,12 +9,11 @@ import pytest
 import torch
 from tiny import make_llama
 
-from ftkit.data.rendering.renderer import Example
+from ftkit.data.rendering import Example
 from ftkit.evaluation import validation as evaluation
 from ftkit.evaluation.loading import Loaded, load_result
 from ftkit.evaluation.result import find_result
-from ftkit.evaluation.scoring.metrics import Scoring
-from ftkit.evaluation.scoring.rouge import rouge_l
+from ftkit.evaluation.scoring import Scoring, rouge_l
 from ftkit.evaluation.validation import answer_scores
 from ftkit.models import generation
 from ftkit.recipe.own_metric import own_metrics

@@ -10,8 +10,7 @@ from tiny import WORDS, make_tokenizer
 
 from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.records.record import Record
-from ftkit.data.rendering.prompted import InstructionRenderer
-from ftkit.data.rendering.renderer import Rendering
+from ftkit.data.rendering import InstructionRenderer, Rendering
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.planning import sequence_length as longest
 from ftkit.planning.sequence_length import longest_sample

@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 """Distributions by the modules that they install."""
-NEEDS_EXTRA = {"ftkit/evaluation/tasks/harness.py": "tasks"}
+NEEDS_EXTRA = {"ftkit/evaluation/harness.py": "tasks"}
 """Modules that are only imported where this extra is installed."""
 OPTIONAL = {"litgpt"}
 """Installed beside the package, since its bounds exclude today's libraries; only imported after

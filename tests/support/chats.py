@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as Processor
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.rendering import Rendered
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 SPECIAL = [

@@ -1,26 +1,26 @@
-"""Collecting an inspection: a recipe is resolved, its data are tokenised, and looked at."""
+"""Collection of an inspection: a recipe's data are tokenised, measured and sampled."""
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from ftkit.data.dataset import DataSets, load_data
-from ftkit.data.inspection.duplicates import RecordPlace
-from ftkit.data.inspection.findings import Evidence, findings
+from ftkit.data.dataset import DataSets, LoadedPart, OnSplitProgress, load_data
+from ftkit.data.inspection.findings import Evidence, RecordPlace, findings, token_name
 from ftkit.data.inspection.inspection import (
+    Bar,
     Duplicates,
     Inspection,
     LeftOut,
+    Lengths,
     ShownSample,
     SourceNumbers,
     SplitNumbers,
 )
-from ftkit.data.inspection.lengths import lengths_of
-from ftkit.data.inspection.token_texts import token_texts
-from ftkit.data.parts import LoadedPart, OnSplitProgress
 from ftkit.data.prepare import Prepared
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.errors import UserError
@@ -30,12 +30,15 @@ from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 
+if TYPE_CHECKING:
+    from ftkit.models.pretrained.tokenizer import Tokenizer
+
 _AS_THEY_ARE = {
     "completion": "none: prompts and completions as they are",
     "text": "none: texts as they are",
 }
 _EXAMPLE_TOKENS = 64
-"""Of a sample that is shown by its beginning."""
+"""Tokens of an example that are shown."""
 
 
 def inspect_data(
@@ -45,7 +48,7 @@ def inspect_data(
     show: int,
     progress: OnSplitProgress,
 ) -> Inspection:
-    """Look at the data of a recipe; no weights are loaded or downloaded.
+    """Inspect the data of a recipe, without loading or downloading weights.
 
     Args:
         files: recipes, later ones win.
@@ -103,7 +106,7 @@ def _tokenizer(directory: Path, checkpoint_dir: str) -> Tokenizer:
 
 @contextmanager
 def _as_owner_of(token: str | None) -> Iterator[None]:
-    """Inside the block the hub is told this token, as in the ranks of a run; None: $HF_TOKEN."""
+    """Set $HF_TOKEN to this token, as in the ranks of a run; None leaves it."""
     before = os.environ.get("HF_TOKEN")
     if token is not None:
         os.environ["HF_TOKEN"] = token
@@ -180,7 +183,7 @@ def _beginnings(
 
 
 def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
-    """Samples of all sources in turn, evenly spread in each."""
+    """Choose samples of all sources in turn, evenly spread in each."""
     sizes = [len(part.splits["train"].samples) for part in data.parts]
     asked = [0] * len(sizes)
     for _ in range(min(show, sum(sizes))):
@@ -209,3 +212,110 @@ def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> ShownSample:
         trained=trained.tolist(),
         special=special,
     )
+
+
+MOST_BARS = 12
+_STEPS = (1, 2, 5)
+"""Widths of bars are these times a power of ten."""
+
+
+def lengths_of(tokens: npt.NDArray[np.int32], limit: int) -> Lengths | None:
+    """Summarise lengths by percentiles and a histogram; None: there are none.
+
+    Args:
+        tokens: [samples], of each, before anything is done about those that are too long.
+        limit: max_seq_length.
+    """
+    if not len(tokens):
+        return None
+    median, p90, p99 = (
+        int(value) for value in np.percentile(tokens, [50, 90, 99], method="higher")
+    )
+    return Lengths(
+        samples=len(tokens),
+        shortest=int(tokens.min()),
+        median=median,
+        p90=p90,
+        p99=p99,
+        longest=int(tokens.max()),
+        over=int((tokens > limit).sum()),
+        bars=_bars(tokens, p99, limit),
+    )
+
+
+def _bars(tokens: npt.NDArray[np.int32], p99: int, limit: int) -> list[Bar]:
+    """Bars of one width up to the 99th percentile; the last one has all that is longer."""
+    longest = int(tokens.max())
+    first = int(tokens.min())
+    width = _width(p99 - first + 1)
+    start = first - (first - 1) % width
+    edges = [*range(start, p99 + 1, width), longest + 1]
+    if longest - edges[-2] < width:
+        edges[-1] = edges[-2] + width
+    counts, _ = np.histogram(tokens, edges)
+    over, _ = np.histogram(tokens[tokens > limit], edges)
+    return [
+        Bar(first=edge, last=min(end - 1, longest), samples=int(count), over=int(more))
+        for edge, end, count, more in zip(edges, edges[1:], counts, over, strict=False)
+    ]
+
+
+def _width(span: int) -> int:
+    """Smallest width that gives few enough bars."""
+    power = 1
+    while True:
+        for step in _STEPS:
+            if span <= step * power * (MOST_BARS - 2):
+                return step * power
+        power *= 10
+
+
+_BEFORE = 4
+"""Tokens before one that decide how it is written: whether a space is its own."""
+_MOST_IN_CHARACTER = 8
+"""Tokens that a character may be made of."""
+_INCOMPLETE = "\ufffd"
+
+
+def token_texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> tuple[list[str], list[bool]]:
+    """Return the text of each token, and whether it is a special token.
+
+    Joined, they are the text of the sample. A token that ends within a character has none; the one
+    that completes the character has it.
+
+    Args:
+        tokenizer: of the base model.
+        ids: tokens.
+    """
+    marks = _marks(tokenizer, ids)
+    texts: list[str] = []
+    first = 0  # first token whose text is not emitted yet
+    for i, token in enumerate(ids):
+        if token in marks:
+            texts.append(marks[token])
+            first = i + 1
+            continue
+        before = _decode(tokenizer, ids[max(first - _BEFORE, 0) : first])
+        text = _decode(tokenizer, ids[max(first - _BEFORE, 0) : i + 1])
+        is_open = text.endswith(_INCOMPLETE) and i + 1 - first < _MOST_IN_CHARACTER
+        if is_open and i + 1 < len(ids) and ids[i + 1] not in marks:
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first = i + 1
+    return texts, [token in marks for token in ids]
+
+
+def _marks(tokenizer: "Tokenizer", ids: Sequence[int]) -> dict[int, str]:
+    """Names of the tokens that are marks."""
+    processor = tokenizer.processor
+    if tokenizer.backend == "huggingface":
+        added = processor.get_added_tokens_decoder()
+        return {i: added[i].content for i in {*ids} if i in added and added[i].special}
+    return {i: token_name(tokenizer, i) for i in {*ids} if processor.is_control(i)}
+
+
+def _decode(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
+    if tokenizer.backend == "huggingface":
+        return str(tokenizer.processor.decode(list(ids), skip_special_tokens=False))
+    return str(tokenizer.processor.decode(list(ids)))

@@ -15,14 +15,13 @@ from ftkit.utils.imports import silence_libraries
 silence_libraries()  # before they are imported
 
 from ftkit.data.inspection.collect import inspect_data  # noqa: E402
+from ftkit.data.inspection.display import InspectionText, inspection_page  # noqa: E402
 from ftkit.data.inspection.inspection import Inspection  # noqa: E402
-from ftkit.data.inspection.page import inspection_page  # noqa: E402
-from ftkit.data.inspection.text import InspectionText  # noqa: E402
 from ftkit.utils.progress import print_notice  # noqa: E402
 
 
 def show_data(options: DataOptions) -> int:
-    """Look at the data of a recipe and show what there is; the exit code.
+    """Inspect the data of a recipe, show the result and return the exit code.
 
     Raises:
         UserError: as a run would, or it cannot be written.

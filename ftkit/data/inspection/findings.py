@@ -1,16 +1,17 @@
-"""Findings: what in the data ruins runs, each with what to change."""
+"""Findings: what in the data harms a run, each with what to change."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from ftkit.data.advice import advice_for
-from ftkit.data.dataset import DataSets
-from ftkit.data.inspection.duplicates import FoundDuplicates, find_duplicates
+from ftkit.data.dataset import DataSets, LoadedPart
 from ftkit.data.inspection.inspection import Finding
-from ftkit.data.inspection.token_texts import token_name
-from ftkit.data.parts import LoadedPart
 from ftkit.data.prepare import NO_LABELS, NO_REASONING
 from ftkit.data.records.record import Record
 from ftkit.data.samples.sample_set import Sample, SampleSet
@@ -20,21 +21,102 @@ from ftkit.utils.console.formatting import percent_text, shortened
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
-MOST_EXAMINED = 500
-"""Samples and records of a source that are looked at; counts are of all."""
-MOST_TRIED = 20
-"""Records that are trained on which advice is tried on."""
-MANY_CUT = 0.05
-"""Share of the samples from which on it is worth a word that they are cut off or dropped."""
-MANY_LOST = 0.01
-"""Share of the records from which on it is worth a word that nothing of them is trained."""
-MANY_SHARED = 0.01
-"""Share of the validation samples from which on the validation loss says too little."""
+_MOST_EXAMPLES = 2
+_PROBES = 16
+"""Tokens of a sample that tell most samples apart."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+RecordPlace = tuple[int, int]
+"""Number of the source, and of the sample in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FoundDuplicates:
+    """Numbers of duplicates, with the places of a few."""
+
+    train: int
+    """Training samples that repeat an earlier one."""
+    val: int
+    """Validation samples that repeat an earlier one."""
+    val_in_train: int
+    """Validation samples that are trained on."""
+    train_places: tuple[RecordPlace, ...]
+    """Places of some of `train`."""
+    val_in_train_places: tuple[RecordPlace, ...]
+    """Places of some of `val_in_train`."""
+
+
+def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _FoundDuplicates:
+    """Find samples with the same tokens, whatever is trained of them.
+
+    A few tokens of each tell nearly all samples apart; only what they do not is read in full. So a
+    million samples take about a second.
+
+    Args:
+        train: samples of each source.
+        val: the same for validation.
+    """
+    keys = np.concatenate([_keys(samples) for samples in (*train, *val)])
+    _, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+    alike = sizes[group] > 1
+    seen: set[bytes] = set()
+    repeats: list[RecordPlace] = []
+    shared: list[RecordPlace] = []
+    seen_in_val: set[bytes] = set()
+    val_repeats = 0
+    start = 0
+    for number, samples in enumerate((*train, *val)):
+        is_val = number >= len(train)
+        tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
+        for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
+            ids = tokens[offsets[index] : offsets[index + 1]]
+            digest = hashlib.blake2b(ids.data, digest_size=16).digest()
+            if not is_val:
+                if digest in seen:
+                    repeats.append((number, index))
+                seen.add(digest)
+                continue
+            if digest in seen:
+                shared.append((number - len(train), index))
+            val_repeats += digest in seen_in_val
+            seen_in_val.add(digest)
+        start += len(samples)
+    return _FoundDuplicates(
+        train=len(repeats),
+        val=val_repeats,
+        val_in_train=len(shared),
+        train_places=tuple(repeats[:_MOST_EXAMPLES]),
+        val_in_train_places=tuple(shared[:_MOST_EXAMPLES]),
+    )
+
+
+def _keys(samples: SampleSet) -> npt.NDArray[np.uint64]:
+    """[samples], a number of each, the same for the same tokens."""
+    tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
+    starts, sizes = offsets[:-1], np.diff(offsets)
+    keys = sizes.astype(np.uint64)
+    for probe in range(_PROBES):
+        at = starts + (sizes - 1) * probe // (_PROBES - 1)
+        keys = (keys ^ tokens[at].astype(np.uint64)) * _FACTOR
+        keys ^= keys >> np.uint64(29)
+    return keys
+
+
+_MOST_EXAMINED = 500
+"""Samples and records of a source that are examined; counts are of all."""
+_MOST_TRIED = 20
+"""Trained records that a recommended change must not lose."""
+_MANY_CUT = 0.05
+"""Least share of samples cut off or dropped that is reported."""
+_MANY_LOST = 0.01
+"""Least share of records without anything to train on that is reported."""
+_MANY_SHARED = 0.01
+"""Least share of validation samples in the training data that is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What findings are made of."""
+    """Data and settings that findings are derived from."""
 
     data: DataSets
     tokenizer: "Tokenizer"
@@ -45,8 +127,8 @@ class Evidence:
     """Tokens that the model takes at most."""
 
     @cached_property
-    def duplicates(self) -> FoundDuplicates:
-        """Among all samples."""
+    def duplicates(self) -> _FoundDuplicates:
+        """Duplicates among all samples."""
         parts = self.data.parts
         return find_duplicates(
             [part.splits["train"].samples for part in parts],
@@ -54,15 +136,15 @@ class Evidence:
         )
 
     def of(self, part: LoadedPart) -> str:
-        """Whose samples these are, where there are several sources."""
+        """Name the source in a sentence, if there are several."""
         return f" of {part.source.name}" if len(self.data.parts) > 1 else ""
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """All that is found, warnings first."""
-    found = [finding for check in CHECKS if (finding := check(evidence)) is not None]
+    """Run all checks, and return what they find, warnings first."""
+    found = [finding for check in _CHECKS if (finding := check(evidence)) is not None]
     for part in evidence.data.parts:
-        found += [one for check in PART_CHECKS if (one := check(evidence, part)) is not None]
+        found += [one for check in _PART_CHECKS if (one := check(evidence, part)) is not None]
     return sorted(found, key=lambda finding: finding.severity == "notice")
 
 
@@ -71,7 +153,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
     ends = part.renderer.stop_ids
     whole = [
         sample
-        for sample in examined(part.splits["train"].samples)
+        for sample in _examined(part.splits["train"].samples)
         if len(sample.ids) < evidence.max_seq_length
     ]
     if part.part.shape == "text" or not whole or any(ends & _trained(sample) for sample in whole):
@@ -95,7 +177,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Answers are trained to end with a token at which the base model's settings do not stop."""
-    some = examined(part.splits["train"].samples)
+    some = _examined(part.splits["train"].samples)
     last = {int(sample.ids[end - 1]) for sample in some for _, end in sample.trained}
     last &= part.renderer.stop_ids
     unknown = sorted(last - evidence.end_ids)
@@ -118,7 +200,7 @@ def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | Non
 def bos_twice(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Samples begin with two tokens that begin a text, which the model has never seen."""
     bos = evidence.tokenizer.bos_id
-    some = examined(part.splits["train"].samples)
+    some = _examined(part.splits["train"].samples)
     doubled = sum(sample.ids[:2].tolist() == [bos, bos] for sample in some)
     if bos is None or not doubled:
         return None
@@ -132,14 +214,14 @@ def bos_twice(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 
 def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
-    """Of many records nothing is learned."""
+    """Many records contain nothing to train on."""
     counts = part.splits["train"].counts
-    # What is dropped is told by many_cut, and tools by tools_dropped.
+    # many_cut reports dropped samples, and tools_dropped tools.
     reasons = {why: count for why, count in counts.reasons.items() if why != NO_TOOLS}
     lost = sum(reasons.values())
-    if lost < MANY_LOST * counts.records or not lost:
+    if lost < _MANY_LOST * counts.records or not lost:
         return None
-    told = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items())
+    counted = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items())
     most = max(reasons, key=lambda why: reasons[why])
     sufficient = min(counts.longest_tokens, evidence.model_context)
     if most == NO_LABELS and sufficient > evidence.max_seq_length:
@@ -154,8 +236,8 @@ def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
     return Finding(
         kind="nothing_trained",
         severity="warning",
-        text=f"Of {lost:,} of {counts.records:,} records{evidence.of(part)} nothing is trained "
-        f"({told}).",
+        text=f"{lost:,} of {counts.records:,} records{evidence.of(part)} contain nothing to train "
+        f"on ({counted}).",
         advice=advice,
     )
 
@@ -193,7 +275,7 @@ def reasoning_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
 def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Records have system messages, but what is made of them does not."""
     records = part.splits["val"].records or part.splits["train"].records
-    asked = [(record, text) for record in records[:MOST_EXAMINED] if (text := _system(record))]
+    asked = [(record, text) for record in records[:_MOST_EXAMINED] if (text := _system(record))]
     dropped = 0
     for record, system in asked:
         text = part.renderer.text(record)
@@ -205,8 +287,8 @@ def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | No
     return Finding(
         kind="system_message_dropped",
         severity="warning",
-        text=f"{dropped:,} of {len(asked):,} system messages{evidence.of(part)} that were looked "
-        "at are dropped by the template.",
+        text=f"{dropped:,} of {len(asked):,} system messages{evidence.of(part)} that were "
+        "examined are dropped by the template.",
         advice=f"Try {works}, which has a place for them.",
     )
 
@@ -216,7 +298,7 @@ def many_cut(evidence: Evidence, part: LoadedPart) -> Finding | None:
     counts = part.splits["train"].counts
     cut = counts.truncated + counts.dropped
     every = counts.samples + counts.dropped
-    if not cut or cut < MANY_CUT * every:
+    if not cut or cut < _MANY_CUT * every:
         return None
     what = "are cut off" if counts.truncated else "are left out"
     longest = counts.longest_tokens
@@ -239,7 +321,7 @@ def many_cut(evidence: Evidence, part: LoadedPart) -> Finding | None:
 def train_in_validation(evidence: Evidence) -> Finding | None:
     """Validation samples are trained on, so the validation loss tells nothing of new ones."""
     shared, every = evidence.duplicates.val_in_train, len(evidence.data.val)
-    if not shared or shared < MANY_SHARED * every:
+    if not shared or shared < _MANY_SHARED * every:
         return None
     return Finding(
         kind="train_in_validation",
@@ -268,10 +350,10 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 
 TOLD_BY_COUNTS = ("nothing_trained", "many_cut")
-"""What a run tells where it tells what became of its records."""
-CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (train_in_validation,)
-"""Of the data as a whole."""
-PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
+"""Findings that a run reports with the counts of its records."""
+_CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (train_in_validation,)
+"""Checks of the data as a whole."""
+_PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
     no_end_of_turn,
     bos_twice,
     nothing_trained,
@@ -282,19 +364,27 @@ PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
     end_of_turn_not_known,
     template_not_used,
 )
-"""Of each source."""
+"""Checks of each source."""
 
 
-def examined(samples: SampleSet) -> list[Sample]:
-    """Some samples, evenly spread."""
-    step = max(len(samples) // MOST_EXAMINED, 1)
+def token_name(tokenizer: "Tokenizer", token: int) -> str:
+    """Return a token as it stands in the vocabulary."""
+    processor = tokenizer.processor
+    if tokenizer.backend == "huggingface":
+        return str(processor.id_to_token(token))
+    return str(processor.id_to_piece(token))
+
+
+def _examined(samples: SampleSet) -> list[Sample]:
+    """Choose samples to examine, evenly spread."""
+    step = max(len(samples) // _MOST_EXAMINED, 1)
     return [samples[i] for i in range(0, len(samples), step)]
 
 
 def _advice(evidence: Evidence, part: LoadedPart, reason: str) -> str:
-    """What to do about the records of a reason."""
+    """Recommend a change for the records with a reason."""
     kept, used = part.splits["train"].kept.get(reason, []), part.splits["val"].records
-    return advice_for(reason, kept, part.part, evidence.tokenizer, used=used[:MOST_TRIED])
+    return advice_for(reason, kept, part.part, evidence.tokenizer, used=used[:_MOST_TRIED])
 
 
 def _trained(sample: Sample) -> set[int]:
@@ -303,7 +393,7 @@ def _trained(sample: Sample) -> set[int]:
 
 
 def _system(record: Record) -> str:
-    """The system message of a record; empty: it has none."""
+    """System message of a record, or an empty text."""
     messages: Iterator[str] = (
         message["content"] for message in record.get("messages", ()) if message["role"] == "system"
     )

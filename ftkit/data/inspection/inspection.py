@@ -1,4 +1,4 @@
-"""The inspection of a recipe's data: what there is to know before a run, as plain values."""
+"""Inspection of a recipe's data, as plain values for text, page and JSON."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,23 +18,23 @@ FindingKind = Literal[
     "template_not_used",
 ]
 Severity = Literal["warning", "notice"]
-"""warning: what is learned is hardly what is wanted. notice: it may be."""
+"""warning: the model probably learns something unwanted. notice: it may."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that ruins runs, or may."""
+    """A property of the data that harms a run, or may."""
 
     kind: FindingKind
     severity: Severity
     text: str
-    """What is found, with its numbers."""
+    """Description with numbers."""
     advice: str
-    """What to change, with a key and a value that works where one does."""
+    """Recommended change, with key and value where one works."""
 
     @property
     def words(self) -> str:
-        """All on one line."""
+        """Description and advice on one line."""
         return f"{self.text} {self.advice}"
 
 
@@ -48,7 +48,7 @@ class Bar:
     """Tokens of the longest ones."""
     samples: int
     over: int
-    """Those of them that are longer than max_seq_length."""
+    """Samples in it that are longer than max_seq_length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ class LeftOut:
     reason: str
     records: int
     example: str
-    """How one of them begins."""
+    """Beginning of one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitNumbers:
-    """What becomes of the records of one split of a source."""
+    """Counts of records, samples and tokens of one split of a source."""
 
     records: int
     used: int
@@ -94,30 +94,30 @@ class SplitNumbers:
     split_by_turn: int
     """Conversations that become a sample for each turn: the template changes earlier ones."""
     tokens: int
-    """Of the samples, as the model is given them."""
+    """Input tokens of the samples."""
     trained_tokens: int
-    """Those that carry loss."""
+    """Tokens that carry loss."""
     lost_tokens: int
     """Tokens that are cut off, dropped or skipped."""
     lengths: Lengths | None
-    """None: no record has any."""
+    """None: no record became a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceNumbers:
-    """One source of the data, and how its records become tokens."""
+    """Numbers and rendering of one source."""
 
     name: str
     where: str
     """The file, directory or data set that it is of."""
     records: str
-    """How many of which kind, in words."""
+    """Number and kind of its records, in words."""
     unused: UnusedKeys
     """Keys that the records have, and of which nothing is known."""
     shape: str
     """instruction, completion, messages or text."""
     template: str
-    """What makes texts of its records, in words."""
+    """Name of the template or style that renders its records."""
     train_on: str
     """assistant, last or all."""
     overlong: str
@@ -139,9 +139,9 @@ class Duplicates:
     val_in_train: int
     """Validation samples that are trained on."""
     train_examples: list[str]
-    """How some of the first kind begin."""
+    """Beginnings of some duplicates in train."""
     val_in_train_examples: list[str]
-    """How some of the last kind begin."""
+    """Beginnings of some validation samples that are in train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,19 +150,19 @@ class ShownSample:
 
     source: str
     number: int
-    """Among the training samples of its source, from 0."""
+    """Number among the training samples of its source, from 0."""
     ids: list[int]
     texts: list[str]
-    """Of each token; of one that ends within a character nothing, and the next one has it."""
+    """Text of each token; a character of several tokens is in the last of them."""
     trained: list[bool]
     """Whether each carries loss."""
     special: list[bool]
-    """Whether each is a mark of the tokenizer, such as BOS, and no text."""
+    """Whether each is a special token of the tokenizer, such as BOS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What a run will be trained on."""
+    """Everything that is reported about the data of a recipe."""
 
     base_model: str
     max_seq_length: int
@@ -171,7 +171,7 @@ class Inspection:
     """Tokens that the model takes at most."""
     sources: list[SourceNumbers]
     lengths: Lengths
-    """Of the training samples of all sources."""
+    """Lengths of the training samples of all sources."""
     duplicates: Duplicates
     findings: list[Finding]
     samples: list[ShownSample]

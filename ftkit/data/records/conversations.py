@@ -8,7 +8,7 @@ from ftkit.data.records.keys import TRAIN_MARKS, Refusal, check_message_keys, is
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
-"""Under which a record has its messages."""
+"""Keys of a record that may hold its messages."""
 
 _RULE = "A message is an object with role (system, user, assistant or tool) and content."
 _ROLES = {
@@ -18,10 +18,10 @@ _ROLES = {
     **dict.fromkeys(("observation", "function", "function_response", "ipython"), "tool"),
     "function_call": "assistant",
 }
-"""Roles by their names in data; None: its own."""
+"""Canonical role by its name in data; None: the name itself."""
 _OPENAI, _SHAREGPT = ("role", "content"), ("from", "value")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Where a message has what the assistant thinks before it answers."""
+"""Keys of a message that hold the reasoning before an answer."""
 _EXTRAS = ("tool_call_id", "name", *_THOUGHTS)
 _OF_ALL = (
     *("tool_calls", "function_call", "tool_call_id", "name"),
@@ -30,13 +30,13 @@ _OF_ALL = (
 _OF_MESSAGES = {first: frozenset((first, said, *_OF_ALL)) for first, said in (_OPENAI, _SHAREGPT)}
 """Keys that are read of a message, by that of its sender."""
 _PART_TEXTS = ("text", "content", "value")
-"""Where a content part has its text."""
+"""Keys of a content part that hold its text."""
 _DETAIL = '{"begin_offset": 0, "end_offset": 4, "train": false}, where both characters belong to it'
 _OF_PARTS = frozenset(("type", *_PART_TEXTS, *TRAIN_MARKS))
 
 
 def conversation_record(row: dict[str, Any], key: str) -> Record:
-    """A conversation with its tools.
+    """Convert a row with messages to a conversation with tools.
 
     Args:
         row: what was read.
@@ -167,7 +167,7 @@ def _message(turn: Any, where: str) -> Record:
 
 
 def _extras(turn: dict[str, Any], where: str) -> Record:
-    """What a message has beside role, content, tool calls and marks of training."""
+    """Read the keys of a message beside role, content, tool calls and training marks."""
     extras: Record = {}
     if turn.keys().isdisjoint(_EXTRAS):
         return extras
@@ -195,22 +195,12 @@ def _extras(turn: dict[str, Any], where: str) -> Record:
 def _train_marks(
     turn: Mapping[str, Any], role: str, content: str, value: Any, where: str
 ) -> Record:
-    """What a message says about its loss: `train`, and `untrained` parts of its content.
+    """Read which parts of a message are trained: `train`, and `untrained` parts of its content.
 
     A part that says nothing is learned if its turn is. A turn of which a part says that it is
     learned is one that is.
 
     `untrained` has characters of the content, [first, end] each, rising.
-
-    Args:
-        turn: as it was read.
-        role: of the message.
-        content: its text.
-        value: what the text was made of: itself, or parts.
-        where: place within the record, as ", message 2".
-
-    Raises:
-        Refusal: a mark is neither 0 nor 1, or is for what is not learned.
     """
     mark = _mark_of(turn, where)
     spans, some_trained = _of_parts(value, where) if isinstance(value, list) else ([], False)
@@ -246,7 +236,7 @@ def _train_marks(
 
 
 def _mark_of(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a turn or a part is learned; None: it does not say."""
+    """Whether a turn or a part is trained; None: it is not marked."""
     if turn.keys().isdisjoint(TRAIN_MARKS):
         return None
     said = {key: turn[key] for key in TRAIN_MARKS if key in turn and not is_empty(turn[key])}
@@ -284,7 +274,7 @@ def _part_text(part: Mapping[str, Any]) -> str | None:
 
 
 def _of_detail(detail: Any, content: str, where: str) -> tuple[list[list[int]], bool]:
-    """The same of axolotl's train_detail, whose end_offset is a character that counts."""
+    """Read untrained characters from axolotl's train_detail, whose end_offset is inclusive."""
     spans: list[list[int]] = []
     some_trained, before = False, 0
     for entry in _sorted_detail(detail, where):
@@ -328,7 +318,7 @@ def _add_span(spans: list[list[int]], first: int, end: int) -> None:
 
 
 def _says_nothing_else(turn: Mapping[str, Any], content: str, spans: list[list[int]]) -> bool:
-    """Whether nothing of a turn is left once the untrained characters are gone."""
+    """Whether nothing of a turn is left without its untrained characters."""
     rest, done = "", 0
     for first, end in spans:
         rest, done = rest + content[done:first], end
@@ -337,13 +327,13 @@ def _says_nothing_else(turn: Mapping[str, Any], content: str, spans: list[list[i
 
 
 def _names_of_marks(turn: Mapping[str, Any]) -> str:
-    """The keys by which a turn says whether it is learned, for people."""
+    """Names of the marks of a turn, for messages."""
     said = [key for key in (*TRAIN_MARKS, "train_detail") if not is_empty(turn.get(key))]
     return " and ".join(said) or "train"
 
 
 def _content(value: Any, where: str, may_lack: bool, key: str = "content") -> str:
-    """The text of a message; of parts, they are joined."""
+    """Text of a message; text parts are joined."""
     if isinstance(value, str):
         check_text(value, key, where)
         return value
@@ -425,7 +415,7 @@ def _tool(tool: Any) -> Record:
 
 
 def _parsed(value: Any, key: str, where: str) -> Any:
-    """What JSON text stands for; anything else as it is."""
+    """Parse JSON text; other values are returned as they are."""
     if not isinstance(value, str):
         return value
     try:

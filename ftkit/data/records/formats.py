@@ -1,32 +1,507 @@
-"""Formats of data files: which can be read, by the ends of their names."""
+"""Formats of data files: how each is recognised, unpacked and read as rows."""
 
-from collections.abc import Callable, Iterator
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ftkit.data.records.json_rows import explain_empty, line_rows, list_rows
-from ftkit.data.records.opening import COMPRESSED, text_of
-from ftkit.data.records.table_rows import (
-    arrow_files,
-    arrow_rows,
-    csv_rows,
-    is_arrow_directory,
-    parquet_rows,
-    tsv_rows,
-)
+from ftkit.data.records.conversations import CONVERSATION_KEYS
+from ftkit.data.records.record import keys_of, kind_of
+from ftkit.data.records.shapes import KNOWN
 from ftkit.errors import UserError
-from ftkit.utils.damaged_files import reading
+from ftkit.utils.damaged_files import reading, require_regular
+
+if TYPE_CHECKING:
+    import pyarrow
+
+COMPRESSED = (".gz", ".zst")
+"""Suffixes behind those of text files."""
+
+_MAGIC = {
+    b"PAR1": ("a parquet file", "Rename it to {stem}.parquet"),
+    b"\x1f\x8b": ("compressed with gzip", "Rename it to {name}.gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed with Zstandard", "Rename it to {name}.zst"),
+    b"PK\x03\x04": (
+        "a zip archive, such as an Excel sheet",
+        "Unpack it, or save the sheet as CSV (UTF-8), and give that",
+    ),
+    b"\xd0\xcf\x11\xe0": ("an Excel sheet", "Save the sheet as CSV (UTF-8), and give that"),
+    b"version https://git-lfs": (
+        "a pointer of Git LFS, not the file itself",
+        "Run git lfs pull in its repository",
+    ),
+    b"ARROW1": ("an Arrow file", "Give the directory that save_to_disk of datasets writes"),
+}
+_WEB_PAGE = (b"<!doctype html", b"<html")
+_HEAD_BYTES = 64
+_UNPACKED_AT_ONCE = 2**16
+_MOST_LINE_BYTES = 2**27
+"""Longest line; a longer one means that the file lost its line ends or is no text."""
+_MOST_UNPACKED_BYTES, _MOST_TIMES = 2**28, 200
+"""Largest content of a compressed file, or this many times its size: texts reach 50 times."""
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, decompressed.
+
+    Raises:
+        UserError: it cannot be decompressed, or is of another kind than its name says.
+        OSError: it cannot be read.
+    """
+    require_regular(file)
+    try:
+        with file.open("rb") as raw:
+            _check_kind(file, raw.read(_HEAD_BYTES))
+            raw.seek(0)
+            yield _decompressed(file, raw)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(_explain_damage(file, error)) from None
+
+
+def text_of(file: Path) -> str:
+    """Read a whole text file, without its byte order mark.
+
+    Raises:
+        UserError: as `opened`, or it is not UTF-8.
+    """
+    with opened(file) as stream:
+        return _decoded(file, stream.read(), 0)
+
+
+def lines_of(file: Path) -> Iterator[str]:
+    """The lines of a text file with their ends, a byte order mark apart; never all at once.
+
+    Lines end at a line feed alone: JSON allows other separators inside texts.
+
+    Raises:
+        UserError: as `opened`, or it is not UTF-8.
+    """
+    done_bytes = 0
+    with opened(file) as stream:
+        for number, line in enumerate(iter(partial(stream.readline, _MOST_LINE_BYTES + 1), b""), 1):
+            if len(line) > _MOST_LINE_BYTES:
+                raise UserError(
+                    f"{file}, line {number}, has more than {_MOST_LINE_BYTES:,} bytes.\n"
+                    "Give each record a line of its own, and cut long ones into several."
+                )
+            yield _decoded(file, line, done_bytes)
+            done_bytes += len(line)
+
+
+def _decoded(file: Path, content: bytes, start: int) -> str:
+    try:
+        return content.decode("utf-8-sig" if start == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text: byte {start + error.start} is "
+            f"{error.object[error.start]:#04x}.\nSave it with the encoding UTF-8."
+        ) from None
+
+
+def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
+    ending = file.suffix.lower()
+    if ending == ".gz":
+        return _limited(file, gzip.GzipFile(fileobj=raw))
+    if ending != ".zst":
+        return raw
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            f"{file} is compressed with Zstandard, which needs a package of its own.\n"
+            "Try pip install 'ftkit[zstd]', or decompress the file."
+        ) from None
+    return _limited(file, _Unpacking(raw, zstandard, file))
+
+
+def most_unpacked_bytes(packed: int) -> int:
+    """Largest content of a compressed file of a size; more is a decompression bomb."""
+    return max(_MOST_UNPACKED_BYTES, _MOST_TIMES * packed)
+
+
+def explain_too_large(file: Path) -> str:
+    """Message for a file whose content is much larger than itself."""
+    return (
+        f"{file} unpacks to more than {_MOST_TIMES} times its size, which would fill memory.\n"
+        "Give it unpacked, if it is data."
+    )
+
+
+def _limited(file: Path, content: io.RawIOBase | gzip.GzipFile) -> BinaryIO:
+    return io.BufferedReader(_Limited(file, content), _UNPACKED_AT_ONCE)
+
+
+class _Limited(io.RawIOBase):
+    """Decompressed content, up to `most_unpacked_bytes`."""
+
+    def __init__(self, file: Path, content: io.RawIOBase | gzip.GzipFile) -> None:
+        self._file, self._content = file, content
+        self._left = most_unpacked_bytes(file.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._content.readinto(buffer) or 0
+        self._left -= count
+        if self._left < 0:
+            raise UserError(explain_too_large(self._file))
+        return count
+
+
+class _Unpacking(io.RawIOBase):
+    """Content of a Zstandard file; the reader of its package accepts truncated files."""
+
+    def __init__(self, raw: BinaryIO, zstandard: ModuleType, file: Path) -> None:
+        self._raw, self._file = raw, file
+        self._frame = zstandard.ZstdDecompressor().decompressobj
+        self._damage = zstandard.ZstdError
+        self._decoder: Any = None
+        self._packed = self._content = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            packed = self._packed or self._raw.read(_UNPACKED_AT_ONCE)
+            if not packed:
+                if self._decoder is not None:
+                    raise EOFError("its end is missing")
+                return 0
+            self._decoder = self._decoder or self._frame()
+            try:
+                self._content = self._decoder.decompress(packed)
+            except self._damage as error:
+                raise UserError(_explain_damage(self._file, error)) from None
+            self._packed = self._decoder.unused_data
+            if self._decoder.eof:
+                self._decoder = None
+        count = min(len(buffer), len(self._content))
+        buffer[:count], self._content = self._content[:count], self._content[count:]
+        return count
+
+
+def _check_kind(file: Path, head: bytes) -> None:
+    """Refuse a file that begins like one of another kind."""
+    ending = file.suffix.lower()
+    known = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".parquet": b"PAR1"}
+    if ending in known and head.startswith(known[ending]):
+        return
+    for magic, (kind, works) in _MAGIC.items():
+        if head.startswith(magic):
+            stem = file.name.removesuffix(file.suffix)
+            advice = works.format(stem=stem, name=file.name)
+            raise UserError(f"{file} is {kind}, not what its name says.\n{advice}.")
+    if ending != ".txt" and head.lstrip().lower().startswith(_WEB_PAGE):
+        raise UserError(
+            f"{file} is a web page, not data.\nDownload the file itself: its address often has "
+            "/resolve/ or /raw/ where that of its page has /blob/."
+        )
+    if ending in known:
+        raise UserError(
+            f"{file} is not what its name says: it does not begin as {ending} files do.\n"
+            "Rename it to what it is, such as "
+            f"{file.name.removesuffix(file.suffix).removesuffix('.jsonl')}.jsonl."
+        )
+
+
+def _explain_damage(file: Path, error: Exception) -> str:
+    return (
+        f"{file} cannot be decompressed: {error}.\nCopy or download it again; it may be cut short."
+    )
+
+
+def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a .json file, from 1: a list, or an object that holds one under a key.
+
+    Raises:
+        UserError: it is none, or cannot be read.
+    """
+    text = text_of(file)
+    if not text.strip():
+        raise UserError(explain_empty(file))
+    value = _parse(text, file)
+    del text
+    values = value if isinstance(value, list) else _list_in(value, file)
+    if not values:
+        raise UserError(f"{file} holds an empty list. {KNOWN}\nAdd records.")
+    for i in range(len(values)):
+        row, values[i] = (
+            values[i],
+            None,
+        )  # records are built from rows: the rows are freed one by one
+        yield i + 1, row
+
+
+def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a .jsonl file, each with its line, from 1; empty lines are passed over.
+
+    Raises:
+        UserError: a line is no JSON, or the file cannot be read.
+    """
+    is_empty = True
+    for number, line in enumerate(lines_of(file), 1):
+        line = line.rstrip("\n")
+        if not line.strip():
+            continue
+        if is_empty and line.lstrip().startswith("["):
+            raise UserError(
+                f"{file} holds a list, but a .jsonl file has one record per line.\n"
+                f"Try renaming it to {_renamed(file, '.json')}."
+            )
+        is_empty = False
+        yield number, _parse(line, file, line=number)
+    if is_empty:
+        raise UserError(explain_empty(file))
+
+
+def explain_empty(file: Path) -> str:
+    """Message for an empty file."""
+    return f"{file} is empty. {KNOWN}\nSet data.path to a file with records."
+
+
+def _list_in(value: Any, file: Path) -> list[Any]:
+    """Find the list of records in an object that is not a record itself."""
+    lists = {}
+    if isinstance(value, dict) and not value.keys() & set(CONVERSATION_KEYS):
+        lists = {
+            key: item
+            for key, item in value.items()
+            if isinstance(item, list) and item and all(isinstance(row, dict) for row in item)
+        }
+    if len(lists) == 1:
+        return next(iter(lists.values()))
+    what = kind_of(value)
+    works = "Put the records between [ and ]."
+    if lists:
+        what = f"lists under the keys {keys_of(lists)}"
+        works = "Save each list as a file of its own, such as " + " and ".join(
+            str(file.with_name(f"{key}.json")) for key in list(lists)[:2]
+        )
+    raise UserError(f"{file} holds {what}, but has to hold a list of records. {KNOWN}\n{works}")
+
+
+def _parse(text: str, file: Path, line: int | None = None) -> Any:
+    """The JSON value of a text that starts at the given line of its file; None: it is all of it."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {(line or 1) + error.lineno - 1}, column {error.colno}"
+        advice = "Correct it there."
+        if error.pos == 0:
+            advice = "Correct it there, or rename the file to what it is: .csv, .tsv or .txt."
+        if line is None and error.msg == "Extra data" and text.lstrip().startswith("{"):
+            advice = "If it has one record per line, rename it to end in .jsonl."
+        raise UserError(f"{file}, {place}, is not valid JSON: {error.msg}.\n{advice}") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(
+            f"{file}, line {line or 1}, cannot be read: {reason}.\nRemove it."
+        ) from None
+
+
+def _renamed(file: Path, ending: str) -> str:
+    packed = file.suffix if file.suffix.lower() in COMPRESSED else ""
+    return Path(file.name.removesuffix(packed)).with_suffix(ending).name + packed
+
+
+_AT_ONCE = 1000
+_STATE = "state.json"
+
+
+def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
+    """The rows of a .csv file by the names of its first one, from 1; every value is a text.
+
+    Raises:
+        UserError: a row has more or fewer values than there are names, or it cannot be read.
+    """
+    csv.field_size_limit(sys.maxsize)  # texts may be long
+    table = csv.reader(lines_of(file), delimiter=delimiter, strict=True)
+    try:
+        names = next(table, None)
+        if names is None:
+            raise UserError(explain_empty(file))
+        _check_names(file, names)
+        number = 0
+        for values in table:
+            if not values:
+                continue
+            number += 1
+            if len(values) != len(names):
+                raise UserError(
+                    f"{file}, record {number}, which ends in line {table.line_num}, has "
+                    f"{len(values)} values, but the first line has {len(names)} names.\n"
+                    f"Correct it; a text with {delimiter!r} inside stands between double quotes."
+                )
+            yield number, dict(zip(names, values, strict=True))
+    except csv.Error as error:
+        raise UserError(
+            f"{file}, line {table.line_num}, is not valid CSV: {error}.\nCorrect it there."
+        ) from None
+    if number == 0:
+        raise UserError(explain_empty(file))
+
+
+def tsv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Read the rows of a .tsv file like those of a .csv file.
+
+    Raises:
+        UserError: as `csv_rows`.
+    """
+    return csv_rows(file, "\t")
+
+
+def parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a parquet file, from 1.
+
+    Raises:
+        UserError: it is none, or damaged.
+    """
+    import pyarrow.parquet
+
+    with opened(file) as stream:
+        table = pyarrow.parquet.ParquetFile(stream)
+        groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
+        if sum(group.total_byte_size for group in groups) > most_unpacked_bytes(_size(file)):
+            raise UserError(explain_too_large(file))
+        yield from _numbered(file, table.iter_batches(batch_size=_AT_ONCE), _size(file))
+
+
+def is_arrow_directory(path: Path) -> bool:
+    """Whether a directory was written by save_to_disk of the datasets library."""
+    return (path / _STATE).is_file() and (path / "dataset_info.json").is_file()
+
+
+def arrow_files(directory: Path) -> list[Path]:
+    """The files of an Arrow directory that hold its rows, in order.
+
+    Raises:
+        UserError: it does not name them.
+    """
+    with reading(directory / _STATE, expected="a JSON object with _data_files"):
+        state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        names = [Path(entry["filename"]).name for entry in state["_data_files"]]
+    return [directory / name for name in names]
+
+
+def arrow_rows(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of an Arrow directory, from 1.
+
+    Raises:
+        UserError: files of it are missing or damaged.
+    """
+    import pyarrow
+
+    files = arrow_files(directory)
+
+    def batches() -> Iterator["pyarrow.RecordBatch"]:
+        for file in files:
+            require_regular(file)
+            with pyarrow.memory_map(str(file)) as mapped:
+                yield from pyarrow.ipc.open_stream(mapped)
+
+    size = sum(map(_size, filter(Path.is_file, files)))
+    yield from _numbered(directory, batches(), size)
+
+
+def batch_rows(batches: Iterable["pyarrow.RecordBatch"]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of record batches, from 1, with objects as they were before they became a table.
+
+    A table gives every object all keys that any of them has: those without a value are left out.
+    """
+    number = 0
+    for batch in batches:
+        found = {field.name: _converter(field.type) for field in batch.schema}
+        nested = {key: convert for key, convert in found.items() if convert is not None}
+        for row in batch.to_pylist():
+            number += 1
+            for key, convert in nested.items():
+                row[key] = convert(row[key])
+            yield number, row
+
+
+def _numbered(
+    file: Path, batches: Iterable["pyarrow.RecordBatch"], packed: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the rows of batches, unless they are much larger than the file."""
+
+    def justified() -> Iterator["pyarrow.RecordBatch"]:
+        left = most_unpacked_bytes(packed)
+        for batch in batches:
+            # A value takes Python some bytes too, also where a table has none for it.
+            left -= batch.nbytes + 16 * batch.num_rows * max(batch.num_columns, 1)
+            if left < 0:
+                raise UserError(explain_too_large(file))
+            yield batch
+
+    number = 0
+    for number, row in batch_rows(justified()):
+        yield number, row
+    if number == 0:
+        raise UserError(explain_empty(file))
+
+
+def _converter(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
+    """Return a converter of a column to JSON values; None: no conversion is needed."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):  # of the datasets library, for values of mixed types
+        return lambda value: None if value is None else json.loads(value)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        of_item = _converter(kind.value_type)
+        return of_item and (lambda items: items and [of_item(item) for item in items])
+    if pyarrow.types.is_struct(kind):
+        of_field = {
+            kind.field(i).name: _converter(kind.field(i).type) or _same
+            for i in range(kind.num_fields)
+        }
+        return lambda item: (
+            item and {key: of_field[key](value) for key, value in item.items() if value is not None}
+        )
+    return None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _check_names(file: Path, names: list[str]) -> None:
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if names and names[0].lstrip().startswith(("{", "[")):
+        raise UserError(
+            f"{file} holds JSON, not a table.\nRename it to end in .json (a list of records) or "
+            ".jsonl (a record per line)."
+        )
+    if twice is not None:
+        raise UserError(
+            f"{file} has two columns named {twice!r} in its first line.\nRename or remove one."
+        )
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How files of one kind are read."""
+    """Reader of one kind of file."""
 
     parse: Callable[[Path], Iterator[tuple[int, Any]]]
     """The rows of a file, each with its number; it may raise anything if the file is damaged."""
     unit: str = "record"
-    """What is numbered."""
+    """Name of the unit that is numbered, for messages."""
     is_text: bool = True
     """Whether it may be compressed."""
 
@@ -42,7 +517,7 @@ class Format:
 
 
 def document_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """The one document of a text file.
+    """Yield the only document of a text file.
 
     Raises:
         UserError: it is empty, or cannot be read.
@@ -61,15 +536,15 @@ FORMATS = {
     ".parquet": Format(parse=parquet_rows, is_text=False),
     ".txt": Format(parse=document_rows),
 }
-"""By the end of the name, in the order in which files are looked for."""
+"""Formats by suffix, in the order in which files are looked for."""
 ARROW = Format(parse=arrow_rows, is_text=False)
 
 READABLE = f"{', '.join(FORMATS)}, .gz and .zst files of texts, and directories"
-"""For people."""
+"""Readable formats, for messages."""
 
 
 def format_of(path: Path) -> Format | None:
-    """How a file, or an Arrow directory, is read; None: it cannot be."""
+    """Return the format of a file or Arrow directory; None: it is not readable."""
     if path.is_dir():
         return ARROW if is_arrow_directory(path) else None
     ending = path.suffix.lower()
@@ -80,7 +555,7 @@ def format_of(path: Path) -> Format | None:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files that something readable consists of.
+    """List the files of a readable file or Arrow directory.
 
     Raises:
         UserError: an Arrow directory that does not name them.
@@ -89,7 +564,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def stem_of(path: Path) -> str:
-    """The name of a data file without its ends; of a directory, its name."""
+    """Name of a data file without its suffixes; of a directory, its name."""
     if path.is_dir():
         return path.name
     return Path(path.stem).stem if path.suffix.lower() in COMPRESSED else path.stem

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ftkit.data.records.formats import batch_rows
 from ftkit.data.records.paths import VALIDATION
-from ftkit.data.records.table_rows import batch_rows
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
 
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
 READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
-"""Modules of the datasets library that read tables and texts. No other is let near a hub's files:
-one of them unpickles."""
+"""Builders of the datasets library that read tables and texts. All others are refused: one of them
+unpickles."""
 _AT_ONCE = 1000
 _UNREACHABLE = "client has been closed"
-"""What huggingface_hub 1.3 says where it has tried in vain to find the hub's address."""
+"""Message of huggingface_hub 1.3 when it cannot resolve the address of the hub."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """A data set of the hub, and which part of it."""
+    """Name of a hub data set with subset, split and revision."""
 
     name: str
     """owner/name."""
     subset: str | None = None
     split: str | None = None
-    """What is trained on; None: train."""
+    """Split to train on; None: train."""
     revision: str | None = None
 
 
 class HubData:
-    """A data set of the hub that is here."""
+    """A downloaded data set of the hub."""
 
     def __init__(self, wanted: HubName) -> None:
-        """Download what is not here yet, with $HF_TOKEN if the hub asks who it is.
+        """Download what is missing, with $HF_TOKEN if the hub requires one.
 
         Args:
             wanted: which.
@@ -53,7 +53,7 @@ class HubData:
 
     @property
     def commit(self) -> str:
-        """The first characters of the version that was read."""
+        """Abbreviated commit of the version that was read."""
         return str(self._builder.hash)[:7]
 
     @property
@@ -77,7 +77,7 @@ class HubData:
         return batch_rows(batch for table in tables for batch in table.to_batches())
 
     def place(self, split: str, number: int) -> str:
-        """A row for people."""
+        """Name a row in a message."""
         return f"{self._wanted.name}, {split} record {number}"
 
     def _training_split(self) -> str:
@@ -106,7 +106,7 @@ class HubData:
 
 
 def _prepared(wanted: HubName) -> "DatasetBuilder":
-    """What reads a data set, with all of its splits in the cache of the datasets library."""
+    """Download a data set into the cache of the datasets library, and return its builder."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -129,20 +129,20 @@ def _prepared(wanted: HubName) -> "DatasetBuilder":
 
 
 def _check_revision(wanted: HubName, builder: "DatasetBuilder", *, is_cached: bool) -> None:
-    """Refuse another version than was asked for: without the hub, the last one in the cache."""
+    """Refuse a cached version other than the requested one, which is used without the hub."""
     if wanted.revision is None or not is_cached:
         return
     if _COMMIT.fullmatch(wanted.revision) and str(builder.hash).startswith(wanted.revision):
         return
     raise UserError(
-        f"data.revision is {wanted.revision}, but the hub cannot be asked which version that is, "
+        f"data.revision is {wanted.revision}, but the hub cannot be reached to look that up, "
         f"and the last one in the cache is {builder.hash}.\n"
         f"Try --data.revision {builder.hash}, or run this where the hub can be reached."
     )
 
 
 def _explained(error: Exception, wanted: HubName) -> str:
-    """A failure in words that say what to do. Never quotes requests or tokens."""
+    """Explain a failure and its remedy. Never quotes requests or tokens."""
     import datasets
     from huggingface_hub import constants
 

@@ -13,7 +13,7 @@ from typing import Any
 from ftkit.data.records.record import Misfit, Shape
 
 TRAIN_MARKS = ("train", "weight", "loss", "loss_weight", "loss_scale")
-"""Of a message or a content part: whether it is learned, as 0 or 1, or false or true."""
+"""Keys of a message or content part that say whether it is trained: 0 or 1, false or true."""
 
 _LABELS = ("label", "kto_tag")
 _REJECTED = ("rejected_response", "rejected_messages")
@@ -34,7 +34,7 @@ _MOST_CHARACTERS = 40
 
 
 class Refusal(Misfit):
-    """A record is understood, but a key of it asks for what ftkit does not do."""
+    """A record is valid, but one of its keys requires what ftkit does not support."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class UnusedKeys:
     names: tuple[str, ...] = ()
     """The most frequent ones first; those of messages as messages.KEY."""
     more: int = 0
-    """How many others there are."""
+    """Number of others."""
 
     @property
     def text(self) -> str:
-        """For people: "id, source, score"; empty if there are none."""
+        """List the keys, as "id, source, score"; empty if there are none."""
         shown = [_shown(name) for name in self.names]
         return ", ".join(shown) + (f" and {self.more:,} more" if self.more else "")
 
 
 class KeyCounter:
-    """Counts the keys of records that are not used."""
+    """Counts unused keys of records."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -67,13 +67,13 @@ class KeyCounter:
     @property
     def unused(self) -> UnusedKeys:
         """The keys so far."""
-        falling = sorted(self._counts, key=lambda key: -self._counts[key])
-        more = max(len(falling) - _MOST_NAMED, 0)
-        return UnusedKeys(names=tuple(falling[:_MOST_NAMED]), more=more)
+        by_count_desc = sorted(self._counts, key=lambda key: -self._counts[key])
+        more = max(len(by_count_desc) - _MOST_NAMED, 0)
+        return UnusedKeys(names=tuple(by_count_desc[:_MOST_NAMED]), more=more)
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is no use of its key: null, an empty text, or a list or object of such."""
+    """Whether a value is empty: null, an empty text, or a list or object of such."""
     if not value:  # 0 and false are values
         return value is None or isinstance(value, str | list | dict)
     if isinstance(value, list):
@@ -162,12 +162,12 @@ def unused_of(objects: Iterable[Any], used: frozenset[str], prefix: str) -> Iter
 
 
 def is_turns(value: Any) -> bool:
-    """Whether the history of a record is one: a list, or JSON text of one."""
+    """Whether a value is a list of turns, or JSON text of one."""
     return isinstance(_listed(value), list)
 
 
 def history_of(value: Any) -> list[list[str]]:
-    """The questions and answers before an instruction, [question, answer] each.
+    """Return the [question, answer] pairs before an instruction.
 
     Raises:
         Refusal: a pair is none.
@@ -185,7 +185,7 @@ def history_of(value: Any) -> list[list[str]]:
 
 
 def is_used_weight(key: str, value: Any) -> bool:
-    """Whether a key weighs the whole record, as all others are weighed."""
+    """Whether a key is a weight of 1 for the whole record."""
     return key in _RECORD_WEIGHTS and isinstance(value, int | float) and value == 1
 
 
@@ -280,7 +280,7 @@ def _explain_history(value: Any, what: str = "it") -> str:
 
 
 def _listed(value: Any) -> Any:
-    """A list, also of JSON text that a table has for one; None: it is none."""
+    """Return a list, parsed from JSON text if need be; None: it is neither."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -295,6 +295,6 @@ def _short(value: Any) -> str:
 
 
 def _shown(name: str) -> str:
-    """A key on one line, whatever it holds."""
+    """Return a key as one short line."""
     text = name if name.isprintable() else repr(name)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."

@@ -1,25 +1,24 @@
-"""Paths of data: which files a path means, and which of them are for validation."""
+"""Paths of data: the files that a path means, for training and for validation."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftkit.data.records.formats import FORMATS, READABLE, format_of, stem_of
-from ftkit.data.records.opening import COMPRESSED
+from ftkit.data.records.formats import COMPRESSED, FORMATS, READABLE, format_of, stem_of
 from ftkit.errors import UserError
 from ftkit.utils import embedded
 from ftkit.utils.names import nearest
 
 VALIDATION = ("val", "validation", "valid", "dev", "test")
-"""Names of the split to validate on, in the order in which they are looked for."""
+"""Names of validation splits, in the order in which they are looked for."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
-"""What the datasets library writes beside data."""
+"""Files that the datasets library writes beside data."""
 _SHEETS = (".xlsx", ".xls", ".ods")
 _ENDINGS = [f"{ending}{packed}" for ending in FORMATS for packed in ("", *COMPRESSED)]
-"""Of data files, in the order in which they are looked for."""
+"""Suffixes of data files, in the order in which they are looked for."""
 _LINES = (".ndjson", ".jsonlines", ".ldjson")
 
 
@@ -29,11 +28,11 @@ class DataFiles:
 
     train: tuple[Path, ...]
     val: tuple[Path, ...] = ()
-    """(): a part of the others is for validation."""
+    """(): a share of the others is split off."""
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Whether it means a data set of the hub: owner/name, where there is no such path."""
+    """Whether a path means a hub data set: owner/name, where no such path exists."""
     text = str(path)
     if not _HUB_NAME.fullmatch(text) or Path(text).exists():
         return False
@@ -41,7 +40,7 @@ def is_hub_name(path: str | Path) -> bool:
 
 
 def find_files(path: str | Path, key: str) -> DataFiles:
-    """The files that a path means: a file, a directory, or a pattern such as data/*.jsonl.
+    """Resolve a path to data files: a file, a directory, or a pattern such as data/*.jsonl.
 
     Args:
         path: what was given.
@@ -60,7 +59,7 @@ def find_files(path: str | Path, key: str) -> DataFiles:
 
 
 def how_to_set(key: str, value: object) -> str:
-    """How a key is given a value that works; one inside a list is set in the recipe."""
+    """Sentence that sets a key to a value: as an option, or in the recipe inside a list."""
     return f"Set {key} to {value}." if "[" in key else f"Try --{key} {value}."
 
 
@@ -92,7 +91,7 @@ def _resolve(given: str | Path, key: str) -> list[Path]:
 
 
 def _in_directory(directory: Path, key: str) -> DataFiles:
-    """Its files for training and validation; without such names, all that can be read."""
+    """Find files for training and validation by name; else take all readable ones."""
     children = sorted(
         child
         for child in directory.iterdir()

@@ -15,24 +15,24 @@ from ftkit.data.records.shapes import Form, RecordReader
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSet:
-    """The records of one source."""
+    """Records of one source, by split."""
 
     form: Form
     where: str
-    """For people: the file, directory or data set they are of."""
+    """File, directory or data set that they come from, for messages."""
     train: list[Record]
     val: list[Record] | None = None
-    """None: a part of the others is for validation."""
+    """None: a share of the others is split off."""
     version: str | None = None
-    """Of a data set of the hub."""
+    """Commit of a hub data set."""
     val_split: str | None = None
-    """The name of the split that is validated on, where the source has such names."""
+    """Name of the validation split, where the source has named splits."""
     unused: UnusedKeys = field(default_factory=UnusedKeys)
-    """Keys that records have, and of which nothing is known."""
+    """Keys of the records that are not used."""
 
 
 def read_records(file: Path, *, answered: bool = True) -> list[Record]:
-    """The records of one file of any format.
+    """Read the records of one file of any format.
 
     Args:
         file: what to read.
@@ -45,7 +45,7 @@ def read_records(file: Path, *, answered: bool = True) -> list[Record]:
 
 
 def read_files(files: DataFiles, where: str, columns: Mapping[str, str] | None) -> RecordSet:
-    """The records of files.
+    """Read the records of files.
 
     Args:
         files: for training and, if there are, for validation.
@@ -64,7 +64,7 @@ def read_files(files: DataFiles, where: str, columns: Mapping[str, str] | None) 
 
 
 def read_hub(name: HubName, columns: Mapping[str, str] | None, *, whole: bool = False) -> RecordSet:
-    """The records of a data set of the hub.
+    """Read the records of a hub data set.
 
     Args:
         name: which.

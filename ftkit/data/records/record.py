@@ -5,23 +5,23 @@ from itertools import islice
 from typing import Any, Literal
 
 Record = dict[str, Any]
-"""One example in canonical form, of JSON values alone; made when data is read, never changed."""
+"""One example in canonical form: JSON values, made when data is read and never changed."""
 
 Shape = Literal["instruction", "completion", "messages", "text"]
-"""What a record is. instruction: instruction, output and, if needed, input and sys_prompt.
+"""Kind of a record. instruction: instruction, output and, if needed, input and sys_prompt.
 completion: prompt and completion, taken as they are. messages: a conversation and, if needed, its
 tools. text: a document, every token of which is learned."""
 
 _MOST_KEYS = 20
-"""Shown in a message."""
+"""Most keys in a message."""
 
 
 class Misfit(Exception):
-    """Why a value is no record: the rest of a sentence that begins with its place."""
+    """A value is not a record; the message completes a sentence that begins with its place."""
 
 
 def check_text(text: str, key: str, where: str = "") -> None:
-    """Refuse what cannot be encoded.
+    """Refuse text that cannot be encoded.
 
     Args:
         text: any.
@@ -62,13 +62,13 @@ def check_json(value: object, key: str, where: str = "") -> None:
 
 
 def kind_of(value: object) -> str:
-    """A JSON value in words: a list, a number."""
+    """Name the type of a JSON value: a list, a number."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 
 
 def keys_of(row: dict[str, Any]) -> str:
-    """The keys of what is no record, for its error."""
+    """List the keys of an object, for messages."""
     shown = ", ".join(map(str, islice(row, _MOST_KEYS)))
     return (shown or "none") + (" ..." if len(row) > _MOST_KEYS else "")

@@ -1,6 +1,6 @@
 """Shapes of records: recognised by the keys of the first one, and kept by all others."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +16,110 @@ from ftkit.data.records.keys import (
     Refusal,
     UnusedKeys,
     check_record_keys,
+    history_of,
     is_empty,
+    is_turns,
     is_used_weight,
 )
-from ftkit.data.records.record import Misfit, Record, Shape, keys_of, kind_of
-from ftkit.data.records.texts import (
-    INSTRUCTION,
-    columns_for,
-    completion_record,
-    instruction_record,
-    text_record,
-)
+from ftkit.data.records.record import Misfit, Record, Shape, check_text, keys_of, kind_of
 from ftkit.errors import UserError
+
+INSTRUCTION = ("instruction", "output")
+"""Texts that an instruction record must have to be trained on."""
+
+_RULES = {
+    "instruction": "A record is an object with the texts instruction, output and, if needed, "
+    "input.",
+    "completion": "A record is an object with the texts prompt and completion.",
+    "text": "A record is an object with a text.",
+}
+_ALIASES = {
+    "instruction": ("question", "query", "problem", "prompt", "input", "inputs"),
+    "output": ("answer", "response", "completion", "target", "targets", "solution"),
+    "prompt": ("question", "query", "instruction", "input"),
+    "completion": ("response", "answer", "output", "target", "targets"),
+    "text": ("content", "document", "article", "body"),
+}
+"""Names of the same keys in other data."""
+
+
+def instruction_record(
+    row: dict[str, Any], required: Sequence[str] = INSTRUCTION, *, has_history: bool = False
+) -> Record:
+    """Convert a row to an instruction record with the turns before it.
+
+    Args:
+        row: what was read.
+        required: texts that it must have.
+        has_history: whether data.columns names the key that is its history; else a key of that name
+            that holds something else is not one.
+
+    Raises:
+        Misfit: a text is missing, or is no text.
+    """
+    record = _texts("instruction", row, required, ("instruction", "input", "output", "sys_prompt"))
+    system = row.get("system")
+    if isinstance(system, str) and system:
+        check_text(system, "system")
+        if record.get("sys_prompt") not in (None, "", system):
+            raise Refusal(
+                " has sys_prompt and system, which differ, but one system prompt alone is used.\n"
+                "Keep one of them."
+            )
+        record["sys_prompt"] = system
+    history = row.get("history")
+    if not is_empty(history) and (has_history or is_turns(history)):
+        record["history"] = history_of(history)
+        for pair in record["history"]:
+            for text in pair:
+                check_text(text, "history")
+    return record
+
+
+def completion_record(row: dict[str, Any], required: Sequence[str]) -> Record:
+    """Convert a row to a record of prompt and completion.
+
+    Raises:
+        Misfit: one is missing, or is no text.
+    """
+    return _texts("completion", row, required, ("prompt", "completion"))
+
+
+def text_record(row: dict[str, Any]) -> Record:
+    """Convert a row to a document.
+
+    Raises:
+        Misfit: there is no text.
+    """
+    return _texts("text", row, ("text",), ("text",))
+
+
+def columns_for(key: str, row: dict[str, Any]) -> str | None:
+    """Suggest the option that reads a text from another key; None: no key is likely."""
+    found = next((alias for alias in _ALIASES.get(key, ()) if alias in row), None)
+    return found and f"--data.columns.{key} {found}"
+
+
+def _texts(rule: str, row: dict[str, Any], required: Sequence[str], keys: Sequence[str]) -> Record:
+    record = {}
+    for key in keys:
+        text = row.get(key)
+        if isinstance(text, str):
+            check_text(text, key)
+            record[key] = text
+        elif key not in row and key in required:
+            option = columns_for(key, row)
+            advice = f", or name the key that holds it: {option}" if option else ""
+            raise Misfit(
+                f" has no {key}; its keys: {keys_of(row)}. {_RULES[rule]}\nAdd {key}{advice}."
+            )
+        elif text is not None or key in required:
+            raise Misfit(
+                f": {key} is {kind_of(text)}. {_RULES[rule]}\nMake {key} a text, or remove "
+                "the record."
+            )
+    return record
+
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "instruction": ("instruction", "input", "output", "sys_prompt", "history"),
@@ -35,7 +127,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "tools", "system"),
     "text": ("text",),
 }
-"""Keys that each shape of record has, by which data.columns calls them."""
+"""Canonical keys of each shape, as data.columns names them."""
 
 KNOWN = (
     "A record has instruction and output, prompt and completion, messages, conversations "
@@ -52,35 +144,35 @@ _NOUNS: dict[Shape, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How the records of a data set are written."""
+    """How the rows of a data set become canonical records."""
 
     shape: Shape
-    """What they become."""
+    """Shape of the canonical records."""
     keys: str
-    """For people: how they are written, as "instruction, output" or "ShareGPT"."""
+    """Layout of the rows, for people: "instruction, output" or "ShareGPT"."""
     convert: Callable[[dict[str, Any]], Record]
     """The canonical record of a row; raises Misfit."""
     used: frozenset[str]
     """Keys of a row that are read."""
     messages: tuple[str, ...] = ()
-    """Those of them that hold messages."""
+    """Keys among them that hold messages."""
 
     def counted(self, count: int) -> str:
-        """A number of such records for people: "300 conversations (messages)"."""
+        """Count such records in words: "300 conversations (messages)"."""
         noun = _NOUNS[self.shape] if count == 1 else self.plural
         return f"{count:,} {noun} ({self.keys})"
 
     @property
     def plural(self) -> str:
-        """What such records are called."""
+        """Noun for such records."""
         return f"{_NOUNS[self.shape]}s"
 
 
 class RecordReader:
-    """Makes canonical records of what is read, all in the form of the first."""
+    """Converts rows to canonical records, all in the form of the first."""
 
     def __init__(self, columns: Mapping[str, str] | None = None, *, answered: bool = True) -> None:
-        """Prepare; nothing is known of the form yet.
+        """Take options; the first record decides the form.
 
         Args:
             columns: their names of keys, by ours.
@@ -93,7 +185,7 @@ class RecordReader:
         self._unused = KeyCounter()
 
     def records(self, rows: Iterable[tuple[int, Any]], place: Callable[[int], str]) -> list[Record]:
-        """The canonical records of rows.
+        """Convert rows to canonical records.
 
         Args:
             rows: each with its number.
@@ -111,7 +203,7 @@ class RecordReader:
         return records
 
     def finish(self, where: str) -> Form:
-        """The form of the records, once all have been read.
+        """Return the form of the records after all have been read.
 
         Args:
             where: what they were read from, for errors.
@@ -131,7 +223,7 @@ class RecordReader:
 
     @property
     def unused(self) -> UnusedKeys:
-        """The keys that records so far have, and of which nothing is known."""
+        """Keys of the records so far that are not used."""
         return self._unused.unused
 
     def _record(self, value: Any) -> Record:
@@ -173,7 +265,7 @@ class RecordReader:
         return row
 
     def _explained(self, misfit: Misfit, value: Any) -> str:
-        """Why a value is no such record: it may be of another shape."""
+        """Explain why a row does not fit; it may have another shape."""
         if isinstance(misfit, Refusal):
             return str(misfit)
         if self._columns:
@@ -193,7 +285,7 @@ class RecordReader:
 
 
 def recognise(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool) -> Form:
-    """The form of records like this one.
+    """Recognise the form of records by one of them.
 
     Args:
         row: a record with our names of keys.
@@ -282,7 +374,7 @@ def _is_preference(row: dict[str, Any]) -> bool:
 
 
 def _is_kept(key: str, item: Any, record: Record) -> bool:
-    """Whether a key that may hold anything is one of the record's."""
+    """Whether a key that may hold anything was read into the record."""
     kept = {"history": "history", "system": "sys_prompt"}.get(key)
     return kept in record and (key == "history" or record["sys_prompt"] == item)
 

@@ -21,12 +21,12 @@ from ftkit.recipe.plan import Plan, count_micro_steps
 IntArray = npt.NDArray[np.int64]
 
 FILLER = -1
-"""Stands for a sample without loss, where a rank has to run a micro-step but has no sample."""
+"""Number in place of a sample, where a rank has to run a micro-step but has no sample left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """How a step is laid out on one rank."""
+    """Limits and costs by which a step is laid out, seen from one rank."""
 
     micro_batch_size: int
     """Most samples per micro-step."""
@@ -37,15 +37,15 @@ class RankLayout:
     """Whether the samples of a micro-batch lie one behind the other in a row; else each is padded
     to the longest."""
     attention_cost: float = 0.0
-    """What attention costs a token for each token of its sample, relative to the matrices."""
+    """Cost of attention per token and token of its sample, relative to the matrices."""
     rank: int = 0
-    """This rank, in [0, world_size)."""
+    """Number of this rank, in [0, world_size)."""
     world_size: int = 1
     """Number of ranks."""
 
     @classmethod
     def of(cls, plan: Plan, *, padding_free: bool, attention_cost: float, rank: int = 0) -> Self:
-        """That of a plan on one of its ranks."""
+        """Take the layout of a plan on one of its ranks."""
         return cls(
             micro_batch_size=plan.micro_batch_size,
             micro_batch_tokens=plan.micro_batch_tokens,
@@ -56,7 +56,7 @@ class RankLayout:
         )
 
     def positions(self, lengths: IntArray) -> int:
-        """Positions of a micro-batch, padding included.
+        """Count the positions of a micro-batch, padding included.
 
         Args:
             lengths: [samples], input tokens of each; at least one.
@@ -65,8 +65,7 @@ class RankLayout:
 
 
 StepLayout = list[list[IntArray]]
-"""For each micro-step, for each rank, which samples; none only where there are fewer samples than
-places."""
+"""Samples of each rank in each micro-step; none only where there are fewer samples than places."""
 
 
 def lay_out(lengths: IntArray, layout: RankLayout, *, samples_of_full_step: int) -> StepLayout:
@@ -89,7 +88,7 @@ def lay_out(lengths: IntArray, layout: RankLayout, *, samples_of_full_step: int)
 
 
 def validation_batches(lengths: npt.ArrayLike, limit: int, layout: RankLayout) -> list[list[int]]:
-    """The validation batches of one rank: the first samples, sorted and spread like a step.
+    """Lay out the first validation samples like a step, and return the batches of one rank.
 
     Args:
         lengths: [samples of the data set], input tokens of each.
@@ -105,27 +104,21 @@ def validation_batches(lengths: npt.ArrayLike, limit: int, layout: RankLayout) -
 
 
 def samples_or_filler(samples: IntArray) -> list[int]:
-    """The samples of a micro-batch as the loader takes them."""
+    """Convert a micro-batch for the loader, which runs a filler where it is empty."""
     return samples.tolist() or [FILLER]
 
 
-def _deal(
+def _balance(
     micro_steps: Sequence[Sequence[IntArray]], cost: Callable[[IntArray], float], world_size: int
 ) -> StepLayout:
-    """Give the costliest micro-batch of each micro-step to the rank with least so far, and so on.
-
-    Args:
-        micro_steps: the micro-batches of each, at most one for each rank.
-        cost: of a micro-batch.
-        world_size: number of ranks.
-    """
+    """Give the costliest micro-batch of each micro-step to the rank with the least work so far."""
     none = np.empty(0, dtype=np.int64)
     done = [0.0] * world_size
     layout = []
     for micro_batches in micro_steps:
-        falling = sorted(micro_batches, key=lambda run: -cost(run))
+        by_cost_desc = sorted(micro_batches, key=lambda run: -cost(run))
         ranks = [none] * world_size
-        for rank, run in zip(np.argsort(done, kind="stable").tolist(), falling, strict=False):
+        for rank, run in zip(np.argsort(done, kind="stable").tolist(), by_cost_desc, strict=False):
             ranks[rank] = run
             done[rank] += cost(run)
         layout.append(ranks)
@@ -138,8 +131,9 @@ def _deal(
 def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
     """Spread samples over the fewest micro-steps that have room, in rows of like cost."""
     costs = lengths * (1 + layout.attention_cost * lengths)
-    falling = np.argsort(-lengths, kind="stable")
-    rows = [falling[row] for row in _fewest_rows(lengths[falling], costs[falling], layout)]
+    by_length_desc = np.argsort(-lengths, kind="stable")
+    found = _fewest_rows(lengths[by_length_desc], costs[by_length_desc], layout)
+    rows = [by_length_desc[row] for row in found]
 
     def cost(row: IntArray) -> float:
         return float(costs[row].sum())
@@ -148,22 +142,13 @@ def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
     ranks = layout.world_size
     micro_steps = [rows[first : first + ranks] for first in range(0, len(rows), ranks)]
     micro_steps.sort(key=lambda some: -max(int(lengths[row].sum()) for row in some))
-    return _deal(micro_steps, cost, ranks)
+    return _balance(micro_steps, cost, ranks)
 
 
 def _fewest_rows(
     lengths: IntArray, costs: npt.NDArray[np.float64], layout: RankLayout
 ) -> list[list[int]]:
-    """Samples in rows of like cost, as many rows as the fewest micro-steps have.
-
-    Args:
-        lengths: [samples], tokens of each, falling.
-        costs: [samples], of each.
-        layout: how much a row may hold.
-
-    Returns:
-        The samples of each row, which has some.
-    """
+    """Pack samples of descending lengths into rows of like cost, in the fewest micro-steps."""
     if not len(lengths):
         return []
     listed, of_each = lengths.tolist(), costs.tolist()
@@ -179,7 +164,7 @@ def _fewest_rows(
 
 
 def _least_rows(lengths: IntArray, most: int, most_tokens: int) -> int:
-    """Fewer rows than this have no room for samples of falling lengths, however they are put."""
+    """Lower bound on the rows that samples of descending lengths need."""
     alone = int((lengths > most_tokens).sum())
     rest = lengths[alone:]
     if not len(rest):
@@ -195,17 +180,9 @@ def _least_rows(lengths: IntArray, most: int, most_tokens: int) -> int:
 def _fill(
     lengths: Sequence[int], costs: Sequence[float], rows: int, most: int, most_tokens: int
 ) -> list[list[int]] | None:
-    """Put each sample into the row of least cost that has room: longest processing time first.
+    """Put each sample into the row of least cost that has room; None: there is not room for all.
 
-    Args:
-        lengths: tokens of each sample, falling.
-        costs: of each sample.
-        rows: how many there are.
-        most: samples that a row may hold.
-        most_tokens: tokens that it may hold, or one longer sample.
-
-    Returns:
-        The samples of each row; None: there is not room for all.
+    Longest processing time first: the samples are in descending order of length.
     """
     found: list[list[int]] = [[] for _ in range(rows)]
     room = [most_tokens] * rows
@@ -233,37 +210,23 @@ def _fill(
 
 
 def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> StepLayout:
-    """Spread samples over micro-steps in runs of neighbours by length.
-
-    Args:
-        lengths: [samples], input tokens of each.
-        layout: how many samples a run may have, and on how many ranks.
-        micro_steps: how many to spread over; at least as many as the samples need.
-    """
+    """Spread samples over micro-steps in runs of neighbours by length."""
     ranks = layout.world_size
-    falling = np.argsort(-lengths, kind="stable")
+    by_length_desc = np.argsort(-lengths, kind="stable")
     # Neighbours by length become micro-batches, as many as there are places for.
-    sizes = _cut(lengths[falling].tolist(), micro_steps * ranks, layout.micro_batch_size)
-    runs = np.split(falling, np.cumsum(sizes)[:-1]) if sizes else []
+    sizes = _cut(lengths[by_length_desc].tolist(), micro_steps * ranks, layout.micro_batch_size)
+    runs = np.split(by_length_desc, np.cumsum(sizes)[:-1]) if sizes else []
     # The first sample of each is its longest: this is its size after padding.
     runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))
     groups = [runs[first : first + ranks] for first in range(0, micro_steps * ranks, ranks)]
-    return _deal(groups, lambda run: int(lengths[run].sum()), ranks)
+    return _balance(groups, lambda run: int(lengths[run].sum()), ranks)
 
 
 def _cut(lengths: list[int], places: int, most: int) -> list[int]:
-    """Cut samples into runs so that the largest run after padding is as small as possible.
+    """Cut samples of descending lengths into runs, so that the largest after padding is smallest.
 
     Where there are more places than the samples fill, long sequences get short runs: the step is
     faster and its peak of memory lower.
-
-    Args:
-        lengths: input tokens of each sample, falling.
-        places: how many runs to make.
-        most: most samples per run.
-
-    Returns:
-        Samples per run, none of them 0; fewer than `places` only if there are fewer samples.
     """
     if len(lengths) <= places:
         return [1] * len(lengths)
@@ -281,10 +244,10 @@ def _cut(lengths: list[int], places: int, most: int) -> list[int]:
 
 
 def _cut_to(lengths: list[int], padded_tokens: int, most: int) -> list[int]:
-    """The fewest runs of at most `padded_tokens` each (or of one sample)."""
+    """Cut into the fewest runs of at most `padded_tokens` each (or of one sample)."""
     sizes = []
     start = 0
-    while start < len(lengths):  # lengths fall: the first sample of a run sets its width
+    while start < len(lengths):  # lengths descend: the first sample of a run sets its width
         size = min(most, max(1, padded_tokens // lengths[start]), len(lengths) - start)
         sizes.append(size)
         start += size

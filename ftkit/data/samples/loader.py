@@ -92,9 +92,9 @@ def train_batches(
     *,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
-    """This rank's micro-batches of the steps [start_step, end_step), one per micro-step.
+    """Load this rank's micro-batches of the steps [start_step, end_step), one per micro-step.
 
-    Starting later replays nothing.
+    Starting at a later step replays nothing.
 
     Args:
         samples: the training data.
@@ -118,7 +118,7 @@ def validation_loader(
     *,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
-    """This rank's batches of the first `limit` validation samples, as many on every rank.
+    """Load this rank's batches of the first `limit` validation samples, as many on every rank.
 
     The samples of a batch are all of one source, so that the loss of each is known.
 
@@ -144,11 +144,11 @@ def validation_loader(
 
 
 _Key = tuple[list[int], int, bool, int | None]
-"""Of a micro-batch: samples, label tokens of its step, whether it is its end, source."""
+"""Samples, label tokens of the step, whether it is the last of the step, and source."""
 
 
 class _StepSampler(Sampler[_Key]):
-    """What to collate, micro-step by micro-step."""
+    """Yields what to collate, micro-step by micro-step."""
 
     def __init__(self, order: ElasticOrder, start_step: int, end_step: int) -> None:
         assert order.start_step <= start_step <= end_step <= order.total_steps
@@ -199,5 +199,5 @@ def _loader(
 
 
 def _keep(batch: dict[str, Any]) -> dict[str, Any]:
-    """Leave the batch as it is; the loader's default would turn its counts into tensors."""
+    """Return the batch as it is; the default would turn its counts into tensors."""
     return batch

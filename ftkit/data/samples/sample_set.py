@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import IntArray
 
 
@@ -64,7 +64,7 @@ class SampleArrays(NamedTuple):
 
 
 class SampleSet(Samples):
-    """The samples of one source, all in one array, so that millions fit."""
+    """Samples of one source in few arrays, so that millions fit."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SampleSet(Samples):
         *,
         fingerprint: str | None = None,
     ) -> None:
-        """Hold samples, each of which has at least one label.
+        """Wrap arrays of samples with at least one label each.
 
         Args:
             tokens: as in SampleArrays, and so are the others.
@@ -89,7 +89,7 @@ class SampleSet(Samples):
 
     @classmethod
     def of(cls, samples: Iterable[Rendered]) -> "SampleSet":
-        """Lay samples one behind the other."""
+        """Concatenate rendered samples."""
         rows = SampleRows()
         rows.extend(samples)
         return rows.finish()
@@ -124,7 +124,7 @@ class SampleSet(Samples):
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of tokens, sample boundaries and masks, wherever they came from.
+        """SHA-256 of tokens, sample boundaries and masks, whatever files they came from.
 
         Where every sample is a prompt and an answer, its mask counts as the length of its prompt,
         as it did when there were no others.
@@ -142,14 +142,14 @@ class SampleSet(Samples):
 
 
 class SampleRows:
-    """Samples that are being made, in arrays that grow."""
+    """Growing arrays of samples."""
 
     def __init__(self) -> None:
         self._tokens, self._spans = array("i"), array("i")
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
 
     def extend(self, samples: Iterable[Rendered]) -> None:
-        """Lay samples behind those there are."""
+        """Append samples."""
         for ids, trained in samples:
             self._tokens.extend(ids)
             self._offsets.append(len(self._tokens))
@@ -158,7 +158,7 @@ class SampleRows:
             self._span_offsets.append(len(self._spans) // 2)
 
     def finish(self) -> SampleSet:
-        """The samples; there are no more to come."""
+        """Return the samples; none can be added after."""
         return SampleSet(
             np.frombuffer(self._tokens, dtype=np.int32),
             np.frombuffer(self._offsets, dtype=np.int64),
@@ -168,7 +168,7 @@ class SampleRows:
 
 
 class JoinedSamples(Samples):
-    """The samples of several sources in one order."""
+    """Samples of several sources in one order."""
 
     def __init__(
         self, sets: Sequence[SampleSet], sources: npt.NDArray[np.int32], places: IntArray
@@ -186,14 +186,14 @@ class JoinedSamples(Samples):
     def one_after_another(
         cls, sets: Sequence[SampleSet], *, most: int | None = None
     ) -> "JoinedSamples":
-        """All samples of the first source, or its first `most`, then those of the next."""
+        """Concatenate the sources, or the first `most` samples of each."""
         sizes = [len(each) if most is None else min(len(each), most) for each in sets]
         sources = np.repeat(np.arange(len(sets), dtype=np.int32), sizes)
         return cls(sets, sources, np.concatenate([np.arange(size) for size in sizes]))
 
     @classmethod
     def interleaved(cls, sets: Sequence[SampleSet]) -> "JoinedSamples":
-        """All samples, so that the first few hold as large a share of every source."""
+        """Interleave the sources, so that the first samples have the same share of each."""
         sources, places = interleave([len(each) for each in sets])
         return cls(sets, sources, places)
 
@@ -224,7 +224,7 @@ class JoinedSamples(Samples):
 
 
 def interleave(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int32], IntArray]:
-    """An order of the members of several groups in which each is spread evenly.
+    """Order the members of several groups so that each group is spread evenly.
 
     Args:
         sizes: members of each group.

@@ -35,7 +35,7 @@ class EpochOrder:
     """
 
     def __init__(self, sizes: Sequence[int], takes: Sequence[int], seed: int) -> None:
-        """Describe the epochs.
+        """Define the epochs.
 
         Args:
             sizes: samples of each source; they are numbered through, source by source.
@@ -46,7 +46,7 @@ class EpochOrder:
         self._sizes, self._takes, self._seed = tuple(sizes), tuple(takes), seed
         self._ends: IntArray = np.cumsum(self._sizes)
         self.samples = sum(self._takes)
-        """Of one epoch."""
+        """Samples of one epoch."""
 
     def of(self, epoch: int) -> IntArray:
         """[samples of an epoch], in their order."""
@@ -99,7 +99,7 @@ class ElasticOrder:
         layout: RankLayout,
         start: Position,
     ) -> None:
-        """Describe the run.
+        """Define the steps of a run.
 
         Args:
             lengths: [samples of the data set], input tokens of each.
@@ -108,7 +108,7 @@ class ElasticOrder:
             global_batch_size: samples per step, over all ranks.
             total_samples: samples of the whole run, from its very first step to its last.
             layout: of this rank.
-            start: what was done before; no earlier step is asked for.
+            start: position to start from; earlier steps are not available.
         """
         self._lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         self._label_counts: IntArray = np.asarray(label_counts, dtype=np.int64)
@@ -119,7 +119,7 @@ class ElasticOrder:
         self._epochs = epochs
         self._global_batch_size = global_batch_size
         self.layout = layout
-        """Of a step on this rank."""
+        """Layout of a step on this rank."""
         self._total_samples = total_samples
         self.start_step = start.step
         self._start_samples = start.samples
@@ -138,7 +138,7 @@ class ElasticOrder:
         return min(self._start_samples + done, self._total_samples)
 
     def samples(self, step: int) -> IntArray:
-        """Which samples of the data set the step takes, over all ranks; the same on every layout.
+        """Samples of the data set that a step takes over all ranks, whatever the layout.
 
         Returns:
             [samples of the step], in the order of the epoch. A sample appears more than once only
@@ -162,7 +162,7 @@ class ElasticOrder:
         return int(self._label_counts[self.samples(step)].sum())
 
     def micro_batches(self, step: int) -> list[list[int]]:
-        """The samples this rank runs in each micro-step; [FILLER] where it has none.
+        """Samples that this rank runs in each micro-step; [FILLER] where it has none.
 
         All ranks have equally many. The first micro-step has the largest micro-batch.
         """
@@ -200,7 +200,7 @@ class ElasticOrder:
         )
 
     def _order(self, epoch: int) -> IntArray:
-        """The order of the epoch; the two epochs asked for last are kept."""
+        """Return the order of an epoch; the last two are cached."""
         if epoch not in self._orders:
             while len(self._orders) > 1:
                 del self._orders[next(iter(self._orders))]

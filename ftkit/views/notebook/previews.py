@@ -5,9 +5,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ftkit.data.inspection.display import InspectionText, inspection_fragment
 from ftkit.data.inspection.inspection import Inspection
-from ftkit.data.inspection.page import fragment
-from ftkit.data.inspection.text import InspectionText
 from ftkit.recipe.parsing import as_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.json_values import from_json
@@ -28,7 +27,7 @@ class ShownInspection(Inspection):
         )
 
     def _repr_html_(self) -> str:
-        return fragment(self)
+        return inspection_fragment(self)
 
 
 def preview(

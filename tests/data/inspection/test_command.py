@@ -35,7 +35,9 @@ def test_text_goes_to_standard_output_and_nothing_is_written(
     words: list[str], ftkit: Command, tmp_path: Path
 ) -> None:
     ended = ftkit(*words, "--show", 1)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0
+    # On a slow machine the phase is shown.
+    assert all(line.startswith("reading data") for line in ended.stderr.splitlines())
     assert "data for " in ended.stdout and "·</s>⟧" in ended.stdout
     assert "validation samples" in ended.stdout and "Remove duplicates" in ended.stdout
     assert max(map(len, ended.stdout.splitlines())) <= 80

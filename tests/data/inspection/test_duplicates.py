@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ftkit.data.inspection.duplicates import find_duplicates
-from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.inspection.findings import find_duplicates
+from ftkit.data.rendering import Rendered
 from ftkit.data.samples.sample_set import SampleSet
 
 Tokens = tuple[int, ...]

@@ -7,6 +7,13 @@ from html.parser import HTMLParser
 import pytest
 from rich.cells import cell_len
 
+from ftkit.data.inspection.display import (
+    MOST_TOKENS,
+    InspectionText,
+    inspection_fragment,
+    inspection_page,
+    visible,
+)
 from ftkit.data.inspection.inspection import (
     Bar,
     Duplicates,
@@ -18,8 +25,6 @@ from ftkit.data.inspection.inspection import (
     SourceNumbers,
     SplitNumbers,
 )
-from ftkit.data.inspection.page import fragment, inspection_page
-from ftkit.data.inspection.text import MOST_TOKENS, InspectionText, visible
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.utils.console.terminal import plain_text
 
@@ -103,7 +108,7 @@ def test_the_middle_of_a_very_long_sample_is_left_out_and_counted() -> None:
     sample = make_sample(["x"] * (MOST_TOKENS + 700), "x" * (MOST_TOKENS + 700))
     text = "".join(token_lines(sample))
     assert "... 700 tokens ..." in text and text.count("x") == MOST_TOKENS
-    assert fragment(make_inspection(sample)).count('title="') == MOST_TOKENS + 700
+    assert inspection_fragment(make_inspection(sample)).count('title="') == MOST_TOKENS + 700
 
 
 def test_characters_that_do_not_show_are_written_out() -> None:
@@ -132,7 +137,7 @@ def test_numbers_say_what_they_mean_for_the_limit() -> None:
     assert "train.max_seq_length 8 is too short for 2 (20 %); 40 would hold all" in text
     assert "11-40 ░░░░░░░░░░░░░ 2 (2 too long)" in text
     assert "2 of 10 samples are in train too" in text
-    assert "nothing that ruins runs" in text
+    assert "No problems found." in text
 
 
 class Strict(HTMLParser):
@@ -194,5 +199,5 @@ def test_a_page_loads_nothing_and_is_made_for_light_and_dark() -> None:
 
 
 def test_a_cell_has_no_style_sheet() -> None:
-    parser = read(fragment(make_inspection(CHAT)))
+    parser = read(inspection_fragment(make_inspection(CHAT)))
     assert parser.tags.isdisjoint({"script", "style", "link", "html"})

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from ftkit.data.cache import file_digest
-from ftkit.data.records import opening
+from ftkit.data.records import formats
 from ftkit.data.records.paths import find_files
 from ftkit.data.records.read import read_files, read_records
 from ftkit.errors import UserError
@@ -74,7 +74,7 @@ def test_a_text_of_a_table_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
 class TestWhatExplodes:
     @pytest.fixture(autouse=True)
     def _little_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(opening, "_MOST_UNPACKED_BYTES", 2**16)
+        monkeypatch.setattr(formats, "_MOST_UNPACKED_BYTES", 2**16)
 
     @pytest.mark.parametrize("name", ["a.json.gz", "a.csv.gz", "a.txt.gz"])
     def test_a_compressed_file_is_unpacked_only_so_far(self, tmp_path: Path, name: str) -> None:
@@ -101,7 +101,7 @@ class TestWhatExplodes:
             read_records(file)
 
     def test_a_line_without_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(opening, "_MOST_LINE_BYTES", 1000)
+        monkeypatch.setattr(formats, "_MOST_LINE_BYTES", 1000)
         file = tmp_path / "a.jsonl"
         file.write_text(RECORD % "a" + RECORD % ("a" * 1000))
         with pytest.raises(UserError, match=f"^{file}, line 2, has more than 1,000 bytes"):

@@ -10,7 +10,7 @@ import torch
 from command import ROOT
 from recorders import make_recorder, train
 
-from ftkit.data.rendering.renderer import Rendered
+from ftkit.data.rendering import Rendered
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.models.bodies.routing import Routing
 from ftkit.models.flops import flops_per_token, mean_flops_per_token

@@ -10,9 +10,9 @@ import torch
 from chats import CONVERSATIONS, TURNS, marked, said, write_chat_tokenizer
 
 from ftkit.data.dataset import load_data
+from ftkit.data.prepare import make_renderer
 from ftkit.data.records.record import Record, Shape
-from ftkit.data.renderers import make_renderer
-from ftkit.data.rendering.renderer import NO_OUTPUT, Renderer
+from ftkit.data.rendering import NO_OUTPUT, Renderer
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import resolve_chat_template

@@ -10,18 +10,20 @@ import lm_eval.evaluator
 import lm_eval.utils
 import pytest
 import torch
+import yaml
 from jinja2.exceptions import SecurityError
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from local_tasks import ALL, ANSWERS, LETTERS, write_tasks
 from tiny import make_llama
 
 from ftkit.errors import UserError
+from ftkit.evaluation import harness
+from ftkit.evaluation.harness import TaskOptions, TaskSet
 from ftkit.evaluation.loading import Loaded, load_result
 from ftkit.evaluation.result import find_result
-from ftkit.evaluation.tasks import harness
-from ftkit.evaluation.tasks.finding import find_tasks
-from ftkit.evaluation.tasks.harness import Asking, TaskSet
-from ftkit.evaluation.tasks.scoring import AskingEnded, Scorer
+from ftkit.evaluation.scorer import EvaluationAborted, Scorer
+from ftkit.evaluation.tasks import find_tasks
 from ftkit.models.chat_templates.template import ChatTemplate
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -38,6 +40,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(base: Path) -> Loaded:
     found = find_result(str(base))
     return load_result(found, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def theirs(base: Path) -> HFLM:
+    """The same model in the harness's own class."""
+    # The tiny tokenizer has no rule of its own that puts BOS first.
+    return HFLM(
+        pretrained=str(base), device="cpu", dtype="float32", batch_size=1, add_bos_token=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +84,8 @@ def scorer_of(
 
 
 def task_set(loaded: Loaded, *names: object, trusted: Path | None = None, **asking: Any) -> TaskSet:
-    definitions = find_tasks(list(map(str, names)), key="--tasks", trusted=trusted)
-    return TaskSet(definitions, Asking(**asking), loaded.base.architecture.context_length)
+    files = find_tasks(list(map(str, names)), key="--tasks", trusted=trusted)
+    return TaskSet(files, TaskOptions(**asking), loaded.base.architecture.context_length)
 
 
 def mistake(loaded: Loaded, *names: object, **options: Any) -> str:
@@ -100,21 +111,24 @@ def assert_close(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_numbers_and_every_record_are_those_of_the_harness_own_model(
-    loaded: Loaded, base: Path, local: Path, kept: list[dict[str, Any]], chat: bool
+    loaded: Loaded,
+    theirs: HFLM,
+    local: Path,
+    kept: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    chat: bool,
 ) -> None:
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # of bootstrapping, which is not compared
     template = ChatTemplate(TEMPLATE, "own", {"eos_token": "</s>"}) if chat else None
     asked = task_set(loaded, local, chat_template=template)
-    results = asked.results(scorer_of(loaded))
-    # The tiny tokenizer has no rule of its own that puts BOS first.
-    theirs = HFLM(
-        pretrained=str(base), device="cpu", dtype="float32", batch_size=1, add_bos_token=True
-    )
+    results = asked.evaluate(scorer_of(loaded))
     expected: Any = lm_eval.evaluator.simple_evaluate(
         theirs,
         tasks=[str(file) for file in sorted(local.glob("*.yaml"))],
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,
-        bootstrap_iters=1000,
+        bootstrap_iters=2,
+        task_manager=TaskManager(include_defaults=False),
     )
     assert asked.names == ["answers", "letters", "sums", "texts"]
     for result in results:
@@ -142,7 +156,7 @@ def test_numbers_and_every_record_are_those_of_the_harness_own_model(
 def test_texts_are_longer_than_the_model_takes_and_answers_are_cut(
     loaded: Loaded, local: Path, kept: list[dict[str, Any]]
 ) -> None:
-    task_set(loaded, local).results(scorer_of(loaded))
+    task_set(loaded, local).evaluate(scorer_of(loaded))
     (found,) = kept
     for name in ("sums", "texts"):
         texts = [one["arguments"][0][0] for one in found["samples"][name]]
@@ -155,14 +169,14 @@ def test_texts_are_longer_than_the_model_takes_and_answers_are_cut(
 @pytest.mark.parametrize("rows", [1, 100])
 def test_the_size_of_batches_changes_nothing(loaded: Loaded, local: Path, rows: int) -> None:
     asked = task_set(loaded, local)
-    first, second = (asked.results(scorer_of(loaded, size)) for size in (3, rows))
+    first, second = (asked.evaluate(scorer_of(loaded, size)) for size in (3, rows))
     assert [one.value for one in first] == pytest.approx([one.value for one in second], rel=1e-5)
 
 
 def test_a_task_is_asked_so_many_records_with_so_many_examples(
     loaded: Loaded, local: Path, kept: list[dict[str, Any]]
 ) -> None:
-    results = task_set(loaded, local / "sums.yaml", limit=3, num_fewshot=1).results(
+    results = task_set(loaded, local / "sums.yaml", limit=3, num_fewshot=1).evaluate(
         scorer_of(loaded)
     )
     assert [one.samples for one in results] == [3, 3]
@@ -176,9 +190,33 @@ def test_a_group_has_the_mean_of_its_tasks(loaded: Loaded, tmp_path: Path) -> No
         "group: both\ntask: [letters, more]\n"
         "aggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
     )
-    found = {one.task: one for one in task_set(loaded, tmp_path).results(scorer_of(loaded))}
+    found = {one.task: one for one in task_set(loaded, tmp_path).evaluate(scorer_of(loaded))}
     assert found["both"].value == pytest.approx(found["letters"].value)
     assert (found["both"].samples, found["letters"].samples) == (14, 7)
+
+
+def test_a_group_changes_settings_of_its_tasks_and_may_have_tasks_of_its_own(
+    loaded: Loaded, tmp_path: Path, kept: list[dict[str, Any]]
+) -> None:
+    write_tasks(tmp_path, LETTERS)
+    own = yaml.safe_load((tmp_path / "letters.yaml").read_text()) | {"task": "own"}
+    changed = {"task": "letters", "doc_to_text": "Which? "}
+    group = {"group": "both", "task": [{"group": "inner", "task": [changed]}, own]}
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(group))
+    task_set(loaded, tmp_path).evaluate(scorer_of(loaded))
+    samples = kept[0]["samples"]
+    assert samples.keys() == {"letters", "both::own"}
+    assert {one["arguments"][0][0] for one in samples["letters"]} == {"Which? "}
+
+
+def test_a_group_whose_members_the_harness_would_mix_up_is_refused(
+    loaded: Loaded, tmp_path: Path
+) -> None:
+    write_tasks(tmp_path, LETTERS, {**LETTERS, "task": "more"})
+    (tmp_path / "inner.yaml").write_text("group: inner\ntask: [letters, more]\n")
+    outer = {"group": "outer", "task": [{"task": "inner", "num_fewshot": 1}]}
+    (tmp_path / "outer.yaml").write_text(yaml.safe_dump(outer))
+    assert "by group: NAME" in mistake(loaded, tmp_path)
 
 
 def test_drawn_answers_follow_from_the_seed_whatever_the_batches(
@@ -188,7 +226,7 @@ def test_drawn_answers_follow_from_the_seed_whatever_the_batches(
     write_tasks(tmp_path, {**ANSWERS, "generation_kwargs": drawn})
     asked = task_set(loaded, tmp_path)
     for rows in (1, 4):
-        asked.results(scorer_of(loaded, rows))
+        asked.evaluate(scorer_of(loaded, rows))
     first, second = ([s["filtered_resps"] for s in one["samples"]["answers"]] for one in kept)
     assert first == second and len({one[0] for one in first}) > 1
 
@@ -204,7 +242,7 @@ def test_random_numbers_positions_and_the_terminal_are_left_alone(
     torch.manual_seed(5)
     positions = loaded.model.body.max_length
     scorer = scorer_of(loaded)
-    task_set(loaded, local).results(scorer)
+    task_set(loaded, local).evaluate(scorer)
     scorer.restore()
     assert torch.equal(torch.rand(3), expected)
     assert loaded.model.body.max_length == positions
@@ -212,9 +250,9 @@ def test_random_numbers_positions_and_the_terminal_are_left_alone(
     assert logging.getLogger("lm_eval").getEffectiveLevel() >= logging.ERROR
 
 
-def test_a_wish_to_end_is_heard(loaded: Loaded, local: Path) -> None:
-    with pytest.raises(AskingEnded):
-        task_set(loaded, local).results(scorer_of(loaded, stopped=lambda: True))
+def test_an_evaluation_ends_early_when_the_run_is_to_stop(loaded: Loaded, local: Path) -> None:
+    with pytest.raises(EvaluationAborted):
+        task_set(loaded, local).evaluate(scorer_of(loaded, stopped=lambda: True))
 
 
 # --- Code -----------------------------------------------------------------------------------------
@@ -224,7 +262,7 @@ def test_trusted_code_is_run(loaded: Loaded, tmp_path: Path, kept: list[dict[str
     file = write_tasks(tmp_path, LETTERS) / "letters.yaml"
     file.write_text(file.read_text() + "process_docs: !function code.fewer\n")
     (tmp_path / "code.py").write_text("def fewer(docs):\n    return docs.select(range(2))\n")
-    task_set(loaded, file, trusted=tmp_path).results(scorer_of(loaded))
+    task_set(loaded, file, trusted=tmp_path).evaluate(scorer_of(loaded))
     assert len(kept[0]["samples"]["letters"]) == 2
     (tmp_path / "code.py").write_text("import nowhere_to_be_found\n")
     other = write_tasks(tmp_path / "other", LETTERS) / "letters.yaml"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftkit.evaluation.scoring.rouge import rouge_l
+from ftkit.evaluation.scoring import rouge_l
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import yaml
 from local_tasks import ALL, LETTERS, SUMS, write_tasks
 
 from ftkit.errors import UserError
-from ftkit.evaluation.tasks.files import Code
-from ftkit.evaluation.tasks.finding import GroupDefinition, find_tasks, tasks_in
+from ftkit.evaluation.tasks import Code, TaskFiles, find_tasks, read_task_file
+
+
+def files_of(*names: object, trusted: Path | None = None) -> TaskFiles:
+    return find_tasks(list(map(str, names)), key="--tasks", trusted=trusted)
 
 
 def found(*names: object, trusted: Path | None = None) -> list[str]:
-    return [one.name for one in find_tasks(list(map(str, names)), key="--tasks", trusted=trusted)]
+    return files_of(*names, trusted=trusted).names
 
 
 def mistake(*names: object, trusted: Path | None = None) -> str:
@@ -43,28 +46,36 @@ def test_a_tag_stands_for_its_tasks_also_where_a_file_has_it_by_an_include() -> 
 
 
 def test_a_group_has_the_tasks_and_groups_that_it_names() -> None:
-    (group,) = find_tasks(["mmlu"], key="--tasks")
-    assert isinstance(group, GroupDefinition)
-    assert [member.name for member in group.members] == [
-        "mmlu_stem", "mmlu_other", "mmlu_social_sciences", "mmlu_humanities",
-    ]  # fmt: skip
-    assert len(list(tasks_in(group))) == 57
+    files = files_of("mmlu")
+    assert (files.names, len(files.tasks)) == (["mmlu"], 57)
+    assert files.groups == {
+        "mmlu", "mmlu_stem", "mmlu_other", "mmlu_social_sciences", "mmlu_humanities",
+    }  # fmt: skip
+    assert files.files.keys() == {*files.tasks, *files.groups}
 
 
-def test_a_group_of_ones_own_may_change_its_tasks(tmp_path: Path) -> None:
+def test_a_group_of_ones_own_has_tasks_of_files_and_its_own(tmp_path: Path) -> None:
     write_tasks(tmp_path, SUMS, LETTERS)
-    group = {"group": "both", "task": ["letters", {"task": "sums", "num_fewshot": 0}]}
+    inner = {"group": "inner", "task": [{"task": "sums", "num_fewshot": 0}]}
+    group = {"group": "both", "task": ["letters", inner, {"task": "own", "dataset_path": "json"}]}
     (tmp_path / "both.yaml").write_text(yaml.safe_dump(group))
-    (both,) = find_tasks([str(tmp_path)], key="--tasks")
-    assert both.name == "both"
-    assert [task.settings.get("num_fewshot") for task in tasks_in(both)] == [None, 0]
+    files = files_of(tmp_path)
+    assert files.names == ["both"]
+    assert files.tasks == ["letters", "sums", "both::own"]
+
+
+@pytest.mark.parametrize("key", ["unsafe_code", "process_docs"])
+def test_what_a_group_changes_of_its_tasks_is_checked_too(tmp_path: Path, key: str) -> None:
+    write_tasks(tmp_path, LETTERS)
+    value = "true" if key == "unsafe_code" else "!function code.run"
+    (tmp_path / "both.yaml").write_text(f"group: both\ntask: [{{task: letters, {key}: {value}}}]\n")
+    assert key in mistake(tmp_path)
 
 
 def test_an_include_gives_what_a_file_does_not_say_itself(tmp_path: Path) -> None:
     write_tasks(tmp_path, SUMS)
     (tmp_path / "fewer.yaml").write_text("include: sums.yaml\ntask: fewer\nnum_fewshot: 1\n")
-    (task,) = find_tasks([str(tmp_path / "fewer.yaml")], key="--tasks")
-    (settings,) = (one.settings for one in tasks_in(task))
+    settings = read_task_file(tmp_path / "fewer.yaml", tmp_path)
     assert (settings["num_fewshot"], settings["doc_to_target"]) == (1, "answer")
 
 
@@ -113,8 +124,7 @@ def test_python_code_runs_only_where_its_directory_is_trusted(tmp_path: Path) ->
     assert message.endswith(f"add --trust_task_code {own}.")
     assert f"lies outside of --trust_task_code {other}" in mistake(file, trusted=other)
     assert found(file, trusted=own) == ["letters"]
-    (task,) = tasks_in(find_tasks([str(file)], key="--tasks", trusted=own)[0])
-    assert isinstance(task.settings["process_docs"], Code)
+    assert isinstance(read_task_file(file, own)["process_docs"], Code)
     assert not (tmp_path / "mark").exists()  # nothing is imported to look at it
 
 
@@ -138,7 +148,7 @@ def test_the_harness_own_code_is_refused_by_name_and_the_way_out_works(name: str
     ("changes", "text"),
     [
         ({"unsafe_code": True}, "runs programs that the model wrote"),
-        ({"doc_to_image": "picture"}, "asks about images"),
+        ({"doc_to_image": "picture"}, "needs images"),
         ({"use_prompt": "promptsource:*"}, "takes its prompts from another package"),
         ({"dataset_path": "owner/data.py"}, "reads its data by a program"),
         ({"metric_list": [{"metric": "f1", "hf_evaluate": True}]}, "loads the metric f1"),
@@ -163,7 +173,7 @@ def test_a_file_elsewhere_is_not_included(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("task: [", "is no YAML"),
+        ("task: [", "is not valid YAML"),
         ("- task\n", "holds no keys"),
         ("include: own.yaml\ntask: own\n", "includes itself"),
         ("doc_to_text: x\n", "does not say which task it is"),

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from chats import marked, said, write_chat_tokenizer
 
+from ftkit.data.prepare import make_renderer
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import RecordReader
-from ftkit.data.renderers import make_renderer
 from ftkit.data.spec import Part, Rules
 from ftkit.models.chat_templates.turns import PARTS_CHANGED
 from ftkit.models.pretrained.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Samples of conversations: what a chat template makes of them, with the assistant's turns."""
+"""Renderer of conversations: a chat template writes them, the assistant's turns carry loss."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.records.record import Record
-from ftkit.data.rendering.renderer import Example, Rendered, Renderer, Rendering
+from ftkit.data.rendering import Example, Rendered, Renderer, Rendering
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 from ftkit.models.chat_templates.turns import TurnFinder, Written, plain_messages, without_untrained
 
 LOST = "no token lies in a turn of the assistant"
-"""Why a conversation becomes no sample: tokens of what stands around it swallow the answer."""
+"""Reason for a conversation without sample: its answer is only inside tokens that begin earlier."""
 OTHERS_SAID = "what another message says would carry loss"
-"""Why one is refused: its turns cannot be told from what stands around them."""
+"""Reason for a refusal: a token holds both an answer and what another message says."""
 
 _CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _TOOL = {
@@ -49,8 +49,8 @@ _TYPICAL: tuple[Record, ...] = (
 """Conversations that show how turns end."""
 
 
-class EncodedText(Protocol):
-    """The tokens of a text, and where they are in it."""
+class _EncodedText(Protocol):
+    """Tokens of a text with their character spans."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -59,19 +59,19 @@ class EncodedText(Protocol):
     def offsets(self) -> list[Span]: ...
 
 
-class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer."""
+class _ChatTokenizer(Protocol):
+    """The part of a tokenizer that this renderer uses."""
 
     eos_id: int
 
     @property
     def added_tokens(self) -> dict[str, int]: ...
 
-    def encode_all_rendered(self, texts: Sequence[str]) -> Sequence[EncodedText]: ...
+    def encode_all_rendered(self, texts: Sequence[str]) -> Sequence[_EncodedText]: ...
 
 
 class ChatRenderer(Renderer):
-    """Tokens are those of the whole text; one carries loss if it lies in a trained turn.
+    """Renders conversations; a token of the whole text carries loss if it lies in a trained turn.
 
     White space behind the turn may belong to its last token. Each sample is checked once it is made
     of tokens: if one that carries loss holds a character that another message says, the record is
@@ -82,16 +82,16 @@ class ChatRenderer(Renderer):
 
     def __init__(
         self,
-        tokenizer: ChatTokenizer | None,
+        tokenizer: _ChatTokenizer | None,
         template: ChatTemplate,
         *,
         train_on: TrainOn,
         reasoning: Reasoning = "split",
     ) -> None:
-        """Prepare.
+        """Set the rules of rendering.
 
         Args:
-            tokenizer: of the base model; None: nothing but texts is asked for.
+            tokenizer: of the base model; None: only texts are rendered.
             template: writes the conversations.
             train_on: which turns carry loss.
             reasoning: what becomes of a conversation whose later turns change earlier ones.
@@ -198,7 +198,7 @@ class ChatRenderer(Renderer):
 
 
 def _token_spans(offsets: Sequence[Span], sample: Written) -> tuple[Span, ...]:
-    """The tokens that lie in the trained characters of a text.
+    """Find the tokens that lie in the trained characters of a text.
 
     A token that begins before them is none of them. White space behind them may belong to their
     last token: some tokenizers add it to the token that ends a turn.
@@ -214,7 +214,7 @@ def _token_spans(offsets: Sequence[Span], sample: Written) -> tuple[Span, ...]:
 
 
 def _hold(offsets: Sequence[Span], tokens: Sequence[Span], characters: Sequence[Span]) -> bool:
-    """Whether tokens hold one of the characters, by where the tokenizer says that they are."""
+    """Whether tokens hold one of the characters, by the spans of the tokenizer."""
     if not characters:
         return False
     begins, ends = np.sort(np.array(characters, dtype=np.int64), axis=0).T

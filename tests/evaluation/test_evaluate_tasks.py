@@ -63,11 +63,11 @@ def test_the_chat_template_of_the_result_is_used_if_asked_for(
 def test_a_task_is_refused_before_the_result_is_loaded(
     ended: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftkit.evaluation.harness_tasks.put_to_use", None)
+    monkeypatch.setattr("ftkit.evaluation.evaluate.start_session", None)
     path = ended["lora"].out_dir
     assert "Did you mean arc_easy?" in mistake(path, "--tasks", "arc_easi")
     assert "--trust_task_code" in mistake(path, "--tasks", "hellaswag")
-    assert "which tasks?" in mistake(path, "--tasks", ",")
+    assert "--tasks is empty" in mistake(path, "--tasks", ",")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from tiny import make_tokenizer
 
+from ftkit.data import prepare
+from ftkit.data.prepare import make_renderer, rendered_chunks
 from ftkit.data.records.record import Record
-from ftkit.data.renderers import make_renderer
-from ftkit.data.rendering import parallel
-from ftkit.data.rendering.parallel import rendered_chunks
-from ftkit.data.rendering.renderer import Renderer, Rendering
+from ftkit.data.rendering import Renderer, Rendering
 from ftkit.data.spec import Part, Rules
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
@@ -30,8 +29,8 @@ def conversations(count: int) -> list[Record]:
 
 @pytest.fixture
 def renderer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Renderer:
-    monkeypatch.setattr(parallel, "RECORDS_AT_ONCE", 7)
-    monkeypatch.setattr(parallel, "LEAST_RECORDS", 20)
+    monkeypatch.setattr(prepare, "RECORDS_AT_ONCE", 7)
+    monkeypatch.setattr(prepare, "LEAST_RECORDS", 20)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     make_tokenizer(tmp_path)
     rules = Rules(chat_template="chatml", train_on="assistant")
@@ -49,8 +48,8 @@ def test_processes_render_what_one_renders_in_the_same_order(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = all_of(renderer, records := conversations(50))
-    monkeypatch.setattr(parallel, "_in_processes", None)
-    monkeypatch.setattr(parallel, "LEAST_RECORDS", 1000)
+    monkeypatch.setattr(prepare, "_in_processes", None)
+    monkeypatch.setattr(prepare, "LEAST_RECORDS", 1000)
     assert found == all_of(renderer, records)
     assert [record for record, _ in found] == records
     assert any(rendering.refused for _, rendering in found)
@@ -63,12 +62,12 @@ def test_what_broken_processes_leave_is_rendered_here(
         yield list(renderer.render(chunks[0]))
         raise BrokenProcessPool
 
-    monkeypatch.setattr(parallel, "_in_processes", broken)
+    monkeypatch.setattr(prepare, "_in_processes", broken)
     records = conversations(30)
     expected = list(zip(records, renderer.render(records), strict=True))
     assert all_of(renderer, records) == expected
 
 
 def test_few_records_start_no_process(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_in_processes", None)
+    monkeypatch.setattr(prepare, "_in_processes", None)
     assert len(all_of(renderer, conversations(19))) == 19

@@ -1,4 +1,4 @@
-"""The text of an inspection, for a terminal of any width and for a log."""
+"""Display of an inspection: as text for terminals and logs, and as an HTML page."""
 
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.rule import Rule
 from rich.text import Text
 
+from ftkit import __version__
 from ftkit.data.inspection.inspection import (
     Bar,
     Finding,
@@ -18,19 +19,20 @@ from ftkit.data.inspection.inspection import (
     SplitNumbers,
 )
 from ftkit.utils.console.formatting import percent_text, shortened
+from ftkit.utils.console.html import GOOD, escaped, labelled, styled, whole_page
 from ftkit.utils.console.terminal import labelled_grid
 
 MOST_TOKENS = 1500
-"""Of a sample that are written in a text; longer ones lose their middle."""
+"""Tokens of a sample in a text; longer samples lose their middle."""
 _BAR_WIDTH = 40
 _EXAMPLE_WIDTH = 120
 _LABEL_WIDTH = 14
-"""Of the ranges of lengths."""
+"""Width of the labels of bars."""
 _TRAINED, _MARK, _BETWEEN = "bold green underline", "magenta", "dim"
 
 
 class InspectionText:
-    """An inspection as rows, bars and samples; what is trained is in brackets too."""
+    """Renders an inspection in a terminal; trained tokens are coloured and in brackets."""
 
     def __init__(self, inspection: Inspection) -> None:
         self._inspection = inspection
@@ -39,35 +41,35 @@ class InspectionText:
         seen, ascii_only = self._inspection, options.ascii_only
         yield _rule(f"data for {visible(seen.base_model)}")
         for source in seen.sources:
-            yield labelled_grid(visible_rows(source_rows(source)))
+            yield labelled_grid(_visible_rows(_source_rows(source)))
             yield ""
         yield _rule("lengths in tokens")
-        yield labelled_grid(length_rows(seen))
+        yield labelled_grid(_length_rows(seen))
         yield from _bars(seen.lengths, options.max_width, ascii_only)
         yield ""
         yield _rule("duplicates")
-        yield labelled_grid(visible_rows(duplicate_rows(seen)))
+        yield labelled_grid(_visible_rows(_duplicate_rows(seen)))
         if seen.samples:
             yield ""
             yield _rule("samples")
             yield _legend(ascii_only)
         for sample in seen.samples:
             yield ""
-            yield Text(sample_title(sample, seen), "cyan")
+            yield Text(_sample_title(sample, seen), "cyan")
             yield from _token_lines(sample, options.max_width, ascii_only)
         yield ""
         yield _rule("findings")  # last: there a terminal shows them
         yield from _findings(seen.findings)
 
 
-def source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
-    """Label and value of what is said of a source."""
+def _source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
+    """Rows about a source, as label and value."""
     yield "source", source.where
     yield "records", source.records or source.shape
     if unused := source.unused.text:
         yield "not used", unused
     yield "template", source.template
-    yield "trained", f"{TRAINED_WORDS[source.train_on]} (train_on {source.train_on})"
+    yield "trained", f"{_TRAINED_WORDS[source.train_on]} (train_on {source.train_on})"
     for name, split in (("train", source.train), ("validation", source.val)):
         yield name, _used_words(split)
         for left_out in split.left_out:
@@ -80,15 +82,15 @@ def source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
         yield "epoch", f"takes {source.per_epoch:,} of its samples"
 
 
-TRAINED_WORDS = {
+_TRAINED_WORDS = {
     "assistant": "every turn of the assistant",
     "last": "the last answer alone",
     "all": "every token",
 }
 
 
-def length_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
-    """Label and value of what lengths come to, and what that means for max_seq_length."""
+def _length_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
+    """Rows about lengths and max_seq_length, as label and value."""
     lengths = seen.lengths
     yield (
         "train",
@@ -109,8 +111,8 @@ def length_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
     yield "limit", f"{limit} is too short for {lengths.over:,} ({share}); {whole}"
 
 
-def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
-    """Label and value of what is there more than once."""
+def _duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
+    """Rows about duplicates, as label and value."""
     found = seen.duplicates
     train = sum(source.train.samples for source in seen.sources)
     val = sum(source.val.samples for source in seen.sources)
@@ -128,8 +130,8 @@ def duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
         yield "", f"such as {shortened(visible(text), _EXAMPLE_WIDTH)}"
 
 
-def sample_title(sample: ShownSample, seen: Inspection) -> str:
-    """Which sample it is, and how much of it is trained."""
+def _sample_title(sample: ShownSample, seen: Inspection) -> str:
+    """Title of a sample: its number, its source and its trained tokens."""
     source = f" of {visible(sample.source)}" if len(seen.sources) > 1 else ""
     return (
         f"training sample {sample.number:,}{source}: {len(sample.ids):,} tokens, "
@@ -137,13 +139,13 @@ def sample_title(sample: ShownSample, seen: Inspection) -> str:
     )
 
 
-def range_of(bar: Bar) -> str:
-    """The lengths that a bar counts."""
+def _range_of(bar: Bar) -> str:
+    """Range of lengths of a bar."""
     return f"{bar.first:,}-{bar.last:,}" if bar.last > bar.first else f"{bar.first:,}"
 
 
-def counted(bar: Bar) -> str:
-    """The samples of a bar, and those that are too long."""
+def _counted(bar: Bar) -> str:
+    """Samples of a bar, and how many of them are too long."""
     return f"{bar.samples:,}" + f" ({bar.over:,} too long)" * bool(bar.over)
 
 
@@ -152,8 +154,8 @@ def visible(text: str) -> str:
     return "".join(_visible(character) for character in text)
 
 
-def visible_rows(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Labels and values, of which the latter may hold anything."""
+def _visible_rows(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Make the values of rows visible; they may hold anything."""
     return ((label, visible(value)) for label, value in rows)
 
 
@@ -169,13 +171,13 @@ def _rule(title: str) -> Rule:
 
 def _used_words(split: SplitNumbers) -> str:
     words = f"{split.used:,} of {split.records:,} records used, {split.samples:,} samples"
-    told = {
+    lost = {
         "cut off": split.truncated,
         "dropped for their length": split.dropped,
         "cut into several": split.split,
         "split by turn": split.split_by_turn,
     }
-    return words + "".join(f", {count:,} {what}" for what, count in told.items() if count)
+    return words + "".join(f", {count:,} {what}" for what, count in lost.items() if count)
 
 
 def _token_words(split: SplitNumbers) -> str:
@@ -185,7 +187,7 @@ def _token_words(split: SplitNumbers) -> str:
 
 
 def _bars(lengths: Lengths, width: int, ascii_only: bool) -> Iterator[RenderableType]:
-    """A line for each bar: what is too long is drawn in another pattern."""
+    """Lines of a histogram; what is too long is drawn in another pattern."""
     full, over = ("#", "x") if ascii_only else ("█", "░")
     room = max(min(_BAR_WIDTH, width - _LABEL_WIDTH - 16), 5)
     most = max(bar.samples for bar in lengths.bars)
@@ -193,21 +195,21 @@ def _bars(lengths: Lengths, width: int, ascii_only: bool) -> Iterator[Renderable
         whole = _drawn(bar.samples, most, room)
         shaded = _drawn(bar.over, most, room)
         yield Text.assemble(
-            (f"{range_of(bar):>{_LABEL_WIDTH}} ", "cyan"),
+            (f"{_range_of(bar):>{_LABEL_WIDTH}} ", "cyan"),
             (full * (whole - shaded), "green"),
             (over * shaded, "red"),
-            f"{' ' * bool(bar.samples)}{counted(bar)}",
+            f"{' ' * bool(bar.samples)}{_counted(bar)}",
         )
 
 
 def _drawn(samples: int, most: int, room: int) -> int:
-    """Characters of a bar; none only of nothing."""
+    """Width of a bar in characters, at least one if it has samples."""
     return max(round(samples / most * room), 1) if samples else 0
 
 
 def _findings(findings: list[Finding]) -> Iterator[RenderableType]:
     if not findings:
-        yield Text("nothing that ruins runs", "green")
+        yield Text("No problems found.", "green")
     for finding in findings:
         style = "bold yellow" if finding.severity == "warning" else "bold"
         yield Text.assemble(
@@ -224,7 +226,7 @@ def _legend(ascii_only: bool) -> Text:
 
 
 def _signs(ascii_only: bool) -> tuple[str, str, str]:
-    """Before and after what is trained, and between tokens."""
+    """Signs before and after what is trained, and between tokens."""
     return ("[[", "]]", "|") if ascii_only else ("⟦", "⟧", "·")
 
 
@@ -254,7 +256,7 @@ def _line() -> Text:
 
 
 def _fitting(text: str, room: int) -> str:
-    """As much of the beginning as there is room for; at least a character."""
+    """Longest beginning that fits into a width, of at least one character."""
     size = 0
     for count, character in enumerate(text):
         size += cell_len(character)
@@ -290,3 +292,126 @@ def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, b
             yield closing, _TRAINED, ends
         else:
             yield between * goes_on, _BETWEEN, ends
+
+
+# --- HTML -----------------------------------------------------------------------------------------
+
+_TRAINED_CSS = (
+    f"background:{GOOD}33;border-bottom:2px solid {GOOD};padding:0 1px;"
+    "-webkit-box-decoration-break:clone;box-decoration-break:clone"
+)
+_TOKEN_CSS = "border-right:1px solid #8886"
+_MARK_CSS = f"{_TOKEN_CSS};color:#b356ab;font-weight:bold"
+_OVER_CSS = "repeating-linear-gradient(45deg,#d1493f 0 4px,transparent 4px 8px)"
+_PAGE_CSS = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem;
+  padding: 0 1rem; color: #222; background: #fff; }
+h1 { font-size: 1.3rem; }
+@media (prefers-color-scheme: dark) { body { color: #ddd; background: #161616; } }
+"""
+
+
+def inspection_page(seen: Inspection) -> str:
+    """Render a self-contained HTML page, in ASCII so that any stream can encode it."""
+    end = f'<p style="opacity:0.7">Made by ftkit {__version__}.</p>'
+    title = f"ftkit data: {visible(seen.base_model)}"
+    page = whole_page(title, inspection_fragment(seen) + end, _PAGE_CSS)
+    return page.encode("ascii", "xmlcharrefreplace").decode()
+
+
+def inspection_fragment(seen: Inspection) -> str:
+    """Render an inspection as HTML for the cell of a notebook."""
+    parts = [
+        *(labelled(_visible_rows(_source_rows(source))) for source in seen.sources),
+        _html_title("Findings"),
+        _html_findings(seen.findings),
+        _html_title("Lengths in tokens"),
+        labelled(_length_rows(seen)),
+        _html_bars(seen.lengths.bars),
+        _html_title("Duplicates"),
+        labelled(_visible_rows(_duplicate_rows(seen))),
+    ]
+    if seen.samples:
+        trained, mark = (
+            f'<span style="{_TRAINED_CSS}">trained</span>',
+            _html_token("mark", _MARK_CSS),
+        )
+        legend = f"<div>{trained} not trained {mark}; a line after each token</div>"
+        parts += [_html_title("Samples"), legend]
+    samples = [
+        '<div style="margin:0.8em 0 0.2em;opacity:0.7">'
+        f"{escaped(_sample_title(sample, seen))}</div>{_html_sample(sample)}"
+        for sample in seen.samples
+    ]
+    return f'<div style="max-width:60em">{"".join([*parts, *samples])}</div>'
+
+
+def _html_title(title: str) -> str:
+    return f'<div style="font-weight:bold;margin:1em 0 0.2em">{escaped(title)}</div>'
+
+
+def _html_findings(findings: list[Finding]) -> str:
+    if not findings:
+        return styled("No problems found.", "green")
+    styles = {"warning": "bold yellow", "notice": "bold"}
+    return "".join(
+        f'<div style="margin:0.3em 0">{styled(finding.severity, styles[finding.severity])} '
+        f"{escaped(visible(finding.text))} <b>{escaped(visible(finding.advice))}</b></div>"
+        for finding in findings
+    )
+
+
+def _html_bars(bars: list[Bar]) -> str:
+    """A table of bars; what is too long is hatched."""
+    most = max(bar.samples for bar in bars)
+    rows = "".join(
+        '<tr style="background:none"><td style="text-align:right;padding:0 0.6em 0 0;border:none;'
+        f'white-space:nowrap;opacity:0.7">{_range_of(bar)}</td>'
+        '<td style="width:100%;padding:0;border:none;text-align:left"><div style="display:flex;'
+        f'align-items:center">{_html_bar(bar.samples - bar.over, most, GOOD)}'
+        f"{_html_bar(bar.over, most, _OVER_CSS)}"
+        '<span style="padding-left:0.4em;white-space:nowrap">'
+        f"{_counted(bar)}</span></div></td></tr>"
+        for bar in bars
+    )
+    # Jupyter's tables are "fixed", which leaves no room to the labels.
+    style = "border:none;width:100%;max-width:40em;table-layout:auto"
+    return f'<table style="{style}"><tbody>{rows}</tbody></table>'
+
+
+def _html_bar(samples: int, most: int, background: str) -> str:
+    """A bar of a histogram, narrow enough for a number beside the longest."""
+    if not samples:
+        return ""
+    share = max(60 * samples / most, 0.5)
+    return f'<div style="height:0.9em;width:{share:.1f}%;background:{background}"></div>'
+
+
+def _html_sample(sample: ShownSample) -> str:
+    return (
+        '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;'
+        'max-height:30em;overflow-y:auto;border:1px solid #8886;padding:0.4em 0.6em">'
+        f"{''.join(_html_tokens(sample))}</div>"
+    )
+
+
+def _html_tokens(sample: ShownSample) -> Iterator[str]:
+    """Tokens with their ids as tooltips; neighbours that are trained share a frame."""
+    was_trained = False
+    columns = zip(sample.ids, sample.texts, sample.trained, sample.special, strict=True)
+    for token, text, trained, special in columns:
+        if was_trained and not trained:
+            yield "</span>"
+        if trained and not was_trained:
+            yield f'<span style="{_TRAINED_CSS}">'
+        was_trained = trained
+        yield _html_token(text, _MARK_CSS if special else _TOKEN_CSS, token)
+    if was_trained:
+        yield "</span>"
+
+
+def _html_token(text: str, style: str, token: int | None = None) -> str:
+    shown = "↵\n".join(escaped(visible(line)) for line in text.split("\n"))
+    number = "" if token is None else f' title="{token}"'
+    return f'<span style="{style}"{number}>{shown}</span>'

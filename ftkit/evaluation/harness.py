@@ -1,21 +1,19 @@
-"""The lm-evaluation-harness on a model in memory: its tasks, its prompts and its numbers.
+"""The lm-evaluation-harness on a model in memory.
 
-Everything that computes is `Scorer`; how texts become tokens, what is asked and what the answers
-are worth is the harness's own, of version 0.4.13.
+Tasks, groups, prompts, metrics and their means are the harness's own, of version 0.4.13. `Scorer`
+computes what it requests of a model.
 """
 
-import importlib.util
 import io
 import logging
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
+import lm_eval.tasks._factory
 import lm_eval.utils
 import numpy as np
 import torch
@@ -29,108 +27,109 @@ from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._index import Entry, Kind
 
 from ftkit.data.records.hub import READ_BUILDERS
 from ftkit.errors import UserError
-from ftkit.evaluation.tasks.files import Code
-from ftkit.evaluation.tasks.finding import Definition, TaskDefinition
-from ftkit.evaluation.tasks.scoring import Prompted, Scorer
+from ftkit.evaluation.scorer import PromptBatch, Scorer
+from ftkit.evaluation.tasks import TaskFiles, check_supported
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
 from ftkit.models.generation import Sampling
 from ftkit.runs.report.answers import TaskResult
 
 FEW_SHOT_SEED = 1234
-"""Of the drawing of examples, and of numpy and torch: the harness's own, as is 0 for Python's."""
+"""Seed for examples in prompts, numpy and torch, as the harness has it; Python's is 0 there."""
 _GENERATION = ("do_sample", "max_gen_toks", "temperature", "top_k", "top_p", "until")
-"""Keys of generation_kwargs that mean something here."""
+"""Keys of generation_kwargs that are supported."""
 _MAY_LOAD = ("data_dir", "data_files", "revision")
+"""Keys of dataset_kwargs that decide which builder reads the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
-    """How tasks are asked."""
+class TaskOptions:
+    """How prompts of tasks are built, and how many."""
 
     limit: int | None = None
     """Records of each task; None: all."""
     num_fewshot: int | None = None
     """Examples in each prompt; None: as a task says."""
     chat_template: ChatTemplate | None = None
-    """In which a prompt is written; None: as plain text."""
+    """Template for prompts; None: they are plain text."""
 
 
 class TaskSet:
-    """Tasks with their data, ready to be asked."""
+    """Tasks with their data, ready to be evaluated."""
 
-    def __init__(
-        self, definitions: Sequence[Definition], asking: Asking, context_length: int
-    ) -> None:
-        """Load what the tasks ask.
+    def __init__(self, found: TaskFiles, options: TaskOptions, context_length: int) -> None:
+        """Have the harness set the tasks up, and load their data.
 
         Args:
-            definitions: from `find_tasks`, whose checks they passed.
-            asking: how they are asked.
+            found: from `find_tasks`, which has checked every file that is read here.
+            options: how prompts are built.
             context_length: most tokens that the model takes.
 
         Raises:
             UserError: a task cannot be set up.
         """
-        self._asking, self._context_length = asking, context_length
+        self._options, self._context_length = options, context_length
         self._tasks: dict[str, Task] = {}
         self._groups: dict[str, Group] = {}
-        _run_templates_in_a_sandbox()
+        _confine_harness()
+        manager = TaskManager(include_defaults=False)
+        for name, file in found.files.items():
+            kind = Kind.GROUP if name in found.groups else Kind.TASK
+            manager.task_index[name] = Entry(name=name, kind=kind, yaml_path=file)
+        for tag, names in found.tags.items():
+            entry = Entry(name=tag, kind=Kind.TAG, yaml_path=None, tags={*names})
+            manager.task_index.setdefault(tag, entry)
         with _quietly(), _seeded():
-            for definition in definitions:
-                self._add(definition)
+            for name in found.names:
+                loaded = _load(manager, name)
+                self._tasks |= loaded["tasks"]
+                self._groups |= loaded.get("groups", {})
+        # Version 0.4.13 gives the members of a group that is named by task: its own name.
+        if odd := sorted(self._tasks.keys() ^ set(found.tasks)):
+            raise UserError(
+                f"The harness does not read {odd[0]} as a task of its own. Name groups inside a "
+                "group by group: NAME."
+            )
         for name, task in self._tasks.items():
+            _set_few_shot(task, options.num_fewshot)
             _check_generation(name, task, context_length)
 
     @property
     def names(self) -> list[str]:
-        """Of the tasks, without groups."""
+        """Names of the tasks, without groups."""
         return list(self._tasks)
 
-    def results(self, scorer: Scorer) -> list[TaskResult]:
-        """Ask a model everything; only rank 0 calls this, the others serve.
+    def evaluate(self, scorer: Scorer) -> list[TaskResult]:
+        """Evaluate a model on all tasks; rank 0 calls this while the others serve.
 
         Raises:
-            AskingEnded: somebody wishes to end.
+            EvaluationAborted: the run is to stop.
         """
-        model = _ModelInMemory(scorer, self._asking.chat_template, self._context_length)
+        model = _ModelInMemory(scorer, self._options.chat_template, self._context_length)
         loaded = {"tasks": self._tasks, "groups": self._groups, "group_map": {}}
         for task in self._tasks.values():
             task._instances = None
             task.set_fewshot_seed(seed=FEW_SHOT_SEED)
+        uses_template = self._options.chat_template is not None
         with _quietly(), _seeded():
+            # Bootstrapping starts processes, for metrics whose error is not reported here.
             found = evaluate(
                 model,
                 loaded,
-                limit=self._asking.limit,
+                limit=self._options.limit,
                 bootstrap_iters=0,
-                apply_chat_template=self._asking.chat_template is not None,
-                fewshot_as_multiturn=self._asking.chat_template is not None,
+                apply_chat_template=uses_template,
+                fewshot_as_multiturn=uses_template,
             )
-        scorer.dismiss()
+        scorer.release()
         assert found is not None
         return list(self._read(found))
 
-    def _add(self, definition: Definition) -> Task | Group:
-        """Set a task or group up, with the tasks in it."""
-        if isinstance(definition, TaskDefinition):
-            task = _made(definition)
-            if self._asking.num_fewshot is not None and task.get_config("num_fewshot") != 0:
-                task.set_config(key="num_fewshot", value=self._asking.num_fewshot)
-            elif task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            self._tasks[definition.name] = task
-            return task
-        group = Group.from_config({**definition.settings, "group": definition.name})
-        for member in definition.members:
-            group.add(self._add(member))
-        self._groups[definition.name] = group
-        return group
-
     def _read(self, found: Mapping[str, Any]) -> Iterator[TaskResult]:
-        """The numbers of tasks and groups, in their order."""
         for name, values in {**found["results"], **found.get("groups", {})}.items():
             of_tasks = [name] if name in self._tasks else self._groups[name].get_all_tasks()
             names = [one if isinstance(one, str) else one.task_name for one in of_tasks]
@@ -154,7 +153,7 @@ class TaskSet:
     def _stderr(
         self, found: Mapping[str, Any], name: str, metric: str, filter_name: str
     ) -> float | None:
-        """The standard error of a mean; of what is no mean, it would take many drawings."""
+        """Standard error of a mean; other statistics would need bootstrapping."""
         task = self._tasks.get(name)
         if task is None or task.aggregation().get(metric) is not mean:
             return None
@@ -163,15 +162,28 @@ class TaskSet:
         return float(mean_stderr(values)) if len(values) > 1 else None
 
 
-class _LoadedTask(ConfigurableTask):  # type: ignore[misc]
-    """A task of the harness whose data are of a kind that runs nothing."""
+class _CheckedTask(ConfigurableTask):  # type: ignore[misc]
+    """A task of the harness that runs no program for its metrics or data.
+
+    Files are checked one by one before; this sees what their settings and those of groups make.
+    """
+
+    def __init__(self, *arguments: Any, config: dict[str, Any] | None = None, **more: Any) -> None:
+        values = config or {}
+        check_supported(str(values.get("task")), values)
+        for metric in values.get("metric_list") or ():
+            name = metric.get("metric")
+            is_named = isinstance(name, str) and not values.get("process_results")
+            if is_named and name not in metric_registry:
+                raise UserError(
+                    f"The task {values.get('task')} has the metric {name}, which the harness does "
+                    "not have: it would run a program of a hub. Name one of its own, such as acc "
+                    "or exact_match."
+                )
+        super().__init__(*arguments, config=config, **more)
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Load the data.
-
-        Raises:
-            UserError: they are of another kind.
-        """
+        """Load the data, if they are of a kind that runs nothing."""
         if callable(self.config.custom_dataset):
             super().download(dataset_kwargs)
             return
@@ -186,78 +198,34 @@ class _LoadedTask(ConfigurableTask):  # type: ignore[misc]
         super().download(dataset_kwargs)
 
 
-def _made(definition: TaskDefinition) -> Task:
-    """A task with its data."""
-    settings = _with_code(dict(definition.settings))
-    name = definition.name
-    for metric in settings.get("metric_list") or ():
-        known = metric.get("metric")
-        is_named = isinstance(known, str) and not settings.get("process_results")
-        if is_named and known not in metric_registry:
-            raise UserError(
-                f"The task {name} has the metric {known}, which the harness does not have: it "
-                "would run a program of a hub. Name one of its own, such as acc or exact_match."
-            )
+def _load(manager: TaskManager, name: str) -> Any:
     try:
-        if (own_class := settings.get("class")) is not None:
-            made: Task = own_class(config=settings)
-            return made
-        return _LoadedTask(config=settings)
+        return manager.load([name])
     except UserError:
         raise
-    except Exception as error:  # whatever is wrong in a task file
+    except Exception as error:  # whatever is wrong in a task file or its code
         reason = " ".join(str(error).split()) or "no reason given"
         raise UserError(
             f"The task {name} cannot be set up: {type(error).__name__}: {reason}. "
-            "Mend its file, or leave it out."
+            "Correct its file, or leave the task out."
         ) from error
 
 
-def _with_code(value: Any) -> Any:
-    """The same with functions where `!function` names them, whose files are trusted."""
-    if isinstance(value, Code):
-        return _imported(value)
-    if isinstance(value, dict):
-        return {key: _with_code(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_code(item) for item in value]
-    return value
-
-
-def _imported(code: Code) -> Any:
-    """What a Python file beside a task file has under a name.
-
-    Raises:
-        UserError: it cannot be imported, or has no such name.
-    """
-    own = Path(lm_eval.utils.__file__).parent.parent
-    module_name = f"ftkit_task_code_{abs(hash(code.file))}"
-    if code.file.is_relative_to(own):  # files of the harness import each other
-        module_name = ".".join(code.file.relative_to(own).with_suffix("").parts)
-    try:
-        if module_name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(module_name, code.file)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module
-            spec.loader.exec_module(module)
-        return getattr(sys.modules[module_name], code.name.rpartition(".")[2])
-    except Exception as error:  # whatever code raises
-        sys.modules.pop(module_name, None)
-        raise UserError(
-            f"!function {code.name} of {code.written_in} cannot be had: {type(error).__name__}: "
-            f"{error}. Mend {code.file}, or install what it needs."
-        ) from error
+def _set_few_shot(task: Task, count: int | None) -> None:
+    """Set the examples in each prompt, by the harness's rule: a task that says 0 keeps it."""
+    own = task.get_config("num_fewshot")
+    if own is None or (count is not None and own != 0):
+        task.set_config(key="num_fewshot", value=count or 0)
 
 
 def _check_generation(name: str, task: Task, context_length: int) -> None:
-    """Refuse a task that asks for answers of a kind or length that cannot be given."""
+    """Refuse a task whose answers would be sampled or bounded in a way that is not supported."""
     if task.get_config("output_type") != "generate_until":
         return
     asked = normalize_gen_kwargs(task.get_config("generation_kwargs") or {})
     if unknown := sorted(asked.keys() - set(_GENERATION)):
         raise UserError(
-            f"The task {name} has {unknown[0]} in generation_kwargs, which ftkit does not have. "
+            f"The task {name} has {unknown[0]} in generation_kwargs, which ftkit does not support. "
             f"It knows {', '.join(_GENERATION)}."
         )
     if asked["max_gen_toks"] >= context_length:
@@ -268,7 +236,7 @@ def _check_generation(name: str, task: Task, context_length: int) -> None:
 
 
 class _ModelInMemory(TemplateLM):  # type: ignore[misc]
-    """What the harness asks, as it asks models of transformers."""
+    """The harness's interface to models, with the choices of its class for transformers."""
 
     def __init__(self, scorer: Scorer, template: ChatTemplate | None, context_length: int) -> None:
         super().__init__()
@@ -303,9 +271,9 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Texts that are too long lose their beginnings."""
+        # As in the harness: texts that are too long lose their beginnings.
         most = self._context_length + 1
-        return self._scorer.likelihoods(
+        return self._scorer.log_likelihoods(
             [((before + after)[-most:], len(after)) for _, before, after in requests]
         )
 
@@ -346,7 +314,7 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
             )
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
             found = self._scorer.answers(
-                Prompted(
+                PromptBatch(
                     prompts=prompts,
                     until=handle_stop_sequences(given["until"], eos),
                     max_new_tokens=longest,
@@ -360,13 +328,13 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as a prompt; what an assistant has begun to say goes on."""
+        """Write a conversation as a prompt; an answer that has begun is continued."""
         assert self._template is not None
         try:
             text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
         except TemplateRefusal as refusal:
             raise UserError(
-                f"The chat template {self._template.name} does not take what a task asks: "
+                f"The chat template {self._template.name} refuses the prompt of a task: "
                 f"{refusal}. Leave out apply_chat_template."
             ) from None
         if add_generation_prompt:
@@ -375,12 +343,12 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
         return text[: text.rindex(begun) + len(begun)]
 
 
-def _run_templates_in_a_sandbox() -> None:
-    """Have templates of task files rendered where they reach no code.
+def _confine_harness() -> None:
+    """Have the harness make tasks that are checked, and render templates that reach no code.
 
-    The harness renders them in a plain environment, in which a template can call anything; the
-    settings are those of that one.
+    Its own environment lets a template call anything; the settings here are those of that one.
     """
+    lm_eval.tasks._factory.ConfigurableTask = _CheckedTask
     sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters["regex_replace"] = lm_eval.utils.regex_replace
     lm_eval.utils.env = sandbox
@@ -388,7 +356,7 @@ def _run_templates_in_a_sandbox() -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep the harness's bars and messages from the terminal."""
+    """Keep progress bars and messages of the harness from the terminal."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
@@ -398,7 +366,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Draw as the harness's own command does, and leave the training's random numbers alone."""
+    """Seed as the harness's command does, and restore the random states of the training."""
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     random.seed(0)
     np.random.seed(FEW_SHOT_SEED)

@@ -1,11 +1,11 @@
-"""Scores and answers of token sequences, by a model whose ranks compute them together.
+"""Log-likelihoods and answers for the lm-evaluation-harness, computed by all ranks of a model.
 
-Rank 0 asks, with the harness around it; all others serve until it has done. Batches are dealt to
-the ranks, and every rank runs as many forward passes as any other: what is sharded needs them all.
+Rank 0 runs the harness; the others serve its requests until it is done. Every rank runs the same
+number of forward passes, because those of a sharded model are collectives.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,27 +20,27 @@ from ftkit.utils.accelerators.use import sum_dtype
 from ftkit.utils.progress import OnProgress
 
 _STOP_INTERVAL = 10
-"""Batches between two questions whether to end; ranks have to agree on it."""
+"""Batches between two checks for an early end, which is a collective."""
 
 
-class AskingEnded(Exception):
-    """Somebody wishes to end, on all ranks at once."""
+class EvaluationAborted(Exception):
+    """The evaluation is to end early, on all ranks at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompted:
-    """Prompts that are answered in the same way."""
+class PromptBatch:
+    """Prompts to be answered with the same settings."""
 
     prompts: list[list[int]]
     until: list[str]
-    """An answer ends before the first of these."""
+    """Stop sequences: an answer ends before the first of these."""
     max_new_tokens: int
     sampling: Sampling
-    """Its seed counts on from prompt to prompt."""
+    """Its seed is raised by one from prompt to prompt."""
 
 
 class Scorer:
-    """A model in memory, on one of its ranks."""
+    """Scores and answers of a model, seen from one of its ranks."""
 
     def __init__(
         self,
@@ -53,16 +53,16 @@ class Scorer:
         context: Context,
         stopped: Callable[[], object] = lambda: False,
     ) -> None:
-        """Look at a model.
+        """Wrap a model.
 
         Args:
             model: in evaluation mode.
             tokenizer: of its base model.
             stop_ids: tokens that end an answer.
-            world_size: ranks that have a part or a copy of the model.
-            rows_of: how many sequences of so many tokens are computed at once.
-            context: in which the model computes.
-            stopped: whether to end early; the same on all ranks, which all ask.
+            world_size: number of ranks with a part or a copy of the model.
+            rows_of: sequences per forward pass, by their length in tokens.
+            context: context manager for every forward pass.
+            stopped: whether to end early; a collective with one answer for all ranks.
         """
         self.model, self.tokenizer = model, tokenizer
         self._stop_ids, self._world_size = stop_ids, world_size
@@ -71,63 +71,64 @@ class Scorer:
         self._device = model.body.device
         self._positions = model.body.max_length
         self.progress: OnProgress = lambda *_: None
-        """Told how far the newest request is: (batches done, batches in all)."""
+        """Called with (batches done, batches in all) of the current request."""
 
     # Rank 0
 
-    def likelihoods(self, scored: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Log-probabilities of the ends of sequences, and whether no other end is likelier.
+    def log_likelihoods(self, scored: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Return log-probabilities of the ends of sequences, and whether they are the greedy ones.
 
         Args:
-            scored: sequences of token ids, and how many tokens at the end count.
+            scored: sequences of token ids, each with the number of tokens that form its end.
 
         Returns:
-            Of each the sum over these tokens in nats, and whether each was the likeliest.
+            For each sequence the sum over these tokens in nats, and whether each was the likeliest.
         """
         broadcast_text(json.dumps({"scored": scored}))
-        return self._likelihoods(scored)
+        return self._log_likelihoods(scored)
 
-    def answers(self, asked: Prompted) -> list[str]:
-        """The answers to prompts."""
-        broadcast_text(json.dumps({"asked": asdict(asked)}))
-        return self._answers(asked)
+    def answers(self, batch: PromptBatch) -> list[str]:
+        """Answer prompts."""
+        broadcast_text(json.dumps({"prompts": asdict(batch)}))
+        return self._answers(batch)
 
-    def dismiss(self) -> None:
-        """Let the other ranks go on."""
+    def release(self) -> None:
+        """End the service of the other ranks."""
         broadcast_text(json.dumps({}))
 
     # All others
 
     def serve(self) -> None:
-        """Compute along until rank 0 has done.
+        """Compute along with rank 0 until it releases this rank.
 
         Raises:
-            AskingEnded: somebody wishes to end.
+            EvaluationAborted: the evaluation ends early.
         """
-        while task := json.loads(broadcast_text("")):
-            if "scored" in task:
-                self._likelihoods(task["scored"])
+        while request := json.loads(broadcast_text("")):
+            if "scored" in request:
+                self._log_likelihoods(request["scored"])
             else:
-                sampling = Sampling(**task["asked"].pop("sampling"))
-                self._answers(Prompted(**task["asked"], sampling=sampling))
+                sampling = Sampling(**request["prompts"].pop("sampling"))
+                self._answers(PromptBatch(**request["prompts"], sampling=sampling))
 
     def restore(self) -> None:
-        """Put back what longer sequences than usual have changed."""
+        """Shrink the rotary tables to their usual length after longer sequences."""
         if self.model.body.max_length != self._positions:
             self.model.body.build_rope_cache(self._device, self._positions)
 
     # All of them
 
     @torch.no_grad()
-    def _likelihoods(self, scored: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Sequences that differ in their last token alone share a row."""
+    def _log_likelihoods(self, scored: Sequence[Any]) -> list[tuple[float, bool]]:
+        # Choices of one token share their prompt: sequences that differ in the last token alone
+        # are one row.
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, (sequence, _) in enumerate(scored):
             alike.setdefault(tuple(sequence[:-1]), []).append(number)
         rows = sorted(alike, key=lambda row: (-len(row), row))
-        self._reach(len(rows[0]) if rows else 0)
+        self._extend_positions(len(rows[0]) if rows else 0)
         sums = torch.zeros(len(scored), 2, dtype=sum_dtype(self._device), device=self._device)
-        for mine in self._dealt(rows, len):
+        for mine in self._own_batches(rows, len):
             tokens = mine or [(0,)]  # where this rank has no row: a pass without a result
             owners: list[int] = []
             places: list[int] = []
@@ -151,7 +152,7 @@ class Scorer:
     def _each(
         self, rows: Sequence[tuple[int, ...]], places: list[int], labels: list[int]
     ) -> Tensor:
-        """See `Head.forward`; the first row is the longest."""
+        """Log-probability of each label, and whether it is the likeliest; longest row first."""
         longest = len(rows[0])
         padded = [[*row, *[0] * (longest - len(row))] for row in rows]
         device = self._device
@@ -164,39 +165,39 @@ class Scorer:
             )
         return found
 
-    def _answers(self, asked: Prompted) -> list[str]:
-        longest = max((len(prompt) for prompt in asked.prompts), default=0)
-        self._reach(longest + asked.max_new_tokens)
-        order = sorted(range(len(asked.prompts)), key=lambda i: (-len(asked.prompts[i]), i))
+    def _answers(self, batch: PromptBatch) -> list[str]:
+        longest = max((len(prompt) for prompt in batch.prompts), default=0)
+        self._extend_positions(longest + batch.max_new_tokens)
+        order = sorted(range(len(batch.prompts)), key=lambda i: (-len(batch.prompts[i]), i))
         table = torch.zeros(
-            len(order), asked.max_new_tokens + 1, dtype=torch.long, device=self._device
+            len(order), batch.max_new_tokens + 1, dtype=torch.long, device=self._device
         )
 
         def size_of(number: int) -> int:
-            return len(asked.prompts[number]) + asked.max_new_tokens
+            return len(batch.prompts[number]) + batch.max_new_tokens
 
-        for mine in self._dealt(order, size_of):
-            for number, ids in zip(mine, self._answered(asked, mine), strict=False):
+        for mine in self._own_batches(order, size_of):
+            for number, ids in zip(mine, self._answered(batch, mine), strict=False):
                 table[number, 0] = len(ids)
                 table[number, 1 : len(ids) + 1] = ids.to(self._device)
         answers = [row[1 : row[0] + 1] for row in sum_over_ranks(table).tolist()]
-        return [_cut(self._text(answer), asked.until) for answer in answers]
+        return [_cut(self._text(answer), batch.until) for answer in answers]
 
-    def _answered(self, asked: Prompted, numbers: Sequence[int]) -> list[Tensor]:
-        """Tokens of the answers to some prompts; without any, passes that others need."""
-        prompts = [asked.prompts[number] for number in numbers] or [[0]]
+    def _answered(self, batch: PromptBatch, numbers: Sequence[int]) -> list[Tensor]:
+        """Answer some prompts in tokens; without any, run the passes that other ranks need."""
+        prompts = [batch.prompts[number] for number in numbers] or [[0]]
         generators = [
-            torch.Generator().manual_seed(asked.sampling.seed + number) for number in numbers
+            torch.Generator().manual_seed(batch.sampling.seed + number) for number in numbers
         ]
 
         def goes_on(_: int, ids: list[int]) -> bool:
             text = self._text(ids)
-            return bool(numbers) and _cut(text, asked.until) == text
+            return bool(numbers) and _cut(text, batch.until) == text
 
         def choose(logits: Tensor) -> Tensor:
-            if asked.sampling.temperature == 0 or not numbers:
+            if batch.sampling.temperature == 0 or not numbers:
                 return logits.argmax(dim=-1)
-            drawn = [asked.sampling.choose(*pair) for pair in zip(logits, generators, strict=True)]
+            drawn = [batch.sampling.choose(*pair) for pair in zip(logits, generators, strict=True)]
             return torch.tensor(drawn, device=logits.device)
 
         with self._context():
@@ -204,14 +205,14 @@ class Scorer:
                 self.model,
                 [torch.tensor(prompt) for prompt in prompts],
                 stop_ids=self._stop_ids,
-                max_new_tokens=asked.max_new_tokens,
+                max_new_tokens=batch.max_new_tokens,
                 goes_on=goes_on,
                 choose=choose,
                 apart=True,
             )
 
-    def _dealt(self, items: Sequence[Any], size_of: Callable[[Any], int]) -> Any:
-        """This rank's batches of what is sorted by size, as many as every rank has; some empty."""
+    def _own_batches(self, items: Sequence[Any], size_of: Callable[[Any], int]) -> Iterator[Any]:
+        """Yield this rank's batches of items sorted by size; empty ones where others have more."""
         batches: list[list[Any]] = []
         for item in items:
             if not batches or len(batches[-1]) >= self._rows_of(size_of(batches[-1][0])):
@@ -220,7 +221,7 @@ class Scorer:
         starts = range(0, len(batches), self._world_size)
         for done, start in enumerate(starts):
             if done % _STOP_INTERVAL == 0 and self._stopped():
-                raise AskingEnded
+                raise EvaluationAborted
             place = start + self._rank
             yield batches[place] if place < len(batches) else []
             self.progress(done + 1, len(starts))
@@ -228,14 +229,12 @@ class Scorer:
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.processor.decode(ids))
 
-    def _reach(self, length: int) -> None:
-        """Have the model take sequences of so many tokens."""
+    def _extend_positions(self, length: int) -> None:
         if length > self.model.body.max_length:
             self.model.body.build_rope_cache(self._device, length)
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
-    """A text up to the first of some others."""
     for end in filter(None, until):
         text = text.partition(end)[0]
     return text

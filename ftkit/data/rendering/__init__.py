@@ -1,1 +1,0 @@
-"""Rendering: how records become token ids, and which of them carry loss."""

@@ -1,0 +1,130 @@
+"""Metrics of answers: exact match, ROUGE-L, and metrics of one's own."""
+
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import regex
+
+from ftkit.recipe.own_metric import LoadedMetric, OwnMetric
+
+EXACT_MATCH = "exact_match"
+DEFAULT_RECORDS = 100
+"""Records that are answered where no number is given."""
+_WITHOUT_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_WORD = regex.compile(
+    rf"[{_WITHOUT_SPACES}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]--[{_WITHOUT_SPACES}]]+", regex.V1
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A mean score of the answers to the first records."""
+
+    name: str
+    records: int
+    """How many are scored."""
+    score: Callable[[str, str, Mapping[str, Any], int], float]
+    """Takes an answer, the expected one, the record and its place."""
+    own: OwnMetric | None = None
+    """The user's function that computes it; None: it is one of ftkit's."""
+
+    @property
+    def is_exact_match(self) -> bool:
+        """Whether this is ftkit's share of right answers."""
+        return self.name == EXACT_MATCH and self.own is None
+
+
+class Score(NamedTuple):
+    """A metric with its value."""
+
+    metric: Metric
+    mean: float
+    records: int
+    """Records that were scored; fewer than the metric takes if there were fewer."""
+
+
+class Scoring:
+    """The metrics of an evaluation, and how many answers they need."""
+
+    def __init__(
+        self,
+        *,
+        exact_match: int,
+        rouge_l: int,
+        own: Sequence[OwnMetric],
+        max_new_tokens: int,
+        executes: bool = True,
+    ) -> None:
+        """Choose the metrics.
+
+        Args:
+            exact_match: records to score by exact match.
+            rouge_l: records to score by ROUGE-L.
+            own: metrics of one's own, for as many records as the others, or 100.
+            max_new_tokens: most tokens of an answer that is scored as a whole.
+            executes: whether this rank computes metrics of one's own; the others answer alone.
+
+        Raises:
+            UserError: a metric of one's own cannot be executed.
+        """
+        own_records = (max(exact_match, rouge_l) or DEFAULT_RECORDS) if own else 0
+        self.exact_match = exact_match
+        """Records to score by exact match."""
+        self.records = max(exact_match, rouge_l, own_records)
+        """Records to answer."""
+        self.whole_records = max(rouge_l, own_records)
+        """Records whose answers are generated to their end."""
+        self.max_new_tokens = max_new_tokens
+        """Most tokens of such an answer."""
+        metrics = [
+            Metric(name=EXACT_MATCH, records=exact_match, score=_equal),
+            Metric(name="rouge_l", records=rouge_l, score=_rouge_l),
+        ]
+        for metric in map(LoadedMetric, own if executes else ()):
+            metrics.append(
+                Metric(
+                    name=metric.metric.function,
+                    records=own_records,
+                    score=metric.score,
+                    own=metric.metric,
+                )
+            )
+        self.metrics = tuple(metric for metric in metrics if metric.records)
+
+
+def _equal(answer: str, expected: str, _: object, __: int) -> float:
+    return float(answer == expected)
+
+
+def _rouge_l(answer: str, expected: str, _: object, __: int) -> float:
+    return rouge_l(answer, expected)
+
+
+def rouge_l(answer: str, expected: str) -> float:
+    """ROUGE-L: the F-measure of the longest common subsequence of words, from 0 to 1.
+
+    Each text counts as one sentence. For ASCII texts this is rougeL of the package rouge-score,
+    without a stemmer, number by number. There everything but a-z and 0-9 separates words, so that a
+    text in another alphabet scores 0. Here letters, marks and digits of every alphabet form words,
+    and in scripts without spaces between words each character is one.
+    """
+    given, wanted = _words(answer), _words(expected)
+    common = _longest_common_subsequence(given, wanted)
+    return 2 * common / (len(given) + len(wanted)) if common else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(unicodedata.normalize("NFKC", text.lower()))
+
+
+def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
+    """Length of the longest common subsequence, in one row of its table at a time."""
+    row = [0] * (len(second) + 1)
+    for word in first:
+        before = row
+        row = [0]
+        for place, other in enumerate(second):
+            row.append(before[place] + 1 if word == other else max(before[place + 1], row[place]))
+    return row[-1]

@@ -1,1 +1,0 @@
-"""Scores of answers: exact match, ROUGE-L, and metrics of one's own."""

@@ -1,1 +1,0 @@
-"""Evaluation by task: task files, and the lm-evaluation-harness on a model in memory."""
