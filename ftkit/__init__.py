@@ -18,20 +18,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "Chat": "views.notebook.answers",
+    "Chat": "views.notebook.results",
     "DoesNotFit": "errors",
     "Experiments": "views.notebook.experiments",
     "Plans": "views.notebook.plans",
     "Run": "views.notebook.api",
     "UserError": "errors",
     "attach": "views.notebook.api",
-    "chat": "views.notebook.answers",
+    "chat": "views.notebook.results",
     "compare": "views.comparison.compare",
     "evaluate": "views.notebook.results",
     "export": "views.notebook.results",
     "finetune": "views.notebook.api",
     "finetune_full": "views.notebook.api",
-    "generate": "views.notebook.answers",
+    "generate": "views.notebook.results",
     "merge": "views.notebook.results",
     "plan": "views.notebook.plans",
     "preview": "views.notebook.previews",

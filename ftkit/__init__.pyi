@@ -11,17 +11,17 @@ from typing import Any
 from ftkit.errors import DoesNotFit as DoesNotFit
 from ftkit.errors import UserError as UserError
 from ftkit.views.comparison.compare import compare as compare
-from ftkit.views.notebook.answers import Chat as Chat
-from ftkit.views.notebook.answers import chat as chat
-from ftkit.views.notebook.answers import generate as generate
 from ftkit.views.notebook.api import Run as Run
 from ftkit.views.notebook.api import attach as attach
 from ftkit.views.notebook.experiments import Experiments as Experiments
 from ftkit.views.notebook.plans import Plans as Plans
 from ftkit.views.notebook.plans import ShownPlan
 from ftkit.views.notebook.previews import ShownInspection
+from ftkit.views.notebook.results import Chat as Chat
+from ftkit.views.notebook.results import chat as chat
 from ftkit.views.notebook.results import evaluate as evaluate
 from ftkit.views.notebook.results import export as export
+from ftkit.views.notebook.results import generate as generate
 from ftkit.views.notebook.results import merge as merge
 from ftkit.views.notebook.results import push as push
 

@@ -276,7 +276,7 @@ FTKIT = Group(
             "writes nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone. "
             "--serve shows it in a browser instead, or all runs of a directory.",
             options=WatchOptions,
-            function="ftkit.views.live_page.command:watch_runs",
+            function="ftkit.views.live_page.server:watch_runs",
             examples=(
                 "out/finetune/lora",
                 "out/finetune/lora --once",

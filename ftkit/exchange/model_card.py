@@ -16,7 +16,7 @@ from ftkit.models.pretrained.hub import CARD, hub_name, is_litgpt, licence_files
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.report import Report
-from ftkit.runs.report.rows import memory_text
+from ftkit.runs.report.table import memory_text
 from ftkit.utils.console.formatting import (
     bytes_text,
     duration_text,

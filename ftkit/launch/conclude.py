@@ -16,10 +16,10 @@ from ftkit.launch.preflight import find_shortage, shortage_text
 from ftkit.recipe.recipe import Method
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import DIED, FOR_MEMORY, Job, RankError
-from ftkit.runs.report.expert_load import ExpertLoad
-from ftkit.runs.report.peak_memory import PeakMemory
 from ftkit.runs.report.report import (
     ENDED_WELL,
+    ExpertLoad,
+    PeakMemory,
     PhaseName,
     PhaseTimes,
     Progress,

@@ -19,7 +19,7 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.recipe import Recipe, Train
 from ftkit.runs.job import Job
-from ftkit.runs.report.peak_memory import PeakMemory
+from ftkit.runs.report.report import PeakMemory
 from ftkit.strategies.step_memory import Shortage
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.display import Display

@@ -15,8 +15,7 @@ from ftkit.recipe.parsing import from_dict, recipe_as_dict, to_dict
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.directory import RankDirectory, RunDirectory
-from ftkit.runs.report.report import Progress, Report
-from ftkit.runs.report.restarts import Restart
+from ftkit.runs.report.report import Progress, Report, Restart
 from ftkit.utils.console.formatting import parse_duration, utc_now, utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_json, write_with_reserve

@@ -25,6 +25,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor, is_at_work
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
+from ftkit.runs.report.meters import SourceMeter
 from ftkit.runs.report.metrics import (
     ROUTER_COLUMN,
     Row,
@@ -33,19 +34,19 @@ from ftkit.runs.report.metrics import (
     read_validation,
     samples_column,
 )
-from ftkit.runs.report.peak_memory import PeakMemory
 from ftkit.runs.report.report import (
     ENDED_WELL,
     Checkpoints,
     Loss,
     OutcomeName,
+    PeakMemory,
     Progress,
     Report,
+    Restart,
+    Resumed,
     Tokens,
     read_report,
 )
-from ftkit.runs.report.restarts import Restart, Resumed
-from ftkit.runs.report.source_meter import SourceMeter
 from ftkit.runs.resume import Start
 from ftkit.runs.sync.download import UrlCopy
 from ftkit.utils.console.formatting import utc_text

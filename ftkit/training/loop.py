@@ -13,7 +13,7 @@ from ftkit.errors import EXIT_BY_SIGNAL
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.planning.meter import MemoryMeter, steps_to_measure
 from ftkit.runs.job import StopAfter
-from ftkit.runs.report.step_record import StepRecord
+from ftkit.runs.report.meters import StepRecord
 from ftkit.strategies.distributed import broadcast_ints
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator

@@ -16,25 +16,26 @@ from ftkit.models.bodies.routing import Routing
 from ftkit.planning.meter import DevicePeak
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job
-from ftkit.runs.report.expert_load import ExpertLoad
+from ftkit.runs.report import numbers
+from ftkit.runs.report.meters import SourceMeter, StepRecord, ThroughputMeter
 from ftkit.runs.report.metrics import MetricsWriter, ValidationWriter
-from ftkit.runs.report.peak_memory import PeakMemory, RankMemory
 from ftkit.runs.report.report import (
     Checkpoints,
     DataCounts,
+    ExpertLoad,
     Files,
     Loss,
+    PeakMemory,
     PhaseName,
     PhaseTimes,
     Progress,
+    RankMemory,
     Source,
     Spread,
+    Throughput,
     Tokens,
     write_report,
 )
-from ftkit.runs.report.source_meter import SourceMeter
-from ftkit.runs.report.step_record import StepRecord
-from ftkit.runs.report.throughput import Throughput, ThroughputMeter
 from ftkit.runs.state import report_at_start, shown_path
 from ftkit.runs.system_metrics import SystemSampler
 from ftkit.strategies.distributed import make_device
@@ -98,8 +99,8 @@ class Recorder:
         names = [part.name for part in data_source(job.recipe.data).parts()]
         sets = tuple(validation_sets(job.recipe.data, job.recipe.eval.sets))
         before = start.carried if start else {}
-        self._sources = SourceMeter.going_on(names, before.get("sources"))
-        self._sets = SourceMeter.going_on(sets, before.get("sets"), least=1)
+        self._sources = SourceMeter.from_carried(names, before.get("sources"))
+        self._sets = SourceMeter.from_carried(sets, before.get("sets"), least=1)
         after, sources = start.step if start else None, tuple(self._sources.sources)
         self._metrics = MetricsWriter(tables.metrics, after_step=after, sources=sources)
         sources += sets
@@ -341,6 +342,7 @@ class Recorder:
             throughput=self._throughput(),
             expert_load=ExpertLoad.of_choices(self._routing.layers, self._routing.load),
         )
+        self.note(numbers=numbers.measured(self.report))
 
     def _loss(self) -> Loss:
         """The loss with the newest step; its first step may lie in an earlier session."""

@@ -45,7 +45,7 @@ from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.job import Job
 from ftkit.runs.report.report import DataCounts, Resolved, Source
-from ftkit.runs.report.rows import losses_of_data_text, summary_text
+from ftkit.runs.report.table import losses_of_data_text, summary_text
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.optim.optimizers import base_learning_rate, hidden_matrices
 from ftkit.strategies.optim.schedule import Schedule, make_schedule

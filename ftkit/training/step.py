@@ -16,7 +16,7 @@ from ftkit.models.language_model import LanguageModel
 from ftkit.models.loss import normalize_loss
 from ftkit.planning.meter import MemoryMeter
 from ftkit.recipe.recipe import Train
-from ftkit.runs.report.step_record import PARTS, StepPart, StepRecord
+from ftkit.runs.report.meters import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.strategies.optim.schedule import Schedule
 from ftkit.strategies.strategy import Strategy

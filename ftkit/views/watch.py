@@ -1,4 +1,4 @@
-"""`ftkit watch`: a live view of a run from another terminal, made of its files alone."""
+"""`ftkit watch`: a live view of a run from another terminal, read from its files alone."""
 
 import math
 import sys
@@ -17,10 +17,10 @@ from rich.text import Text
 from ftkit.recipe.options import WatchOptions
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.report import numbers
 from ftkit.runs.report.metrics import Row, RowsReader, loss_columns
 from ftkit.runs.report.report import Progress, Report, Resolved
-from ftkit.runs.report.rows import memory_text
-from ftkit.runs.report.table import STYLE_OF_OUTCOME
+from ftkit.runs.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.state import RunState, StateName, look
 from ftkit.runs.sync.download import UrlCopy, is_at_work_here
 from ftkit.utils.console.curve import curve, means
@@ -42,35 +42,35 @@ from ftkit.utils.process import Interrupts
 from ftkit.utils.remote.urls import display_path, url_of
 
 _RECENT_STEPS = 20
-"""Steps whose mean is the speed now."""
+"""The current speed is the mean over so many last steps."""
 _SILENT_S = 30.0
-"""Time without a step, and without another phase, that is worth a word."""
+"""Time without a step of training after which the view mentions it."""
 _CURVE_LINES = 8
 _PICTURE_POINTS = 240
 _MOST_WIDTH = 100
-"""Wider than this, a curve of eight lines tells no more."""
+"""Largest width of a curve: wider ones of eight lines show nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What there is to see of a run at one moment."""
+class RunSnapshot:
+    """State, rows and newest checkpoint of a run at one moment."""
 
     run: RunState
     """Its state and report."""
     rows: list[Row]
-    """Of its steps."""
+    """Rows of metrics.csv."""
     validations: list[Row]
-    """Of its validations."""
+    """Rows of validation.csv."""
     samples: list[Row]
-    """Of host and devices."""
+    """Rows of system.csv."""
     checkpoint_step: int | None
-    """Of the newest complete checkpoint."""
+    """Step of the newest complete checkpoint."""
     checkpoint_age_s: float | None
-    """How long ago it was written."""
+    """Time since it was written."""
     elapsed_s: float | None
-    """Since the command started; of a run that has ended, until its end."""
+    """Time since the command started; of a run that has ended, until its end."""
     silent_s: float | None
-    """Since the last row."""
+    """Time since the last row of metrics.csv."""
 
     @property
     def step(self) -> int:
@@ -85,17 +85,17 @@ class Sight:
 
     @property
     def report(self) -> Report | None:
-        """As far as there is one."""
+        """Report of the run, as far as there is one."""
         return self.run.report
 
     @property
     def resolved(self) -> Resolved:
-        """What the recipe came to, as far as it is known."""
+        """Resolved values of the recipe, as far as they are known."""
         return (self.report and self.report.resolved) or Resolved()
 
     @property
     def epoch(self) -> float | None:
-        """Epochs done, with a fraction."""
+        """Epochs done, as a fraction."""
         samples = self.rows[-1]["samples"] if self.rows else None
         per_epoch = self.resolved.samples_per_epoch
         if samples is not None and per_epoch:
@@ -104,7 +104,7 @@ class Sight:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed of the last steps."""
+        """Mean speed of the last steps."""
         tokens, seconds = self._recent
         return tokens / seconds if seconds else None
 
@@ -116,16 +116,16 @@ class Sight:
 
     @property
     def left_s(self) -> float | None:
-        """Time of the steps that are left, at the speed of the last ones."""
+        """Time that the remaining steps take at the speed of the last ones."""
         if not self.run.at_work or self.total_steps is None or self.step_s is None:
             return None
         return self.step_s * max(self.total_steps - self.step, 0)
 
     @property
     def losses(self) -> list[float]:
-        """Of every step, where it is a number."""
-        found = (row["loss"] for row in self.rows)
-        return [loss for loss in found if loss is not None and math.isfinite(loss)]
+        """Loss of every step, where it is finite."""
+        losses = (row["loss"] for row in self.rows)
+        return [loss for loss in losses if loss is not None and math.isfinite(loss)]
 
     @property
     def _recent(self) -> tuple[float, float]:
@@ -139,14 +139,14 @@ class Sight:
 
 
 class Watcher:
-    """Looks at a run again and again."""
+    """Reads the files of a run again and again; logs only from where it stopped."""
 
     def __init__(self, out_dir: Path, copy: UrlCopy | None = None) -> None:
-        """Prepare.
+        """Read nothing yet; see `look`.
 
         Args:
             out_dir: of the run.
-            copy: where to look instead, if it is at work elsewhere and out_dir stands for its url.
+            copy: local copy to read instead, if out_dir stands for the url of a run elsewhere.
         """
         self._out_dir, self._copy = out_dir, copy
         self._directory = RunDirectory(out_dir if copy is None else copy.directory)
@@ -154,17 +154,17 @@ class Watcher:
         self._validations = RowsReader(self._directory.validation)
         self._samples = RowsReader(self._directory.system, several_in_step=True)
 
-    def look(self) -> Sight:
-        """What there is to see now.
+    def look(self) -> RunSnapshot:
+        """Return a snapshot of the run.
 
         Raises:
             UserError: the directory holds no run.
         """
-        # Before the rows: then those of a run that has ended are all.
+        # The state before the rows: of a run that has ended these are then complete.
         run = look(self._out_dir, self._copy)
         rows = self.rows.read_on()
         step, age_s = self._newest_checkpoint()
-        return Sight(
+        return RunSnapshot(
             run=run,
             rows=rows,
             validations=self._validations.read_on(),
@@ -184,28 +184,28 @@ class Watcher:
 
 
 class View:
-    """A sight as people see it, on a terminal of any width."""
+    """A snapshot for a terminal of any width."""
 
-    def __init__(self, sight: Sight) -> None:
-        self._sight = sight
+    def __init__(self, snapshot: RunSnapshot) -> None:
+        self._sight = snapshot
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        sight = self._sight
+        snapshot = self._sight
         yield Text.assemble(
-            (printable(display_path(sight.run.out_dir)), "bold"),
+            (printable(display_path(snapshot.run.out_dir)), "bold"),
             "  ",
-            (sight.run.state.replace("_", " "), _style_of(sight.run.state)),
-            printable(f"  {_why(sight)}"),
+            (snapshot.run.state.replace("_", " "), _style_of(snapshot.run.state)),
+            printable(f"  {_why(snapshot)}"),
             overflow="fold",
         )
-        if sight.total_steps:
-            yield self._progress(options.max_width, sight.total_steps)
-        yield labelled_grid((label, text) for label, text in _rows_of(sight) if text)
+        if snapshot.total_steps:
+            yield self._progress(options.max_width, snapshot.total_steps)
+        yield labelled_grid((label, text) for label, text in _rows_of(snapshot) if text)
         width = min(options.max_width, _MOST_WIDTH)
-        lines = curve(sight.losses, width, _CURVE_LINES, ascii_only=options.ascii_only)
-        if len(sight.losses) > 1:
+        lines = curve(snapshot.losses, width, _CURVE_LINES, ascii_only=options.ascii_only)
+        if len(snapshot.losses) > 1:
             yield Text("\n".join(["", *lines]), "cyan", no_wrap=True, overflow="crop")
-            yield Text(f"loss from step {sight.rows[0]['step']:,} to {sight.step:,}", "dim")
+            yield Text(f"loss from step {snapshot.rows[0]['step']:,} to {snapshot.step:,}", "dim")
 
     def _progress(self, width: int, total: int) -> Table:
         line = Table.grid(padding=(0, 2))
@@ -221,24 +221,26 @@ class View:
         return line
 
 
-def sight_as_html(sight: Sight, *, with_curve: bool = True) -> str:
-    """A sight as HTML for a notebook or, without its curve, for a page that draws them."""
-    state = styled(sight.run.state.replace("_", " "), _style_of(sight.run.state))
-    head = f"<b>{escaped(display_path(sight.run.out_dir))}</b> {state} {escaped(_why(sight))}"
+def snapshot_as_html(snapshot: RunSnapshot, *, with_curve: bool = True) -> str:
+    """Return a snapshot as HTML for a notebook or, without its curve, for the live page."""
+    state = styled(snapshot.run.state.replace("_", " "), _style_of(snapshot.run.state))
+    head = f"<b>{escaped(display_path(snapshot.run.out_dir))}</b> {state} {escaped(_why(snapshot))}"
     parts = [head]
-    if sight.total_steps:
-        parts.append(bar(min(sight.step, sight.total_steps), sight.total_steps))
-        clock = "  ".join((f"step {sight.step:,}/{sight.total_steps:,}", *_clock_texts(sight)))
+    if snapshot.total_steps:
+        parts.append(bar(min(snapshot.step, snapshot.total_steps), snapshot.total_steps))
+        clock = "  ".join(
+            (f"step {snapshot.step:,}/{snapshot.total_steps:,}", *_clock_texts(snapshot))
+        )
         parts.append(f'<span style="white-space:pre-wrap">{escaped(clock)}</span>')
-    parts.append(labelled(_rows_of(sight)))
-    if with_curve and len(losses := sight.losses) > 1:
+    parts.append(labelled(_rows_of(snapshot)))
+    if with_curve and len(losses := snapshot.losses) > 1:
         parts.append(curve_picture(means(losses, _PICTURE_POINTS)))
-        parts.append(f"loss from step {sight.rows[0]['step']:,} to {sight.step:,}")
+        parts.append(f"loss from step {snapshot.rows[0]['step']:,} to {snapshot.step:,}")
     return block(*parts)
 
 
 def watch(options: WatchOptions) -> int:
-    """Show a run until it has ended; the exit code.
+    """Show a run until it has ended; return the exit code.
 
     Raises:
         UserError: the directory holds no run.
@@ -255,112 +257,111 @@ def watch(options: WatchOptions) -> int:
 
 
 def _show(watcher: Watcher, options: WatchOptions, interval_s: float) -> None:
-    sight = watcher.look()
+    snapshot = watcher.look()
     terminal = terminal_of(sys.stdout)
-    if options.once or not sight.run.at_work:
+    if options.once or not snapshot.run.at_work:
         with Display(None) as display:
-            display.show(View(sight))
+            display.show(View(snapshot))
     elif terminal is None:
-        _print_lines(watcher, sight, interval_s)
-    else:  # who can see it can end it, however it was started
+        _print_lines(watcher, snapshot, interval_s)
+    else:  # Ctrl+C ends the view even where the shell started it with interrupts ignored
         with (
             Interrupts(even_if_ignored=True) as interrupts,
-            Live(View(sight), console=terminal, auto_refresh=False) as live,
+            Live(View(snapshot), console=terminal, auto_refresh=False) as live,
         ):
-            while sight.run.at_work:
+            while snapshot.run.at_work:
                 interrupts.sleep(interval_s)
-                sight = watcher.look()
-                live.update(View(sight), refresh=True)
+                snapshot = watcher.look()
+                live.update(View(snapshot), refresh=True)
 
 
-def _print_lines(watcher: Watcher, sight: Sight, interval_s: float) -> None:
-    """A line whenever something has happened: for pipes and files."""
+def _print_lines(watcher: Watcher, snapshot: RunSnapshot, interval_s: float) -> None:
+    """Print a line whenever something has happened, for pipes and files."""
     lines = Lines()
-    lines.show(sight)
+    lines.show(snapshot)
     with Interrupts() as interrupts:
-        while sight.run.at_work:
+        while snapshot.run.at_work:
             interrupts.sleep(interval_s)
-            sight = watcher.look()
-            lines.show(sight)
+            snapshot = watcher.look()
+            lines.show(snapshot)
 
 
 class Lines:
-    """Prints what a run is, and then a line whenever something has happened."""
+    """Prints what a run does, and then a line whenever something has happened."""
 
     def __init__(self) -> None:
         self._shown: str | None = None
 
-    def show(self, sight: Sight) -> None:
-        """Print what is new, if anything is."""
+    def show(self, snapshot: RunSnapshot) -> None:
+        """Print a line if anything is new."""
         if self._shown is None:
-            print(printable(f"{display_path(sight.run.out_dir)}: {_why(sight)}"), flush=True)
-            self._shown = _phase(sight)
-        text = _line(sight)
+            print(printable(f"{display_path(snapshot.run.out_dir)}: {_why(snapshot)}"), flush=True)
+            self._shown = _phase(snapshot)
+        text = _line(snapshot)
         if text != self._shown:
             print(text, flush=True)
             self._shown = text
 
 
-def _line(sight: Sight) -> str:
-    """What is new, in one line."""
-    if not sight.run.at_work:
-        state = sight.run.state.replace("_", " ")
-        return printable(f"{state} at step {sight.step:,}: {_why(sight)}")
-    if not sight.rows:
-        return _phase(sight)
-    total = f"/{sight.total_steps:,}" if sight.total_steps else ""
-    loss, left_s = sight.rows[-1]["loss"], sight.left_s
+def _line(snapshot: RunSnapshot) -> str:
+    """Current step, loss and speed, in one line."""
+    if not snapshot.run.at_work:
+        state = snapshot.run.state.replace("_", " ")
+        return printable(f"{state} at step {snapshot.step:,}: {_why(snapshot)}")
+    if not snapshot.rows:
+        return _phase(snapshot)
+    total = f"/{snapshot.total_steps:,}" if snapshot.total_steps else ""
+    loss, left_s = snapshot.rows[-1]["loss"], snapshot.left_s
     parts = [
-        f"step {sight.step:,}{total}",
+        f"step {snapshot.step:,}{total}",
         "" if loss is None else f"loss {loss_text(loss)}",
-        f"{number_text(sight.tokens_per_s)} tokens/s" if sight.tokens_per_s else "",
-        "" if sight.epoch is None else f"epoch {sight.epoch:.2f}",
+        f"{number_text(snapshot.tokens_per_s)} tokens/s" if snapshot.tokens_per_s else "",
+        "" if snapshot.epoch is None else f"epoch {snapshot.epoch:.2f}",
         "" if left_s is None else f"eta {clock_text(left_s)}",
-        f"checkpoint {sight.checkpoint_step:,}" if sight.checkpoint_step is not None else "",
-        "" if _phase(sight) == "training" else _phase(sight),
+        f"checkpoint {snapshot.checkpoint_step:,}" if snapshot.checkpoint_step is not None else "",
+        "" if _phase(snapshot) == "training" else _phase(snapshot),
     ]
     return "  ".join(filter(None, parts))
 
 
-def _rows_of(sight: Sight) -> list[tuple[str, str]]:
-    """Label and text of what is measured; empty where there is nothing."""
-    losses = sight.losses
-    validations = [v for row in sight.validations if (v := row["val_loss"]) is not None]
-    report, speed, step_s, age_s = (
-        sight.report, sight.tokens_per_s, sight.step_s, sight.checkpoint_age_s,
-    )  # fmt: skip
+def _rows_of(snapshot: RunSnapshot) -> list[tuple[str, str]]:
+    """Label and text of each measurement; the text is empty where there is none."""
+    losses = snapshot.losses
+    validations = [v for row in snapshot.validations if (v := row["val_loss"]) is not None]
+    report, speed, step_s = snapshot.report, snapshot.tokens_per_s, snapshot.step_s
     return [
         ("loss", _from_to(losses)),
         ("validation", _from_to(validations) + _best(validations)),
-        *((f"on {name}", _from_to(ls) + _best(ls)) for name, ls in _of_sources(sight.validations)),
+        *(
+            (f"on {name}", _from_to(losses) + _best(losses))
+            for name, losses in _losses_by_source(snapshot.validations)
+        ),
         (
-            "speed now" if sight.run.at_work else "last speed",
+            "speed now" if snapshot.run.at_work else "last speed",
             f"{number_text(speed)} tokens/s, {duration_text(step_s)} a step"
             if speed and step_s
             else "",
         ),
         ("peak memory", memory_text(report.peak_memory) if report and report.peak_memory else ""),
-        ("system", _system_text(sight) if sight.run.at_work else ""),
-        (
-            "checkpoint",
-            f"step {sight.checkpoint_step:,}, {age_text(age_s)} ago" if age_s is not None else "",
-        ),
-        ("silent", _silence(sight)),
+        *(numbers.rows_of_their_own(report) if report else ()),
+        ("system", _system_text(snapshot) if snapshot.run.at_work else ""),
+        ("checkpoint", _checkpoint_text(snapshot)),
+        ("silent", _silence(snapshot)),
         *(("warning", warning) for warning in (report.warnings if report else ())),
     ]
 
 
-def _of_sources(validations: list[Row]) -> list[tuple[str, list[float]]]:
-    """Sources of the data and sets of eval.sets by their names, with the losses of each."""
+def _losses_by_source(validations: list[Row]) -> list[tuple[str, list[float]]]:
+    """Names of sources and sets with their validation losses."""
     return [
         (name, [loss for row in validations if (loss := row[column]) is not None])
         for name, column in loss_columns(validations)
     ]
 
 
-def _system_text(sight: Sight) -> str:
-    """What the newest sample says: GPU busy 93 %, 310 W; CPU busy 45 %."""
-    newest = sight.samples[-1] if sight.samples else {}
+def _system_text(snapshot: RunSnapshot) -> str:
+    """Return the newest sample in words: "GPU 0 busy 93 %, 310 W; CPU busy 45 %"."""
+    newest = snapshot.samples[-1] if snapshot.samples else {}
     parts = []
     for name, busy in newest.items():
         device, _, kind = name.rpartition("_")
@@ -381,49 +382,55 @@ def _from_to(losses: list[float]) -> str:
 
 
 def _best(losses: list[float]) -> str:
-    """That the last is not the best, if so."""
+    """Return the best loss, if it is not the last one."""
     return f", best {loss_text(min(losses))}" if losses and losses[-1] > min(losses) else ""
 
 
-def _clock_texts(sight: Sight) -> list[str]:
-    left_s = sight.left_s
+def _clock_texts(snapshot: RunSnapshot) -> list[str]:
+    left_s = snapshot.left_s
     return [
         text
         for text in (
-            "" if sight.epoch is None else f"epoch {sight.epoch:.2f}",
-            "" if sight.elapsed_s is None else f"elapsed {clock_text(sight.elapsed_s)}",
+            "" if snapshot.epoch is None else f"epoch {snapshot.epoch:.2f}",
+            "" if snapshot.elapsed_s is None else f"elapsed {clock_text(snapshot.elapsed_s)}",
             "" if left_s is None else f"eta {clock_text(left_s)}",
         )
         if text
     ]
 
 
-def _why(sight: Sight) -> str:
-    """Why it has ended; else what it does, and on what."""
-    if sight.run.state == "killed":
+def _why(snapshot: RunSnapshot) -> str:
+    """Return why a run has ended or, of one at work, its phase, model and devices."""
+    if snapshot.run.state == "killed":
         return "the process was killed before it could write a report; --resume auto goes on"
-    if sight.report is None:
+    if snapshot.report is None:
         return "set-up"
-    if not sight.run.at_work:
-        return sight.report.exit_reason
-    resolved = sight.resolved
-    model = resolved.base_model or sight.report.recipe.get("checkpoint_dir")
+    if not snapshot.run.at_work:
+        return snapshot.report.exit_reason
+    resolved = snapshot.resolved
+    model = resolved.base_model or snapshot.report.recipe.get("checkpoint_dir")
     device = resolved.device or resolved.accelerator
     where = f"{resolved.world_size or 1} x {device}" if device else ""
-    parts = (f"{sight.report.method} on {model}", where, resolved.strategy, resolved.precision)
-    return f"{_phase(sight)}: {', '.join(part for part in parts if part)}"
+    parts = (f"{snapshot.report.method} on {model}", where, resolved.strategy, resolved.precision)
+    return f"{_phase(snapshot)}: {', '.join(part for part in parts if part)}"
 
 
-def _phase(sight: Sight) -> str:
-    return (sight.report.phase if sight.report else "set_up").replace("set_up", "set-up")
+def _phase(snapshot: RunSnapshot) -> str:
+    return (snapshot.report.phase if snapshot.report else "set_up").replace("set_up", "set-up")
 
 
-def _silence(sight: Sight) -> str:
-    """A word about a run that should have done a step long ago."""
-    if not sight.run.at_work or sight.silent_s is None or _phase(sight) != "training":
+def _checkpoint_text(snapshot: RunSnapshot) -> str:
+    if snapshot.checkpoint_step is None or snapshot.checkpoint_age_s is None:
         return ""
-    usual_s = max(_SILENT_S, 5 * (sight.step_s or 0.0))
-    return f"no step for {duration_text(sight.silent_s)}" if sight.silent_s > usual_s else ""
+    return f"step {snapshot.checkpoint_step:,}, {age_text(snapshot.checkpoint_age_s)} ago"
+
+
+def _silence(snapshot: RunSnapshot) -> str:
+    """Return a note on a run whose next step is long overdue."""
+    if not snapshot.run.at_work or snapshot.silent_s is None or _phase(snapshot) != "training":
+        return ""
+    usual_s = max(_SILENT_S, 5 * (snapshot.step_s or 0.0))
+    return f"no step for {duration_text(snapshot.silent_s)}" if snapshot.silent_s > usual_s else ""
 
 
 def _style_of(state: StateName) -> str:

@@ -15,8 +15,7 @@ from runs import command_of, losses, losses_of_one, rows, wait_for
 
 from ftkit.launch.interfaces import GLOO
 from ftkit.recipe.parsing import read_recipe
-from ftkit.runs.report.report import Report, read_report
-from ftkit.runs.report.restarts import Restart
+from ftkit.runs.report.report import Report, Restart, read_report
 
 pytestmark = pytest.mark.slow
 

@@ -7,13 +7,13 @@ from compared_runs import make_run
 from object_servers import Bucket, Fault, Proxy, s3_error
 
 from ftkit.utils.remote.urls import local_path
-from ftkit.views.live_page.sights import Sights
+from ftkit.views.live_page.snapshots import RunSnapshots
 
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a page asks."""
-    monkeypatch.setattr("ftkit.views.live_page.sights._LOOKS_EVERY_S", 0.0)
+    monkeypatch.setattr("ftkit.views.live_page.snapshots._LOOK_INTERVAL_S", 0.0)
     monkeypatch.setattr("ftkit.runs.sync.download._LOOKS_EVERY_S", 0.0)
 
 
@@ -29,18 +29,18 @@ def test_a_run_at_a_url_is_shown_from_a_copy_of_its_small_files(
 ) -> None:
     make_run(tmp_path / "a")
     send(bucket, tmp_path / "a", "page/a")
-    sights = Sights(local_path("s3://bucket/page/a"), copy_at=tmp_path / "copy")
-    (found,) = sights.all_runs()["runs"]
+    snapshots = RunSnapshots(local_path("s3://bucket/page/a"), copy_at=tmp_path / "copy")
+    (found,) = snapshots.all_runs()["runs"]
     assert (found["name"], found["state"], found["steps"]) == ("a", "completed", 40)
-    shown = sights.run("a")
-    assert shown is not None and "s3://bucket/page/a" in shown["sight"]
-    assert str(tmp_path) not in shown["sight"] + shown["report"]
+    shown = snapshots.run("a")
+    assert shown is not None and "s3://bucket/page/a" in shown["status"]
+    assert str(tmp_path) not in shown["status"] + shown["report"]
     assert len(shown["charts"][0]["series"][0]["points"]) == 40
 
 
 def test_runs_below_a_url_are_listed_as_they_come_and_go(bucket: Bucket, tmp_path: Path) -> None:
-    sights = Sights(local_path("s3://bucket/many"), copy_at=tmp_path / "copies")
-    assert sights.all_runs() == {"runs": [], "left_out": [], "comparison": "", "losses": []}
+    snapshots = RunSnapshots(local_path("s3://bucket/many"), copy_at=tmp_path / "copies")
+    assert snapshots.all_runs() == {"runs": [], "left_out": [], "comparison": "", "losses": []}
     make_run(tmp_path / "a", final_loss=0.5)
     make_run(tmp_path / "b", "failed", steps=5)
     (tmp_path / "a/checkpoints/step-00000010").mkdir(parents=True)
@@ -49,7 +49,7 @@ def test_runs_below_a_url_are_listed_as_they_come_and_go(bucket: Bucket, tmp_pat
     send(bucket, tmp_path / "b", "many/x/b")
     bucket.write("many/x/notes.txt", b"of no run")
     bucket.write("many/x/new/.run/job.json", b"{}")
-    shown = sights.all_runs()
+    shown = snapshots.all_runs()
     assert [(one["name"], one["state"], one["steps"]) for one in shown["runs"]] == [
         ("a", "completed", 40),
         ("b", "failed", 5),
@@ -59,14 +59,14 @@ def test_runs_below_a_url_are_listed_as_they_come_and_go(bucket: Bucket, tmp_pat
     ]
     assert [(one["name"], len(one["points"])) for one in shown["losses"]] == [("a", 40), ("b", 5)]
     assert shown["comparison"].count("<tr") == 3
-    one = sights.run("b")
-    assert one is not None and "s3://bucket/many/x/b" in one["sight"]
+    one = snapshots.run("b")
+    assert one is not None and "s3://bucket/many/x/b" in one["status"]
     assert str(tmp_path) not in str(shown) + str(one)
     bucket.delete("many/x/new/.run/job.json")
     for name in bucket.names("many/x/a"):
         bucket.delete(f"many/x/a/{name}")
-    assert [one["name"] for one in sights.all_runs()["runs"]] == ["b"]
-    assert sights.run("a") is None
+    assert [one["name"] for one in snapshots.all_runs()["runs"]] == ["b"]
+    assert snapshots.run("a") is None
 
 
 def test_an_unreachable_url_is_reported_and_its_runs_stay_on_the_page(
@@ -74,11 +74,11 @@ def test_an_unreachable_url_is_reported_and_its_runs_stay_on_the_page(
 ) -> None:
     make_run(tmp_path / "a")
     send(bucket, tmp_path / "a", "shut/a")
-    sights = Sights(local_path("s3://bucket/shut"), copy_at=tmp_path / "copies")
+    snapshots = RunSnapshots(local_path("s3://bucket/shut"), copy_at=tmp_path / "copies")
     s3.fails(Fault(403, s3_error("AccessDenied")), lambda _: True)
-    (reason,) = sights.all_runs()["left_out"]
+    (reason,) = snapshots.all_runs()["left_out"]
     assert reason.startswith("s3://bucket/shut listing it failed: AccessDenied happened. Check ")
     s3.works()
-    assert len(sights.all_runs()["runs"]) == 1
+    assert len(snapshots.all_runs()["runs"]) == 1
     s3.fails(Fault(403, s3_error("AccessDenied")), lambda _: True)
-    assert len(sights.all_runs()["runs"]) == 1
+    assert len(snapshots.all_runs()["runs"]) == 1

@@ -22,7 +22,7 @@ from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.remote.replica import Replica
 from ftkit.utils.remote.urls import local_path
 from ftkit.views.comparison.runs import read_runs
-from ftkit.views.live_page.sights import Sights
+from ftkit.views.live_page.snapshots import RunSnapshots
 from ftkit.views.watch import View, Watcher
 
 FILES = {
@@ -87,7 +87,7 @@ def test_a_damaged_file_of_a_run_is_named_or_passed_over(
     console = Console(file=io.StringIO())
     call(lambda: console.print(View(Watcher(run.path).look())))
     call(lambda: [plain_text(render(one.report, None)) for one in read_runs([run.path])[0]])
-    call(lambda: Sights(run.path, copy_at=None).all_runs())
+    call(lambda: RunSnapshots(run.path, copy_at=None).all_runs())
     call(lambda: look(run.path))
     call(lambda: RankError.read(run.rank(0)))
     call(lambda: Job.read(run.job))

@@ -14,9 +14,8 @@ from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import claim
-from ftkit.runs.report.report import Progress, Resolved, read_report, write_report
-from ftkit.runs.report.restarts import Restart
-from ftkit.runs.report.rows import restart_text
+from ftkit.runs.report.report import Progress, Resolved, Restart, read_report, write_report
+from ftkit.runs.report.table import restart_text
 from ftkit.runs.resume import find_start
 from ftkit.runs.state import look, restarts_of
 

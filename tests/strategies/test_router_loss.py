@@ -7,8 +7,7 @@ from rank_jobs import Case, Outcome, assert_same_maths, make_run, needs_deepspee
 from transformers_models import make_transformers_model
 
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.report.expert_load import ExpertLoad
-from ftkit.runs.report.report import read_report
+from ftkit.runs.report.report import ExpertLoad, read_report
 
 pytestmark = pytest.mark.slow
 STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))

@@ -11,18 +11,19 @@ from ftkit.recipe.parsing import recipe_as_dict
 from ftkit.recipe.recipe import RECIPE_OF, Method
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import MetricsWriter, ValidationWriter
-from ftkit.runs.report.peak_memory import PeakMemory, RankMemory
 from ftkit.runs.report.report import (
     Loss,
     OutcomeName,
+    PeakMemory,
     PhaseTimes,
     Progress,
+    RankMemory,
     Report,
     Resolved,
+    Resumed,
+    Throughput,
     write_report,
 )
-from ftkit.runs.report.restarts import Resumed
-from ftkit.runs.report.throughput import Throughput
 from ftkit.strategies.step_memory import (
     Breakdown,
     PredictedStep,

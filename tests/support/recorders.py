@@ -8,7 +8,7 @@ from ftkit.models.bodies.routing import Routing
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.job import Job
-from ftkit.runs.report.step_record import PARTS, StepRecord
+from ftkit.runs.report.meters import PARTS, StepRecord
 from ftkit.training.recorder import Recorder
 
 SAMPLES_PER_EPOCH = 100

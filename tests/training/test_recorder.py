@@ -17,10 +17,9 @@ from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metada
 from ftkit.models.architectures.router_loss import RouterLoss
 from ftkit.models.bodies.routing import Routing
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch
-from ftkit.runs.report.expert_load import ExpertLoad
+from ftkit.runs.report.meters import PARTS
 from ftkit.runs.report.metrics import read_metrics, read_validation
-from ftkit.runs.report.report import Loss, Report, Spread, read_report, write_report
-from ftkit.runs.report.step_record import PARTS
+from ftkit.runs.report.report import ExpertLoad, Loss, Report, Spread, read_report, write_report
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
 

@@ -157,8 +157,8 @@ def test_only_new_rows_are_read_and_rows_that_were_cut_are_forgotten(out: Path) 
     assert watcher.look().step == 10
     with (out / "metrics.csv").open("a") as file:
         file.write("".join(rows[11:13]) + rows[13][:5])
-    sight = watcher.look()
-    assert [row["step"] for row in sight.rows] == list(range(1, 13))
+    snapshot = watcher.look()
+    assert [row["step"] for row in snapshot.rows] == list(range(1, 13))
 
 
 def test_nothing_is_written(said: Callable[..., list[str]], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the model answers before and after training: its scores, and one example."""
+"""Scores of answers and of tasks, and one answered example, before and after training."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,9 @@ class ExactMatch:
     samples: int
     """Records answered."""
     before: float | None = None
-    """Fraction right before the first step."""
+    """Fraction of right answers before the first step."""
     after: float | None = None
-    """Fraction right after the last step."""
+    """Fraction of right answers after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class AnswerScore:
     """The mean of another score over greedy answers to validation records."""
 
     name: str
-    """rouge_l, or the function of one's own."""
+    """rouge_l, or the name of the user's function."""
     samples: int
     """Records answered."""
     before: float | None = None
@@ -32,16 +32,16 @@ class AnswerScore:
     file: str | None = None
     """Name of the file with the function; None: it is ftkit's."""
     sha256: str | None = None
-    """Of that file: it tells functions of one name apart."""
+    """Checksum of that file: it tells functions of the same name apart."""
 
     @property
     def identity(self) -> tuple[str, str | None]:
-        """Tells scores apart."""
+        """What tells this score from others."""
         return self.name, self.sha256
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Name of the score in tables."""
         return score_title(self.name, is_own=self.sha256 is not None)
 
 
@@ -50,9 +50,9 @@ class AnsweredExample:
     """One validation record with the answers of the model."""
 
     instruction: str
-    """What the model was asked."""
+    """Instruction of the record."""
     input: str = ""
-    """The material it was asked about."""
+    """Further input of the record."""
     expected: str = ""
     """The answer in the data."""
     before: str | None = None
@@ -62,22 +62,22 @@ class AnsweredExample:
 
 
 def score_title(name: str, *, is_own: bool) -> str:
-    """What people call a score of answers: ROUGE-L, or the function of one's own."""
+    """Return the name of a score in tables: ROUGE-L, or the user's function."""
     return name if is_own else "ROUGE-L"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """A number of a task or group, of one model."""
+    """One metric of one model on an lm-evaluation-harness task or group."""
 
     task: str
     """Its name, as the harness has it."""
     metric: str
-    """What is measured: acc, exact_match, word_perplexity, ..."""
+    """Metric: acc, exact_match, word_perplexity, ..."""
     filter: str | None
-    """How the answers were read before; None: as they are."""
+    """Filter that the answers went through first; None: none."""
     samples: int
-    """Records of the task that were asked."""
+    """Records of the task that were answered."""
     value: float
     """The number."""
     stderr: float | None
@@ -87,22 +87,22 @@ class TaskResult:
 
     @property
     def name(self) -> str:
-        """Of the number."""
+        """Metric and filter, as tables show them."""
         return _metric_name(self.metric, self.filter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """A number of a task or group, before and after training."""
+    """One metric of a task or group, before and after training."""
 
     task: str
     """Its name, as the harness has it."""
     metric: str
-    """What is measured: acc, exact_match, word_perplexity, ..."""
+    """Metric: acc, exact_match, word_perplexity, ..."""
     filter: str | None = None
-    """How the answers were read before; None: as they are."""
+    """Filter that the answers went through first; None: none."""
     samples: int
-    """Records of the task that were asked."""
+    """Records of the task that were answered."""
     higher_is_better: bool | None = None
     """Which values are good; None: not known."""
     before: float | None = None
@@ -114,32 +114,32 @@ class TaskScore:
 
     @property
     def name(self) -> str:
-        """Of the number."""
+        """Metric and filter, as tables show them."""
         return _metric_name(self.metric, self.filter)
 
 
 def _metric_name(metric: str, filter_name: str | None) -> str:
-    """A metric with the filter before it."""
+    """Metric and filter, as tables show them."""
     return metric if filter_name is None else f"{metric} ({filter_name})"
 
 
 def score_text(value: float) -> str:
-    """A number of a task: a share as the harness writes it, a perplexity short."""
+    """0.1234 below 100, as the harness writes shares; four digits from there: 1234."""
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
 
 
 def with_results(
     scores: Sequence[TaskScore], results: Iterable[TaskResult], *, before: bool
 ) -> list[TaskScore]:
-    """The scores with new numbers in them, in the order of the new ones.
+    """Return the scores with new results added, in the order of the results.
 
     Args:
-        scores: so far; those of tasks that are no longer asked are left out.
-        results: of the model now.
-        before: whether training has not begun.
+        scores: so far; tasks that have no new result are left out.
+        results: of the current model.
+        before: whether they were measured before training.
     """
     known = {(score.task, score.metric, score.filter): score for score in scores}
-    found = []
+    merged = []
     for result in results:
         score = known.get((result.task, result.metric, result.filter)) or TaskScore(
             task=result.task, metric=result.metric, filter=result.filter, samples=result.samples
@@ -150,9 +150,9 @@ def with_results(
             higher_is_better=result.higher_is_better,
             stderr=result.stderr,
         )
-        found.append(
+        merged.append(
             dataclasses.replace(score, before=result.value)
             if before
             else dataclasses.replace(score, after=result.value)
         )
-    return found
+    return merged

@@ -1,12 +1,12 @@
-"""The run report: what was measured, as ``report.json``.
+"""The report of a run, ``report.json``: its sections, and reading and writing it.
 
-A report is written for every run, also one that failed or was stopped: what it did not reach is
-None. The keys of the file are the names of the fields below.
+Every run writes one, also a run that failed or was stopped: what it did not reach is None. The
+keys of the file are the names of the fields below.
 
-A run that goes on from a checkpoint has several sessions and a report of each. `Report.restarts`,
-`Report.progress`, `Report.loss`, `Report.exact_match`, `Report.tasks`, `Report.examples` and
-samples and losses of `Report.sources` and `Report.sets` cover the whole run, from its very first
-step; everything else, such as times, tokens and throughput, is of the session that is reported.
+A run that continues from a checkpoint has several sessions and a report of each. `Report.restarts`,
+`Report.progress`, `Report.loss`, `Report.exact_match`, `Report.tasks`, `Report.examples`, and
+samples and losses in `Report.sources` and `Report.sets` cover the whole run, from its very first
+step. Everything else, such as times, tokens and throughput, covers the last session alone.
 """
 
 import dataclasses
@@ -19,11 +19,7 @@ from typing import Any, Literal, Self
 
 from ftkit.errors import UserError
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
-from ftkit.runs.report.expert_load import ExpertLoad
 from ftkit.runs.report.metrics import perplexity
-from ftkit.runs.report.peak_memory import PeakMemory
-from ftkit.runs.report.restarts import Restart, Resumed
-from ftkit.runs.report.throughput import StepTimes, Throughput
 from ftkit.strategies.step_memory import Shortage, StepMemory
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_durably
@@ -37,13 +33,13 @@ FILE_NAME = "report.json"
 
 OutcomeName = Literal["completed", "stopped", "interrupted", "out_of_memory", "failed"]
 ENDED_WELL: tuple[OutcomeName, ...] = ("completed", "stopped")
-"""What was asked for was done: the whole run, or as much of it as --stop_after allows."""
+"""Outcomes of runs that did all their steps, or as many as --stop_after allows."""
 PhaseName = Literal["set_up", "training", "validation", "saving"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """What the recipe came to on the devices at hand."""
+    """Values of the recipe as they were resolved for the devices at hand."""
 
     base_model: str | None = None
     """Name or directory of the base model."""
@@ -72,9 +68,9 @@ class Resolved:
     trainable_parameters: int | None = None
     """Parameters the optimizer changes."""
     kept_bytes: int | None = None
-    """Of what the base model has beside its language model, which is kept; None: nothing."""
+    """Size of what the base model has beside its language model, which is kept; None: nothing."""
     chat_template: str | None = None
-    """How prompts are made of records, and how the result is asked: whose chat template."""
+    """Whose chat template makes prompts of records, in training and for the result."""
     max_seq_length: int | None = None
     """Sequences are cut to this many tokens."""
     longest_sample_tokens: int | None = None
@@ -90,7 +86,7 @@ class Resolved:
     sequence (in a row, one by one) or padded (all as long as the longest)."""
     micro_steps_per_step: int | None = None
     """Forward and backward passes of one rank per step; None: as many as the tokens of its
-    sequences need, see throughput.micro_steps_per_step."""
+    sequences need, see Throughput.micro_steps_per_step."""
     total_steps: int | None = None
     """Steps of the whole run, had nothing stopped it."""
     warmup_steps: int | None = None
@@ -106,7 +102,7 @@ class PhaseTimes:
     set_up: float | None = None
     """From the start of the command to the first step: processes, data, weights."""
     training: float | None = None
-    """Steps only; validation and saving are taken out."""
+    """Time in training steps, without validation and saving."""
     validation: float | None = None
     """All validations, sample answers and exact-match answers."""
     saving: float | None = None
@@ -116,8 +112,61 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Mean seconds of one step, by part, over the steps of the throughput window on rank 0."""
+
+    data: float | None = None
+    """Waiting for the batch and moving it to the device."""
+    forward: float | None = None
+    """Forward passes of all micro-steps, loss included."""
+    backward: float | None = None
+    """Backward passes of all micro-steps, gradient exchange included."""
+    optimizer: float | None = None
+    """Clipping and update."""
+    other: float | None = None
+    """The rest of the step."""
+    total: float | None = None
+    """The whole step; the sum of the parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Speed over the window of steps that `ftkit.runs.report.meters.ThroughputMeter` counts."""
+
+    tokens_per_s: float
+    """Real tokens per second, over all ranks."""
+    samples_per_s: float
+    """Samples per second, over all ranks."""
+    steps_per_s: float
+    """Optimizer steps per second."""
+    window_steps: int
+    """Steps in the window."""
+    window_s: float
+    """Seconds in the window; validation and saving lie outside."""
+    tokens_per_s_per_device: float
+    """tokens_per_s / world_size."""
+    micro_steps_per_step: float | None = None
+    """Forward and backward passes of one rank per step, in the mean."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile made in the training steps of rank 0; those steps lie outside the
+    window. None: nothing is compiled."""
+    rank_imbalance: float | None = None
+    """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
+    None: there is one rank."""
+    mfu: float | None = None
+    """Model FLOPs of the real tokens as a fraction of what the devices can do; None: unknown."""
+    device_utilization: float | None = None
+    """Mean fraction of time the GPU of rank 0 was busy, as the driver says; None: unknown."""
+    energy_wh: float | None = None
+    """Energy that the GPUs of rank 0's host took since the first step, from samples of their
+    power; None: unknown."""
+    cpu_utilization: float | None = None
+    """Mean fraction of all hardware threads that this run's processes kept busy."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataCounts:
-    """One split of the data."""
+    """Counts of records, samples and tokens in one split of the data."""
 
     records: int
     """Records in the source."""
@@ -132,9 +181,9 @@ class DataCounts:
     tokens: int | None = None
     """Tokens of the used samples, after cutting, without padding."""
     label_tokens: int | None = None
-    """Those of them that carry loss."""
+    """Tokens of the used samples that carry loss."""
     samples: int | None = None
-    """Made of the used records: more than those where records became several samples."""
+    """Samples made of the used records; more than those where records became several."""
     refused: dict[str, int] = field(default_factory=dict)
     """Records left out because they cannot become samples, by the reason."""
     dropped: int = 0
@@ -163,14 +212,14 @@ class Source:
     validation_first: float | None = None
     """Loss on its validation samples before the first step, in nats per label token."""
     validation_last: float | None = None
-    """The same in the last validation."""
+    """Loss on them in the last validation, in nats per label token."""
     validation_best: float | None = None
-    """Lowest of all validations of the run."""
+    """Lowest loss on them of all validations of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far training came, over all sessions."""
+    """Progress of training over all sessions."""
 
     steps: int = 0
     """Optimizer steps done."""
@@ -194,7 +243,7 @@ class Tokens:
     """padded / (real + padded); None as for `label`."""
 
     def with_more(self, *, real: int, label: int, padded: int) -> Self:
-        """The same with those of further steps."""
+        """Return these tokens and those of further steps."""
         real, padded = self.real + real, (self.padded or 0) + padded
         fraction = padded / (real + padded)
         label += self.label or 0
@@ -202,19 +251,125 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """Choices of experts by the real tokens of all training steps of this session, all ranks."""
+
+    layers: list[int]
+    """Numbers of the layers with experts, from 0."""
+    choices: int
+    """Choices in each of these layers: tokens times the experts that a token chooses."""
+    fractions: list[list[float]]
+    """For each of these layers, the fraction of its choices that fell on each expert."""
+    even: float
+    """Fraction of each expert if all were chosen equally often."""
+    lowest: float
+    """Smallest fraction of all layers."""
+    highest: float
+    """Largest fraction of all layers: the load of the most used expert."""
+    least_even_layer: int
+    """The layer with the fraction that is furthest from even."""
+
+    @classmethod
+    def of_choices(cls, layers: Sequence[int], choices: Sequence[Sequence[int]]) -> Self | None:
+        """Return the load from counts of choices [layers, experts]; None: there are none."""
+        if not any(map(sum, choices)):
+            return None
+        fractions = [[of_one / sum(of_layer) for of_one in of_layer] for of_layer in choices]
+        even = 1 / len(fractions[0])
+        furthest = [max(abs(of_one - even) for of_one in of_layer) for of_layer in fractions]
+        return cls(
+            layers=list(layers),
+            choices=sum(choices[0]),
+            fractions=fractions,
+            even=even,
+            lowest=min(map(min, fractions)),
+            highest=max(map(max, fractions)),
+            least_even_layer=layers[furthest.index(max(furthest))],
+        )
+
+    @classmethod
+    def of_ranks(cls, parts: Sequence["ExpertLoad | None"]) -> "ExpertLoad | None":
+        """Return the load over all ranks; None: no rank counted any."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        of_ranks = [
+            [[round(of_one * part.choices) for of_one in layer] for layer in part.fractions]
+            for part in found
+        ]
+        choices = [
+            [sum(of_one) for of_one in zip(*layer, strict=True)]
+            for layer in zip(*of_ranks, strict=True)
+        ]
+        return cls.of_choices(found[0].layers, choices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Highest memory of one rank since the run started."""
+
+    rank: int
+    """Global rank."""
+    requested_bytes: int | None = None
+    """Device memory that was asked for, before torch's allocator rounds it up; None on CPU."""
+    allocated_bytes: int | None = None
+    """Device memory in tensors, as torch counts it; None on CPU."""
+    reserved_bytes: int | None = None
+    """Device memory torch took from the driver; None on CPU."""
+    rss_bytes: int | None = None
+    """Resident host memory, file-mapped pages included."""
+    host_bytes: int | None = None
+    """Resident host memory without file-mapped pages, highest value sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """Highest memory by rank, and the largest value over the ranks; see RankMemory."""
+
+    ranks: list[RankMemory]
+    """One entry per rank."""
+    requested_bytes: int | None = None
+    """Largest over the ranks."""
+    allocated_bytes: int | None = None
+    """Largest over the ranks."""
+    reserved_bytes: int | None = None
+    """Largest over the ranks."""
+    rss_bytes: int | None = None
+    """Largest over the ranks."""
+    host_bytes: int | None = None
+    """Largest over the ranks."""
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankMemory]) -> "PeakMemory":
+        """Return the maxima over the ranks; None where no rank knows the value."""
+
+        def largest(values: list[int | None]) -> int | None:
+            return max((value for value in values if value is not None), default=None)
+
+        return cls(
+            ranks=list(ranks),
+            requested_bytes=largest([rank.requested_bytes for rank in ranks]),
+            allocated_bytes=largest([rank.allocated_bytes for rank in ranks]),
+            reserved_bytes=largest([rank.reserved_bytes for rank in ranks]),
+            rss_bytes=largest([rank.rss_bytes for rank in ranks]),
+            host_bytes=largest([rank.host_bytes for rank in ranks]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loss:
     """Cross-entropy in nats per label token, over all sessions."""
 
     first: float | None = None
-    """Of the very first step of the run."""
+    """Loss of the very first step of the run."""
     last: float | None = None
-    """Of the last step."""
+    """Loss of the last step, in nats per label token."""
     validation_first: float | None = None
-    """Of the validation before the first step."""
+    """Loss of the validation before the first step."""
     validation_last: float | None = None
-    """Of the last validation."""
+    """Loss of the last validation."""
     validation_best: float | None = None
-    """Lowest of all validations of the run."""
+    """Lowest loss on them of all validations of the run."""
     validation_best_step: int | None = None
     """Steps done at that validation."""
     validations_since_best: int = 0
@@ -226,12 +381,7 @@ class Loss:
     others. None: it is not trained with."""
 
     def with_validation(self, step: int, loss: float) -> Self:
-        """The same after one more validation.
-
-        Args:
-            step: optimizer steps done.
-            loss: that was found.
-        """
+        """Return the losses after one more validation, done after so many steps."""
         best, is_number = self.validation_best, math.isfinite(loss)
         is_best = is_number and (best is None or loss < best)
         return dataclasses.replace(
@@ -246,18 +396,18 @@ class Loss:
 
     @property
     def is_of_start(self) -> bool:
-        """Whether nothing was validated but what there was before the first step."""
+        """Whether the only validation was the one before the first step."""
         only_one = self.validation_first == self.validation_last is not None
         return only_one and self.validation_best_step == 0 and not self.validations_since_best
 
     def has_exhausted(self, patience: int | None) -> bool:
-        """Whether so many validations in a row were no better; None: any number may be."""
+        """Whether so many validations in a row were no better; never if patience is None."""
         return patience is not None and self.validations_since_best >= patience
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of a time in seconds that was measured repeatedly."""
+    """Mean and maximum of a time in seconds that was measured repeatedly."""
 
     mean: float
     """Average."""
@@ -266,13 +416,49 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Self:
-        """Of some times, at least one."""
+        """Return mean and maximum of at least one time."""
         return cls(mean=sum(seconds) / len(seconds), max=max(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Checkpoint that this session continued from."""
+
+    from_step: int
+    """Optimizer steps done before this session."""
+    checkpoint: str
+    """Its directory; relative to out_dir if it lies in there."""
+    strategy: str
+    """Strategy that wrote it."""
+    world_size: int
+    """Ranks that wrote it."""
+    changes: list[str] = field(default_factory=list)
+    """Changed keys of the recipe, one line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """A session that continued after one that was lost or interrupted."""
+
+    reason: str
+    """Why the session before ended."""
+    ended_at: str
+    """When it ended or last wrote a file; ISO 8601, UTC."""
+    started_at: str
+    """When this session began; ISO 8601, UTC."""
+    from_step: int
+    """Optimizer steps that this session began with; 0: from the base model."""
+    steps_lost: int = 0
+    """Steps that were done a second time; after a kill, counted from rows of metrics.csv."""
+    world_size: int
+    """Ranks of this session."""
+    world_size_before: int | None = None
+    """Ranks of the session before; None: it ended before they were known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """What was saved in this session, so that the run can go on from there."""
+    """Checkpoints saved in this session."""
 
     saved: int = 0
     """Checkpoints completed, those that were deleted again included."""
@@ -283,16 +469,16 @@ class Checkpoints:
     last_bytes: int | None = None
     """Size of all its files."""
     stall_s: Spread | None = None
-    """Time that training stood still for a checkpoint."""
+    """Time that training waited for a checkpoint."""
     write_s: Spread | None = None
     """Time from the request to the completed checkpoint; training goes on for most of it."""
     advised_every_s: float | None = None
-    """Time between two that would lose the least; None: the run is not expected to lose any."""
+    """Interval that would lose the least time; None: the run is not expected to be interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What the run left behind; paths relative to its out_dir."""
+    """Files that the run wrote; paths relative to its out_dir."""
 
     final: str | None = None
     """Directory of the result."""
@@ -301,32 +487,32 @@ class Files:
     validation: str | None = None
     """One row per validation."""
     log: str | None = None
-    """What was shown while it ran."""
+    """The output of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenResult:
-    """The checkpoint that the result was made of, where it was chosen."""
+    """The checkpoint that was chosen as the result."""
 
     step: int
     """Optimizer steps done."""
     validation_loss: float | None = None
-    """Of the result; None: none was measured."""
+    """Validation loss of the result; None: it was not measured."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Of the result on each source of the data, where there are several, and each set of
-    eval.sets, by their names in columns; what was not measured is not there."""
+    """Losses of the result by source of the data, where there are several, and by set of eval.sets,
+    under their names in columns; without those that were not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was measured in one run."""
+    """Measurements of one run."""
 
     schema_version: int = SCHEMA_VERSION
     """Version of these definitions."""
     outcome: OutcomeName
     """How the run ended."""
     exit_reason: str
-    """Why, in one sentence."""
+    """Why it ended, in one sentence."""
     exit_code: int
     """Exit code of the command."""
     phase: PhaseName
@@ -340,11 +526,11 @@ class Report:
     method: str | None = None
     """full or lora."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """What was asked, defaults filled in, tokens removed."""
+    """The recipe with its defaults filled in and access tokens removed."""
     resolved: Resolved | None = None
-    """What it came to."""
+    """Values of the recipe as they were resolved for the devices at hand."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of Python and of the packages that count."""
+    """Versions of Python and of the main packages."""
     hardware: Hardware | None = None
     """The machine of rank 0."""
     phases_s: PhaseTimes | None = None
@@ -354,72 +540,77 @@ class Report:
     data: dict[str, DataCounts] = field(default_factory=dict)
     """Counts by split."""
     sources: dict[str, Source] = field(default_factory=dict)
-    """The same and more for each source of the data by its name, where there are several."""
+    """Counts and losses of each source of the data by its name, where there are several."""
     sets: dict[str, Source] = field(default_factory=dict)
-    """The same for each set of eval.sets by its name; nothing of them is trained on."""
+    """Counts and losses of each set of eval.sets by its name; none is trained on."""
     resumed: Resumed | None = None
-    """Where this session went on from; None: it is the first."""
+    """Checkpoint that this session continued from; None: it is the first."""
     restarts: list[Restart] = field(default_factory=list)
-    """Sessions that went on after one that was lost or interrupted."""
+    """Sessions that continued after one that was lost or interrupted."""
     progress: Progress | None = None
-    """How far training came."""
+    """Steps, samples and epochs done."""
     tokens: Tokens | None = None
     """Tokens trained on."""
     throughput: Throughput | None = None
     """Speed of training."""
     expert_load: ExpertLoad | None = None
-    """How often each expert was chosen; None: there are none, or they do not tell."""
+    """How often each expert was chosen; None: there are no experts, or it is not known."""
     peak_memory: PeakMemory | None = None
     """Highest memory."""
     step_memory: StepMemory | None = None
-    """What the memory of a step consists of."""
+    """Memory of a step by what it holds."""
     shortage: Shortage | None = None
     """How much memory was missing, if it ran out."""
     loss: Loss | None = None
     """Loss of training and validation."""
     exact_match: ExactMatch | None = None
-    """Right answers before and after."""
+    """Answers that equal the expected ones, before and after training."""
     scores: list[AnswerScore] = field(default_factory=list)
-    """Other scores of answers before and after."""
+    """Other scores of answers, before and after training."""
     tasks: list[TaskScore] = field(default_factory=list)
-    """Numbers of tasks before and after."""
+    """Numbers of lm-evaluation-harness tasks, before and after training."""
     examples: list[AnsweredExample] = field(default_factory=list)
-    """Answers before and after."""
+    """Answers to one validation record, before and after training."""
     checkpoints: Checkpoints | None = None
-    """What was saved to go on from; None: nothing."""
+    """Checkpoints saved in this session; None: none."""
     warnings: list[str] = field(default_factory=list)
-    """What the user should know, one line each."""
+    """Warnings, one line each."""
     files: Files | None = None
-    """What the run left behind."""
+    """Files that the run wrote."""
     result: ChosenResult | None = None
-    """Of which step the result is, with checkpoint.result best; None: of the last."""
+    """The checkpoint that is the result, with checkpoint.result best; None: the last step is."""
+    numbers: dict[str, float | None] = field(default_factory=dict)
+    """Numbers of `ftkit.runs.report.numbers` with a measurement of their own, by their keys."""
 
     @property
     def validation_loss(self) -> float | None:
-        """Of the result; without a chosen one, of the last validation that came after a step."""
+        """Validation loss of the result: of the chosen step, or the last one after a step."""
         if self.result is not None:
             return self.result.validation_loss
         return None if self.loss is None or self.loss.is_of_start else self.loss.validation_last
 
 
 def write_report(report: Report, out_dir: Path) -> Path:
-    """Write ``out_dir/report.json``: the new report is there complete, or the old one still is.
+    """Write ``out_dir/report.json`` at once: the file is the new report or still the old one.
 
     Access tokens are removed wherever they stand; a number that is not finite becomes null, since
     JSON has no word for it.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(for_json(dataclasses.asdict(report)), indent=2, allow_nan=False) + "\n"
+    content = dataclasses.asdict(report)
+    if not report.numbers:  # most runs: their files are as they were before there were such numbers
+        del content["numbers"]
+    text = json.dumps(for_json(content), indent=2, allow_nan=False) + "\n"
     path = out_dir / FILE_NAME
     write_durably(path, text)
     return path
 
 
 def read_report(path: Path) -> Report:
-    """Read a report from its file or from the run's directory; unknown keys are passed over.
+    """Read a report from its file or from the run's directory; unknown keys are ignored.
 
     Raises:
-        UserError: there is none, it is damaged, or it follows other definitions.
+        UserError: there is no report, it is damaged, or its schema_version is not known.
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:

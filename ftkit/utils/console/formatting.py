@@ -77,6 +77,11 @@ def number_text(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """1 step, 1,200 steps."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def loss_text(value: float | None) -> str:
     """2.3026; empty: not measured."""
     return "" if value is None else f"{value:.4f}"

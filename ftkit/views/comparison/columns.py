@@ -1,141 +1,151 @@
-"""Columns of a comparison: names, values, texts, and which of them are best."""
+"""Columns of a comparison: settings that differ and numbers of reports, and which are best."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.runs.report.report import ENDED_WELL
+from ftkit.runs.report import numbers
+from ftkit.runs.report.answers import score_text
+from ftkit.runs.report.metrics import loss_column
+from ftkit.runs.report.numbers import LAST, Better, ReportNumber, score_after
+from ftkit.runs.report.report import ENDED_WELL, Report
 from ftkit.runs.state import AT_WORK
-from ftkit.strategies.step_memory import Breakdown
-from ftkit.utils.names import nearest
-from ftkit.views.comparison.measures import (
-    MEASURES,
-    OF_SOURCES,
-    OF_TASKS,
-    OWN,
-    ROUGE_L,
-    VALIDATION_LOSS,
-    Better,
-    Measure,
-    measures_of,
-)
+from ftkit.utils.console.formatting import loss_text, number_text
+from ftkit.utils.names import column_name, nearest
 from ftkit.views.comparison.runs import ComparedRun, differing_settings
 
-_TIMES = ("time_s", "training_s")
-_SETTING = "setting"
-_WORTH = (
-    "run",
-    "state",
-    "tokens_per_s",
-    "allocated_bytes",
-    _SETTING,
-    _SETTING,
-    VALIDATION_LOSS,
-    OF_SOURCES,
-    "tensors_bytes",
-    "time_s",
-    "loss",
-    "host_bytes",
-    "exact_match",
-    OWN,
-    ROUGE_L,
-    "steps",
-    "restarts",
-    "reserved_bytes",
-    "training_s",
-    "mfu",
-    "expert_load_highest",
-    "predicted_bytes",
-    "prediction_error",
-    *(f"{part.name}_bytes" for part in fields(Breakdown)),
-)
-"""What a narrow table keeps first: among it the first two settings, further ones last."""
+_FIRST_SETTINGS = 2
+"""Settings that a narrow table keeps; further ones are left out first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One thing that is compared, with a value for each run."""
+    """A column of a comparison, with a value for each run."""
 
     key: str
-    """Its name in JSON and CSV, and for sorting."""
-    head: str
+    """Its name in JSON and CSV, and to sort by."""
+    label: str
     """Its name in tables."""
     values: list[Any]
-    """One of each run; None: there is none."""
+    """Value of each run; None: it has none."""
     texts: list[str]
-    """The same as people read them."""
+    """Text of each value."""
     best: frozenset[int] = frozenset()
-    """The runs that are best in it."""
+    """Indices of the runs with the best value."""
     better: Better | None = None
     """Which values are good."""
+    priority: int = LAST
+    """Tables that are too narrow keep the columns of the lowest priorities."""
     is_setting: bool = False
-    """Whether it was asked for, not measured."""
+    """Whether it is a key of the recipe rather than a result."""
+    number: ReportNumber | None = None
+    """Number of the report that it shows; None: it is a name or a setting."""
+
+    @property
+    def meaning(self) -> str:
+        """What the values are, in a sentence; empty: it is a name or a setting."""
+        return "" if self.number is None else self.number.meaning
 
     @cached_property
     def is_numeric(self) -> bool:
-        """Whether its values stand below each other by their last digits."""
+        """Whether its values are aligned by their last digits."""
         return all(isinstance(v, int | float | None) for v in self.values) and not all(
             isinstance(v, bool | None) for v in self.values
         )
 
 
-def setting_columns(runs: list[ComparedRun]) -> list[Column]:
-    """The settings that differ."""
-    keys = differing_settings(runs)
-    measured = {measure.head.replace(" ", "_") for measure in MEASURES}
-    short = distinct(keys, _short)
-    heads = [key if head in measured else head for key, head in zip(keys, short, strict=True)]
-    return [_setting(runs, key, head) for key, head in zip(keys, heads, strict=True)]
+def all_columns(runs: list[ComparedRun]) -> list[Column]:
+    """Return names, settings that differ, and all numbers, also those that no run has."""
+    return [*name_columns(runs), *setting_columns(runs), *number_columns(runs)]
 
 
-def _short(key: str) -> str:
-    """A key without the groups it is in; sets to validate on have names that say nothing alone."""
-    return key.removeprefix("eval.") if key.startswith("eval.sets.") else key.rpartition(".")[2]
-
-
-def measure_columns(runs: list[ComparedRun]) -> list[Column]:
-    """Of all measures, see `measures_of`."""
-    return [_measured(runs, measure) for measure in measures_of(runs)]
+def shown_columns(runs: list[ComparedRun]) -> list[Column]:
+    """Return the columns of a table for people: without numbers that no run has."""
+    measured = [column for column in number_columns(runs) if any(column.values)]
+    return [*name_columns(runs), *setting_columns(runs), *measured]
 
 
 def name_columns(runs: list[ComparedRun]) -> list[Column]:
-    """Which run it is, and how it ended."""
+    """Return the name of each run, and how it ended."""
     names = [run.name for run in runs]
     states = [run.state for run in runs]
     return [
-        Column(key="run", head="run", values=names, texts=names),
+        Column(key="run", label="run", values=names, texts=names, priority=0),
         Column(
             key="state",
-            head="outcome",
+            label="outcome",
             values=states,
             texts=[state.replace("_", " ") for state in states],
+            priority=1 if len(set(states)) > 1 else LAST,
         ),
     ]
 
 
-def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
-    """The runs sorted by a column, best or lowest first, those without a value last.
+def setting_columns(runs: list[ComparedRun]) -> list[Column]:
+    """Return the settings that differ."""
+    keys = differing_settings(runs)
+    taken = {number.label.replace(" ", "_") for number in numbers.NUMBERS if number.is_compared}
+    short = distinct(keys, _short_key)
+    labels = [key if label in taken else label for key, label in zip(keys, short, strict=True)]
+    return [
+        _setting(runs, key, label, priority=4 if place < _FIRST_SETTINGS else LAST)
+        for place, (key, label) in enumerate(zip(keys, labels, strict=True))
+    ]
 
-    Without one: those that ended well first, by their validation loss as it is shown, and runs
-    that learned the same by speed.
+
+def number_columns(runs: list[ComparedRun]) -> list[Column]:
+    """Return the numbers of the reports, also those that no run has."""
+    return [
+        Column(
+            key=number.key,
+            label=number.label,
+            values=[number.of(run.report) for run in runs],
+            texts=[number.text_in(run.report) for run in runs],
+            better=number.better,
+            best=_best(runs, number),
+            priority=number.priority,
+            number=number,
+        )
+        for number in compared_numbers(runs)
+    ]
+
+
+def compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
+    """Yield the declared numbers, and those of the runs' sources, metrics and tasks."""
+    for number in numbers.NUMBERS:
+        if number.is_compared:
+            yield number
+        if number.key == "validation_loss":
+            yield from _source_numbers(runs)
+        elif number.key == "rouge_l":
+            yield from _own_metrics(runs)
+            yield from _task_numbers(runs)
+
+
+def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
+    """Return the runs sorted by a column, best or lowest first, those without a value last.
+
+    Without one: runs that ended well first, by their validation loss as it is shown, and runs of
+    the same loss by speed.
 
     Raises:
         UserError: there is no such column.
     """
     if sort is None:
-        return sorted(runs, key=_usual_order)
+        return sorted(runs, key=_default_order)
     known = {column.key: column for column in all_columns(runs)}
     settings = dict.fromkeys(key for run in runs for key in run.settings)
     column = known.get(sort) or (_setting(runs, sort, sort) if sort in settings else None)
     if column is None:
         close = nearest(sort, [*known, *settings])
         hint = f"Did you mean {close}? " if close else ""
+        keys = ", ".join(number.key for number in numbers.NUMBERS if number.is_compared)
         raise UserError(
             f"--sort is {sort!r}, but must be run, state, a setting such as "
-            f"train.micro_batch_size, or one of {', '.join(m.key for m in MEASURES)}. "
+            f"train.micro_batch_size, or one of {keys}. "
             f"{hint}Try --sort {close or 'tokens_per_s'}."
         )
     present = [i for i, value in enumerate(column.values) if value is not None]
@@ -148,29 +158,8 @@ def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
     return [runs[i] for i in present + missing]
 
 
-def by_worth(columns: list[Column]) -> list[Column]:
-    """The columns in the order in which a narrow table keeps them."""
-    free = [i for i, key in enumerate(_WORTH) if key == _SETTING]
-    worth = {}
-    for column in columns:
-        if column.is_setting:
-            worth[column.key] = free.pop(0) if free else len(_WORTH)
-        else:
-            is_own = column.key.startswith((OWN, OF_TASKS))
-            of_source = OF_SOURCES if column.key.startswith(OF_SOURCES) else column.key
-            worth[column.key] = _WORTH.index(OWN if is_own else of_source)
-        if column.key == "state" and len(set(column.values)) == 1:
-            worth[column.key] = len(_WORTH)
-    return sorted(columns, key=lambda column: worth[column.key])
-
-
-def all_columns(runs: list[ComparedRun]) -> list[Column]:
-    """Names, settings that differ, measures."""
-    return [*name_columns(runs), *setting_columns(runs), *measure_columns(runs)]
-
-
 def distinct(texts: list[str], shorter: Callable[[str], str]) -> list[str]:
-    """The texts made shorter where they still differ from all the others."""
+    """Return the texts shortened, those excepted whose short forms would be the same."""
     short = [shorter(text) for text in texts]
     origins: dict[str, set[str]] = {}
     for text, brief in zip(texts, short, strict=True):
@@ -182,7 +171,7 @@ def distinct(texts: list[str], shorter: Callable[[str], str]) -> list[str]:
 
 
 def setting_text(value: Any) -> str:
-    """A setting as a recipe has it."""
+    """Return a setting as a recipe has it."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -192,69 +181,118 @@ def setting_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _setting(runs: list[ComparedRun], key: str, head: str) -> Column:
+def _short_key(key: str) -> str:
+    """A key without its groups, but for eval.sets, whose names say nothing alone."""
+    return key.removeprefix("eval.") if key.startswith("eval.sets.") else key.rpartition(".")[2]
+
+
+def _setting(runs: list[ComparedRun], key: str, label: str, *, priority: int = LAST) -> Column:
     values = [run.settings.get(key) for run in runs]
     texts = [setting_text(value) for value in values]
     if key in ("optimizer", "data", "strategy"):
         texts = distinct(texts, lambda text: text.rpartition(".")[2])
-    return Column(key=key, head=head, values=values, texts=texts, is_setting=True)
-
-
-def _measured(runs: list[ComparedRun], measure: Measure) -> Column:
-    values = [measure.value(run.report) for run in runs]
-    texts = ["" if value is None else measure.text(value) for value in values]
-    if measure.key == "steps":
-        texts = [_steps_text(run, text) for run, text in zip(runs, texts, strict=True)]
     return Column(
-        key=measure.key,
-        head=measure.head,
-        values=values,
-        texts=texts,
-        better=measure.better,
-        best=_best(runs, measure, values, texts),
+        key=key, label=label, values=values, texts=texts, priority=priority, is_setting=True
     )
 
 
-def _best(
-    runs: list[ComparedRun], measure: Measure, values: list[float | None], texts: list[str]
-) -> frozenset[int]:
-    """The runs with the best value among those that ended well; none if all are as good.
-
-    Times count only where the same samples were trained on, in one session.
-    """
-    rivals = [
-        i
-        for i, run in enumerate(runs)
-        if run.state in ENDED_WELL and values[i] is not None and texts[i]
-    ]
-    if measure.better is None or len(rivals) < 2:
+def _best(runs: list[ComparedRun], number: ReportNumber) -> frozenset[int]:
+    """Runs with the best value among those that ended well; none if all are equal as shown."""
+    values = {i: number.of(run.report) for i, run in enumerate(runs) if run.state in ENDED_WELL}
+    rivals = {i: value for i, value in values.items() if value is not None}
+    if number.better is None or len(rivals) < 2:
         return frozenset()
-    if measure.key in _TIMES:
-        work = {
-            run.report.progress and run.report.progress.samples for run in _runs_at(runs, rivals)
-        }
-        if len(work) > 1 or any(run.report.resumed for run in _runs_at(runs, rivals)):
+    if number.needs_equal_work:
+        reports = [runs[i].report for i in rivals]
+        work = {report.progress and report.progress.samples for report in reports}
+        if len(work) > 1 or any(report.resumed for report in reports):
             return frozenset()
-    pick = min if measure.better == "lower" else max
-    winner = pick(rivals, key=lambda i: values[i] or 0.0)
+    pick = min if number.better == "lower" else max
+    winner = pick(rivals, key=lambda i: rivals[i])
+    texts = {i: number.text_in(runs[i].report) for i in rivals}
     best = frozenset(i for i in rivals if texts[i] == texts[winner])
     return frozenset() if len(best) == len(rivals) else best
 
 
-def _runs_at(runs: list[ComparedRun], indices: list[int]) -> list[ComparedRun]:
-    """Some of the runs."""
-    return [runs[i] for i in indices]
-
-
-def _steps_text(run: ComparedRun, text: str) -> str:
-    """160; 63/160 of a run that is not through."""
-    total = run.resolved.total_steps
-    done = run.report.progress.steps if run.report.progress else 0
-    return f"{text}/{total:,}" if total is not None and done < total else text
-
-
-def _usual_order(run: ComparedRun) -> tuple[int, float, float, str]:
+def _default_order(run: ComparedRun) -> tuple[int, float, float, str]:
     loss = run.report.validation_loss
     speed = run.report.throughput.tokens_per_s if run.report.throughput else 0.0
     group = 0 if run.state in ENDED_WELL else 1 if run.state in AT_WORK else 2
     return group, math.inf if loss is None else round(loss, 4), -speed, run.name
+
+
+def _source_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
+    """Losses on each source of the data, where there are several, and each set of eval.sets."""
+    return [
+        ReportNumber(
+            key=loss_column(name),
+            label=f"loss on {name}",
+            definition=f"Validation loss on {name}, in nats per label token.",
+            value=_loss_on(name),
+            text=loss_text,
+            better="lower",
+            priority=6,
+        )
+        for name in dict.fromkeys(name for run in runs for name in _losses(run.report))
+    ]
+
+
+def _loss_on(name: str) -> Callable[[Report], float | None]:
+    return lambda report: _losses(report).get(name)
+
+
+def _losses(report: Report) -> dict[str, float | None]:
+    """Losses of the result by names of sources and sets."""
+    parts, chosen = report.sources | report.sets, report.result
+    if chosen is not None:
+        return {name: chosen.losses.get(column_name(name)) for name in parts}
+    if report.loss is not None and report.loss.is_of_start:
+        return {}
+    return {name: part.validation_last for name, part in parts.items()}
+
+
+def _own_metrics(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
+    """Scores of the user's functions; whether high values are good only their author knows."""
+    scores = [score for run in runs for score in run.report.scores if score.sha256 is not None]
+    files: dict[str, set[str | None]] = {}
+    for score in scores:
+        files.setdefault(score.name, set()).add(score.sha256)
+    for name, sha256 in dict.fromkeys(score.identity for score in scores):
+        # Functions of the same name are told apart by the checksums of their files.
+        label = name if len(files[name]) == 1 else f"{name} ({str(sha256)[:8]})"
+        yield ReportNumber(
+            key=f"metric.{label}",
+            label=label,
+            definition=f"Mean of {name} over answers to validation records, after training.",
+            value=score_after(name, sha256),
+            text=number_text,
+            priority=12,
+        )
+
+
+def _task_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
+    """Metrics of lm-evaluation-harness tasks after training."""
+    directions = {
+        (score.task, score.name): score.higher_is_better
+        for run in runs
+        for score in run.report.tasks
+    }
+    for (task, name), higher_is_better in directions.items():
+        better: Better = "higher" if higher_is_better else "lower"
+        yield ReportNumber(
+            key=f"tasks/{task}/{name}",
+            label=f"{task} {name}",
+            definition=f"{name} of the task {task}, after training.",
+            value=_task_after(task, name),
+            text=score_text,
+            better=None if higher_is_better is None else better,
+            priority=12,
+        )
+
+
+def _task_after(task: str, name: str) -> Callable[[Report], float | None]:
+    def value(report: Report) -> float | None:
+        scores = (s.after for s in report.tasks if (s.task, s.name) == (task, name))
+        return next(scores, None)
+
+    return value

@@ -1,8 +1,4 @@
-"""`ftkit compare`: runs side by side, for the command, for Python, and in a notebook.
-
-comparison = compare(["out/a", "out/b"])
-comparison.plot("comparison.png")
-"""
+"""`ftkit compare`: runs side by side, for the command, for Python, and in a notebook."""
 
 import json
 import os
@@ -32,24 +28,24 @@ class Comparison:
     """Runs side by side."""
 
     runs: list[ComparedRun]
-    """In the order in which they are shown."""
+    """Runs in the order in which they are shown."""
     left_out: list[LeftOutRun]
-    """What was named and is not compared."""
+    """Paths that are not compared, with the reasons."""
 
     def table(self) -> table.ComparisonTable:
-        """For rich: as wide as the terminal."""
+        """Return a table for rich, as wide as the terminal."""
         return table.ComparisonTable(self.runs)
 
     def to_markdown(self) -> str:
-        """A table with the best values in bold."""
+        """Return a table with the best values in bold."""
         return table.as_markdown(self.runs)
 
     def to_csv(self) -> str:
-        """Raw values, a row for each run."""
+        """Return raw values, a row for each run."""
         return table.as_csv(self.runs)
 
     def to_json(self) -> dict[str, Any]:
-        """Raw values, ready for JSON."""
+        """Return raw values, ready for JSON."""
         return table.as_json(self.runs, self.left_out)
 
     @overload
@@ -84,7 +80,7 @@ _FORMATS: dict[str, Callable[[Comparison], str]] = {
     "csv": Comparison.to_csv,
     "markdown": Comparison.to_markdown,
 }
-"""The forms of a comparison but for the table."""
+"""Formats of --format other than the table."""
 
 
 def compare(
@@ -93,12 +89,12 @@ def compare(
     sort: str | None = None,
     progress: OnProgress | None = None,
 ) -> Comparison:
-    """Compare runs, whatever became of them.
+    """Compare runs, however they ended.
 
     Args:
         paths: runs (each its out_dir), or directories that hold runs; one, or several.
         sort: a column to sort by; see `ftkit.views.comparison.columns.in_order`.
-        progress: told of each run that is read.
+        progress: called before each run is read.
 
     Raises:
         UserError: none of the paths leads to a run, or there is no such column.
@@ -106,24 +102,24 @@ def compare(
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     runs, left_out = read_runs(several, progress)
     if not runs:
-        found = "; ".join(f"{display_path(item.path)} {item.reason}" for item in left_out)
+        reasons = "; ".join(f"{display_path(item.path)} {item.reason}" for item in left_out)
         raise UserError(
-            f"There is nothing to compare: {found or 'no run is named'}. Name the out_dir of runs, "
-            "such as ftkit compare out/finetune/lora out/finetune/lora-2."
+            f"There is nothing to compare: {reasons or 'no run is named'}. Name the out_dir of "
+            "runs, such as ftkit compare out/finetune/lora out/finetune/lora-2."
         )
     return Comparison(runs=in_order(runs, sort), left_out=left_out)
 
 
 def compare_runs(options: CompareOptions) -> int:
-    """Show a comparison on standard output, and draw it; the exit code."""
+    """Print a comparison and draw it; return the exit code."""
     if options.plot is not None:
         check_plot(options.plot)
-    with Display(None, stream=sys.stderr) as told:
-        with told.phase("reading runs", brief=True) as phase:
+    with Display(None, stream=sys.stderr) as display:
+        with display.phase("reading runs", brief=True) as phase:
             comparison = compare(options.runs, sort=options.sort, progress=phase.advance)
         _show(comparison, options)
         if options.plot is not None:
-            with told.phase(f"drawing {options.plot}", brief=True):
+            with display.phase(f"drawing {options.plot}", brief=True):
                 comparison.plot(options.plot)
             print_notice(f"ftkit: drawn into {options.plot}", sys.stderr)
     return 0

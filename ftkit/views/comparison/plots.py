@@ -1,7 +1,7 @@
 """Plots of a comparison: losses, memory and throughput, for any number of runs.
 
-Every run has one colour and one dash, in all panels; both are Okabe and Ito's or plain enough to be
-told apart by colour-blind people. Nothing of matplotlib's global state is changed.
+Every run has the same colour and dash in all panels. Colour-blind people can tell the colours
+apart. Nothing in matplotlib's global state is changed.
 """
 
 import importlib.util
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ftkit import __version__
 from ftkit.errors import UserError
 from ftkit.runs.report.report import ENDED_WELL
-from ftkit.utils.console.formatting import bytes_text, number_text, printable
+from ftkit.utils.console.formatting import bytes_text, printable
 from ftkit.utils.console.html import whole_page
 from ftkit.utils.files import write_durably
+from ftkit.views.comparison.columns import number_columns
 from ftkit.views.comparison.runs import ComparedRun
 from ftkit.views.comparison.table import comparison_as_html
 
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 ENDINGS = (".png", ".html")
 Dash: TypeAlias = Literal["-"] | tuple[float, tuple[float, float]]
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#222222")
-"""Okabe and Ito's, but for yellow, which is hard to see on white."""
+"""Colours of Okabe and Ito, without yellow, which is hard to see on white."""
 DASHES: tuple[Dash, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
-"""All runs of one round of colours have the same."""
+"""Each round of colours has the next of these."""
 PART_COLORS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -49,17 +50,17 @@ PART_COLORS = {
     "reserved, not used": "#E4E4E4",
 }
 _POINTS = 600
-"""Most points of a curve: more are averaged."""
+"""Most points of a curve."""
 _RAW_POINTS = 25
-"""Up to so many steps are drawn as they are; of more, a running mean shows the trend."""
+"""Most steps that are drawn as they are; above it, a running mean shows the trend."""
 _VISIBLE = 1 / 500
-"""Share of the highest peak from which on a part of memory can be seen."""
+"""Smallest share of the highest peak at which a part of memory can be seen."""
 _LIMIT_IN_SIGHT = 4.0
-"""How many times the highest peak the device's limit may be to be drawn."""
+"""The device's limit is drawn if it is at most so many times the highest peak."""
 _FEW = 6
-"""Up to so many runs have thick lines and all their validations."""
+"""Most runs that are drawn with thick lines and with all their validations."""
 _NAME = 34
-"""Characters of a run's name."""
+"""Longest name of a run in a picture."""
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
@@ -77,7 +78,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def check_plot(path: Path) -> None:
-    """Refuse what cannot be drawn, before anything is read.
+    """Check the name of a plot and that matplotlib is there, before anything is read.
 
     Raises:
         UserError: the name has another ending, or matplotlib is missing.
@@ -91,10 +92,10 @@ def check_plot(path: Path) -> None:
 
 
 def require_matplotlib(what: str) -> None:
-    """Refuse where it is missing.
+    """Check that matplotlib is installed.
 
     Raises:
-        UserError: names what needs it.
+        UserError: it is not; the message begins with `what`.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
@@ -108,7 +109,7 @@ def save_plot(runs: list[ComparedRun], path: Path) -> Path:
 
     Args:
         runs: in the order from top to bottom.
-        path: NAME.png, or NAME.html: one page with the table that loads nothing from anywhere.
+        path: NAME.png, or NAME.html: a page with the table, which loads nothing from elsewhere.
 
     Raises:
         UserError: see `check_plot`; or it cannot be written.
@@ -130,14 +131,14 @@ def save_plot(runs: list[ComparedRun], path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that shows itself in a notebook."""
+    """A picture that a notebook shows."""
 
     png: bytes
-    """The file."""
+    """Content of the PNG file."""
 
     @classmethod
     def of(cls, runs: list[ComparedRun]) -> "Picture":
-        """The runs as `save_plot` draws them.
+        """Draw the runs as `save_plot` does.
 
         Raises:
             UserError: matplotlib is missing.
@@ -157,7 +158,7 @@ class Picture:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Our look inside the block; nothing of matplotlib's global state is changed after it."""
+    """Apply our style inside the block; restore matplotlib's global state after it."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
@@ -166,7 +167,7 @@ def _drawing() -> Iterator[None]:
 
 
 def svg(drawn: "Figure") -> str:
-    """A figure as an SVG element to put into a page."""
+    """Return a figure as an SVG element for a page."""
     text = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     drawn.savefig(text, format="svg", metadata=nothing)
@@ -174,7 +175,7 @@ def svg(drawn: "Figure") -> str:
 
 
 def comparison_page(runs: list[ComparedRun], picture: str) -> str:
-    """One page with the table and the picture; it has no script and refers to nothing."""
+    """Return a page with the table and the picture; it has no script and refers to nothing."""
     title = f"ftkit: {len(runs)} {'run' if len(runs) == 1 else 'runs'} compared"
     body = (
         f'<div class="picture">{picture}</div><div class="table">{comparison_as_html(runs)}</div>'
@@ -197,7 +198,7 @@ p, li { color: #555; }
 
 
 def figure(runs: list[ComparedRun]) -> "Figure":
-    """Losses above, memory and throughput as bars below; the same order and look in all panels."""
+    """Draw losses above, memory and throughput as bars below, in the same order and colours."""
     from matplotlib.figure import Figure
 
     names = [_name(run) for run in runs]
@@ -210,7 +211,7 @@ def figure(runs: list[ComparedRun]) -> "Figure":
     _legend(above, [lines[i] for i in with_curve], [names[i] for i in with_curve], 3)
     memory, speed = below.subplots(1, 2, sharey=True)
     _draw_memory(memory, runs)
-    _draw_speed(speed, runs)
+    _draw_bars(speed, runs, "Throughput", "tokens_per_s")
     handles, labels = memory.get_legend_handles_labels()
     _legend(below, handles, labels, 5)
     memory.set_yticks(range(len(runs)), names, parse_math=False)
@@ -224,7 +225,7 @@ def figure(runs: list[ComparedRun]) -> "Figure":
 def _legend(
     part: "SubFigure", handles: "Sequence[Artist]", labels: Sequence[str], columns: int
 ) -> None:
-    """Names below all panels; in a picture with nothing to name, none."""
+    """Add names below all panels, if there is anything to name."""
     if not handles:
         return
     legend = part.legend(
@@ -236,7 +237,7 @@ def _legend(
 
 
 def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "list[Line2D]":
-    """A curve for each run; thick ones below thin ones, so that equal curves are all seen."""
+    """Draw a curve for each run."""
     from matplotlib.lines import Line2D
 
     longest = max((len(run.training.steps) for run in runs), default=0)
@@ -248,6 +249,7 @@ def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "
     lines, every = [], []
     for i, run in enumerate(runs):
         color, dash = _look(i)
+        # Thick lines lie below thin ones, so that equal curves can all be seen.
         width = thick - (thick - 1.3) * i / max(len(runs) - 1, 1)
         curve = run.training
         chosen = _chosen(len(curve.steps))
@@ -289,7 +291,7 @@ def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "
 
 
 def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
-    """Stacked bars, and the limit of each device where it is in sight."""
+    """Draw stacked bars, and the limit of each device if it is in sight."""
     parts = [run.memory_parts for run in runs]
     limits = [run.memory_limit_bytes for run in runs]
     peaks = [sum(part.values()) for part in parts]
@@ -297,9 +299,9 @@ def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
     starts = [0.0] * len(runs)
     visible = _VISIBLE * max(peaks, default=0)
     for part in PART_COLORS:
-        if not any(found.get(part, 0) > visible for found in parts):
+        if not any(sizes.get(part, 0) > visible for sizes in parts):
             continue
-        sizes = [found.get(part, 0) / unit for found in parts]
+        sizes = [sizes.get(part, 0) / unit for sizes in parts]
         axes.barh(
             range(len(runs)), sizes, left=starts, height=0.72, color=PART_COLORS[part],
             edgecolor="white", linewidth=0.5, label=part,
@@ -326,16 +328,16 @@ def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
     axes.set(title=f"Peak memory of a rank{far}", xlabel=name)
 
 
-def _draw_speed(axes: "Axes", runs: list[ComparedRun]) -> None:
-    """Bars in the look of the curves; a run without speed says how it ended."""
-    speeds = [run.report.throughput.tokens_per_s if run.report.throughput else 0.0 for run in runs]
-    for i, (run, speed) in enumerate(zip(runs, speeds, strict=True)):
-        axes.barh(i, speed, height=0.72, color=_look(i)[0], alpha=0.9)
-        text = f"{number_text(speed)}" if speed else ""
+def _draw_bars(axes: "Axes", runs: list[ComparedRun], title: str, key: str) -> None:
+    """Draw a column as bars in the colours of the curves, with how a run ended if not well."""
+    (column,) = (column for column in number_columns(runs) if column.key == key)
+    sizes = [value or 0.0 for value in column.values]
+    for i, (run, size) in enumerate(zip(runs, sizes, strict=True)):
+        axes.barh(i, size, height=0.72, color=_look(i)[0], alpha=0.9)
         ended = "" if run.state in ENDED_WELL else _state(run)
-        _beside(axes, speed, i, ", ".join(filter(None, (text, ended))))
-    axes.set_xlim(0, max(speeds, default=0) * 1.35 or 1)
-    axes.set(title="Throughput", xlabel="tokens/s")
+        _beside(axes, size, i, ", ".join(filter(None, (column.texts[i], ended))))
+    axes.set_xlim(0, max(sizes, default=0) * 1.35 or 1)
+    axes.set(title=title, xlabel=column.label)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(labelleft=False)
 
@@ -352,14 +354,15 @@ def _say(axes: "Axes", text: str) -> None:
 
 
 def _look(i: int) -> tuple[str, Dash]:
-    """Colour and dash of a run; those of 21 are all different."""
+    """Colour and dash of a run; up to 21 runs all look different."""
     rounds = i // len(COLORS)
     return COLORS[i % len(COLORS)], DASHES[rounds % len(DASHES)]
 
 
 def _name(run: ComparedRun) -> str:
-    """The name as a picture has room for it; the end of a path tells most."""
+    """Name of a run, cut to fit a picture."""
     name = printable(run.name)
+    # The end of a path says most.
     return name if len(name) <= _NAME else f"...{name[-_NAME + 3 :]}"
 
 
@@ -374,14 +377,14 @@ def _time_unit(longest_s: float) -> tuple[float, str]:
 
 
 def _chosen(count: int) -> list[int]:
-    """Indices of the points that are drawn, the first and the last among them."""
+    """Indices of the points to draw, the first and the last among them."""
     if count <= _POINTS:
         return list(range(count))
     return [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean over the values up to each, as far as there are that many."""
+    """Mean of each value and the ones before it, up to `window` of them."""
     sums = [0.0, *accumulate(values)]
     return [
         (sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window)

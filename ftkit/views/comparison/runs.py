@@ -1,4 +1,4 @@
-"""Runs that are compared: where they are, their settings, results and curves."""
+"""Runs of a comparison: finding them, and their settings, results and curves."""
 
 import math
 import os
@@ -12,8 +12,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import Row, read_metrics, read_validation
-from ftkit.runs.report.peak_memory import RankMemory
-from ftkit.runs.report.report import Report, Resolved
+from ftkit.runs.report.report import RankMemory, Report, Resolved
 from ftkit.runs.state import StateName, look
 from ftkit.runs.sync.download import UrlCopy, refresh
 from ftkit.utils.accelerators.kinds import HOST_KIND
@@ -23,16 +22,16 @@ from ftkit.utils.progress import OnProgress
 from ftkit.utils.remote.urls import display_path, local_path, url_of
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
-"""Keys of a recipe that say how a run is called and started."""
+"""Keys of a recipe that name or start a run and do not change it."""
 _DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not MISSING}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOutRun:
-    """A path that is not compared."""
+    """A path that is left out of a comparison."""
 
     path: Path
-    """As it was given."""
+    """The path as it was given."""
     reason: str
     """Why, in one line."""
 
@@ -44,43 +43,43 @@ class Curve:
     steps: list[int]
     """Optimizer steps done."""
     seconds: list[float]
-    """Time of training up to the step, over all sessions."""
+    """Training time up to the step, over all sessions."""
     losses: list[float]
-    """Of the step, in nats."""
+    """Loss of the step, in nats per label token."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as it is compared."""
+    """A run in a comparison."""
 
     name: str
-    """What tells it from the others, in short."""
+    """Short name that differs from those of the other runs."""
     out_dir: Path
     """Its directory."""
     state: StateName
-    """At work, or how it ended."""
+    """Whether it is at work, or how it ended."""
     report: Report
-    """What was measured."""
+    """Its measurements."""
     copy: UrlCopy | None = None
-    """Where its files are instead, if out_dir stands for a url."""
+    """Local copy of its files, if out_dir stands for a url."""
 
     @property
     def files(self) -> RunDirectory:
-        """Its files, or their copies."""
+        """Its files, or the local copies of them."""
         return RunDirectory(self.copy.directory if self.copy else self.out_dir)
 
     @property
     def resolved(self) -> Resolved:
-        """What the recipe came to, as far as it is known."""
+        """Resolved values of the recipe, as far as they are known."""
         return self.report.resolved or Resolved()
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What was asked, by the keys of the command line; what was left open is filled in."""
+        """Settings by the keys of the command line, with resolved values where none was set."""
         recipe = {k: v for k, v in self.report.recipe.items() if k not in _NOT_COMPARED}
-        found = {"method": self.report.method, **dict(_settings_in(recipe))}
-        if (path := found.pop("data.json_path", None)) is not None:  # its older name
-            found["data.path"] = path
+        settings = {"method": self.report.method, **dict(_settings_in(recipe))}
+        if (path := settings.pop("data.json_path", None)) is not None:  # its older name
+            settings["data.path"] = path
         for key, value in (
             ("precision", self.resolved.precision),
             ("strategy", self.resolved.strategy),
@@ -89,14 +88,14 @@ class ComparedRun:
             ("train.max_seq_length", self.resolved.max_seq_length),
         ):
             if value is not None:
-                found[key] = value
-        if found.get("train.micro_batch_size") is None and self.resolved.micro_batch_size:
-            found["train.micro_batch_size"] = self.resolved.micro_batch_size
-        return found
+                settings[key] = value
+        if settings.get("train.micro_batch_size") is None and self.resolved.micro_batch_size:
+            settings["train.micro_batch_size"] = self.resolved.micro_batch_size
+        return settings
 
     @cached_property
     def training(self) -> Curve:
-        """The training loss, finite values only; empty where there are no rows."""
+        """Training losses that are finite; empty if there are no rows."""
         rows = _rows(read_metrics, self.files.metrics)
         steps, seconds, losses = [], [], []
         elapsed_s = 0.0
@@ -112,7 +111,7 @@ class ComparedRun:
 
     @cached_property
     def validation(self) -> list[tuple[int, float]]:
-        """Step and loss of every validation."""
+        """Step and loss of every validation with a finite loss."""
         rows = _rows(read_validation, self.files.validation)
         return [
             (int(row["step"]), loss)
@@ -124,10 +123,10 @@ class ComparedRun:
 
     @property
     def memory_parts(self) -> dict[str, int]:
-        """Bytes of the rank that needed most at its peak, by what they were; they add up.
+        """Bytes at the peak of the fullest rank by what they hold; the parts add up to the peak.
 
-        What the tensors are is known of the measured steps; the peak may be at another moment. Of a
-        run at work that is all: its peak is known at its end.
+        Tensors are told apart in the measured steps only, and the peak may come at another moment;
+        the rest are `other tensors`. The peak of a run at work is not known before its end.
         """
         ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
         parts: dict[str, int] = {}
@@ -153,7 +152,7 @@ class ComparedRun:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """Memory of the device; on CPU, the share of a rank in the memory of the machine."""
+        """Memory of the device; on CPU, memory of the machine divided by its ranks."""
         hardware = self.report.hardware or Hardware()
         if self.resolved.accelerator != HOST_KIND:
             sizes = [
@@ -170,34 +169,34 @@ class ComparedRun:
 def read_runs(
     paths: Iterable[str | os.PathLike[str]], progress: OnProgress | None = None
 ) -> tuple[list[ComparedRun], list[LeftOutRun]]:
-    """The runs that paths stand for, each once, and what is none.
+    """Return the runs at some paths, each once, and the paths that hold none.
 
     Args:
         paths: runs, their reports, or directories with runs at any depth.
-        progress: told of each run.
+        progress: called before each run is read.
     """
-    found: dict[Path, Path] = {}
+    places: dict[Path, Path] = {}
     left_out: list[LeftOutRun] = []
     for path in map(local_path, paths):
         refresh(path)
         directories = list(_find(path.expanduser()))
         for directory in directories:
-            found.setdefault(directory.resolve(), directory)
+            places.setdefault(directory.resolve(), directory)
         if not directories:
             reason = "holds no run" if path.expanduser().exists() else "does not exist"
             left_out.append(LeftOutRun(path=path, reason=reason))
-    runs, unmeasured = look_at_runs(dict.fromkeys(found.values()), progress)
+    runs, unmeasured = look_at_runs(dict.fromkeys(places.values()), progress)
     return runs, left_out + unmeasured
 
 
 def look_at_runs(
     directories: Mapping[Path, UrlCopy | None], progress: OnProgress | None = None
 ) -> tuple[list[ComparedRun], list[LeftOutRun]]:
-    """The runs of directories as they are now, and those of which nothing was measured.
+    """Return the runs in directories as they are now, and those without any measurement.
 
     Args:
-        directories: of runs; to each the copy to look at instead, if it stands for a url.
-        progress: told of each run.
+        directories: of runs, each with the copy to read instead if it stands for a url.
+        progress: called before each run is read.
     """
     left_out: list[LeftOutRun] = []
     states = []
@@ -222,10 +221,10 @@ def look_at_runs(
 
 
 def differing_settings(runs: list[ComparedRun]) -> list[str]:
-    """Keys of settings that are not the same in all runs, in the order of the recipe.
+    """Return keys of settings that differ between runs, in the order of the recipe.
 
-    A setting that a run does not record, because its method or version has none, counts as the
-    default.
+    A setting that a run does not record, because its method or version does not have it, counts as
+    the default.
     """
     keys = dict.fromkeys(key for run in runs for key in run.settings)
 
@@ -240,7 +239,7 @@ def _host_bytes(rank: RankMemory) -> int:
 
 
 def _find(path: Path) -> Iterator[Path]:
-    """The runs that a path stands for, in the order of their names."""
+    """Yield the runs at a path, at any depth, in the order of their names."""
     if path.is_file() and path == RunDirectory(path.parent).report:
         path = path.parent
     if not path.is_dir():
@@ -258,7 +257,7 @@ def _reason(error: UserError, directory: Path) -> str:
 
 
 def _names(directories: list[Path]) -> list[str]:
-    """The paths without the part that is common to all; urls beside other paths as they are."""
+    """The paths without their common part; beside local paths, urls as they are."""
     absolute = [directory.resolve() for directory in directories]
     local = [directory for directory in absolute if url_of(directory) is None]
     if 0 < len(local) < len(absolute):
@@ -271,13 +270,13 @@ def _names(directories: list[Path]) -> list[str]:
 
 
 def _settings_in(recipe: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Values by dotted keys; a class is the value of its key, its arguments lie below."""
+    """Values by dotted keys; a class is the value of its key, with its arguments below it."""
     for key, value in leaves(recipe):
         yield key.removesuffix(".class_path").replace(".init_args.", "."), value
 
 
 def _rows(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:
-    """The rows of a log; none if it is not there or damaged."""
+    """Rows of a log; none if the file is missing or damaged."""
     try:
         return read(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The table of a comparison: for a terminal of any width, as Markdown, CSV, JSON or HTML."""
+"""Table of a comparison: for a terminal of any width, as Markdown, CSV, JSON or HTML."""
 
 import csv
 import dataclasses
@@ -21,11 +21,10 @@ from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison.columns import (
     Column,
     all_columns,
-    by_worth,
     distinct,
-    measure_columns,
-    name_columns,
+    number_columns,
     setting_columns,
+    shown_columns,
 )
 from ftkit.views.comparison.runs import ComparedRun, LeftOutRun
 
@@ -34,8 +33,8 @@ _LONGEST = 28
 """Characters of a name or a setting in a terminal."""
 _MOST_BLOCKS = 3
 _LONGEST_IF_NARROW = 20
-_LONGEST_HEAD = 10
-"""Longer heads are broken at an underscore."""
+_LONGEST_LABEL = 10
+"""Longer labels are broken at an underscore."""
 _STYLE_OF_STATE: dict[str, str] = {
     **STYLE_OF_OUTCOME,
     "starting": "bold",
@@ -46,9 +45,9 @@ _BEST = "bold green"
 
 
 class ComparisonTable:
-    """The table for a terminal: a row for each run, or a column where that is too wide.
+    """Table for a terminal: a row for each run, or a column where that is too wide.
 
-    Few runs are shown in blocks of columns, one below the other; of many, the rows are shortened.
+    A few runs are shown in blocks of columns, one below the other; rows of many runs are cut.
     """
 
     def __init__(self, runs: list[ComparedRun]) -> None:
@@ -68,7 +67,7 @@ class ComparisonTable:
             kept = _narrowed([_for_terminal(c, _LONGEST_IF_NARROW) for c in self._shown], width)
             yield _by_rows(kept)
             keys = {column.key for column in kept}
-            gone = [column.head for column in self._shown if column.key not in keys]
+            gone = [column.label for column in self._shown if column.key not in keys]
             if gone:
                 yield Text(
                     f"left out for width: {', '.join(gone)} (--format csv has all)", style="dim"
@@ -79,35 +78,29 @@ class ComparisonTable:
             yield Text(note, style="dim")
 
 
-def shown_columns(runs: list[ComparedRun]) -> list[Column]:
-    """What a table for people shows: no measure that no run has."""
-    measured = [column for column in measure_columns(runs) if any(column.values)]
-    return [*name_columns(runs), *setting_columns(runs), *measured]
-
-
 def notes(runs: list[ComparedRun]) -> list[str]:
-    """What the numbers alone do not tell: why a run ended early, and what its times are of."""
-    found = []
+    """Return why runs ended early, and which runs have times of their last session alone."""
+    lines = []
     for run in runs:
         if run.state == "running":
-            found.append(f"{run.name}: at work; see ftkit watch {run.out_dir}")
+            lines.append(f"{run.name}: at work; see ftkit watch {run.out_dir}")
         elif run.state == "killed":
-            found.append(f"{run.name}: killed before it could write its report")
+            lines.append(f"{run.name}: killed before it could write its report")
         elif run.state not in ENDED_WELL:
-            found.append(f"{run.name}: {shortened(run.report.exit_reason, 160)}")
+            lines.append(f"{run.name}: {shortened(run.report.exit_reason, 160)}")
         if resumed := run.report.resumed:
-            found.append(
+            lines.append(
                 f"{run.name}: time, speed and memory are of its last session, "
                 f"from step {resumed.from_step:,}"
             )
-    return [printable(note) for note in found]
+    return [printable(line) for line in lines]
 
 
 def as_markdown(runs: list[ComparedRun]) -> str:
-    """A table for a README or an issue; the best values are bold."""
+    """Return a table for a README or an issue, with the best values in bold."""
     columns = shown_columns(runs)
     lines = [
-        [_markdown_cell(column.head) for column in columns],
+        [_markdown_cell(column.label) for column in columns],
         ["---:" if column.is_numeric else "---" for column in columns],
     ]
     for i in range(len(runs)):
@@ -117,7 +110,7 @@ def as_markdown(runs: list[ComparedRun]) -> str:
 
 
 def as_csv(runs: list[ComparedRun]) -> str:
-    """Every column with its raw values, for spreadsheets and scripts."""
+    """Return every column with its raw values, for spreadsheets and scripts."""
     columns = all_columns(runs)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -129,8 +122,8 @@ def as_csv(runs: list[ComparedRun]) -> str:
 
 
 def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str, Any]:
-    """The runs with what differs and what came out, ready for JSON."""
-    settings, measures = setting_columns(runs), measure_columns(runs)
+    """Return the runs with their settings that differ and their results, ready for JSON."""
+    settings, results = setting_columns(runs), number_columns(runs)
     return {
         "runs": [
             {
@@ -139,10 +132,10 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
                 "state": run.state,
                 "exit_reason": run.report.exit_reason,
                 "settings": {column.key: column.values[i] for column in settings},
-                "results": {column.key: column.values[i] for column in measures},
+                "results": {column.key: column.values[i] for column in results},
                 "memory_parts_bytes": run.memory_parts,
                 "memory_limit_bytes": run.memory_limit_bytes,
-                "best": [column.key for column in measures if i in column.best],
+                "best": [column.key for column in results if i in column.best],
             }
             for i, run in enumerate(runs)
         ],
@@ -151,36 +144,39 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
 
 
 _SETTINGS_FIRST = 3
-"""Settings that a page shows before the results; of more, the results come first."""
+"""Most settings that a page shows before the results."""
 
 
 def comparison_as_html(runs: list[ComparedRun]) -> str:
-    """The table as HTML, with its notes; needs no style sheet."""
+    """Return the table as HTML with its notes; it needs no style sheet."""
     columns = shown_columns(runs)
     settings = [column for column in columns if column.is_setting]
-    if len(settings) > _SETTINGS_FIRST:  # results are seen without scrolling
+    if len(settings) > _SETTINGS_FIRST:  # so that results are seen without scrolling
         others = [column for column in columns if not column.is_setting]
         columns = [*others, *settings]
-    heads = "".join(_html_cell("th", column, column.head) for column in columns)
+    heads = "".join(
+        _html_cell("th", column, column.label, title=column.meaning) for column in columns
+    )
     rows = []
     for i, run in enumerate(runs):
         cells = "".join(
             _html_cell("td", column, column.texts[i], best=i in column.best) for column in columns
         )
         rows.append(f'<tr class="{html.escape(run.state)}">{cells}</tr>')
-    said = "".join(f"<li>{html.escape(note)}</li>" for note in notes(runs))
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes(runs))
     return (
         f'<div style="overflow-x:auto"><table><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div><ul>{said}</ul>"
+        f"<tbody>{''.join(rows)}</tbody></table></div><ul>{items}</ul>"
     )
 
 
-def _html_cell(tag: str, column: Column, text: str, *, best: bool = False) -> str:
+def _html_cell(tag: str, column: Column, text: str, *, best: bool = False, title: str = "") -> str:
     escaped = html.escape(printable(text))
     align = "right" if column.is_numeric else "left"
     wrap = ";white-space:nowrap" if column.is_numeric and tag == "td" else ""
     content = f'<b title="best" style="color:{GOOD}">{escaped}</b>' if best else escaped
-    return f'<{tag} style="text-align:{align}{wrap}">{content}</{tag}>'
+    hint = f' title="{html.escape(title)}"' if title else ""
+    return f'<{tag} style="text-align:{align}{wrap}"{hint}>{content}</{tag}>'
 
 
 def _markdown_cell(text: str) -> str:
@@ -188,7 +184,7 @@ def _markdown_cell(text: str) -> str:
 
 
 def _for_terminal(column: Column, longest: int) -> Column:
-    """The column with texts of a bounded length, and a star before the best."""
+    """The column with shortened texts, and a star before the best."""
 
     def cut(text: str) -> str:
         half = (longest - 2) // 2
@@ -199,17 +195,17 @@ def _for_terminal(column: Column, longest: int) -> Column:
     return dataclasses.replace(column, texts=starred)
 
 
-def _broken(head: str) -> str:
-    """A head of a row, on two lines if it is long: micro_ and batch_size."""
-    breaks = [i + 1 for i, letter in enumerate(head) if letter == "_"]
-    if len(head) <= _LONGEST_HEAD or not breaks:
-        return head
-    middle = min(breaks, key=lambda i: abs(i - len(head) / 2))
-    return f"{head[:middle]}\n{head[middle:]}"
+def _broken(label: str) -> str:
+    """A label on two lines if it is long: micro_ and batch_size."""
+    breaks = [i + 1 for i, letter in enumerate(label) if letter == "_"]
+    if len(label) <= _LONGEST_LABEL or not breaks:
+        return label
+    middle = min(breaks, key=lambda i: abs(i - len(label) / 2))
+    return f"{label[:middle]}\n{label[middle:]}"
 
 
 def _column_width(column: Column) -> int:
-    return max(map(cell_len, [*_broken(column.head).split("\n"), *column.texts]))
+    return max(map(cell_len, [*_broken(column.label).split("\n"), *column.texts]))
 
 
 def _width(columns: list[Column]) -> int:
@@ -217,26 +213,26 @@ def _width(columns: list[Column]) -> int:
 
 
 def _blocks(columns: list[Column], width: int) -> list[list[int]]:
-    """The runs in blocks that fit as columns; none if there are too many for that."""
-    heads = max(cell_len(column.head) for column in columns)
+    """Indices of the runs in blocks that fit as columns; none if there are too many runs."""
+    labels = max(cell_len(column.label) for column in columns)
     blocks: list[list[int]] = []
     left = 0
     for i in range(len(columns[0].texts)):
         needed = _GAP + max(cell_len(column.texts[i]) for column in columns)
-        if heads + needed > width:
+        if labels + needed > width:
             return []
         if not blocks or needed > left:
             blocks.append([])
-            left = width - heads
+            left = width - labels
         blocks[-1].append(i)
         left -= needed
     return blocks if len(blocks) <= _MOST_BLOCKS else []
 
 
 def _narrowed(columns: list[Column], width: int) -> list[Column]:
-    """As many of the columns as fit, those of most worth first, in their order."""
+    """As many columns as fit, chosen by priority, in their order."""
     kept: list[Column] = []
-    for column in by_worth(columns):
+    for column in sorted(columns, key=lambda column: column.priority):
         if not kept or _width([*kept, column]) <= width:
             kept.append(column)
     return [column for column in columns if column in kept]
@@ -253,7 +249,7 @@ def _by_rows(columns: list[Column]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for column in columns:
         table.add_column(
-            Text(_broken(column.head)),
+            Text(_broken(column.label)),
             justify="right" if column.is_numeric else "left",
             overflow="fold",
             no_wrap=column.key != "run",
@@ -265,13 +261,13 @@ def _by_rows(columns: list[Column]) -> Table:
 
 def _by_columns(columns: list[Column], runs: list[int]) -> Table:
     table = Table.grid(padding=(0, _GAP, 0, 0))
-    heads = max(cell_len(column.head) for column in columns)
-    table.add_column(no_wrap=True, style="cyan", min_width=heads)
+    labels = max(cell_len(column.label) for column in columns)
+    table.add_column(no_wrap=True, style="cyan", min_width=labels)
     for _ in runs:
         table.add_column(no_wrap=True)
     for column in columns:
         cells = [_cell(column, i) for i in runs]
         if column.key == "run":
             cells = [Text(cell.plain, "bold") for cell in cells]
-        table.add_row(Text(column.head), *cells)
+        table.add_row(Text(column.label), *cells)
     return table

@@ -1,8 +1,8 @@
 """The Python API: `import ftkit` has all of it.
 
 A run is a child process, the `ftkit` command: any strategy works, its memory is free again when it
-has ended, and this process survives whatever becomes of it. All that is shown is read from the
-files of the run, so a run of another process can be followed in the same way.
+has ended, and this process survives if the run crashes. Everything shown is read from the files of
+the run, so a run of another process can be followed in the same way.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from ftkit.utils.process import PassingOn, start_command
 from ftkit.views.comparison.compare import compare
 from ftkit.views.comparison.plots import Picture
 from ftkit.views.notebook import display
-from ftkit.views.notebook.child_output import printed, refusal
-from ftkit.views.notebook.run_view import short, summary_as_html
-from ftkit.views.watch import Watcher, sight_as_html
+from ftkit.views.notebook.commands import printed, refusal
+from ftkit.views.notebook.display import short, summary_as_html
+from ftkit.views.watch import Watcher, snapshot_as_html
 
 PathLike = str | os.PathLike[str]
 _POLL_S = 0.1
 
 
 class ShownReport(Report):
-    """A report that shows itself in a notebook; `print` shows the table of the command."""
+    """A report that a notebook shows; `print` shows the table of the command."""
 
     def __str__(self) -> str:
         return plain_text(table.render(self))
@@ -51,23 +51,23 @@ class ShownReport(Report):
 
 
 class Run(os.PathLike[str]):
-    """A run: at work, or ended. Wherever a path of a run is wanted, it stands for its out_dir."""
+    """A run, at work or ended; as a path it stands for its out_dir."""
 
     def __init__(self, out_dir: Path) -> None:
         self.out_dir = out_dir
-        """Its directory, absolute."""
+        """Its absolute directory."""
         self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
         self._started_at = utc_now()
 
     @property
     def outcome(self) -> StateName:
-        """Starting or running; completed, stopped, interrupted, out_of_memory, failed, killed."""
+        """Starting, running, completed, stopped, interrupted, out_of_memory, failed or killed."""
         return self._look().state
 
     @property
     def report(self) -> ShownReport | None:
-        """What was measured, or what is known so far; None: nothing yet."""
+        """Measurements so far; None: there are none yet."""
         report = self._look().report
         if report is None:
             return None
@@ -75,23 +75,23 @@ class Run(os.PathLike[str]):
         return ShownReport(**values)
 
     def plot(self) -> Picture:
-        """Losses, memory and throughput, also of a run at work.
+        """Draw losses, memory and throughput, also of a run at work.
 
         Raises:
-            UserError: nothing is measured yet, or matplotlib is missing.
+            UserError: nothing has been measured yet, or matplotlib is missing.
         """
         return compare([self]).plot()
 
     def wait(self) -> "Run":
-        """Follow the run until it has ended, in the cell or in lines; the run itself.
+        """Follow the run until it has ended, in the cell or in lines; return the run itself.
 
         Interrupting the kernel, or Ctrl+C, ends a run that was started here after its current step,
-        with its state saved; a second time ends it at once. A run of another process goes on, and
-        only the following ends.
+        with its state saved; a second interrupt ends it at once. A run of another process goes on;
+        only following it ends.
 
         Raises:
-            UserError: it refused to run, and says why.
-            KeyboardInterrupt: after the second interrupt, or of a run of another process.
+            UserError: the command refused to run; the message says why.
+            KeyboardInterrupt: after a second interrupt; after the first for another process's run.
         """
         with PassingOn(*([signal.SIGINT] if self._child else [])) as signals:
             if self._child is not None:
@@ -99,10 +99,10 @@ class Run(os.PathLike[str]):
             return self._follow(display.place(), signals)
 
     def stop(self) -> "Run":
-        """End the run after its current step, with its state saved, and wait for that.
+        """End the run after its current step, save its state, and wait until it has ended.
 
         Raises:
-            UserError: it is at work on another machine.
+            UserError: it is running on another machine.
         """
         if self._look().at_work:
             if self._child is not None:
@@ -120,48 +120,48 @@ class Run(os.PathLike[str]):
     def _repr_html_(self) -> str:
         state = self._look()
         if state.at_work:
-            return sight_as_html(Watcher(short(self.out_dir)).look())
+            return snapshot_as_html(Watcher(short(self.out_dir)).look())
         return summary_as_html(state)
 
     def _look(self) -> RunState:
         return look(short(self.out_dir))
 
     def _process(self) -> int:
-        found = Supervisor.of(self.out_dir)
-        if found is None or found.host != Supervisor.here().host:
-            where = "another machine" if found is None else found.host
-            raise UserError(f"{self.out_dir} is at work on {where}. Stop it there.")
-        return found.process
+        supervisor = Supervisor.of(self.out_dir)
+        if supervisor is None or supervisor.host != Supervisor.here().host:
+            where = "another machine" if supervisor is None else supervisor.host
+            raise UserError(f"{self.out_dir} is running on {where}. Stop it there.")
+        return supervisor.process
 
     def _follow(self, place: display.OutputPlace, signals: PassingOn) -> "Run":
         watcher = Watcher(short(self.out_dir))
-        told = False
+        is_noted = False
         while True:
             ended = self._has_ended(place.interval_s)
             if ended:
-                self._raise_what_was_told()
+                self._raise_refusal()
             try:
-                sight = watcher.look()
-            except UserError:  # one that refuses to run has removed its directory
+                snapshot = watcher.look()
+            except UserError:  # a command that refuses to run removes its directory
                 if ended or self._child is None:
                     raise
                 continue
-            if signals.received and not told:
-                place.note("ending after the current step; once more ends it at once")
-                told = True
-            place.show(sight)
-            if ended or (self._child is None and not sight.run.at_work):
+            if signals.received and not is_noted:
+                place.note("ending after the current step; interrupt again to end at once")
+                is_noted = True
+            place.show(snapshot)
+            if ended or (self._child is None and not snapshot.run.at_work):
                 break
         if self._child is not None and not self._has_reported():
-            place.note(self._said().strip())  # that there was nothing to do
-        place.conclude(sight.run)
+            place.note(self._printed().strip())  # such as: nothing to do
+        place.conclude(snapshot.run)
         if len(signals.received) > 1:
             raise KeyboardInterrupt
         return self
 
     def _has_ended(self, within_s: float) -> bool:
-        """Whether the child has ended; of a run of another process, its files tell."""
-        if self._child is None:
+        """Whether the child has ended; never for a run of another process."""
+        if self._child is None:  # `RunState.at_work` says so
             time.sleep(within_s if self._look().at_work else 0)
             return False
         try:
@@ -170,23 +170,23 @@ class Run(os.PathLike[str]):
             return False
         return True
 
-    def _raise_what_was_told(self) -> None:
-        """Raise as an error what the child said when it refused to run."""
+    def _raise_refusal(self) -> None:
+        """Raise the message of a child that refused to run."""
         if self._child is None or self._child.poll() is None or self._has_reported():
             return
         code = self._child.returncode
-        if code and (error := refusal(self._said(), code)) is not None:
+        if code and (error := refusal(self._printed(), code)) is not None:
             raise error
 
     def _has_reported(self) -> bool:
-        """Whether there is a report of what was started here."""
+        """Whether the run that was started here has written a report."""
         try:
             report = self._look().report
         except UserError:
             return False
         return report is not None and report.started_at >= self._started_at
 
-    def _said(self) -> str:
+    def _printed(self) -> str:
         return "" if self._output is None else printed(self._output)
 
 
@@ -200,19 +200,19 @@ def finetune(
     stop_after: str | int | None = None,
     **keys: Any,
 ) -> Run:
-    """Fine-tune with LoRA or QLoRA, as `ftkit finetune`; the run, however it ended.
+    """Fine-tune with LoRA or QLoRA, as `ftkit finetune`; return the run, however it ended.
 
     Args:
-        recipe: recipe files, later ones win.
-        wait: follow the run until it has ended; else `Run.wait` does.
+        recipe: recipe files; later ones win.
+        wait: whether to follow the run until it has ended; else call `Run.wait`.
         overwrite: replace what is in out_dir.
-        force: start even if memory is certainly too small.
+        force: start even if memory is predicted to be too small.
         stop_after: end this session early: steps, or a time such as 90min.
         keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 
     Raises:
-        UserError: it refused to run, and says why.
-        KeyboardInterrupt: it was interrupted before it began, or twice.
+        UserError: the command refused to run; the message says why.
+        KeyboardInterrupt: it was interrupted before it started, or twice.
     """
     switches = _switches(overwrite, force, stop_after)
     return start("finetune", recipe, keys, switches, display.place(), wait=wait)
@@ -228,13 +228,13 @@ def finetune_full(
     stop_after: str | int | None = None,
     **keys: Any,
 ) -> Run:
-    """Fine-tune every parameter, as `ftkit finetune_full`; else the same as `finetune`."""
+    """Fine-tune every parameter, as `ftkit finetune_full`; arguments as of `finetune`."""
     switches = _switches(overwrite, force, stop_after)
     return start("finetune_full", recipe, keys, switches, display.place(), wait=wait)
 
 
 def attach(out_dir: PathLike) -> Run:
-    """A run that was started elsewhere, at work or ended, by its files.
+    """Return a run that was started elsewhere, at work or ended.
 
     Raises:
         UserError: the directory holds no run.
@@ -258,38 +258,38 @@ def start(
     *,
     wait: bool = True,
 ) -> Run:
-    """Start a command, and find out which directory is its own.
+    """Start a command and wait until it has claimed its directory.
 
     Args:
         command: finetune or finetune_full.
-        recipe: recipe files, later ones win.
+        recipe: recipe files; later ones win.
         keys: of the recipe, dotted.
-        switches: words of the command line that are no keys.
-        place: where it is shown.
-        wait: follow the run until it has ended.
+        switches: further words of the command line.
+        place: where the run is shown.
+        wait: whether to follow the run until it has ended.
 
     Raises:
-        UserError: it refused to run, and says why.
-        KeyboardInterrupt: it was interrupted before it began, or twice.
+        UserError: the command refused to run; the message says why.
+        KeyboardInterrupt: it was interrupted before it started, or twice.
     """
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     files = [os.fspath(file) for file in several]
     overrides: list[Override] = [(key, as_text(value)) for key, value in keys.items()]
-    asked = read_recipe(files, overrides, method=FINETUNE[command])
+    parsed = read_recipe(files, overrides, method=FINETUNE[command])
     if files and "out_dir" not in keys:
-        asked = follow_moved(asked, Path(files[-1]))
+        parsed = follow_moved(parsed, Path(files[-1]))
     words = [command, *(f"--config={file}" for file in files)]
     words += [f"--{key}={text}" for key, text in overrides]
     output = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the run
     with PassingOn(signal.SIGINT) as signals:
-        run = Run(asked.out_dir.expanduser().absolute())
+        run = Run(parsed.out_dir.expanduser().absolute())
         run._output = output
         run._child = child = start_command([*words, *switches], output)
         signals.to(child)
         while (out_dir := _claimed(run.out_dir, child.pid)) is None:
             if child.poll() is not None:
                 return _without_directory(run, place, interrupted=bool(signals.received))
-            lines = run._said().split("\n")[:-1]
+            lines = run._printed().split("\n")[:-1]
             if lines and not lines[-1].startswith("ftkit: "):
                 place.say(lines[-1])
             time.sleep(_POLL_S)
@@ -298,11 +298,11 @@ def start(
 
 
 def _claimed(wanted: Path, process: int) -> Path | None:
-    """The directory that a command has taken: the one it wants, or OUT_DIR-2, ...; None: none."""
+    """The directory that a command has claimed: OUT_DIR, OUT_DIR-2, ...; None: none yet."""
     number, out_dir = 2, wanted
     while out_dir.exists():
-        found = Supervisor.of(out_dir)
-        if found is not None and found == Supervisor(host=Supervisor.here().host, process=process):
+        here = Supervisor(host=Supervisor.here().host, process=process)
+        if Supervisor.of(out_dir) == here:
             return out_dir
         out_dir = wanted.with_name(f"{wanted.name}-{number}")
         number += 1
@@ -310,14 +310,14 @@ def _claimed(wanted: Path, process: int) -> Path | None:
 
 
 def _without_directory(run: Run, place: display.OutputPlace, *, interrupted: bool) -> Run:
-    """What becomes of a command that ended before it had a directory: there was nothing to do."""
+    """Conclude a command that ended before it claimed a directory: it had nothing to do."""
     assert run._child is not None
     if interrupted:
         raise KeyboardInterrupt
-    run._raise_what_was_told()
-    said = run._said().strip()
+    run._raise_refusal()
+    text = run._printed().strip()
     if run._child.returncode:
-        raise RuntimeError(f"ftkit ended with exit code {run._child.returncode}:\n{said}")
-    place.note(said)
+        raise RuntimeError(f"ftkit ended with exit code {run._child.returncode}:\n{text}")
+    place.note(text)
     place.conclude(run._look())
     return run

@@ -1,6 +1,7 @@
-"""Commands as children of this process: progress is shown meanwhile, errors are raised here."""
+"""Commands as child processes: progress is shown meanwhile, errors are raised here."""
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -8,32 +9,31 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from ftkit.errors import UserError
+from ftkit.errors import DoesNotFit, UserError
 from ftkit.recipe.parsing import as_text
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.utils.progress import LATE_S
 from ftkit.views.notebook import display
-from ftkit.views.notebook.child_output import printed, refusal
 
 _POLL_S = 0.2
 
 
 _RETURNED = ("format", "out")
-"""Options of commands that say how and where their result is written, which is returned here."""
+"""Options on how and where a command writes its result; in Python it is returned."""
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line; what is None or False is left out.
+    """Return options as words of a command line, without those that are None or False.
 
     Raises:
-        UserError: one is about what the command writes.
+        UserError: an option says how the command writes its result.
     """
     words = []
     for key, value in options.items():
         if key in _RETURNED:
             raise UserError(
-                f"{key} is an option of the command alone: here its result is returned. Leave it "
-                "out, and write what is returned."
+                f"{key} is an option of the command line only: in Python the result is returned. "
+                "Leave it out, and write the returned value yourself."
             )
         if value is True:
             words.append(f"--{key}")
@@ -43,10 +43,10 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
 
 
 def output_of(words: Sequence[str]) -> str:
-    """What a command writes to standard output, which is its result.
+    """Run a command and return what it writes to standard output.
 
     Raises:
-        UserError: it refuses, and says why.
+        UserError: it refuses to run; the message says why.
         KeyboardInterrupt: it was interrupted.
         RuntimeError: it failed.
     """
@@ -61,31 +61,31 @@ def output_of(words: Sequence[str]) -> str:
 
 
 def show_progress(what: str, is_done: Callable[[], bool], said: IO[bytes]) -> None:
-    """Show the last line that a command has said until something is done.
+    """Show the last line that a command has printed until it is done.
 
     Args:
-        what: goes on; shown while the command, which loads libraries first, has said nothing yet.
-        is_done: whether it is, asked again and again; takes a moment.
-        said: where the command writes.
+        what: shown while the command is loading libraries and has printed nothing yet.
+        is_done: whether to end; called in a loop, so it should wait a moment.
+        said: file that the command writes to.
     """
-    place, told, late_s = display.place(), "", time.monotonic() + LATE_S
+    place, shown, late_s = display.place(), "", time.monotonic() + LATE_S
     while not is_done():
         progress, _, _ = printed(said).partition("ftkit: ")
         *_, last = ["", *progress.split("\n")[:-1]]
         if not last and time.monotonic() > late_s:
             last = f"{what} ..."
-        if last != told:
+        if last != shown:
             place.say(last)
-            told = last
-    if told:
+            shown = last
+    if shown:
         place.say("")
 
 
 def failure(said: str, code: int) -> BaseException:
-    """Why a command ended, as an error.
+    """Return the error of a command that failed.
 
     Args:
-        said: all that it has said.
+        said: everything it has printed.
         code: its exit code.
     """
     if (refused := refusal(said, code)) is not None:
@@ -105,3 +105,31 @@ def _has_ended(child: "subprocess.Popen[bytes]") -> bool:
 
 def _is_path(value: object) -> bool:
     return isinstance(value, str | os.PathLike)
+
+
+_REFUSAL = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
+"""The message of a command that refuses to run: its last line that begins with ftkit."""
+
+
+def printed(output: IO[bytes]) -> str:
+    """Return what a command has printed so far to a file."""
+    # pread: the position in the file belongs to the command, which goes on writing.
+    descriptor = output.fileno()
+    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    return text.decode(errors="replace")
+
+
+def refusal(said: str, code: int) -> BaseException | None:
+    """Return the message of a command that refused to run as an error; None: it did not refuse.
+
+    Args:
+        said: everything it has printed.
+        code: its exit code.
+    """
+    match = _REFUSAL.match(said)
+    if match is None:
+        return None
+    message = match[1].strip()
+    if code == DoesNotFit.exit_code:
+        return DoesNotFit(message)
+    return UserError(message) if code == UserError.exit_code else KeyboardInterrupt(message)

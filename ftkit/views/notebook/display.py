@@ -1,71 +1,89 @@
-"""The display of a run in a notebook cell, or plain lines in a program."""
+"""Display of a run in a notebook cell or, in a program, as lines."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from operator import mul
+from pathlib import Path
 from typing import Any, Protocol
 
+from ftkit.errors import UserError
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.report import numbers
+from ftkit.runs.report.metrics import Row, read_metrics
+from ftkit.runs.report.report import Report
+from ftkit.runs.report.table import (
+    STYLE_OF_OUTCOME,
+    end_text,
+    essential_rows,
+    report_as_html,
+    subject_text,
+)
 from ftkit.runs.state import RunState
+from ftkit.strategies.step_memory import CATEGORIES, Breakdown, Category, StepMemory
 from ftkit.utils import progress
-from ftkit.utils.console.html import block, escaped, styled
-from ftkit.views.notebook.run_view import ended_as_html
-from ftkit.views.watch import Lines, Sight, sight_as_html
+from ftkit.utils.console.curve import means
+from ftkit.utils.console.formatting import bytes_text, duration_text, percent_text
+from ftkit.utils.console.html import as_image, block, curve_picture, escaped, grid, labelled, styled
+from ftkit.views.comparison.plots import PART_COLORS
+from ftkit.views.watch import Lines, RunSnapshot, snapshot_as_html
 
 
 class OutputPlace(Protocol):
-    """Shows a run while it is at work."""
+    """A place that shows a run while it is at work."""
 
     interval_s: float
-    """Time between two looks at the run."""
+    """Time between two updates."""
 
     def say(self, text: str) -> None:
-        """What happens before there is anything to see of the run; empty: no more."""
+        """Show progress from before the run can be shown; empty: remove it."""
 
-    def show(self, sight: Sight) -> None:
-        """How the run is now."""
+    def show(self, snapshot: RunSnapshot) -> None:
+        """Show the run as it is now."""
 
     def conclude(self, run: RunState) -> None:
-        """How it has ended."""
+        """Show how it ended."""
 
     def note(self, text: str) -> None:
-        """A word to whoever looks on; stays."""
+        """Show a note that stays."""
 
 
 def place(ended: Callable[[RunState], str] | None = None) -> OutputPlace:
-    """The cell that is being run; without a notebook, standard output.
+    """Return the cell that is being run or, without a notebook, standard output.
 
     Args:
-        ended: what a cell shows of a run that has ended, as HTML. Default: `ended_as_html`.
+        ended: returns the HTML of a run that has ended. Default: `ended_as_html`.
     """
     return Cell(ended or ended_as_html) if in_notebook() else Terminal()
 
 
 def in_notebook() -> bool:
-    """Whether this process is a kernel, whose cells show HTML."""
+    """Whether this process is a notebook kernel."""
     shell: Any = sys.modules.get("IPython")
     return shell is not None and hasattr(shell.get_ipython(), "kernel")
 
 
 @contextmanager
 def shown_if_late(text: str) -> Iterator[None]:
-    """Show that something goes on while the block does, if it takes long."""
-    shown, told = place(), False
+    """Show a text while the block runs, if that takes long."""
+    output, is_shown = place(), False
 
-    def tell() -> None:
-        nonlocal told
-        told = True
-        shown.say(text)
+    def show() -> None:
+        nonlocal is_shown
+        is_shown = True
+        output.say(text)
 
     try:
-        with progress.told_if_late(tell):
+        with progress.told_if_late(show):
             yield
     finally:
-        if told:
-            shown.say("")
+        if is_shown:
+            output.say("")
 
 
 class Cell:
-    """One display below the cell, updated in place; it ends as the view of the ended run."""
+    """One display below the cell, updated in place until it shows the ended run."""
 
     interval_s = 0.5
 
@@ -77,8 +95,8 @@ class Cell:
     def say(self, text: str) -> None:
         self._put(escaped(text))
 
-    def show(self, sight: Sight) -> None:
-        self._put(sight_as_html(sight))
+    def show(self, snapshot: RunSnapshot) -> None:
+        self._put(snapshot_as_html(snapshot))
 
     def conclude(self, run: RunState) -> None:
         self._put(self._ended(run))
@@ -110,11 +128,197 @@ class Terminal:
             print(text, flush=True)
             self._said = text
 
-    def show(self, sight: Sight) -> None:
-        self._lines.show(sight)
+    def show(self, snapshot: RunSnapshot) -> None:
+        self._lines.show(snapshot)
 
     def conclude(self, run: RunState) -> None:
-        """Its last line has said it."""
+        """Do nothing: the last line has said it."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
+
+
+MEASURED = "measured here"
+_HEADS: dict[Category, str] = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations",
+    "temporaries": "temporary",
+    "unattributed": "other",
+}
+_VISIBLE = 1 / 500
+"""Smallest share of a peak at which a part of it has a column."""
+_BAR_WIDTH, _BAR_HEIGHT = 120, 12
+_CURVE = 300, 50
+_CURVE_POINTS = 150
+_FEWEST_SAMPLES = 5
+"""Fewest samples of a curve."""
+_BREAK_S = 2.5
+"""Samples are two seconds apart; nothing ran in longer gaps."""
+_SERIES = (
+    ("GPU memory", "GPU", "device0_memory_bytes", "device0_utilization"),
+    ("host memory", "CPU", "host_memory_bytes", "host_cpu_utilization"),
+)
+"""Names, and columns of system.csv, of the first GPU and of the host."""
+
+
+def ended_as_html(run: RunState) -> str:
+    """Return a run that has ended as HTML: results, costs, memory, and the whole report folded."""
+    series = over_time(RunDirectory(run.out_dir).system)
+    if run.report is None or run.state == "killed":
+        words = "It was killed before it could write a report."
+        return block(state_as_html(short(run.out_dir), run), words) + series
+    report, out_dir = run.report, short(run.out_dir)
+    return (
+        block(
+            f"{state_as_html(out_dir, run)} {escaped(end_text(report))}",
+            escaped(", ".join((subject_text(report), *speed_texts(report)))),
+            labelled(essential_rows(report, out_dir)),
+        )
+        + _memory(report.step_memory)
+        + series
+        + block(folded("all that was measured", report_as_html(report, out_dir)))
+    )
+
+
+def summary_as_html(run: RunState) -> str:
+    """Return name, state and reason of a run that has ended, in a line of HTML."""
+    reason = run.report.exit_reason if run.report else ""
+    return f"{state_as_html(short(run.out_dir), run)} {escaped(reason)}"
+
+
+def short(path: Path) -> Path:
+    """Return a path relative to the current directory, if it lies in there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def state_as_html(name: object, run: RunState) -> str:
+    """Return a name in bold, and how its run ended."""
+    style = STYLE_OF_OUTCOME.get(run.state, "bold red")
+    return f"<b>{escaped(str(name))}</b> {styled(run.state.replace('_', ' '), style)}"
+
+
+def speed_texts(report: Report) -> list[str]:
+    """Return how long a run trained and how fast, as far as that is known."""
+    return numbers.phrases_of(report, "training_s", "tokens_per_s")
+
+
+def memory_table(parts: dict[str, tuple[Breakdown, str]]) -> str:
+    """Return a table with a row for each peak, with its parts as a bar and as numbers.
+
+    Args:
+        parts: a peak and a remark on it, by where it comes from.
+    """
+    shown = [
+        category
+        for category in CATEGORIES
+        if any(getattr(peak, category) > _VISIBLE * peak.total for peak, _ in parts.values())
+    ]
+    rows = [
+        [
+            escaped(label),
+            _bar(peak, shown),
+            f"<b>{escaped(bytes_text(peak.total))}</b> {escaped(word)}",
+            *(_part(category, getattr(peak, category)) for category in shown),
+        ]
+        for label, (peak, word) in parts.items()
+    ]
+    heads = ["", "", "peak memory", *(_HEADS[category] for category in shown)]
+    return grid(heads, rows, range(2, len(heads)))
+
+
+def over_time(file: Path) -> str:
+    """Return curves of memory and utilization over the time of training, as HTML.
+
+    Args:
+        file: system.csv; without it, as in runs of earlier versions, the result is empty.
+    """
+    try:
+        rows = read_metrics(file)
+    except (OSError, UserError):
+        return ""
+    cells = []
+    for memory, device, taken_in, used_as in _SERIES:
+        known = [r for r in rows if r.get(taken_in) is not None and r.get(used_as) is not None]
+        if known:
+            taken, used = _column(known, taken_in), _column(known, used_as)
+            times = _column(known, "time_s")
+            passed = [0.0, *(min(max(b - a, 0.0), _BREAK_S) for a, b in pairwise(times))]
+            most, mean = bytes_text(int(max(taken))), percent_text(_mean(passed, used))
+            curve = _curve(f"{memory} over time", passed, taken, max(taken))
+            cells.append(f"{memory}: at most {most}{curve}")
+            curve = _curve(f"use of the {device} over time", passed, used, 1.0)
+            cells.append(f"{device} busy: {mean} on average{curve}")
+            break
+    return grid([], [cells]) if cells else ""
+
+
+def folded(title: str, content: str) -> str:
+    """Return content that is shown when its title is clicked."""
+    return f"<details><summary>{escaped(title)}</summary>{content}</details>"
+
+
+def _memory(measured: StepMemory | None) -> str:
+    """Peak of the fullest rank, and the predicted peak of rank 0."""
+    if measured is None:
+        return ""
+    parts = {MEASURED: (measured.fullest.peak_breakdown_bytes, "")}
+    if (expected := measured.predicted) is not None:
+        error = f"({expected.error_fraction * 100:+z.1f} %)"
+        parts = {"predicted": (expected.peak_breakdown_bytes, error)} | parts
+    return memory_table(parts)
+
+
+def _column(rows: Sequence[Row], name: str) -> list[float]:
+    return [float(row[name] or 0) for row in rows]
+
+
+def _mean(passed: Sequence[float], values: Sequence[float]) -> float:
+    """Mean of samples, each weighted by the time since the one before it."""
+    if not sum(passed):
+        return sum(values) / len(values)
+    return sum(map(mul, values, passed)) / sum(passed)
+
+
+def _curve(words: str, passed: Sequence[float], values: Sequence[float], high: float) -> str:
+    """Curve of the values over a time axis; empty if there are too few samples."""
+    if len(values) < _FEWEST_SAMPLES or not high:
+        return ""
+    at = means(list(accumulate(passed)), _CURVE_POINTS)
+    picture = curve_picture(means(values, _CURVE_POINTS), *_CURVE, bounds=(0.0, high), at=at)
+    ends = ("0 s", " time ", duration_text(sum(passed)))
+    return (
+        '<div style="border-bottom:1px solid #8888;line-height:0">'
+        f"{as_image(picture, words)}</div>"
+        '<div style="display:flex;justify-content:space-between;opacity:0.7">'
+        f"{''.join(f'<span>{escaped(end)}</span>' for end in ends)}</div>"
+    )
+
+
+def _part(category: Category, count: int) -> str:
+    """Size of a part of the memory, with its colour in the bar."""
+    mark = f'<span style="color:{_colour(category)}" aria-hidden="true">&#9632;</span>'
+    return f"{mark} {escaped(bytes_text(count))}"
+
+
+def _bar(parts: Breakdown, shown: Sequence[Category]) -> str:
+    """Parts of a peak as one bar of constant length, which shows what dominates."""
+    left, pieces = 0.0, []
+    for category in shown:
+        share = getattr(parts, category) / (parts.total or 1)
+        pieces.append(
+            f'<rect x="{left:.1f}" y="0" width="{share * _BAR_WIDTH:.1f}" height="{_BAR_HEIGHT}" '
+            f'fill="{_colour(category)}"></rect>'
+        )
+        left += share * _BAR_WIDTH
+    drawing = (
+        f'<svg viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" width="{_BAR_WIDTH}" '
+        f'height="{_BAR_HEIGHT}">{"".join(pieces)}</svg>'
+    )
+    return as_image(drawing, "shares of the peak")
+
+
+def _colour(category: Category) -> str:
+    return PART_COLORS[category.replace("_", " ")]

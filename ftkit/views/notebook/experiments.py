@@ -1,42 +1,60 @@
-"""`ftkit.Experiments`: settings one after another, each planned, run and shown in one view."""
+"""`ftkit.Experiments`: settings that are planned, run and shown one after another."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.planning.predict import Planned
+from ftkit.planning.table import plans_as_html, verdict
+from ftkit.recipe.parsing import to_dict
+from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.recipe_keys import shown_value
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.report.report import Report
+from ftkit.runs.report.table import report_as_html
 from ftkit.runs.state import RunState, look
 from ftkit.strategies.step_memory import Breakdown
+from ftkit.utils.console.html import block, escaped, grid
+from ftkit.utils.names import leaves
 from ftkit.views.comparison.compare import Comparison, compare
 from ftkit.views.notebook import display
 from ftkit.views.notebook.api import PathLike, Run, ShownReport, start
-from ftkit.views.notebook.experiment_view import Difference, changed_keys, experiment_as_html
+from ftkit.views.notebook.display import (
+    MEASURED,
+    folded,
+    memory_table,
+    over_time,
+    speed_texts,
+    state_as_html,
+)
 from ftkit.views.notebook.plans import Plans, ShownPlan, plan
 
 
 class Experiment:
-    """One of several settings: what was predicted for it, and what came out."""
+    """One of several settings: its prediction and its run."""
 
     def __init__(self, name: str, planned: ShownPlan, run: Run, than: "Experiment | None") -> None:
         self.name = name
         self.plan = planned
-        """What was predicted before it ran, for the GPU that was asked for."""
+        """Prediction before it ran, for the chosen GPU."""
         self.run = run
-        """What ran here."""
+        """Its run on this machine."""
         self.differences: list[Difference] = (
             [] if than is None else changed_keys(than.plan.plan.recipe, planned.plan.recipe)
         )
-        """The keys of its recipe with other values than in what it is compared with."""
+        """Keys of its recipe with other values than in the experiment it is compared with."""
 
     @property
     def planned(self) -> Breakdown:
-        """Bytes in tensors at the predicted peak, by what they are."""
+        """Bytes in tensors at the predicted peak, by category."""
         return Breakdown(**self.plan.memory.breakdown_bytes)
 
     @property
     def measured(self) -> Breakdown:
-        """Bytes in tensors at the measured peak, by what they are.
+        """Bytes in tensors at the measured peak, by category.
 
         Raises:
             UserError: no step was measured.
@@ -48,10 +66,10 @@ class Experiment:
 
     @property
     def report(self) -> ShownReport:
-        """What was measured.
+        """Measurements of the run.
 
         Raises:
-            UserError: the run has left no report.
+            UserError: the run has no report.
         """
         report = self.run.report
         if report is None:
@@ -59,7 +77,7 @@ class Experiment:
         return report
 
     def as_html(self, state: RunState) -> str:
-        """The view of it in a cell, once its run is in this state."""
+        """Return its view in a cell, with its run in this state."""
         return experiment_as_html(self.name, self.differences, self.plan, state)
 
     def __repr__(self) -> str:
@@ -70,7 +88,7 @@ class Experiment:
 
 
 class Experiments:
-    """Settings side by side: `run` plans, runs and shows one; all of them are kept.
+    """Settings side by side: `run` plans, runs and shows one, and all are kept.
 
     Example::
 
@@ -82,13 +100,13 @@ class Experiments:
     def __init__(
         self, out_dir: PathLike, *, gpu: str | None = None, here: Mapping[str, Any] | None = None
     ) -> None:
-        """Begin.
+        """Start without experiments.
 
         Args:
-            out_dir: each run has a directory in it.
-            gpu: what predictions are for, such as a100-80gb; auto: the one here.
-            here: keys that runs have beyond their recipe and predictions have not, such as a
-                small model that stands for a large one where there is no such GPU.
+            out_dir: directory of the runs.
+            gpu: GPU to predict for, such as a100-80gb; auto: the one of this machine.
+            here: keys of runs that do not apply to predictions, such as a small model in place of
+                a large one that needs another GPU.
         """
         self._out_dir, self._gpu, self._here = Path(out_dir), gpu, dict(here or {})
         self._done: dict[str, Experiment] = {}
@@ -104,37 +122,37 @@ class Experiments:
         force: bool = False,
         **keys: Any,
     ) -> None:
-        """Predict what a recipe needs, run it, and show both below what is new in it.
+        """Predict what a recipe needs, run it, and show both with what changed in the recipe.
 
         Args:
             name: of the experiment and its directory.
             recipe: a recipe file.
             command: finetune or finetune_full.
-            than: the experiment that it is compared with. Default: the one before.
-            here: more keys of this run that its prediction has not.
-            force: start even if memory is certainly too small.
+            than: name of the experiment to compare it with. Default: the one before.
+            here: further keys of this run that do not apply to its prediction.
+            force: start even if memory is predicted to be too small.
             keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 
         Raises:
-            UserError: it refused to run, and says why.
-            KeyboardInterrupt: it was interrupted before it began, or twice.
+            UserError: the command refused to run; the message says why.
+            KeyboardInterrupt: it was interrupted before it started, or twice.
         """
         out_dir = self._out_dir / name
         planned = plan(recipe, command=command, gpu=self._gpu, name=name, **keys)
         done = Experiment(name, planned, Run(out_dir.absolute()), self._before(name, than))
-        asked = keys | self._here | dict(here or {}) | {"out_dir": os.fspath(out_dir)}
+        own_keys = keys | self._here | dict(here or {}) | {"out_dir": os.fspath(out_dir)}
         switches = ["--overwrite", *["--force"] * force]
-        start(command, recipe, asked, switches, display.place(done.as_html))
+        start(command, recipe, own_keys, switches, display.place(done.as_html))
         self._done.pop(name, None)  # the newest is the last
         self._done[name] = done
 
     def compare(self) -> Comparison:
-        """All of them side by side, as measured."""
+        """Return all experiments side by side, as measured."""
         return compare([experiment.run for experiment in self])
 
     @property
     def plans(self) -> Plans:
-        """All of them side by side, as predicted."""
+        """All experiments side by side, as predicted."""
         return Plans(experiment.plan for experiment in self)
 
     def __getitem__(self, name: str) -> Experiment:
@@ -150,7 +168,7 @@ class Experiments:
         return f"<{len(self)} ftkit experiments in {self._out_dir}: {', '.join(self._done)}>"
 
     def _before(self, name: str, than: str | None) -> Experiment | None:
-        """What an experiment is compared with."""
+        """The experiment that one is compared with."""
         if than is None:
             others = [experiment for experiment in self if experiment.name != name]
             return others[-1] if others else None
@@ -160,3 +178,101 @@ class Experiments:
                 f"than is {than!r}, but no such experiment ran. There are: {there_are}."
             )
         return self._done[than]
+
+
+_SAY_NOTHING = ("out_dir", "resume", "access_token")
+"""Keys that differ between any two experiments."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key of a recipe with another value than in the experiment before."""
+
+    key: str
+    """As on the command line."""
+    before: Any
+    """Value in the experiment before; None: not set."""
+    now: Any
+    """Value in this experiment."""
+
+
+def changed_keys(before: Recipe, now: Recipe) -> list[Difference]:
+    """Return keys of both recipes with different values; first the method, if it differs."""
+    changes = [Difference("method", before.method, now.method)] * (before.method != now.method)
+    others = _keys_of(before)
+    changes += [
+        Difference(key, others[key], value)
+        for key, value in _keys_of(now).items()
+        if key in others and others[key] != value
+    ]
+    return changes
+
+
+def experiment_as_html(
+    name: str, changed: Sequence[Difference], planned: Planned, state: RunState
+) -> str:
+    """Return an experiment as HTML.
+
+    Args:
+        name: of the experiment.
+        changed: keys that differ from the experiment before.
+        planned: its prediction.
+        state: state of its run.
+    """
+    report = state.report
+    parts = {_where(planned): (Breakdown(**planned.memory.breakdown_bytes), verdict(planned))}
+    rest = [folded("all that was predicted", plans_as_html([planned]))]
+    summary = []
+    if report is not None:
+        summary = _summary(planned, report)
+        rest.append(folded("all that was measured", report_as_html(report)))
+        if (memory := report.step_memory) is not None:
+            parts[MEASURED] = (memory.fullest.peak_breakdown_bytes, "")
+    head = f"{state_as_html(name, state)} {escaped(', '.join(summary))}"
+    return (
+        block(head, _changes(changed))
+        + memory_table(parts)
+        + over_time(RunDirectory(state.out_dir).system)
+        + block(*rest)
+    )
+
+
+def _keys_of(recipe: Recipe) -> dict[str, Any]:
+    """Values by key, as the command line names them."""
+    return {
+        key.replace(".init_args", "").removesuffix(".class_path"): value
+        for key, value in leaves(to_dict(recipe))
+        if key not in _SAY_NOTHING
+    }
+
+
+def _changes(changed: Sequence[Difference]) -> str:
+    rows = [
+        [
+            f"<code>{escaped(difference.key)}</code>",
+            _value(difference.before),
+            f"<b>{_value(difference.now)}</b>",
+        ]
+        for difference in changed
+    ]
+    return grid(["what is new", "before", "now"], rows) if rows else ""
+
+
+def _value(value: Any) -> str:
+    """A value as the recipe has it; long ones, such as paths, wrap."""
+    text = value if isinstance(value, str) else shown_value(value)
+    return f'<span style="white-space:normal;overflow-wrap:anywhere">{escaped(text)}</span>'
+
+
+def _where(planned: Planned) -> str:
+    gpu = planned.gpu.name if planned.gpu is not None else planned.plan.accelerator
+    return f"predicted, {gpu}"
+
+
+def _summary(planned: Planned, report: Report) -> list[str]:
+    """How the run ended, which other model ran than was predicted for, and how fast."""
+    texts = [report.exit_reason]
+    resolved = report.resolved
+    if resolved is not None and resolved.base_model not in (None, planned.base_model):
+        texts.append(f"{resolved.base_model} in place of {planned.base_model}")
+    return [*texts, *speed_texts(report)]

@@ -1,4 +1,4 @@
-"""`ftkit.plan`: plans predicted in this process, which show themselves in a notebook."""
+"""`ftkit.plan`: predictions of memory, disk space and steps, for notebooks."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ from ftkit.views.notebook import display  # noqa: E402
 
 
 class ShownPlan(predict.Planned):
-    """A plan that shows itself in a notebook; `print` shows the table of the command."""
+    """A plan that a notebook shows; `print` shows the table of the command."""
 
     def __str__(self) -> str:
         return plain_text(plan_table(self))
@@ -42,7 +42,7 @@ class ShownPlan(predict.Planned):
 
 
 class Plans(list[ShownPlan]):
-    """Plans that show themselves as one table: `Plans([ftkit.plan(...), ftkit.plan(...)])`."""
+    """Plans in one table: `Plans([ftkit.plan(...), ftkit.plan(...)])`."""
 
     def __str__(self) -> str:
         return plain_text(side_by_side(self, REPORT_WIDTH))
@@ -60,15 +60,15 @@ def plan(
     name: str = "",
     **keys: Any,
 ) -> ShownPlan:
-    """Predict what a run will need, as `ftkit plan`; no weights are loaded or downloaded.
+    """Predict what a run needs, as `ftkit plan`, without loading or downloading weights.
 
     Args:
         recipe: recipe files, later ones win.
-        command: finetune or finetune_full. Default: as the keys of the recipe say, of which any
-            LoRA key and quantize mean LoRA; without a recipe, finetune.
-        gpu: what it is to run on: a100-80gb, 24GiB, or auto for the one here. Default: this
-            machine, as a run would take it.
-        name: what to call it among several; else its recipe.
+        command: finetune or finetune_full. Default: finetune if the recipe has a LoRA key or
+            quantize, or if there is no recipe.
+        gpu: GPU to predict for: a100-80gb, 24GiB, or auto for the one of this machine. Default:
+            the devices that a run would take here.
+        name: label among several plans. Default: the name of the recipe.
         keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 
     Raises:
@@ -78,11 +78,11 @@ def plan(
         raise UserError(f"command is {command!r}, but must be one of {', '.join(FINETUNE)}.")
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     with display.shown_if_late("ftkit plan ..."):
-        found = predict.plan_files(
+        planned = predict.plan_files(
             [os.fspath(file) for file in several],
             [(key, as_text(value)) for key, value in keys.items()],
             command=command,
             gpu=None if gpu is None else find_gpu(gpu),
             name=name,
         )
-    return ShownPlan(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
+    return ShownPlan(**{f.name: getattr(planned, f.name) for f in dataclasses.fields(planned)})

@@ -1,4 +1,4 @@
-"""`ftkit.preview`: a look at data before training, which shows itself in a notebook."""
+"""`ftkit.preview`: inspection of data before training, for notebooks."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from ftkit.views.notebook.commands import output_of
 
 
 class ShownInspection(Inspection):
-    """An inspection that shows itself in a notebook; `print` shows the text of the command."""
+    """An inspection that a notebook shows; `print` shows the text of the command."""
 
     def __str__(self) -> str:
         return plain_text(InspectionText(self))
@@ -37,7 +37,7 @@ def preview(
     show: int = 3,
     **keys: Any,
 ) -> ShownInspection:
-    """Look at the data of a recipe before training, as `ftkit data`.
+    """Inspect the data of a recipe before training, as `ftkit data`.
 
     Args:
         recipe: recipe files, later ones win.
@@ -52,5 +52,5 @@ def preview(
     words = ["data", *(f"--config={os.fspath(file)}" for file in several), f"--show={show}"]
     words += [f"--{key}={as_text(value)}" for key, value in keys.items()]
     values = json.loads(output_of([*words, "--format=json"]))
-    found: ShownInspection = from_json(ShownInspection, values)
-    return found
+    inspection: ShownInspection = from_json(ShownInspection, values)
+    return inspection

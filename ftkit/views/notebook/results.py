@@ -1,42 +1,201 @@
-"""`ftkit.evaluate`, `merge`, `export` and `push`: what is done with a result, from Python."""
+"""`ftkit.generate`, `chat`, `evaluate`, `merge`, `export` and `push`: work with a result."""
 
 import json
 import os
+import select
+import signal
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from types import TracebackType
+from typing import IO, Any, overload
 
-from ftkit.views.notebook.commands import option_words, output_of
-from ftkit.views.notebook.run_view import short
+from ftkit.errors import UserError
+from ftkit.utils.process import PassingOn, start_command
+from ftkit.views.notebook.commands import failure, option_words, output_of, printed, show_progress
+from ftkit.views.notebook.display import short
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedAnswer:
+    """An answer; `print` shows its text."""
+
+    text: str
+    tokens: int
+    """Tokens of the answer."""
+    seconds: float
+    """Time to generate it."""
+    base_text: str | None = None
+    """Answer of the base model, with compare_base."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@overload
+def generate(result: str | os.PathLike[str], prompt: str, /, **options: Any) -> GeneratedAnswer: ...
+@overload
+def generate(
+    result: str | os.PathLike[str], prompt: Sequence[str], /, **options: Any
+) -> list[GeneratedAnswer]: ...
+def generate(
+    result: str | os.PathLike[str], prompt: str | Sequence[str], /, **options: Any
+) -> GeneratedAnswer | list[GeneratedAnswer]:
+    """Answer a prompt, or several with one loaded model, as `ftkit generate`.
+
+    ::
+
+        print(ftkit.generate(run, "Tell me a story.", temperature=0.8))
+        for answer in ftkit.generate("out/quickstart", ["Who is Lena?", "Who is Max?"]):
+            print(answer.text, answer.tokens)
+
+    Args:
+        result: a run, a checkpoint, an adapter, a model or a hub name.
+        prompt: one prompt, or several, whose answers are in the same order.
+        options: of the command: max_new_tokens=40, compare_base=True.
+
+    Raises:
+        UserError: as the command would.
+    """
+    words = ["generate", os.fspath(result), "--format=json", *option_words(options)]
+    if isinstance(prompt, str):
+        return _answer_of(json.loads(output_of([*words, f"--prompt={prompt}"])))
+    if not prompt:
+        return []
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
+        file.writelines(json.dumps({"instruction": text}) + "\n" for text in prompt)
+        file.flush()
+        entries = json.loads(output_of([*words, f"--prompts={file.name}"]))
+    return [_answer_of(entry) for entry in entries]
+
+
+def _answer_of(entry: dict[str, Any]) -> GeneratedAnswer:
+    return GeneratedAnswer(
+        text=entry["answer"],
+        tokens=entry["tokens"],
+        seconds=entry["seconds"],
+        base_text=entry.get("base_answer"),
+    )
+
+
+class Chat:
+    """A conversation with a result, which stays loaded in a child process until `close`."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
+        """Wait until the model is loaded; see `chat`."""
+        self._child, self._said = child, said
+        show_progress("ftkit chat", self._answers_soon, said)
+        self.has_history: bool = self._read()["history"]
+        """Whether the model sees earlier turns; without a chat template it does not."""
+
+    def ask(self, text: str) -> GeneratedAnswer:
+        """Send a message and return the answer; an interrupt ends the answer only.
+
+        Raises:
+            UserError: the message is too long, or the conversation was closed.
+        """
+        if self._child.poll() is not None:
+            raise UserError("This conversation has ended. Start another one: ftkit.chat(RESULT).")
+        assert self._child.stdin is not None
+        with PassingOn(signal.SIGINT) as signals:
+            signals.to(self._child)
+            self._child.stdin.write(json.dumps({"prompt": text}).encode() + b"\n")
+            self._child.stdin.flush()
+            entry = self._read()
+        if "error" in entry:
+            raise UserError(entry["error"])
+        return _answer_of(entry)
+
+    def close(self) -> None:
+        """End the conversation and free its memory."""
+        if self._child.poll() is None:
+            self._child.communicate()  # it ends with its input
+
+    def __enter__(self) -> "Chat":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ftkit chat: {'open' if self._child.poll() is None else 'closed'}>"
+
+    def _answers_soon(self) -> bool:
+        """Whether a line can be read or the output has ended."""
+        assert self._child.stdout is not None
+        return bool(select.select([self._child.stdout], [], [], _POLL_S)[0])
+
+    def _read(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise failure(printed(self._said), self._child.wait())
+        entry: dict[str, Any] = json.loads(line)
+        return entry
+
+
+def chat(result: str | os.PathLike[str], /, **options: Any) -> Chat:
+    """Chat with a result, as `ftkit chat`: it is loaded once and remembers the conversation.
+
+    ::
+
+        with ftkit.chat("out/quickstart", max_new_tokens=40) as chat:
+            print(chat.ask("Tell me who Lena is. Max Rose met Nora Lake and Lena Lane."))
+
+    Args:
+        result: a run, a checkpoint, an adapter, a model or a hub name.
+        options: of the command: temperature=0.8, system="Be brief."
+
+    Raises:
+        UserError: as the command would.
+    """
+    words = ["chat", os.fspath(result), "--format=json", *option_words(options)]
+    said = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the conversation
+    child = start_command(words, said, result=subprocess.PIPE, stdin=subprocess.PIPE)
+    try:
+        return Chat(child, said)
+    except BaseException:
+        child.kill()
+        child.communicate()
+        raise
+
 
 _Tasks = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was measured on held-out data."""
+    """Metrics on held-out data."""
 
     loss: float
-    """Mean of the label tokens, in nats."""
+    """Mean loss of the label tokens, in nats."""
     perplexity: float
     records: int
     label_tokens: int
     exact_match: float | None
-    """Share of the answers that are exactly the expected ones; None: none was asked for."""
+    """Fraction of answers that equal the expected ones; None: not measured."""
     values: dict[str, Any] = field(repr=False)
-    """All that `ftkit evaluate --format json` says."""
+    """Complete output of `ftkit evaluate --format json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
-    """What tasks of the lm-evaluation-harness have measured."""
+    """Metrics on tasks of the lm-evaluation-harness."""
 
     scores: dict[str, dict[str, float]]
-    """Of each task by its metrics: `scores["arc_easy"]["acc"]`. A metric of which a task has
-    several filters has theirs in its name, as the harness writes it: "exact_match,strict-match"."""
+    """Metrics by task: `scores["arc_easy"]["acc"]`. A metric after a filter has the filter in its
+    name, as the harness writes it: "exact_match,strict-match"."""
     values: dict[str, Any] = field(repr=False)
-    """All that `ftkit evaluate --format json` says: standard errors and numbers of records too."""
+    """Complete output of `ftkit evaluate --format json`, with standard errors and records."""
 
 
 @overload
@@ -54,7 +213,7 @@ def evaluate(
     tasks: _Tasks | None = None,
     **options: Any,
 ) -> Evaluation | TaskEvaluation:
-    """Measure a result on held-out data, or by tasks, as `ftkit evaluate`.
+    """Evaluate a result on held-out data or on tasks, as `ftkit evaluate`.
 
     ::
 
@@ -73,8 +232,8 @@ def evaluate(
     words = ["evaluate", os.fspath(result), "--format=json", *option_words(options)]
     if tasks is not None:
         names = [tasks] if isinstance(tasks, str | os.PathLike) else tasks
-        asked = ",".join(os.fspath(name) for name in names)
-        values = json.loads(output_of([*words, f"--tasks={asked}"]))
+        joined = ",".join(os.fspath(name) for name in names)
+        values = json.loads(output_of([*words, f"--tasks={joined}"]))
         return TaskEvaluation(scores=_scores(values["tasks"]), values=values)
     values = json.loads(output_of(words))
     matches = values["exact_match"]
@@ -97,9 +256,9 @@ def _scores(measured: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **options: Any) -> Path:
-    """Make an adapter and its base one model, as `ftkit merge`; the model's directory.
+    """Merge an adapter into its base model, as `ftkit merge`; return the model's directory.
 
-    Prints what the command prints: what became of the logits.
+    Prints what the command prints: how much the logits changed.
 
     ::
 
@@ -107,7 +266,7 @@ def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **opti
 
     Args:
         result: a LoRA run, its checkpoint or an adapter.
-        out: the directory to write.
+        out: directory to write.
         options: of the command: base="original", overwrite=True.
 
     Raises:
@@ -129,7 +288,7 @@ def export(
     format: str,  # noqa: A002 - the option of the command
     **options: Any,
 ) -> Path:
-    """Write a result for other programs, as `ftkit export`; the directory it is in.
+    """Write a result for other programs, as `ftkit export`; return its directory.
 
     ::
 
@@ -137,7 +296,7 @@ def export(
 
     Args:
         result: a run, a checkpoint, an adapter or a model.
-        out: the directory to write.
+        out: directory to write.
         format: hf, litgpt, peft or gguf.
         options: of the command: dtype="bfloat16", overwrite=True.
 
@@ -150,14 +309,16 @@ def export(
 
 
 def push(result: str | os.PathLike[str], repo_id: str, /, **options: Any) -> str:
-    """Upload a result with its model card, as `ftkit push`; its url. Private, unless public=True.
+    """Upload a result with its model card, as `ftkit push`; return its url.
+
+    The repository is private unless public=True.
 
     ::
 
         ftkit.push(run, "me/my-adapter")
 
     Args:
-        result: a run, or what merge and export have written.
+        result: a run, or a directory that merge or export wrote.
         repo_id: the repository on the hub, such as me/my-model.
         options: of the command: message="Trained longer.". A token is better left to $HF_TOKEN.
 

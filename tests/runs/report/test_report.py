@@ -22,27 +22,29 @@ from ftkit.recipe.parsing import recipe_as_dict
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.runs.report import report as report_module
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch
-from ftkit.runs.report.expert_load import ExpertLoad
-from ftkit.runs.report.peak_memory import PeakMemory, RankMemory
+from ftkit.runs.report.meters import ThroughputMeter
 from ftkit.runs.report.report import (
     Checkpoints,
     DataCounts,
+    ExpertLoad,
     Files,
     Loss,
+    PeakMemory,
     PhaseTimes,
     Progress,
+    RankMemory,
     Report,
     Resolved,
+    Resumed,
     Source,
     Spread,
+    StepTimes,
+    Throughput,
     Tokens,
     read_report,
     write_report,
 )
-from ftkit.runs.report.restarts import Resumed
-from ftkit.runs.report.rows import summary_text
-from ftkit.runs.report.table import render
-from ftkit.runs.report.throughput import StepTimes, Throughput, ThroughputMeter
+from ftkit.runs.report.table import render, summary_text
 from ftkit.strategies import step_memory as memory_module
 from ftkit.strategies.step_memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.utils import hardware as hardware_module
@@ -219,14 +221,16 @@ class TestFile:
         assert read_report(path.parent) == report
 
     def test_the_keys_are_the_names_of_the_fields(self, tmp_path: Path) -> None:
-        content = json.loads(write_report(COMPLETED, tmp_path).read_text())
-        assert content == json.loads(json.dumps(dataclasses.asdict(COMPLETED)))
+        report = dataclasses.replace(COMPLETED, numbers={"open_files": 12.0})
+        content = json.loads(write_report(report, tmp_path).read_text())
+        assert content == json.loads(json.dumps(dataclasses.asdict(report)))
         assert content["schema_version"] == 2
         assert content["outcome"] == "completed"
         assert content["phases_s"]["set_up"] == 12.3
 
     def test_what_was_not_reached_is_null(self, tmp_path: Path) -> None:
         content = json.loads(write_report(FAILED, tmp_path).read_text())
+        assert "numbers" not in content  # none is declared
         assert content["throughput"] is None
         assert content["loss"] is None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ftkit.errors import UserError
+from ftkit.runs.report.meters import SourceMeter
 from ftkit.runs.report.metrics import (
     METRICS_COLUMNS,
     VALIDATION_COLUMNS,
@@ -16,7 +17,6 @@ from ftkit.runs.report.metrics import (
     read_validation,
 )
 from ftkit.runs.report.report import DataCounts, Source
-from ftkit.runs.report.source_meter import SourceMeter
 
 NAMES = ("some.json", 'odd, "name"\n')
 STEP = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 5, "tokens_per_s": 2.0}
@@ -74,7 +74,7 @@ def test_samples_and_losses_go_on_where_an_earlier_session_left_off() -> None:
     meter.validate({"a": 3.0, "b": None}, is_first=True)
     meter.add([2, 0])
     meter.validate({"a": 1.0, "b": 2.0}, is_first=False)
-    later = SourceMeter.going_on(["a", "b"], json.loads(json.dumps(meter.carried)))
+    later = SourceMeter.from_carried(["a", "b"], json.loads(json.dumps(meter.carried)))
     later.add([1, 3])
     later.validate({"a": 2.0, "b": 1.5, "another": 1.0}, is_first=False)
     assert later.samples == [3, 3]
@@ -94,10 +94,10 @@ def test_losses_on_other_records_of_one_name_are_not_compared() -> None:
     meter = SourceMeter(["code"], {}, least=1)
     meter.prepare({"code": Source(data={"val": DataCounts(records=5, used=5)})})
     meter.validate({"code": 1.0}, is_first=True)
-    same = SourceMeter.going_on(["code"], meter.carried, least=1)
+    same = SourceMeter.from_carried(["code"], meter.carried, least=1)
     same.prepare({"code": Source(data={"val": DataCounts(records=5, used=5)})})
     assert same.sources == meter.sources
-    other = SourceMeter.going_on(["code"], meter.carried, least=1)
+    other = SourceMeter.from_carried(["code"], meter.carried, least=1)
     other.prepare({"code": Source(data={"val": DataCounts(records=6, used=6)})})
     assert other.sources["code"].validation_first is None
     assert other.sources["code"].validation_best is None

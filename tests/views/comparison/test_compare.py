@@ -20,11 +20,10 @@ from rich.console import Console
 from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.runs.report.answers import AnswerScore, TaskScore
-from ftkit.runs.report.peak_memory import PeakMemory
-from ftkit.runs.report.report import ChosenResult, Source, read_report, write_report
+from ftkit.runs.report.report import ChosenResult, PeakMemory, Source, read_report, write_report
 from ftkit.strategies.step_memory import StepMemory
 from ftkit.views.comparison import plots
-from ftkit.views.comparison.columns import by_worth, in_order, measure_columns, name_columns
+from ftkit.views.comparison.columns import in_order, number_columns
 from ftkit.views.comparison.compare import compare
 
 
@@ -310,9 +309,7 @@ def test_what_was_measured_before_the_first_step_is_no_loss_of_a_run(tmp_path: P
         loss = report.loss.with_validation(step, 4.5)
         (tmp_path / name).mkdir(exist_ok=True)
         write_report(dataclasses.replace(report, loss=loss, sources=sources), tmp_path / name)
-        columns = {
-            column.key: column for column in measure_columns(compare([tmp_path / name]).runs)
-        }
+        columns = {column.key: column for column in number_columns(compare([tmp_path / name]).runs)}
         found = [columns.get(key) for key in ("validation_loss", "val_loss/code")]
         assert [None if column is None else column.values[0] for column in found] == shown
 
@@ -376,10 +373,9 @@ def test_a_number_of_a_task_is_a_column_where_any_run_has_it(tmp_path: Path) -> 
         write_report(dataclasses.replace(report, tasks=tasks), tmp_path / name)
     runs = in_order(compare((tmp_path,)).runs, "tasks/arc_easy/acc")
     assert [run.name for run in runs] == ["good", "poor", "none"]
-    (column,) = (c for c in measure_columns(runs) if c.key == "tasks/arc_easy/acc")
-    assert (column.head, list(column.best)) == ("arc_easy acc", [0])
+    (column,) = (c for c in number_columns(runs) if c.key == "tasks/arc_easy/acc")
+    assert (column.label, list(column.best)) == ("arc_easy acc", [0])
     assert column.texts == ["0.7500", "0.2500", ""]
-    assert column in by_worth([*name_columns(runs), column])
 
 
 def test_runs_are_found_at_any_depth_and_named_by_what_tells_them_apart(tmp_path: Path) -> None:
@@ -707,10 +703,9 @@ def test_losses_on_sources_and_sets_are_those_of_the_result(tmp_path: Path) -> N
             report = dataclasses.replace(report, sources=sources, sets=sets, result=result)
             write_report(report, tmp_path / name)
     runs = in_order(compare((tmp_path,)).runs, "val_loss/code")
-    columns = {column.key: column for column in measure_columns(runs)}
+    columns = {column.key: column for column in number_columns(runs)}
     assert [run.name for run in runs] == ["last", "best", "without"]
-    assert columns["val_loss/code"].head == "loss on code"
+    assert columns["val_loss/code"].label == "loss on code"
     assert columns["val_loss/code"].values == [2.0, 5.0, None]
     assert columns["val_loss/my_data.json"].values == [1.0, 4.0, None]
-    order = [column.key for column in by_worth(list(columns.values()))]
-    assert order.index("val_loss/code") > order.index("validation_loss")
+    assert columns["validation_loss"].priority < columns["val_loss/code"].priority

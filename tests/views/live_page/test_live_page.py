@@ -30,7 +30,7 @@ from ftkit.runs.report.metrics import ValidationWriter
 from ftkit.runs.report.report import write_report
 from ftkit.runs.system_metrics import SystemWriter
 from ftkit.views.live_page.server import PageServer
-from ftkit.views.live_page.sights import Sights, thinned
+from ftkit.views.live_page.snapshots import RunSnapshots, thinned
 
 TOKEN = "0f" * 24
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
@@ -46,7 +46,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(out: Path) -> Iterator[PageServer]:
-    with PageServer(Sights(out, copy_at=None), 0, TOKEN, 0.2) as made:
+    with PageServer(RunSnapshots(out, copy_at=None), 0, TOKEN, 0.2) as made:
         thread = threading.Thread(target=made.serve_forever, args=(0.05,))
         thread.start()
         yield made
@@ -165,7 +165,7 @@ class TestWhatIsTold:
     def test_an_empty_directory_has_no_runs_until_one_begins(
         self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ftkit.views.live_page.sights._LOOKS_EVERY_S", 0.0)
+        monkeypatch.setattr("ftkit.views.live_page.snapshots._LOOK_INTERVAL_S", 0.0)
         assert asked(server, "/runs.json") == {
             "runs": [], "left_out": [], "comparison": "", "losses": [],
         }  # fmt: skip
@@ -260,7 +260,7 @@ class TestWhatIsTold:
     def test_of_a_run_that_goes_on_only_new_rows_are_read(
         self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ftkit.views.live_page.sights._LOOKS_EVERY_S", 0.0)
+        monkeypatch.setattr("ftkit.views.live_page.snapshots._LOOK_INTERVAL_S", 0.0)
         make_run(out / "a", "failed")
         make_run(out / "b")
         read: list[str] = []

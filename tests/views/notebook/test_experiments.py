@@ -11,7 +11,7 @@ import ftkit
 from ftkit.errors import UserError
 from ftkit.runs.state import RunState, look
 from ftkit.strategies.step_memory import CATEGORIES
-from ftkit.views.notebook.experiment_view import Difference, changed_keys, experiment_as_html
+from ftkit.views.notebook.experiments import Difference, changed_keys, experiment_as_html
 
 RECIPE = ROOT / "recipes/tiny-llama-full.yaml"
 LORA = ROOT / "recipes/tiny-llama-lora.yaml"

@@ -280,7 +280,7 @@ async function ask(path) {
 }
 
 function runCards(run) {
-  const cards = [{ key: "sight", kind: "wide", fill: html, content: { title: "", content: run.sight } }];
+  const cards = [{ key: "status", kind: "wide", fill: html, content: { title: "", content: run.status } }];
   for (const one of run.charts) {
     cards.push({ key: `chart ${one.title}`, kind: one.title === "Loss" ? "wide" : "", fill: chart, content: one });
   }

@@ -1,4 +1,4 @@
-"""What the live page shows of runs: numbers for its curves, and texts as escaped HTML."""
+"""Content of the live page: numbers for its curves, and texts as escaped HTML."""
 
 import math
 import threading
@@ -22,33 +22,33 @@ from ftkit.utils.remote.replica import unreachable
 from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, look_at_runs, read_runs
 from ftkit.views.comparison.table import comparison_as_html
-from ftkit.views.watch import Sight, Watcher, sight_as_html
+from ftkit.views.watch import RunSnapshot, Watcher, snapshot_as_html
 
 _MOST_POINTS = 400
 _MOST_COMPARED = 10
-"""Curves in one picture."""
-_LOOKS_EVERY_S = 1.0
-"""However many pages ask."""
+"""Most curves in one picture."""
+_LOOK_INTERVAL_S = 1.0
+"""Least time between two looks at the files, however many pages are open."""
 _SCALES = {"_bytes": 2.0**-30, "_utilization": 100.0, "_power_w": 1.0}
-"""Of what is sampled, by the ending of its name: what makes GiB, % and W of it."""
+"""Factors that turn samples into GiB, % and W, by the ending of their names."""
 _LONG_S = 3 * 3600
-"""Of this and less, time is in minutes."""
+"""Longest time that is shown in minutes; above it, in hours."""
 _LOGARITHMIC = ("Loss", "Gradient norm")
-"""Charts that may be shown so."""
+"""Charts that can be shown on a logarithmic scale."""
 _FROM_ZERO = ("tokens/s", "GiB", "%", "W")
 
 _Points = list[tuple[float, ...]]
 
 
-class Sights:
-    """The runs of a directory, or the run that it is, looked at when a page asks."""
+class RunSnapshots:
+    """Runs of a directory, or the run in it, read again when a page asks for them."""
 
     def __init__(self, directory: Path, *, copy_at: Path | None) -> None:
-        """Prepare.
+        """Read nothing yet.
 
         Args:
-            directory: of a run or of runs; it may be empty yet.
-            copy_at: where copies may lie of what is at a url; None: it is on this machine.
+            directory: of a run or of runs; it may still be empty.
+            copy_at: where local copies of files at a url may lie; None: it is on this machine.
         """
         self._directory = directory
         self._copies = None if copy_at is None else UrlCopies(directory, copy_at)
@@ -56,18 +56,18 @@ class Sights:
         self._watchers: dict[Path, Watcher] = {}
         self._entries: dict[Path, CheckpointEntry] = {}
         self._losses: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
-        """Thinned losses of runs, with size and time of the file that they are of."""
+        """Thinned losses of runs, with size and time of the file that they were read from."""
         self._runs: list[ComparedRun] = []
         self._left_out: list[LeftOutRun] = []
         self._looked_s = -math.inf
 
     @property
     def title(self) -> str:
-        """What is shown."""
+        """Directory or url, as people write it."""
         return display_path(self._directory if self._directory.name else self._directory.resolve())
 
     def all_runs(self) -> dict[str, Any]:
-        """All runs in short, their losses, and the comparison of several, ready for JSON."""
+        """Return all runs in short, their losses, and the comparison of several, ready for JSON."""
         with self._lock:
             self._look()
             several = len(self._runs) > 1
@@ -79,7 +79,7 @@ class Sights:
             }
 
     def run(self, name: str) -> dict[str, Any] | None:
-        """A run in full, ready for JSON; None: there is none of this name."""
+        """Return a run in full, ready for JSON; None: no run has this name."""
         with self._lock:
             self._look()
             for run in self._runs:
@@ -89,16 +89,16 @@ class Sights:
 
     def _look(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOKS_EVERY_S:
+        if now_s - self._looked_s < _LOOK_INTERVAL_S:
             return
-        self._runs, self._left_out = self._found()
+        self._runs, self._left_out = self._read_runs()
         self._looked_s = now_s
         places = {run.files.path for run in self._runs}
         for gone in self._watchers.keys() - places:
             del self._watchers[gone]
             self._losses.pop(gone, None)
 
-    def _found(self) -> tuple[list[ComparedRun], list[LeftOutRun]]:
+    def _read_runs(self) -> tuple[list[ComparedRun], list[LeftOutRun]]:
         if self._copies is None:
             runs, left_out = read_runs([self._directory])
             return runs, [one for one in left_out if one.path != self._directory]
@@ -116,7 +116,7 @@ class Sights:
         return self._watchers[place]
 
     def _loss(self, run: ComparedRun) -> dict[str, Any]:
-        """The losses of a run; of one that goes on only new rows are read, of others none."""
+        """Losses of a run; of a file that has grown only the new rows are read."""
         metrics = run.files.metrics
         try:
             status = metrics.stat()
@@ -130,23 +130,23 @@ class Sights:
 
     def _in_full(self, run: ComparedRun) -> dict[str, Any] | None:
         try:
-            sight = self._watcher(run).look()
-        except UserError:  # it is gone
+            snapshot = self._watcher(run).look()
+        except UserError:  # its directory was removed meanwhile
             return None
-        report = sight.report
-        ended = report is not None and not sight.run.at_work
+        report = snapshot.report
+        ended = report is not None and not snapshot.run.at_work
         return {
             **_in_short(run),
-            "sight": sight_as_html(sight, with_curve=False),
-            "charts": [chart for chart in _charts(sight) if chart["series"]],
+            "status": snapshot_as_html(snapshot, with_curve=False),
+            "charts": [chart for chart in _charts(snapshot) if chart["series"]],
             "memory": _memory(run),
             "memory_limit": bytes_text(limit) if (limit := run.memory_limit_bytes) else "",
             "checkpoints": self._checkpoints(run.files),
-            "report": report_as_html(report, sight.run.out_dir) if ended and report else "",
+            "report": report_as_html(report, snapshot.run.out_dir) if ended and report else "",
         }
 
     def _checkpoints(self, run: RunDirectory) -> str:
-        """A table of complete checkpoints, the newest first; each is read once."""
+        """Table of complete checkpoints, the newest first; each is read once."""
         paths = [run.store.path(step) for step in reversed(run.store.steps())]
         entries = [self._entries.setdefault(path, entry_of(path)) for path in paths]
         rows = [
@@ -166,18 +166,18 @@ class Sights:
 
 
 def thinned(points: Iterable[tuple[float, float]], most: int = _MOST_POINTS) -> _Points:
-    """At most so many points, finite ones only.
+    """Return at most so many points, finite ones only.
 
-    Of more, each is the mean of its neighbours, and has their least and their highest value, so
-    that a spike of one step is seen.
+    Of more, each stands for several: it has their mean, and their lowest and highest value, so that
+    a spike of one step can be seen.
     """
-    found = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-    if len(found) <= most:
-        return list(found)
-    edges = [round(i * len(found) / most) for i in range(most + 1)]
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    if len(finite) <= most:
+        return list(finite)
+    edges = [round(i * len(finite) / most) for i in range(most + 1)]
     made: _Points = []
     for start, end in pairwise(edges):
-        xs, ys = zip(*found[start:end], strict=True)
+        xs, ys = zip(*finite[start:end], strict=True)
         made.append((sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)))
     return made
 
@@ -195,14 +195,14 @@ def _in_short(run: ComparedRun) -> dict[str, Any]:
 
 
 def _drawn(runs: list[ComparedRun]) -> list[ComparedRun]:
-    """The runs whose losses are in one picture: of many, those that began last."""
+    """Runs whose losses are in one picture: of many, those that began last."""
     latest = sorted(runs, key=lambda run: run.report.started_at, reverse=True)[:_MOST_COMPARED]
     names = {run.name for run in latest}
     return [run for run in runs if run.name in names]
 
 
 def _memory(run: ComparedRun) -> list[dict[str, Any]]:
-    """What memory was at its peak, and what was predicted of it, in bytes and as text."""
+    """Measured and predicted memory at the peak by its parts, in bytes and as text."""
     measured = run.memory_parts
     of_step = run.report.step_memory
     predicted: dict[str, int] = {}
@@ -223,11 +223,11 @@ def _size(size_bytes: int | None) -> str:
     return "" if size_bytes is None else bytes_text(size_bytes)
 
 
-def _charts(sight: Sight) -> list[dict[str, Any]]:
-    """Of the steps, and of host and devices over the time."""
+def _charts(snapshot: RunSnapshot) -> list[dict[str, Any]]:
+    """Charts by step, and charts of host and devices by time."""
 
     def chart(title: str, unit: str, *series: dict[str, Any], x: str = "step") -> dict[str, Any]:
-        told = [one for one in series if one["points"]]
+        drawn = [one for one in series if one["points"]]
         least = 0 if unit in _FROM_ZERO else None
         most = 100 if unit == "%" else None
         return {
@@ -237,11 +237,11 @@ def _charts(sight: Sight) -> list[dict[str, Any]]:
             "least": least,
             "most": most,
             "log": title in _LOGARITHMIC,
-            "series": told,
+            "series": drawn,
         }
 
-    rows, of_sources = sight.rows, loss_columns(sight.validations)
-    samples = sight.samples
+    rows, of_sources = snapshot.rows, loss_columns(snapshot.validations)
+    samples = snapshot.samples
     sampled_s = (samples[-1]["time_s"] or 0) - (samples[0]["time_s"] or 0) if samples else 0
     across, unit_s = ("hours", 3600) if sampled_s > _LONG_S else ("minutes", 60)
     return [
@@ -249,8 +249,8 @@ def _charts(sight: Sight) -> list[dict[str, Any]]:
             "Loss",
             "nats per label token",
             _by_step(rows, "loss", "training", noisy=True),
-            _by_step(sight.validations, "val_loss", "validation"),
-            *(_by_step(sight.validations, column, name) for name, column in of_sources),
+            _by_step(snapshot.validations, "val_loss", "validation"),
+            *(_by_step(snapshot.validations, column, name) for name, column in of_sources),
         ),
         chart("Speed", "tokens/s", _by_step(rows, "tokens_per_s", "speed", noisy=True)),
         chart("Learning rate", "", _by_step(rows, "lr", "learning rate")),
@@ -267,12 +267,12 @@ def _charts(sight: Sight) -> list[dict[str, Any]]:
 
 
 def _by_step(rows: list[Row], column: str, name: str, *, noisy: bool = False) -> dict[str, Any]:
-    """A series over the steps; one that is noisy may be shown smoothed."""
+    """A series by step; noisy ones can be shown smoothed."""
     return {"name": name, "noisy": noisy, "points": thinned(_column(rows, "step", column))}
 
 
 def _of_system(samples: list[Row], ending: str, unit_s: float) -> list[dict[str, Any]]:
-    """Series of host and devices whose names end so, over the time from the first sample."""
+    """Series of host and devices whose names end so, by time since the first sample."""
     columns = [column for column in (samples[-1] if samples else ()) if column.endswith(ending)]
     began_s = samples[0]["time_s"] or 0.0 if samples else 0.0
     scale = _SCALES[ending]
