@@ -1,4 +1,4 @@
-"""The recorder of a rank: keeps its report and metrics.csv up to date while it runs."""
+"""Recorder of a rank: keeps its report and metrics.csv up to date while it trains."""
 
 import dataclasses
 import time
@@ -46,17 +46,17 @@ from ftkit.utils.files import write_with_reserve
 from ftkit.utils.hardware import CpuUtilization, host_memory
 
 STATE_INTERVAL_S = 5.0
-"""Most seconds of training that a report can miss when the process is killed."""
+"""Most seconds of training that are missing in the report after a kill."""
 
 
 class Recorder:
-    """The measurements of one rank.
+    """Measurements of one rank.
 
-    The report so far lies in the state directory, so that the supervisor has one however the
-    rank ends. A run that goes on from a checkpoint keeps its logs and what the report says of the
-    whole run; see `ftkit.runs.report.report`.
+    The report so far is kept in the state directory, so that the supervisor has one however the
+    rank ends. A run that continues from a checkpoint keeps its logs and those sections of the
+    report that cover the whole run; see `ftkit.runs.report.report`.
 
-    A full disk does not stop a run: rows wait for space, the report for the next time it is due.
+    A full disk does not stop a run: rows wait for space, and the report is written later.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Recorder:
         start: Metadata | None = None,
         show_warning: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare.
+        """Open the logs and start the report.
 
         Args:
-            job: what is done.
-            state: where this rank's report goes. Rank 0 also writes metrics.csv and
-                validation.csv, of which rows after the start are gone already (see
-                `ftkit.runs.report.metrics.cut_rows`).
-            start: of the checkpoint that the run goes on from; None: it begins.
-            show_warning: shows a warning of the recorder itself to a person.
+            job: the run.
+            state: directory of this rank's report. Rank 0 also writes metrics.csv and
+                validation.csv, whose rows after the start were removed before
+                (`ftkit.runs.report.metrics.cut_rows`).
+            start: metadata of the checkpoint to continue from; None: the run begins.
+            show_warning: shows a warning of the recorder itself.
         """
         self._show_warning = show_warning
         self._start = start
@@ -142,7 +142,7 @@ class Recorder:
 
     @property
     def samples(self) -> int:
-        """Samples trained on, over all sessions: the position in the data."""
+        """Samples trained on over all sessions, which is the position in the data."""
         assert self.report.progress is not None
         return self.report.progress.samples
 
@@ -159,12 +159,12 @@ class Recorder:
 
     @property
     def training_s(self) -> float:
-        """Seconds of training up to now, over all sessions; validation and saving are not in it."""
+        """Seconds of training so far, over all sessions, without validation and saving."""
         running = time.time() - self._since if self.report.phase == "training" else 0.0
         return self._times["training"] + running + (self._start.training_s if self._start else 0.0)
 
     def carried(self) -> dict[str, Any]:
-        """The sections of the report that cover all sessions, for a checkpoint's metadata."""
+        """Return the sections of the report that cover all sessions, for a checkpoint."""
         return {
             "loss": dataclasses.asdict(self._loss()),
             "exact_match": (match := self.report.exact_match) and dataclasses.asdict(match),
@@ -177,16 +177,16 @@ class Recorder:
         }
 
     def on_save(self, checkpoint: Path, *, size_bytes: int, stall_s: float, write_s: float) -> None:
-        """Count a checkpoint that is complete.
+        """Count a complete checkpoint.
 
         Args:
             checkpoint: its directory.
-            size_bytes: of all its files.
-            stall_s: how long training stood still for it.
+            size_bytes: total of its files.
+            stall_s: how long training waited for it.
             write_s: from the request to its completion.
         """
         for table in (self._metrics, self._validation):
-            table.flush()  # a run that goes on from there wants the rows before
+            table.flush()  # a run that continues from there needs the rows before it
         self._stalls_s.append(stall_s)
         self._writes_s.append(write_s)
         self.note(
@@ -199,10 +199,10 @@ class Recorder:
                 write_s=Spread.of(self._writes_s),
             )
         )
-        self._try_to_write()  # what is deleted later could not be counted by its directory
+        self._try_to_write()  # once deleted, a checkpoint cannot be counted by its directory
 
     def sync_rows(self) -> None:
-        """Wait until the rows so far are on the disk: a checkpoint counts on those before it."""
+        """Wait until the rows so far are on the disk, as a checkpoint requires."""
         self._metrics.sync()
         self._validation.sync()
 
@@ -212,7 +212,7 @@ class Recorder:
         self.note(checkpoints=dataclasses.replace(before, failed=before.failed + 1))
 
     def saved(self, final: str) -> None:
-        """Note where the result is, relative to out_dir."""
+        """Set the directory of the result, relative to out_dir."""
         assert self.report.files is not None
         self.note(files=dataclasses.replace(self.report.files, final=final))
 
@@ -225,7 +225,7 @@ class Recorder:
         self.note(warnings=[*self.report.warnings, text])
 
     def expect(self, samples_per_epoch: int, flops_per_token: float, routing: Routing) -> None:
-        """What later numbers are relative to, and what knows the load of experts."""
+        """Set what later numbers are relative to, and what counts the load of experts."""
         self._samples_per_epoch = samples_per_epoch
         self._flops_per_token = flops_per_token
         self._routing = routing
@@ -233,16 +233,16 @@ class Recorder:
             self._metrics.add_router_loss()
 
     def on_data(self, counts: dict[str, DataCounts], sources: dict[str, Source]) -> None:
-        """Note what the data came to, and each source where there are several."""
+        """Set the counts of the data, and of each source if there are several."""
         self._sources.prepare(sources)
         self.note(data=counts, sources=self._sources.sources)
 
     def on_sets(self, sets: dict[str, Source]) -> None:
-        """Note what the sets of eval.sets came to."""
+        """Set the counts of the sets of eval.sets."""
         self._sets.prepare(sets)
 
     def enter(self, phase: PhaseName) -> None:
-        """Time from now on belongs to this phase."""
+        """Begin a phase: time from now on counts for it."""
         self._account(phase)
         self._try_to_write()
 
@@ -267,10 +267,10 @@ class Recorder:
         """Count an optimizer step and write its row of metrics.csv.
 
         Args:
-            record: what was measured.
-            imbalance: tokens of the fullest rank relative to the mean; None: there is one rank.
-            follows_memory: whether its memory was followed, which takes time.
-            of_sources: its samples of each source, where there are several.
+            record: its measurements.
+            imbalance: tokens of the fullest rank relative to the mean; None with a single rank.
+            follows_memory: whether its memory was measured, which takes time.
+            of_sources: its samples by source, if there are several.
         """
         self._sources.add(of_sources)
         self._imbalance_sum += imbalance or 0.0
@@ -309,18 +309,18 @@ class Recorder:
             self.enter(self.report.phase)
 
     def on_step_memory(self, measured: RankStepMemory) -> None:
-        """Note what the memory of a step consists of."""
+        """Set what the memory of a step consists of."""
         self.note(step_memory=StepMemory(ranks=[measured]))
 
     def on_validation(
         self, step: int, loss: float, losses: Mapping[str, float | None] | None = None
     ) -> None:
-        """Note a validation and write its row of validation.csv.
+        """Add a validation and write its row of validation.csv.
 
         Args:
             step: optimizer steps done.
             loss: of all samples.
-            losses: of each source, where there are several, and each set, by names.
+            losses: by source, if there are several, and by set.
         """
         self._validation.write(step=step, samples=self.samples, val_loss=loss, of_sources=losses)
         for meter in (self._sources, self._sets):
@@ -331,7 +331,7 @@ class Recorder:
         self.note(loss=before.with_validation(step, loss))
 
     def _summarise(self) -> None:
-        """Bring the sections that follow from the steps up to date."""
+        """Update the sections that follow from the steps."""
         self.note(peak_memory=PeakMemory.of([self._memory()]))
         if self._last_record is None:
             return
@@ -345,7 +345,7 @@ class Recorder:
         self.note(numbers=numbers.measured(self.report))
 
     def _loss(self) -> Loss:
-        """The loss with the newest step; its first step may lie in an earlier session."""
+        """Loss with the newest step; the first one may be of an earlier session."""
         before = self.report.loss
         assert before is not None
         if self._last_record is None:
@@ -373,7 +373,7 @@ class Recorder:
         )
 
     def _mfu(self, speed: Throughput) -> float | None:
-        """Model FLOPs utilization: floating-point operations per second against the peak."""
+        """Model FLOPs utilization: floating-point operations per second relative to the peak."""
         name, precision = product_name(self._device), self._plan.precision
         if name is None or self._flops_per_token is None:
             return None
@@ -394,7 +394,7 @@ class Recorder:
         )
 
     def _note_failures(self) -> None:
-        """Warn of rows that cannot be written, once."""
+        """Warn once of rows that cannot be written."""
         run = self._job.directory
         for file, table in ((run.metrics, self._metrics), (run.validation, self._validation)):
             if table.failure is None:
@@ -406,7 +406,7 @@ class Recorder:
                 self._show_warning(text)
 
     def _try_to_write(self) -> None:
-        """Write the report so far; if that fails, the next one will do."""
+        """Write the report so far, unless the disk is full."""
         with suppress(OSError):
             self._write()
 

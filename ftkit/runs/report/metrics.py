@@ -1,9 +1,9 @@
-"""Metrics of a run: ``metrics.csv``, a row a step, and ``validation.csv``.
+"""Metrics of a run: ``metrics.csv``, one row per step, and ``validation.csv``.
 
 Numbers are written with full precision; a value that is missing or not a number is an empty cell.
-Where the data have several sources, further columns hold the samples and the validation loss of
-each, and such of eval.sets their loss; where routers have a loss of their own, the last one of
-metrics.csv holds that.
+If the data have several sources, further columns hold the samples and the validation loss of each;
+each set of eval.sets has a column with its loss. If routers have a loss, it is the last column of
+metrics.csv.
 """
 
 import csv
@@ -34,23 +34,23 @@ Row: TypeAlias = dict[str, Number]
 
 
 def samples_column(source: str) -> str:
-    """The column of metrics.csv with the samples of a source."""
+    """Return the column of metrics.csv with the samples of a source."""
     return _SAMPLES_OF + column_name(source)
 
 
 def loss_column(source: str) -> str:
-    """The column of validation.csv with the loss of a source."""
+    """Return the column of validation.csv with the loss on a source."""
     return _VAL_LOSS_OF + column_name(source)
 
 
 def loss_columns(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """The sources that rows of validation.csv have a loss of, with their columns."""
+    """Return sources and sets with a loss in rows of validation.csv, with their columns."""
     columns = rows[-1] if rows else ()
     return [(c.removeprefix(_VAL_LOSS_OF), c) for c in columns if c.startswith(_VAL_LOSS_OF)]
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where a float cannot hold it."""
+    """Return exp(loss), or infinity if that exceeds a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -58,17 +58,16 @@ def perplexity(loss: float) -> float:
 
 
 class CsvWriter:
-    """Rows of numbers in a CSV file, each given to the system before the call returns.
+    """Writes rows of numbers to a CSV file, unbuffered.
 
-    A row that cannot be written (disk full) leaves none of its bytes behind and waits in memory:
-    it is written before the next row, once there is space. So the file is always readable and has
-    no gap.
+    A row that cannot be written because the disk is full leaves no bytes behind. It waits in memory
+    and is written before the next row once there is space, so the file is readable and has no gap.
     """
 
     def __init__(self, path: Path, columns: tuple[str, ...], after_step: int | None) -> None:
         self._waiting: deque[bytes] = deque()
         self.failure: OSError | None = None
-        """Why rows are waiting, if they are."""
+        """Error of the last write, while rows are waiting."""
         end = 0 if after_step is None else _end_of_rows(path, columns, after_step)
         self._file = path.open("r+b" if end else "wb", buffering=0)
         if end:
@@ -89,7 +88,7 @@ class CsvWriter:
         self.close()
 
     def flush(self) -> None:
-        """Try again to write the rows that are waiting; see `failure`."""
+        """Retry writing the rows that are waiting; see `failure`."""
         try:
             while self._waiting:
                 self._append(self._waiting[0])
@@ -102,12 +101,12 @@ class CsvWriter:
         """Wait until the rows so far are on the disk.
 
         Raises:
-            OSError: they cannot be.
+            OSError: they cannot be written.
         """
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; but for rows that are waiting, it is complete after every row anyway."""
+        """Retry writing the rows that are waiting, and close the file."""
         self.flush()
         self._file.close()
 
@@ -116,7 +115,7 @@ class CsvWriter:
         self.flush()
 
     def _append(self, line: bytes) -> None:
-        """Write a line, or nothing of it and raise OSError."""
+        """Write a line completely, or raise OSError and leave the file as it was."""
         end = self._file.tell()
         try:
             if self._file.write(line) != len(line):
@@ -134,13 +133,13 @@ class MetricsWriter(CsvWriter):
     def __init__(
         self, path: Path, *, after_step: int | None = None, sources: Sequence[str] = ()
     ) -> None:
-        """Starts a new file, or goes on with the one of an earlier session.
+        """Start a new file, or append to the one of an earlier session.
 
         Args:
             path: of the file.
-            after_step: goes on after the row of this step, if there is a file; a last row that is
-                not whole is dropped. Later rows are taken out with `cut_rows` before.
-            sources: of the data, where there are several.
+            after_step: append after the row of this step, if there is a file; a last row that is
+                incomplete is dropped. `cut_rows` must have removed later rows.
+            sources: names of the sources of the data, if there are several.
 
         Raises:
             OSError: the file cannot be written.
@@ -155,7 +154,7 @@ class MetricsWriter(CsvWriter):
         )
 
     def add_router_loss(self) -> None:
-        """Have a last column for the loss of routers, empty in the rows so far.
+        """Add a last column for the loss of routers, empty in the rows so far.
 
         Raises:
             OSError: the file cannot be written; it is as it was.
@@ -188,11 +187,11 @@ class MetricsWriter(CsvWriter):
             samples: samples consumed since the run began, this step's included.
             loss: mean over the step's label tokens, in nats.
             lr: learning rate of this step (of the first parameter group).
-            grad_norm: before clipping; None where it was not computed.
+            grad_norm: before clipping; None if it was not computed.
             tokens: real tokens of this step, over all ranks.
             tokens_per_s: real tokens of this step per second of this step.
-            of_sources: `samples` of each source, where there are several.
-            router_aux_loss: of this step, where there is a column for it.
+            of_sources: `samples` of each source, if there are several.
+            router_aux_loss: of this step, if there is a column for it.
         """
         before = (str(step), str(samples), *map(cell_text, (loss, lr, grad_norm)))
         cells = (*before, str(tokens), cell_text(tokens_per_s), *map(str, of_sources))
@@ -205,13 +204,13 @@ class ValidationWriter(CsvWriter):
     def __init__(
         self, path: Path, *, after_step: int | None = None, sources: Sequence[str] = ()
     ) -> None:
-        """As `MetricsWriter`, but a file that goes on keeps its columns and gets further ones.
+        """Start a new file, or append to an earlier one, which keeps its columns and gets new ones.
 
         Args:
             path: of the file.
             after_step: as of `MetricsWriter`.
-            sources: what has a loss of its own: sources of the data, where there are several, and
-                the sets of eval.sets.
+            sources: names with a loss of their own: sources of the data, if there are several, and
+                sets of eval.sets.
 
         Raises:
             OSError: the file cannot be written.
@@ -235,14 +234,14 @@ class ValidationWriter(CsvWriter):
     ) -> None:
         """Add the row of one validation; the perplexity follows from its loss.
 
-        A step that has a row keeps it: a run that was killed between its last validation and its
-        end goes on with that validation.
+        A second row for the same step is ignored: a run that was killed after its last validation
+        validates that step again.
 
         Args:
             step: optimizer steps done.
             samples: consumed since the run began.
             val_loss: of all validation samples of the data.
-            of_sources: of each source and set, by its name.
+            of_sources: losses by source and set.
         """
         if step == self._last_step:
             return
@@ -255,27 +254,27 @@ class ValidationWriter(CsvWriter):
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a ``metrics.csv``; empty cells are None."""
+    """Return the rows of ``metrics.csv``; empty cells are None."""
     return _read(path)
 
 
 def read_validation(path: Path) -> list[Row]:
-    """The rows of a ``validation.csv``; empty cells are None."""
+    """Return the rows of ``validation.csv``; empty cells are None."""
     return _read(path)
 
 
 class RowsReader:
-    """The rows of a log that is still being written; each time, only what is new is read."""
+    """Reads the rows of a log that is still being written, only new ones each time."""
 
     def __init__(self, path: Path, *, several_in_step: bool = False) -> None:
-        """Prepare; a step has one row, or several."""
+        """Read nothing yet; a step may have several rows."""
         self._path, self._least = path, 1 if several_in_step else 0
         self._file = self._end = 0
         self._columns: list[str] = []
         self._rows: list[Row] = []
 
     def read_on(self) -> list[Row]:
-        """All rows so far, without those that a run which went back has cut off."""
+        """Return all rows so far, without those removed when the run went back to a checkpoint."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -300,7 +299,7 @@ class RowsReader:
                 }
                 for line in lines
             ]
-        except ValueError:  # the end of another row: the file was cut and is longer again
+        except ValueError:  # part of a row: the file was cut and has grown beyond its old end
             self._forget()
             return self._rows
         for row in rows:
@@ -316,19 +315,17 @@ class RowsReader:
 
 
 def cut_rows(path: Path, after_step: int, into: Path) -> int:
-    """Move the rows after a step to another file: a run goes back to that step.
+    """Move the rows after a step to another file, for a run that goes back to that step.
 
-    After a crash, the rows are in both files or in one, never in none. A row that is not whole,
-    because the machine died, is dropped.
+    After a crash, the rows are in both files or in one of them. An incomplete row is dropped.
 
     Args:
         path: a metrics.csv or validation.csv; it need not exist.
-        after_step: rows up to this one stay.
-        into: a new file, made, with its directories, if there are such rows: their header and
-            they themselves.
+        after_step: rows up to this step stay.
+        into: file to create for the rows and their header, if there are any.
 
     Returns:
-        How many rows were removed.
+        Number of rows removed.
 
     Raises:
         OSError: a file cannot be read or written; ``path`` is as it was.
@@ -357,7 +354,7 @@ def cut_rows(path: Path, after_step: int, into: Path) -> int:
 
 
 def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
-    """Bytes of the file up to its last whole row; 0 if there is no file, or no whole header."""
+    """Bytes up to the last complete row; 0 if there is no file or no complete header."""
     if not path.exists():
         return 0
     header = (",".join(columns) + "\n").encode()
@@ -380,7 +377,7 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
 
 
 def _last_column(path: Path) -> str:
-    """Of a file's header; empty: there is no whole one."""
+    """Last column in the header of a file; empty if there is no complete header."""
     if not path.exists():
         return ""
     with path.open("rb") as file:
@@ -389,14 +386,8 @@ def _last_column(path: Path) -> str:
 
 
 def _lines_from_the_end(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-    """Each line from the last to the first, after the position in the file where it ends.
-
-    A file of a million rows is not read where the last few tell what is asked.
-
-    Args:
-        file: open for reading.
-        first: where the first of these lines begins.
-    """
+    """Position of its end and content of each line, from the last to the one at `first`."""
+    # In blocks from the end: of a million rows, usually only the last few are needed.
     start = file.seek(0, os.SEEK_END)
     tail = b""
     while start > first:
@@ -421,14 +412,14 @@ def _line(cells: tuple[str, ...]) -> bytes:
 
 
 def _step(line: bytes, header: bytes) -> int | None:
-    """The step of a row; None if the row is not whole."""
+    """Step of a row; None if the row is incomplete."""
     cells = line.split(b",")
     whole = line.endswith(b"\n") and len(cells) == header.count(b",") + 1 and cells[0].isdigit()
     return int(cells[0]) if whole else None
 
 
 def cell_text(value: float | None) -> str:
-    """A number with all of its digits; empty where it is missing or none."""
+    """Return a number with all its digits; empty if it is missing or NaN."""
     if value is None or math.isnan(value):
         return ""
     return repr(float(value))  # float: the repr of a numpy scalar names its type

@@ -109,12 +109,12 @@ def number_columns(runs: list[ComparedRun]) -> list[Column]:
             priority=number.priority,
             number=number,
         )
-        for number in compared_numbers(runs)
+        for number in _compared_numbers(runs)
     ]
 
 
-def compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
-    """Yield the declared numbers, and those of the runs' sources, metrics and tasks."""
+def _compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
+    """Declared numbers, and those of the runs' sources, metrics and tasks."""
     for number in numbers.NUMBERS:
         if number.is_compared:
             yield number
@@ -170,14 +170,14 @@ def distinct(texts: list[str], shorter: Callable[[str], str]) -> list[str]:
     ]
 
 
-def setting_text(value: Any) -> str:
-    """Return a setting as a recipe has it."""
+def _setting_text(value: Any) -> str:
+    """A setting as a recipe has it."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{', '.join(map(setting_text, value))}]"
+        return f"[{', '.join(map(_setting_text, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -188,7 +188,7 @@ def _short_key(key: str) -> str:
 
 def _setting(runs: list[ComparedRun], key: str, label: str, *, priority: int = LAST) -> Column:
     values = [run.settings.get(key) for run in runs]
-    texts = [setting_text(value) for value in values]
+    texts = [_setting_text(value) for value in values]
     if key in ("optimizer", "data", "strategy"):
         texts = distinct(texts, lambda text: text.rpartition(".")[2])
     return Column(

@@ -88,15 +88,11 @@ def check_plot(path: Path) -> None:
             f"--plot is {str(path)!r}, but must end in .png or .html. "
             f"Try --plot {path.with_suffix('.png')}."
         )
-    require_matplotlib("--plot")
+    _require_matplotlib("--plot")
 
 
-def require_matplotlib(what: str) -> None:
-    """Check that matplotlib is installed.
-
-    Raises:
-        UserError: it is not; the message begins with `what`.
-    """
+def _require_matplotlib(what: str) -> None:
+    """Refuse to draw without matplotlib; the message begins with `what`."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"{what} needs matplotlib, which is not installed. It comes with the extra plot: try "
@@ -121,7 +117,7 @@ def save_plot(runs: list[ComparedRun], path: Path) -> Path:
             if path.suffix.lower() == ".png":
                 drawn.savefig(path, dpi=150)
             else:
-                write_durably(path, comparison_page(runs, svg(drawn)))
+                write_durably(path, _comparison_page(runs, svg(drawn)))
         except OSError as error:
             raise UserError(
                 f"--plot {path} cannot be written ({error.strerror}). Try another directory."
@@ -143,7 +139,7 @@ class Picture:
         Raises:
             UserError: matplotlib is missing.
         """
-        require_matplotlib("A picture")
+        _require_matplotlib("A picture")
         file = io.BytesIO()
         with _drawing():
             figure(runs).savefig(file, format="png", dpi=90)
@@ -174,7 +170,7 @@ def svg(drawn: "Figure") -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def comparison_page(runs: list[ComparedRun], picture: str) -> str:
+def _comparison_page(runs: list[ComparedRun], picture: str) -> str:
     """Return a page with the table and the picture; it has no script and refers to nothing."""
     title = f"ftkit: {len(runs)} {'run' if len(runs) == 1 else 'runs'} compared"
     body = (
