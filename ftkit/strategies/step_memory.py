@@ -236,7 +236,9 @@ class Simulation:
     """Result of running a step on fake tensors."""
 
     peaks: Peaks
+    """Highest moment of each stretch of the step."""
     sizes: Sizes
+    """Sizes of the whole model."""
     hosted_bytes: int = 0
     """Page-locked host memory for activations."""
 

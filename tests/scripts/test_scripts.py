@@ -44,7 +44,6 @@ LIGHT_MODULES = [
     "models.pretrained.hub",
     "models.pretrained.size_estimate",
     "strategies.optim.schedule",
-    "views.notebook.results",
     "views.notebook.api",
     "views.notebook.display",
     "views.notebook.results",

@@ -318,7 +318,7 @@ def test_a_program_follows_in_lines_and_ctrl_c_stops_the_run(
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("out: ")
-    assert lines.count("ending after the current step; once more ends it at once") == 1
+    assert lines.count("ending after the current step; interrupt again to end at once") == 1
     assert lines[-1] == "interrupted"
 
 
@@ -348,5 +348,5 @@ def test_a_run_on_another_machine_is_not_stopped_from_here(tmp_path: Path) -> No
     note_in_ranks(out, report)
     with at_work(out):
         (out / ".run/lock").write_text(json.dumps({"host": "elsewhere", "process": 1}))
-        with pytest.raises(UserError, match="at work on elsewhere"):
+        with pytest.raises(UserError, match="running on elsewhere"):
             ftkit.attach(out).stop()

@@ -162,7 +162,7 @@ def test_bad_input_raises_what_the_command_says(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{"format": "table"}, {"out": "answers.jsonl"}])
 def test_what_a_command_would_write_is_returned(options: dict[str, str]) -> None:
     (name,) = options
-    with pytest.raises(UserError, match=f"^{name} is an option of the command alone"):
+    with pytest.raises(UserError, match=f"^{name} is an option of the command line"):
         ftkit.generate("out/a", "Who is Lena?", **options)
 
 
