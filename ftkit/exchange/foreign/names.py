@@ -22,6 +22,8 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 """Names that transformers' Trainer leaves out of weight decay, in lower case."""
 _OF_ADAPTER = ".default"
 """Name of an adapter in PEFT's memory, which its files leave out."""
+# transformers 5.24 calls GPT-NeoX's head lm_head in memory, and still embed_out in files.
+_OF_FILES = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
             "checkpoint are told apart. Give the base model in Hugging Face's layout."
         )
     settings = dict(base.settings)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    family = settings.pop("model_type")
+    config = AutoConfig.for_model(family, **settings)
     with torch.device("meta"):
         with without_limits():  # those are for the checkpoint, and this is as large as its base
             model: Any = AutoModelForCausalLM.from_config(config)
@@ -67,7 +70,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
     )
     return tuple(
         TrainedParameter(
-            _in_files(name),
+            _OF_FILES.get((family, name)) or _in_files(name),
             parameter.shape,
             not (name.startswith(norms) or _UNDECAYED.search(name.lower())),
         )
