@@ -72,7 +72,7 @@ def print_completion(shell: str) -> None:
         script = parser.get_completion_script(f"shtab-{shell}")
     except ValueError:
         raise UserError(
-            f"--print_shtab is {shell!r}, but must be a shell: bash, zsh or tcsh. "
+            f"--print_shtab is {shell!r}, but must be a shell, such as bash or zsh. "
             "Try --print_shtab=bash."
         ) from None
     print(script)

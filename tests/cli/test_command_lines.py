@@ -535,7 +535,7 @@ ERRORS: list[tuple[str, list[str]]] = [
     ("downlaod x/y", ["'downlaod'", "ftkit download"]),
     ("xyzzy", ["'xyzzy'", "ftkit --help"]),
     ("--print_shtab", ["--print_shtab", "bash"]),
-    ("--print_shtab=fish", ["--print_shtab", "'fish'", "--print_shtab=bash"]),
+    ("--print_shtab=ksh", ["--print_shtab", "'ksh'", "--print_shtab=bash"]),
     ("finetune --config", ["--config", "needs a value", "--config VALUE"]),
     ("finetune a/b --checkpoint_dir c", ["'a/b'", "one base model too many", "'c'"]),
     ("finetune --quiet=1", ["--quiet", "switch"]),
