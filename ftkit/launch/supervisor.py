@@ -36,7 +36,7 @@ from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
-from ftkit.runs.report.report import read_report
+from ftkit.runs.report.report import Restart, read_report
 from ftkit.runs.resume import (
     Start,
     copy_rows,
@@ -267,7 +267,7 @@ def prepare_run(
         if start is not None:
             with Display(None) as display:
                 start = verify_start(start, resolved, display, interrupted=lambda: bool(received))
-        restarts = ()
+        restarts: tuple[Restart, ...] = ()
         if in_place or start is not None:
             restarts = restarts_of(
                 run, start, world_size=plan.world_size, started_at_s=started_at_s
