@@ -359,7 +359,7 @@ def result_template(base: BaseModel, data: DataSets) -> ChatTemplate:
     """Chat template of the result: the one of training."""
     if _keeps_template(base, data):
         return resolve_chat_template(OF_TOKENIZER, base.tokenizer)
-    return data.asked.renderer.template
+    return data.prompt_source.renderer.template
 
 
 def result_stop_ids(base: BaseModel, data: DataSets) -> frozenset[int]:
@@ -376,7 +376,7 @@ def result_chat_files(base: BaseModel, data: DataSets) -> dict[str, bytes]:
 
 def _keeps_template(base: BaseModel, data: DataSets) -> bool:
     # Documents alone teach no other way to be prompted.
-    return data.asked.part.shape == "text" and bool(base.tokenizer.chat_template)
+    return data.prompt_source.part.shape == "text" and bool(base.tokenizer.chat_template)
 
 
 # Checks
