@@ -193,7 +193,7 @@ def _serve() -> NoReturn:
         from ftkit.launch import ranks
         from ftkit.launch import supervisor as supervisor_module  # noqa: F401
         from ftkit.recipe import devices
-        from ftkit.runs.job import Job
+        from ftkit.runs.directory import RunDirectory
         from ftkit.training import rank as training_rank
 
     os.dup2(answers, 1)
@@ -209,10 +209,10 @@ def _serve() -> NoReturn:
             getattr(faults, name)(*arguments)
 
     def start_rank(
-        request: dict[str, Any], job: Job, rank: int, placement: dict[str, str]
+        request: dict[str, Any], run: RunDirectory, rank: int, placement: dict[str, str]
     ) -> _Forked:
         supervisor, terminal = os.getpid(), os.dup(1)
-        job.directory.rank(rank).path.mkdir(exist_ok=True)
+        run.rank(rank).path.mkdir(exist_ok=True)
 
         def body() -> int:
             os.setpgid(0, 0)
@@ -220,13 +220,13 @@ def _serve() -> NoReturn:
             for number in (*EXIT_BY_SIGNAL, signal.SIGTSTP):
                 signal.signal(number, signal.SIG_DFL)
             for link in list(Path("/proc/self/fd").iterdir()):  # a new program would not have it
-                if link.exists() and link.resolve() == job.directory.lock.resolve():
+                if link.exists() and link.resolve() == run.lock.resolve():
                     os.close(int(link.name))
             os.environ.update(placement)
-            _write_to(job.directory.rank(rank).output)
+            _write_to(run.rank(rank).output)
             suffer(request, rank)
             with os.fdopen(terminal, "w") as stream:
-                return training_rank.run_rank(job.directory.job, stream)
+                return training_rank.run_rank(run.job, stream)
 
         pid = _forked(body)
         os.close(terminal)
