@@ -171,7 +171,7 @@ def _in_directory(name: str, directory: Path) -> Result:
         raise UserError(
             f"{name} holds neither a result nor a checkpoint yet. Name a run that has saved one."
         )
-    return _checkpoint(name, place.prompting_for(None))
+    return _checkpoint(name, place.chosen(None))
 
 
 def _is_model(directory: Path) -> bool:
