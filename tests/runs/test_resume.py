@@ -22,7 +22,7 @@ from saved_runs import LAST, ended, recipe, save_run, write_rows
 from ftkit.checkpoint.store import Store
 from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
-from ftkit.errors import UserError
+from ftkit.errors import Completed, UserError
 from ftkit.launch.conclude import conclude
 from ftkit.launch.supervisor import prepare_run
 from ftkit.recipe.parsing import read_recipe
@@ -30,7 +30,6 @@ from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job, RankError, StopAfter
 from ftkit.runs.report.report import OutcomeName, Progress, read_report, write_report
 from ftkit.runs.resume import (
-    Completed,
     Start,
     continue_command,
     exit_summary,

@@ -396,7 +396,7 @@ def use_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         kind="model", directory=Path("final"), name="final", recipe=recipe, precision="32-true"
     )
     monkeypatch.setattr(session, "load_result", stop_here)
-    session.put_to_use(result, UseOptions(accelerator="cpu"))
+    session.start_session(result, UseOptions(accelerator="cpu"))
 
 
 @pytest.mark.parametrize("work", [train_once, use_once])

@@ -452,7 +452,7 @@ def _byte_bars(progress: OnProgress | None, total_bytes: int = 0) -> Any:
 
     The library's own bars appear in spite of --quiet and stay silent in a log.
     """
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     class ByteBar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
