@@ -43,49 +43,52 @@ class OwnDataOptions:
     with train and val files or with any, a pattern such as 'data/*.jsonl', a data set of the
     Hugging Face hub (owner/name), or embedded:quickstart."""
     json_path: str | Path | None = None
-    """The older name of path."""
+    """Older name of path."""
     sources: list[dict[str, Any]] | None = None
-    """Several, instead of path: a list of objects with path and, if needed, weight (how often an
-    epoch takes its samples; 1 if not given) or samples (how many it takes), and what else only one
-    of them needs: columns, subset, split, revision, prompt_style, chat_template, train_on,
+    """Several sources instead of path: a list of objects with path and, optionally, weight (how
+    often an epoch repeats its samples; default 1) or samples (how many an epoch takes), and options
+    for this source only: columns, subset, split, revision, prompt_style, chat_template, train_on,
     mask_prompt."""
     columns: dict[str, str] | None = None
-    """Keys of the records that are named otherwise: --data.columns.instruction question
-    --data.columns.output answer; ours are instruction, input, output, sys_prompt, history;
-    prompt, completion; messages, tools, system; text."""
+    """Names of the records' keys where they differ from ftkit's: --data.columns.instruction
+    question --data.columns.output answer. ftkit's names are instruction, input, output, sys_prompt,
+    history; prompt, completion; messages, tools, system; text."""
     subset: str | None = None
-    """Which subset (configuration) of a hub data set."""
+    """Subset (configuration) of a hub data set."""
     split: str | None = None
-    """Which split of a hub data set to train on, also a part, as 'train[:1000]'; train if not
-    given. Its counterpart (val, validation, valid, dev, test) is validated on."""
+    """Split of a hub data set to train on, or a part of it, such as 'train[:1000]'; default: train.
+    The split val, validation, valid, dev or test is used for validation."""
     revision: str | None = None
-    """Which version of a hub data set: a commit, a tag or a branch."""
+    """Version of a hub data set: a commit, a tag or a branch."""
     chat_template: str | None = None
-    """How a conversation becomes text: tokenizer (the model's own; the default for conversations),
-    a name (chatml, llama3, ...), or a file. Makes conversations of instructions too."""
+    """Template that turns a conversation into text: tokenizer (the model's own; the default for
+    conversations), a name (chatml, llama3, ...), or a file. Also turns instructions into
+    conversations."""
     train_on: TrainOn | None = None
-    """What is learned: every turn of the assistant (the default for conversations), its last one
-    alone (for prompts with completions), or all. For instructions mask_prompt says it."""
+    """Trained tokens: every turn of the assistant (the default for conversations), only its last
+    turn (the default for prompts with completions), or all. For instructions use mask_prompt."""
     reasoning: Reasoning = "split"
-    """What happens to a conversation whose template writes earlier turns otherwise once others
-    follow, as where thinking is dropped: a sample for each turn, or an error."""
+    """Handling of conversations whose earlier turns the template renders differently once later
+    turns follow, for instance because it drops thinking. split: one sample per turn; refuse: an
+    error."""
     overlong: Overlong | None = None
-    """What happens to a sample longer than train.max_seq_length: truncate, drop, or split, which is
-    for documents and their default."""
+    """Handling of samples longer than train.max_seq_length: truncate, drop, or split (the default
+    for documents)."""
     mask_prompt: bool = False
-    """Train on the answers only. For instructions."""
+    """Train only on the answers. For instructions."""
     val_split_fraction: float | None = None
-    """Share that is used for validation where the data have no validation file or split; 0.05 if
-    not given."""
+    """Share of the data used for validation if they have no validation file or split; default:
+    0.05."""
     prompt_style: Any = "alpaca"
-    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
-    as "Q: {instruction}\\nA: ", with {input} and {sys_prompt} if wanted."""
+    """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
+    or a text such as "Q: {instruction}\\nA: ", optionally with {input} and {sys_prompt}."""
     ignore_index: int = -100
-    """Accepted with LitGPT's default only."""
+    """Only LitGPT's default is accepted."""
     seed: int = 42
-    """Seed of the split for validation."""
+    """Seed of the split into training and validation data."""
     num_workers: int = 4
-    """Accepted as LitGPT's; the process that trains collates batches itself."""
+    """Accepted for compatibility with LitGPT and not used: batches are collated in the training
+    process."""
 
 
 @dataclass(frozen=True, kw_only=True)

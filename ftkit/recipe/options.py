@@ -90,7 +90,7 @@ class CommonOptions:
     """Options of all commands but watch."""
 
     quiet: bool = False
-    """Show errors, warnings and the result alone: no progress, no notices."""
+    """Show only errors, warnings and the result: no progress, no notices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +98,32 @@ class FinetuneOptions(CommonOptions):
     """Options of ftkit finetune, finetune_lora and finetune_full."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
-    """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
-    over all of them. embedded:NAME.yaml is one that comes with ftkit. What does not end in .yaml is
-    the base model: checkpoint_dir."""
+    """Recipes to start from; --config FILE does the same. Later ones override earlier ones, and
+    options override all of them. embedded:NAME.yaml is a recipe that comes with ftkit. A word that
+    does not end in .yaml is the base model (checkpoint_dir)."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """As a word on its own; several times. -: standard input."""
+    """The same as RECIPE.yaml without --config; can be repeated. -: standard input."""
     print_config: bool = False
     """Print the resolved recipe and exit."""
     overwrite: bool = False
-    """Replace what is in out_dir. Default: leave it and take OUT_DIR-2, OUT_DIR-3, ...; a run there
-    that can be continued is refused."""
+    """Replace the contents of out_dir. Default: keep them and write to OUT_DIR-2, OUT_DIR-3, ...;
+    if out_dir holds a run that can be resumed, stop with an error."""
     force: bool = False
-    """Start even if, by prediction, the memory of the GPUs or of the host is certainly too
-    small."""
+    """Start even if the predicted memory certainly exceeds that of the GPUs or the host."""
     stop_after: str | None = option(None, placeholder="N|DURATION")
     """Save and stop after this many optimizer steps of this command, or after a time such as 90min.
-    The schedule stays that of the whole run; --resume auto continues it."""
+    The learning rate schedule stays that of the whole run; --resume auto continues it."""
     metric: tuple[str, ...] = option((), placeholder="FILE.py:FUNCTION")
-    """Before and after training, also score answers to validation records by a function of your
-    own, called with (answer, expected, record): as many as eval.exact_match and eval.rouge_l say,
-    or 100. Several times."""
+    """Before and after training, also score generated answers with your own function, called with
+    (answer, expected, record), on as many validation records as eval.exact_match and eval.rouge_l
+    use, or 100. Can be repeated."""
     trust_task_code: Path | None = option(None, placeholder="DIR")
-    """Let task files of eval.tasks run Python code of this directory, without any limits. A recipe
-    cannot set this."""
+    """Allow task files of eval.tasks to run Python code from this directory, without restrictions.
+    Cannot be set in a recipe."""
     keys: tuple[Override, ...] = keys_beside()
-    """Of the recipe."""
+    """Keys of the recipe."""
     line: tuple[str, ...] = command_line()
-    """For the report."""
+    """The command line, for the report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,24 +131,26 @@ class PlanOptions(CommonOptions):
     """Options of ftkit plan."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
-    """Recipes, each a plan of its own, and sweeps, whose runs are. Also as --config FILE.
-    embedded:NAME.yaml is one that comes with ftkit. What does not end in .yaml is the base model:
-    checkpoint_dir. finetune, finetune_lora or finetune_full as the first word plans that command;
-    without it a recipe without a LoRA key and without quantize is a full fine-tuning, all else
-    LoRA."""
+    """Recipes, each planned on its own, and sweeps, whose runs are planned each; --config FILE does
+    the same. embedded:NAME.yaml is a recipe that comes with ftkit. A word that does not end in
+    .yaml is the base model (checkpoint_dir). finetune, finetune_lora or finetune_full as the first
+    word plans that command; without it, recipes without LoRA keys and without quantize are planned
+    as full fine-tuning, all others as LoRA."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """As a word on its own; several times. -: standard input."""
+    """The same as RECIPE.yaml without --config; can be repeated. -: standard input."""
     gpu: str | None = option(None, placeholder="GPU")
-    """What each rank runs on: a GPU by its name, see above, a size such as 24GiB, or auto for the
-    one here. Default: this machine, as a run would take it, its GPUs or else its CPU."""
+    """Device of each rank: a GPU by name (listed above), a memory size such as 24GiB, or auto for
+    the GPU of this machine. Default: the devices that a run on this machine would use, GPUs or else
+    the CPU."""
     sweep: tuple[str, ...] = option((), placeholder="KEY=A,B,C")
-    """Plan once for each value; several sweeps: for every combination."""
+    """Plan once for each value; can be repeated, for all combinations."""
     fit: bool = False
-    """Show the smallest changes that make it fit, cheapest in speed first."""
+    """Show the smallest changes that make the run fit, starting with those that cost the least
+    speed."""
     format: OutputFormat = "table"
-    """json: nothing else is written to standard output."""
+    """json: print only JSON to standard output."""
     keys: tuple[Override, ...] = keys_beside()
-    """Of all recipes."""
+    """Keys of all recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,19 +158,19 @@ class DataOptions(CommonOptions):
     """Options of ftkit data."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
-    """Recipes to start from, also as --config FILE: later ones win, and keys given as options win
-    over all of them. embedded:NAME.yaml is one that comes with ftkit. What does not end in .yaml is
-    the base model: checkpoint_dir."""
+    """Recipes to start from; --config FILE does the same. Later ones override earlier ones, and
+    options override all of them. embedded:NAME.yaml is a recipe that comes with ftkit. A word that
+    does not end in .yaml is the base model (checkpoint_dir)."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """As a word on its own; several times. -: standard input."""
+    """The same as RECIPE.yaml without --config; can be repeated. -: standard input."""
     show: int = option(3, placeholder="N", least=0)
-    """Training samples that are shown token by token."""
+    """Number of training samples to show token by token."""
     format: Literal["text", "html", "json"] = "text"
-    """html: a page that loads nothing. html, json: nothing else is written to standard output."""
+    """html: a self-contained page. html, json: print only that to standard output."""
     out: Path | None = option(None, placeholder="FILE")
-    """Write it there; what is there is replaced. Default: to standard output."""
+    """Write to this file, replacing it if it exists. Default: standard output."""
     keys: tuple[Override, ...] = keys_beside()
-    """Of the recipe."""
+    """Keys of the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +178,16 @@ class ImportOptions(CommonOptions):
     """Options of ftkit import."""
 
     source: Path = word("SOURCE", ask="which checkpoint to import?")
-    """The checkpoint of the other program: its directory, or its file."""
+    """Checkpoint of the other program: its directory or file."""
     out: Path = option(ask="where should the run go? Try --out out/imported.", placeholder="DIR")
-    """Where the run goes: a new directory."""
+    """Directory of the new run."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """Recipes with the data and what the checkpoint does not contain; later ones win, and keys
-    given as options win over all of them. -: standard input."""
+    """Recipes with the data and everything else that the checkpoint does not contain. Later ones
+    override earlier ones, and options override all of them. -: standard input."""
     overwrite: bool = False
-    """Replace what is in DIR."""
+    """Replace the contents of DIR."""
     keys: tuple[Override, ...] = keys_beside()
-    """Of the recipe; keys in neither are taken from the checkpoint."""
+    """Keys of the recipe; keys that are not set are read from the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,25 +199,25 @@ class SweepOptions(CommonOptions):
         ask="what to run? Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml, "
         "or a command, such as ftkit sweep finetune --config RECIPE.yaml --sweep seed=1,2.",
     )
-    """A list of runs, each with name, command, config (its recipe, beside the file) and keys of
+    """List of runs, each with name, command, config (its recipe, relative to this file) and keys of
     recipes; or a fine-tuning command, to vary keys of one recipe."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """Recipe of a command; later ones win."""
+    """Recipe of the fine-tuning command; can be repeated, later ones override earlier ones."""
     sweep: tuple[str, ...] = option((), placeholder="KEY=A,B,C")
-    """Run the command once for each value; several sweeps: for every combination."""
+    """Run the command once for each value; can be repeated, for all combinations."""
     out_dir: Path | None = None
-    """Where the runs go, each into a directory of its name. Default: out_dir of SWEEP.yaml, or that
-    of the recipe with -sweep."""
+    """Directory in which each run gets a directory of its name. Default: out_dir of SWEEP.yaml, or
+    that of the recipe followed by -sweep."""
     only: tuple[str, ...] = option((), placeholder="PATTERN")
-    """Only runs of such names, as 'a100-*'; repeatable."""
+    """Run only those whose names match, such as 'a100-*'; can be repeated."""
     plot: Path | None = option(None, placeholder="FILE")
     """Draw the comparison into FILE.png or FILE.html."""
     overwrite: bool = False
-    """Do all runs again, also complete ones."""
+    """Start all runs again, including completed ones."""
     dry_run: bool = False
-    """Only print what would be done, as command lines."""
+    """Only print the command lines that would run."""
     keys: tuple[Override, ...] = keys_beside()
-    """Of all runs."""
+    """Keys of all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +229,7 @@ class DownloadOptions(CommonOptions):
     access_token: str | None = option(None, placeholder="TOKEN")
     """Hugging Face token for gated models. Default: $HF_TOKEN."""
     checkpoint_dir: Path = Path("checkpoints")
-    """Where models are kept."""
+    """Directory for downloaded models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,17 +237,17 @@ class CompareOptions(CommonOptions):
     """Options of ftkit compare."""
 
     runs: tuple[str, ...] = word("RUN")
-    """Runs (each its out_dir, or its url: s3://, gs:// or az://), or directories that hold runs at
-    any depth."""
+    """Runs (out_dir, or URL: s3://, gs:// or az://), or directories that contain runs at any
+    depth."""
     sort: str | None = option(None, placeholder="KEY")
     """Sort by a result such as tokens_per_s, best first, or by a setting such as
-    train.micro_batch_size; JSON and CSV have all keys. Default: runs that ended well first, by
-    validation loss, and by tokens_per_s where it is equal."""
+    train.micro_batch_size; the JSON and CSV output has all keys. Default: successful runs first, by
+    validation loss, then by tokens_per_s."""
     format: Literal["table", "json", "csv", "markdown"] = "table"
-    """json, csv, markdown: nothing else is written to standard output."""
+    """json, csv, markdown: print only that to standard output."""
     plot: Path | None = option(None, placeholder="FILE")
-    """Also draw loss by step and by time, peak memory and throughput into FILE.png, or into
-    FILE.html together with the table, as one page that loads nothing."""
+    """Also draw loss by step and by time, peak memory and throughput into FILE.png, or together
+    with the table into FILE.html, a self-contained page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,12 +255,12 @@ class WatchOptions:
     """Options of ftkit watch."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir; a directory, s3://, gs:// or az://."""
+    """out_dir of the run: a directory, s3://, gs:// or az://."""
     serve: int | None = option(None, placeholder="PORT", example=8321, least=0, most=65535)
-    """Show it, or all runs of a directory, as a page for browsers of this machine, on this port; 0:
-    on a free one."""
+    """Show the run, or all runs of a directory, as a web page on this port of this machine; 0: any
+    free port."""
     once: bool = False
-    """Show how the run is now, and end."""
+    """Show the current state of the run once, and exit."""
     interval: str = option("2s", placeholder="DURATION")
     """Time between two updates."""
 
@@ -269,9 +270,9 @@ class CheckpointsOptions(CommonOptions):
     """Options of ftkit checkpoints list."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir, or the checkpoints in it; a directory, s3://, gs:// or az://."""
+    """out_dir of the run, or its directory of checkpoints; a path, s3://, gs:// or az://."""
     format: OutputFormat = "table"
-    """json: nothing else is written to standard output."""
+    """json: print only JSON to standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,12 +280,12 @@ class CheckpointOptions(CommonOptions):
     """Options of ftkit checkpoints show and verify."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir, the checkpoints in it, or one of these; a directory,
-    s3://, gs:// or az://."""
+    """out_dir of the run, its directory of checkpoints, or one checkpoint; a path, s3://, gs:// or
+    az://."""
     step: str | None = word("STEP", None)
-    """Which checkpoint, by its step."""
+    """Step of the checkpoint."""
     format: OutputFormat = "table"
-    """json: nothing else is written to standard output."""
+    """json: print only JSON to standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,9 +293,9 @@ class CleanOptions(CommonOptions):
     """Options of ftkit checkpoints clean."""
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
-    """The run: its out_dir, or the checkpoints in it; a directory, s3://, gs:// or az://."""
+    """out_dir of the run, or its directory of checkpoints; a path, s3://, gs:// or az://."""
     keep_last: int = option(ask="how many of the newest checkpoints to keep?", example=1, least=1)
-    """How many of the newest checkpoints to keep."""
+    """Number of the newest checkpoints to keep."""
     dry_run: bool = False
     """Only print what would be deleted."""
 
@@ -304,11 +305,11 @@ class DiffOptions(CommonOptions):
     """Options of ftkit checkpoints diff."""
 
     a: Path = word("A", takes_url=True)
-    """A checkpoint, or a run."""
+    """A checkpoint or a run."""
     b: Path = word("B", takes_url=True)
-    """Another one."""
+    """Another checkpoint or run."""
     format: OutputFormat = "table"
-    """json: nothing else is written to standard output."""
+    """json: print only JSON to standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +318,8 @@ class ResultOptions(CommonOptions):
 
     result: str = word("RESULT")
     """A run (its out_dir), one of its checkpoints, a PEFT adapter, a model directory (Hugging Face
-    or LitGPT), an s3://, gs:// or az:// url of one of these, a hub name, or embedded:quickstart."""
+    or LitGPT), the URL (s3://, gs:// or az://) of any of these, a hub name, or
+    embedded:quickstart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,14 +327,14 @@ class UseOptions:
     """Options of loading a result."""
 
     base: str | None = None
-    """Where the base model is. Default: where the run had it."""
+    """Path of the base model. Default: where the run loaded it from."""
     quantize: Storage | None = None
-    """How the weights of the base model are stored; none: as numbers. Default: as in the run."""
+    """Quantization of the base model; none: not quantized. Default: as in the run."""
     precision: Precision | None = option(None, example="bf16-true")
-    """Number format. Default: that of the run; without one, 16 bits on GPUs and 32 on CPUs."""
+    """Number format. Default: as in the run; without a run, 16 bits on GPUs and 32 on CPUs."""
     accelerator: AcceleratorKey = option("auto", example="cpu")
-    """Device kind. Default: cuda where there is one, else cpu. Any other that torch.accelerator
-    names, such as xpu or mps, is taken too: ftkit has not been tried on it."""
+    """Device type. Default: cuda if there is one, else cpu. Other types of torch.accelerator, such
+    as xpu or mps, are accepted, but ftkit has not been tested on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,19 +346,19 @@ class AnswerOptions(UseOptions):
     temperature: float = option(0.0, example=0.8, least=0)
     """0 takes the most likely token; higher values sample more freely."""
     top_k: int | None = option(None, example=50, least=1)
-    """Sample from this many of the most likely tokens."""
+    """Sample only from this many of the most likely tokens."""
     top_p: float = option(1.0, example=0.95, least=0, most=1)
-    """Sample from the most likely tokens that together have this probability."""
+    """Sample only from the most likely tokens whose probabilities add up to this."""
     seed: int = option(1337, least=0)
-    """Seed of sampling: the same seed gives the same answer."""
+    """Random seed for sampling; the same seed gives the same answer."""
     system: str | None = None
-    """System message for conversations that have none."""
+    """System message for conversations without one."""
     chat_template: str | None = None
-    """How a conversation becomes a prompt: tokenizer (the model's own template), a name such as
-    chatml, or a file. Default: as in the run; without one, the model's own; of models that have
-    none, what LitGPT knows for models of this name."""
+    """Chat template for prompts: tokenizer (the model's own), a name such as chatml, or a file.
+    Default: as in the run; without a run, the model's own, or else the prompt style that LitGPT has
+    for models of this name."""
     prompt_style: str | None = None
-    """The same by a prompt style of LitGPT's, such as alpaca."""
+    """Prompt style of LitGPT, such as alpaca, instead of a chat template."""
     raw: bool = False
     """Use the text as the whole prompt, without a template."""
 
@@ -391,18 +393,18 @@ class GenerateOptions(AnswerOptions, ResultOptions):
     prompt: str | None = None
     """The prompt."""
     input: str | None = None
-    """Input of the instruction, for prompt styles that have a place for it."""
+    """Input of the instruction, for prompt styles that use one."""
     prompts: Path | None = None
-    """What to ask, many times: a text file with a prompt per line, or records of any shape that
-    data have (.jsonl, .json, .csv, .parquet); of a conversation, its last turn is answered."""
+    """File of prompts: one per line (.txt), or records of any format that data supports (.jsonl,
+    .json, .csv, .parquet); the last turn of a conversation is answered."""
     out: Path | None = None
-    """Write the answers to this file, a record per line."""
+    """Write the answers to this file, one record per line."""
     overwrite: bool = False
-    """Replace the file of --out."""
+    """Replace the file given by --out."""
     compare_base: bool = False
-    """Show the answer of the base model beside that of the result."""
+    """Also show the answer of the base model."""
     format: OutputFormat = "table"
-    """json: nothing else is written to standard output."""
+    """json: print only JSON to standard output."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -432,7 +434,7 @@ class ChatOptions(AnswerOptions, ResultOptions):
     """Options of ftkit chat."""
 
     format: Literal["text", "json"] = "text"
-    """json: for programs. Each line is {"prompt": TEXT}, and its answer a line of JSON."""
+    """json: for programs; each input line is {"prompt": TEXT}, each answer one line of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,25 +442,25 @@ class EvaluateOptions(UseOptions, ResultOptions):
     """Options of ftkit evaluate."""
 
     data: tuple[Override, ...] = keys_beside("data")
-    """Other data than those of the run; options as --data.NAME VALUE, such as
-    --data.path FILE."""
+    """Data to use instead of those of the run; options as --data.NAME VALUE, such as --data.path
+    FILE."""
     sets: str | None = option(None, placeholder="{NAME:FILE,...}")
-    """Further records whose loss is reported under these names, as in eval.sets of recipes; null:
-    none. Default: as in the run, unless there are other data."""
+    """Further validation sets by name, as eval.sets in recipes; null: none. Default: as in the run,
+    unless --data is given."""
     micro_batch_size: int | None = option(None, example=4, least=1)
-    """Sequences per forward pass. Changes time and memory alone. Default: as in the run."""
+    """Sequences per forward pass. Affects only time and memory. Default: as in the run."""
     max_iters: int | None = option(None, example=100, least=1)
-    """Validate on at most this many batches of train.global_batch_size of the run. Default: as in
+    """Validate on at most this many batches, of the run's train.global_batch_size. Default: as in
     the run."""
     exact_match: int | None = option(None, example=100, least=0)
-    """Answer this many records greedily and count how many answers are exactly the expected ones.
+    """Generate greedy answers to this many records and count how many equal the expected text.
     Default: as in the run, or 100; 0: none."""
     rouge_l: int | None = option(None, example=100, least=0)
-    """Answer this many records greedily and compare the answers with the expected ones by ROUGE-L.
-    Default: as in the run; 0: none."""
+    """Generate greedy answers to this many records and compare them with the expected text by
+    ROUGE-L. Default: as in the run; 0: none."""
     metric: tuple[str, ...] = option((), placeholder="FILE.py:FUNCTION")
-    """Also score answers by a function of your own, called with (answer, expected, record): to as
-    many records as exact_match and rouge_l say, or 100. Several times."""
+    """Also score answers with your own function, called with (answer, expected, record), on as many
+    records as exact_match and rouge_l use, or 100. Can be repeated."""
     max_new_tokens: int | None = option(None, example=100, least=1)
     """Longest answer for rouge_l and metric, in tokens. Default: as in the run, or 100."""
     tasks: str | None = option(None, placeholder="NAME,...")
@@ -467,13 +469,13 @@ class EvaluateOptions(UseOptions, ResultOptions):
     limit: int | None = option(None, example=100, least=1)
     """Use this many records of each task. Default: all."""
     num_fewshot: int | None = option(None, example=5, least=0)
-    """Examples in each prompt of a task. Default: as the task says."""
+    """Examples in each prompt of a task. Default: as the task defines."""
     apply_chat_template: bool = False
-    """Write prompts of tasks in the chat template of the result. Default: as plain text."""
+    """Format the prompts of tasks with the chat template of the result. Default: plain text."""
     trust_task_code: Path | None = option(None, placeholder="DIR")
-    """Let task files run Python code of this directory, without any limits."""
+    """Allow task files to run Python code from this directory, without restrictions."""
     format: OutputFormat = "table"
-    """json: nothing else is written to standard output."""
+    """json: print only JSON to standard output."""
 
     @property
     def metrics(self) -> tuple[OwnMetric, ...]:
@@ -512,13 +514,13 @@ class OutputOptions(ResultOptions):
     """Options of commands that write a model or an adapter."""
 
     out: Path | None = option(ask="where to write?", example="out/merged")
-    """Directory to write."""
+    """Output directory."""
     overwrite: bool = False
     """Replace the model or adapter in --out, once the new one is complete."""
     dtype: Dtype | None = option(None, example="bfloat16")
     """Number format of the weights. Default: as stored."""
     max_shard_size: str = "5GB"
-    """Largest file of weights in Hugging Face's layout."""
+    """Size of the largest weight file in the Hugging Face layout."""
 
     @property
     def directory(self) -> Path:
@@ -553,10 +555,10 @@ class MergeOptions(OutputOptions):
     """Options of ftkit merge."""
 
     base: Literal["quantized", "original"] | None = option(None, example="original")
-    """Of QLoRA: add what was learned to the quantised weights as training saw them, turned back
-    into numbers; or to the original ones. Default: quantized."""
+    """For QLoRA: add the adapter to the dequantized weights that it was trained with, or to the
+    original ones. Default: quantized."""
     checkpoint_dir: str | None = None
-    """Where the base model is. Default: where the run had it."""
+    """Path of the base model. Default: where the run loaded it from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -564,18 +566,18 @@ class ExportOptions(OutputOptions):
     """Options of ftkit export."""
 
     out: Path | None = option(None, example="out/exported")
-    """Directory to write, for gguf too."""
+    """Output directory, also for gguf."""
     format: Literal["hf", "litgpt", "peft", "gguf"] | None = option(None, example="hf")
-    """hf: Hugging Face's layout; litgpt: LitGPT's; peft: the adapter of a LoRA run; gguf: a model
-    or an adapter for llama.cpp and Ollama."""
+    """hf: Hugging Face layout; litgpt: LitGPT layout; peft: the adapter of a LoRA run; gguf: a
+    model or an adapter for llama.cpp and Ollama."""
     check: Literal["vllm"] | None = option(None, example="vllm")
-    """Write nothing: say whether a program serves the result as it is, and if not, why and what to
-    do. The exit code is 1 if it does not."""
+    """Write nothing; only check whether vLLM can serve the result as it is and, if not, explain why
+    and what to do. The exit code is 1 if it cannot."""
     quantization: GgufNumbers | None = option(None, example="q8_0")
-    """Number format of a GGUF file's matrices. Default: as they are stored."""
+    """Number format of the matrices in a GGUF file. Default: as stored."""
     checkpoint_dir: str | None = None
-    """Where the base model is, whose parts beside the language model go with a checkpoint of one
-    that sees or hears. Default: where the run had it."""
+    """Path of the base model. An exported checkpoint of a vision or audio model takes the parts
+    beside the language model from it. Default: where the run loaded it from."""
 
     def __post_init__(self) -> None:
         if self.check is not None:
@@ -619,18 +621,18 @@ class PushOptions(ResultOptions):
     """Options of ftkit push."""
 
     repo_id: str = word("REPO_ID", ask="where to?")
-    """The repository on the hub, such as me/my-model; made if it is not there."""
+    """Repository on the hub, such as me/my-model; created if it does not exist."""
     public: bool = False
     """Make the repository public. Default: private."""
     base: str | None = option(None, example="TinyLlama/TinyLlama_v1.1")
-    """From which repository others take the base model of an adapter. Default: from which the run
-    has taken it."""
+    """Repository of the base model that users of the adapter will load. Default: the one that the
+    run used."""
     message: str | None = None
-    """Message of the commit."""
+    """Commit message."""
     access_token: str | None = option(None, placeholder="TOKEN")
-    """Hugging Face token that may write. Default: $HF_TOKEN, or that of hf auth login."""
+    """Hugging Face token with write access. Default: $HF_TOKEN, or that of hf auth login."""
     format: OutputFormat = "table"
-    """json: nothing else is written to standard output."""
+    """json: print only JSON to standard output."""
 
     def __post_init__(self) -> None:
         for key, name in {"REPO_ID": self.repo_id, "--base": self.base}.items():

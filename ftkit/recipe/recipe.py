@@ -31,23 +31,23 @@ class Component(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How much to train, and in what steps."""
+    """Length of the training, batch sizes and learning rate."""
 
     global_batch_size: int = 16
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Sequences per forward pass on one rank, at most. Changes time and memory, never the loss.
-    auto: as many as fit in the free memory of the device, by prediction. Default: 1, or with
-    micro_batch_tokens as many as have room in it."""
+    """Most sequences per forward pass on one rank. Affects time and memory, never the loss. auto:
+    as many as are predicted to fit in the free memory of the device. Default: 1, or with
+    micro_batch_tokens as many as fit in it."""
     micro_batch_tokens: int | Literal["auto"] | None = None
-    """Tokens per forward pass on one rank, at most, in rows without padding: a step takes as many
-    forward passes as its sequences need; one that is longer has a forward pass of its own. Changes
-    time and memory, never the loss. auto: as many as fit in the free memory of the device, by
-    prediction."""
+    """Most tokens per forward pass on one rank, in rows without padding: a step takes as many
+    forward passes as its sequences need, and a longer sequence gets one of its own. Affects time
+    and memory, never the loss. auto: as many as are predicted to fit in the free memory of the
+    device."""
     padding_free: bool | None = None
-    """Compute the samples of a micro-batch in one row, each by itself, without padding. Changes
-    time and memory, never the loss. Default: where it is faster, on CPUs and on GPUs with flash
-    attention."""
+    """Concatenate the samples of a micro-batch into one row, without padding and without attention
+    between them. Affects time and memory, never the loss. Default: on where it is faster, on CPUs
+    and on GPUs with flash attention."""
     epochs: int | None = 5
     """Passes over the training data."""
     max_steps: int | None = None
@@ -57,42 +57,44 @@ class Train:
     max_tokens: int | None = None
     """Not supported for fine-tuning (LitGPT's key for pretraining); leave empty."""
     max_seq_length: int | None = None
-    """Cut sequences to this many tokens. Default: what the model was built for."""
+    """Cut sequences to this many tokens. Default: the context length of the model."""
     lr_warmup_steps: int | None = 100
     """Optimizer steps over which the learning rate rises linearly to its full value."""
     lr_warmup_fraction: float | None = None
     """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
     lr_schedule: LrSchedule = "cosine"
-    """Learning rate after the warm-up. cosine, linear: falls to the end of the run; constant: stays
-    there; wsd (warm-up, stable, decay): stays, and falls along a line at the end of the run;
-    inverse_sqrt: falls with the square root of the steps, however long the run is."""
+    """Learning rate after the warm-up. cosine, linear: decays until the end of the run; constant:
+    stays the same; wsd (warm-up, stable, decay): stays the same, then decays linearly at the end of
+    the run; inverse_sqrt: decays with the square root of the steps, independent of the length of
+    the run."""
     lr_decay_fraction: float = 0.1
-    """Of wsd: the decay at the end as a fraction of all steps of the run."""
+    """For wsd: length of the final decay, as a fraction of all steps of the run."""
     min_lr: float = 6e-5
-    """Learning rate that the decay goes down to."""
+    """Learning rate at the end of the decay."""
     label_smoothing: float = 0.0
-    """Of each label, this fraction is spread evenly over the vocabulary while training, as torch's
-    cross_entropy defines it. The training loss includes it, the validation loss does not."""
+    """Share of each label that is spread evenly over the vocabulary in training, as in torch's
+    cross_entropy. The training loss includes it, the validation loss does not."""
     neftune_noise_alpha: float | None = None
-    """NEFTune: noise on the embeddings while training, between -a and a with a = this /
-    sqrt(tokens of the sample * width); 5 is usual. Empty: none."""
+    """NEFTune: add noise to the embeddings in training, uniform between -a and a, with a = this /
+    sqrt(tokens of the sample * width); 5 is usual. Empty: no noise."""
     ema_decay: float | None = None
-    """Keep an exponential moving average of what is trained, in float32, of which this share stays
-    in each step; 0.99 to 0.9999 are usual. Validation, answers and the result are of the average.
-    Empty: none."""
+    """Keep an exponential moving average of the trained weights, in float32, with this decay per
+    step; 0.99 to 0.9999 are usual. Validation, generated answers and the result use the average.
+    Empty: no average."""
     max_norm: float | None = None
     """Clip gradients to this global norm."""
     optimizer_in_backward: bool = False
-    """Update each parameter as soon as its gradient is there, and free that: all gradients never
-    exist at once. Changes no result. Under single and fsdp, without train.max_norm and with one
-    micro-batch in a step."""
+    """Update each parameter as soon as its gradient is computed, and free the gradient: the
+    gradients never exist all at once. Does not change the result. Needs single or fsdp, no
+    train.max_norm, and one micro-batch per step."""
     tie_embeddings: bool | None = None
-    """Share the weights of embedding and head. Default: as the base model does."""
+    """Share the weights of embedding and head. Default: as in the base model."""
     save_interval: int | None = 1000
-    """Optimizer steps between two checkpoints; empty: none by steps, see checkpoint.save_every."""
+    """Optimizer steps between two checkpoints; empty: save by time only, see
+    checkpoint.save_every."""
     log_interval: int = 1
-    """Optimizer steps between two values sent to the loggers of logger_name (metrics.csv has
-    all)."""
+    """Optimizer steps between two values sent to the loggers of logger_name (metrics.csv has every
+    step)."""
 
     @property
     def auto_key(self) -> MicroBatchKey | None:
@@ -117,84 +119,85 @@ class Eval:
     interval: int = 600
     """Optimizer steps between validations."""
     patience: int | None = None
-    """End training once this many validations in a row had no lower loss than one before them.
-    Empty: training ends as train.epochs and train.max_steps say."""
+    """Stop training when this many validations in a row did not lower the best validation loss.
+    Empty: no early stopping."""
     max_iters: int = 100
     """Validate on at most this many batches of train.global_batch_size sequences."""
     sets: dict[str, Any] | None = None
-    """Further records to validate on, by names: {code: code.jsonl, french: {path: french.jsonl,
-    columns: {output: answer}}}, or --eval.sets.code FILE. The loss on each is reported beside the
-    validation loss. Their records are rendered as those of data; path, columns, subset, split and
-    revision say which they are."""
+    """Further validation sets by name: {code: code.jsonl, french: {path: french.jsonl, columns:
+    {output: answer}}}, or --eval.sets.code FILE. The loss on each is reported beside the validation
+    loss. Their records are rendered like those of data; path, columns, subset, split and revision
+    choose the records."""
     max_new_tokens: int | None = 100
     """Longest answer, in tokens, for the sample that is generated at each validation and for
-    rouge_l; 0 or empty: no sample."""
+    rouge_l; 0 or empty: generate no sample."""
     evaluate_example: str | int = "first"
-    """Whose answer to generate: "first", "random", or the index of a validation record."""
+    """Validation record for which a sample is generated: "first", "random", or its index."""
     initial_validation: bool = False
     """Validate before the first step."""
     final_validation: bool = True
     """Validate after the last step."""
     exact_match: int = 0
-    """Answer this many validation records greedily before and after training, and report how
-    many answers equal the expected text."""
+    """Generate greedy answers to this many validation records before and after training, and report
+    how many equal the expected text."""
     rouge_l: int = 0
-    """Answer this many validation records greedily before and after training, and report how much
-    of the words answers share with the expected text: the mean ROUGE-L."""
+    """Generate greedy answers to this many validation records before and after training, and report
+    the mean ROUGE-L: how many words they share with the expected text, in order."""
     tasks: list[str] | None = None
     """Run these tasks of the lm-evaluation-harness before and after training (pip install
-    'ftkit[tasks]'): names such as [arc_easy, gsm8k], task files or directories of them."""
+    'ftkit[tasks]'): names such as [arc_easy, gsm8k], task files, or directories of task files."""
     limit: int | None = None
     """Use this many records of each task. Default: all."""
     num_fewshot: int | None = None
-    """Examples in each prompt of a task. Default: as the task says."""
+    """Examples in each prompt of a task. Default: as the task defines."""
     apply_chat_template: bool = False
-    """Write prompts of tasks in the chat template of the run. Default: as plain text."""
+    """Format the prompts of tasks with the chat template of the run. Default: plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """What a run is called in W&B, MLflow and Trackio."""
+    """Names of the run in W&B, MLflow and Trackio."""
 
     project: str | None = None
-    """Project of the run; in MLflow its experiment. Default: as their environment variables say, in
-    MLflow and Trackio else ftkit."""
+    """Project of the run; in MLflow its experiment. Default: from their environment variables; in
+    MLflow and Trackio ftkit if these are not set."""
     run: str | None = None
-    """Name of the run. Default: in MLflow and Trackio that of out_dir."""
+    """Name of the run. Default: in MLflow and Trackio the name of out_dir."""
     group: str | None = None
     """Group of the run; in MLflow its tag group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What is kept of the run."""
+    """Checkpoints and the result of the run."""
 
     save: bool = True
     """Write checkpoints to out_dir/checkpoints and the result to out_dir/final. Switch off to
-    study time and memory only."""
+    measure only time and memory."""
     save_every: str | None = "15min"
-    """Time between two checkpoints, such as 60s, 15min or 2h; empty: none by time. auto: what loses
-    the least time, by the measured cost of a save and checkpoint.time_between_losses."""
+    """Time between two checkpoints, such as 60s, 15min or 2h; empty: save by steps only. auto: the
+    interval that loses the least time, from the measured cost of a save and
+    checkpoint.time_between_losses."""
     time_between_losses: str = "24h"
-    """For save_every auto: how long the run is expected to train between two losses of a machine.
-    Losses of the run itself count beside it."""
+    """For save_every auto: expected training time between two failures of a machine. Failures of
+    the run itself are counted too."""
     keep_last: int = 3
     """Keep this many of the newest checkpoints."""
     keep_every: int | dict[int, int] | None = None
-    """Also keep every checkpoint whose step is a multiple of this. Several numbers thin out what is
-    older: {1000: 100, 10000: 1000} keeps every 100th step up to step 1000 and every 1000th after
-    it, where the last one goes on beyond step 10000."""
+    """Also keep every checkpoint whose step is a multiple of this. A mapping keeps fewer of the
+    older ones: {1000: 100, 10000: 1000} keeps every 100th step up to step 1000 and every 1000th
+    after it, also beyond step 10000."""
     keep_best: int = 0
     """Also keep this many checkpoints with the lowest validation loss."""
     result: Literal["last", "best"] = "last"
-    """What the result is made of: the last step, or the checkpoint with the lowest validation loss,
-    which is kept until then."""
+    """Source of the result: the last step, or the checkpoint with the lowest validation loss, which
+    is kept until the end."""
     asynchronous: bool = True
-    """Train on while a checkpoint is being written, from a copy in host memory."""
+    """Continue training while a checkpoint is being written, from a copy in host memory."""
     max_staged_bytes: int | None = None
-    """Bytes of host memory that this copy may take on each rank. A rank that would need more makes
-    none: training waits while its numbers go through this much memory to the disk. Empty: what the
-    copy needs, see ftkit plan."""
+    """Most bytes of host memory for this copy on each rank. A rank that would need more makes no
+    copy: training waits while its tensors are written through a buffer of this size. Empty: as much
+    as the copy needs, see ftkit plan."""
 
     @property
     def best_kept(self) -> int:
@@ -213,14 +216,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What is spent to need less memory."""
+    """Ways to trade time for memory."""
 
     activation_checkpointing: bool | int = False
-    """Keep the input of each block alone and compute the rest again in the backward pass: far
-    less memory for activations, about a third more time. Changes no result. A number N: of every
-    Nth block alone, for an Nth of both."""
+    """Keep only the input of each block and recompute the rest in the backward pass: far less
+    memory for activations, about a third more time. Does not change the result. A number N: only
+    for every Nth block, which saves and costs an Nth of that."""
     offload_activations: bool = False
-    """Keep these inputs in host memory, on GPUs."""
+    """Keep these inputs in host memory instead of GPU memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,48 +231,50 @@ class Recipe:
     """Full fine-tuning: every parameter of the base model is trained."""
 
     checkpoint_dir: str
-    """Base model: a directory (Hugging Face or LitGPT layout), a GGUF file (converted to
-    checkpoints/gguf once), a hub name such as TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/
-    when needed), embedded:quickstart, or random:NAME with random weights, for any model that LitGPT
-    knows, by its own or its hub name, and any model type of transformers, in its default size."""
+    """Base model: a directory (Hugging Face or LitGPT layout), a GGUF file (converted once, to
+    checkpoints/gguf), a hub name such as TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/ when
+    needed), embedded:quickstart, or random:NAME for random weights, where NAME is a model that
+    LitGPT knows (its own name or that on the hub) or a model type of transformers in its default
+    size."""
     out_dir: Path = Path("out/finetune/full")
     """Where the run writes its report, metrics and result: a directory, s3://, gs:// or az://."""
     precision: Precision | None = None
-    """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true trains
-    under deepspeed alone, which keeps weights in 32 bits beside it."""
+    """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true needs
+    deepspeed, which keeps a 32-bit copy of the weights."""
     accelerator: AcceleratorKey = "auto"
-    """Device kind. Default: cuda (GPUs of NVIDIA, and of AMD with torch for ROCm) where there is
-    one, else cpu. Any other that torch.accelerator names, such as xpu or mps, is taken too: ftkit
-    has not been tried on it."""
+    """Device type. Default: cuda (GPUs of NVIDIA, and of AMD with torch for ROCm) if there is one,
+    else cpu. Other types of torch.accelerator, such as xpu or mps, are accepted, but ftkit has not
+    been tested on them."""
     devices: int | Literal["auto"] = 1
     """Devices per node."""
     num_nodes: int | Literal["auto"] = 1
-    """Machines. auto: as many as torchrun or srun has started ftkit on, anew at each start;
-    without them 1."""
+    """Number of machines. auto: as many as torchrun or srun started ftkit on, counted at each
+    start; 1 without them."""
     strategy: Component = field(default_factory=lambda: Component(class_path="auto", init_args={}))
-    """How the work is spread: auto, single, ddp, fsdp or deepspeed; options as
-    --strategy.NAME VALUE."""
+    """Distribution over devices: auto, single, ddp, fsdp or deepspeed; options as --strategy.NAME
+    VALUE."""
     model_implementation: Literal["auto", "litgpt", "transformers"] = "auto"
-    """Whose code computes the model: LitGPT's, or that of the library transformers, which knows
-    more models. auto: LitGPT's where it knows the model with its whole context, else
-    transformers'; a run that goes on keeps what it has."""
+    """Code that computes the model: LitGPT, or transformers, which supports more models. auto:
+    LitGPT if it supports the model with its whole context, else transformers; a resumed run keeps
+    its implementation."""
     compile: bool = False
-    """Compile the blocks and the loss with torch.compile. The first steps wait for it, up to
-    minutes with an empty cache; losses differ by rounding. Not under deepspeed; needs a compiler
+    """Compile the blocks and the loss with torch.compile. The first steps wait for the compiler, up
+    to minutes with an empty cache; losses differ by rounding. Not with deepspeed; needs a compiler
     (g++; gcc with CUDA)."""
     kernels: Kernels = "auto"
-    """Whose kernels compute norms, gated MLPs, rotary embeddings and the loss. liger: those of
-    Liger-Kernel (CUDA; pip install 'ftkit[liger]'), in less memory. auto: torch's, until Liger's
-    have been measured on a GPU with ftkit."""
+    """Kernels for norms, gated MLPs, rotary embeddings and the loss. liger: Liger-Kernel, which
+    needs less memory (CUDA; pip install 'ftkit[liger]'). auto: torch, until Liger-Kernel has been
+    measured with ftkit on a GPU."""
     router_aux_loss_coef: float | None = None
-    """Factor of the loss that has routers spread tokens evenly over experts, as the model defines
-    it, over all tokens of a step; 0: none. A step of several micro-batches computes them once more
-    to count choices. Default: as config.json says, where output_router_logits is true."""
+    """Weight of the auxiliary loss that makes routers spread tokens evenly over experts, as the
+    model defines it, over all tokens of a step; 0: no such loss. With several micro-batches per
+    step, one more forward pass of each counts the choices. Default: as in config.json, if
+    output_router_logits is true."""
     data: Component = field(
         default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
     )
-    """Training data: a map-style module of litgpt.data, or JSON with --data.path FILE;
-    options as --data.NAME VALUE."""
+    """Training data: a map-style module of litgpt.data, or JSON with --data.path FILE; options as
+    --data.NAME VALUE."""
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)
@@ -278,24 +283,25 @@ class Recipe:
     optimizer: Component = field(
         default_factory=lambda: Component(class_path="torch.optim.AdamW", init_args={})
     )
-    """Optimizer: a name of torch.optim, or a class path (torch.optim, bitsandbytes.optim);
+    """Optimizer: a name from torch.optim, or a class path (torch.optim, bitsandbytes.optim);
     arguments as --optimizer.NAME VALUE."""
     logger_name: LoggerName | list[LoggerName] = "csv"
-    """Loggers beside metrics.csv, which is always written: a name or a list, such as
-    [tensorboard, mlflow]. All go on where a run goes on. mlflow and trackio write into out_dir
-    unless MLFLOW_TRACKING_URI or TRACKIO_SERVER_URL, TRACKIO_SPACE_ID or TRACKIO_DIR say where."""
+    """Loggers beside metrics.csv, which is always written: a name or a list, such as [tensorboard,
+    mlflow]. A resumed run continues in all of them. mlflow and trackio write to out_dir unless
+    MLFLOW_TRACKING_URI or TRACKIO_SERVER_URL, TRACKIO_SPACE_ID or TRACKIO_DIR is set."""
     seed: int = 1337
     """Seed of the sample order, adapter initialisation and dropout."""
     deterministic: bool = False
-    """Compute the same numbers in every run on the same devices, and products of float32 in full:
-    slower on GPUs, where products otherwise take TF32 and the order of sums is left to chance."""
+    """Compute the same numbers in every run on the same devices, with float32 products in full
+    precision. Slower on GPUs, which otherwise use TF32 and an undefined order of sums."""
     resume: bool | int | str = False
-    """Continue from a checkpoint. auto: the newest one of out_dir; without one, start. true: the
-    newest one, which has to be there. A number: that step of out_dir; later checkpoints are moved
-    to out_dir/set_aside. A path or url: a run, its checkpoints or one of them; the run goes on in a
-    new out_dir, unless the checkpoint is its own. Other hardware settings may be given."""
+    """Continue from a checkpoint. auto: the newest one in out_dir; start from the beginning if
+    there is none. true: the newest one, which must exist. A number: the checkpoint of that step in
+    out_dir; later ones are moved to out_dir/set_aside. A path or URL: a run, its checkpoints or one
+    of them; the run continues in a new out_dir, unless the checkpoint is its own. Hardware settings
+    may change."""
     access_token: str | None = None
-    """Hugging Face token for gated models. Default: $HF_TOKEN. Never written anywhere."""
+    """Hugging Face token for gated models. Default: $HF_TOKEN. Never stored."""
 
     @property
     def method(self) -> Method:
@@ -316,14 +322,14 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """The adapter: small trained matrices beside the frozen layers of the base model."""
+    """LoRA: small trained matrices beside the frozen layers of the base model."""
 
     quantize: Quantization | None = None
     """Quantize the frozen base model with bitsandbytes (QLoRA)."""
     lora_r: int = 8
     """Rank of the adapter matrices."""
     lora_alpha: int | float = 16
-    """Scale of the adapter: its output is multiplied by lora_alpha / lora_r, in rsLoRA by
+    """Scale of the adapter: its output is multiplied by lora_alpha / lora_r, with rsLoRA by
     lora_alpha / sqrt(lora_r)."""
     lora_dropout: float = 0.05
     """Dropout before the adapter."""
@@ -338,27 +344,27 @@ class Lora:
     lora_mlp: bool = False
     """Adapt the layers of the MLP."""
     lora_experts: bool = False
-    """Adapt the matrices of experts that are one parameter, with a low-rank pair for each expert
-    (Mixtral, Qwen3-MoE, gpt-oss and others that transformers computes). Needs lora_dropout 0."""
+    """Adapt experts whose matrices are stored in one parameter, with a low-rank pair for each
+    expert (Mixtral, Qwen3-MoE, gpt-oss and others that transformers computes). Needs lora_dropout
+    0."""
     lora_head: bool = False
     """Adapt the output head."""
     lora_targets: list[str] | str | None = None
-    """Adapt these layers instead of those above: a list of names as Hugging Face calls them,
-    such as [q_proj, v_proj], or a name or regular expression for full names, such as
-    '.*layers.[0-3].*_proj'."""
+    """Adapt these layers instead of the ones above: a list of Hugging Face names, such as [q_proj,
+    v_proj], or a name or regular expression for full names, such as '.*layers.[0-3].*_proj'."""
     lora_modules_to_save: list[str] | None = None
-    """Train these layers whole beside the adapter and keep them with it, such as
-    [embed_tokens, lm_head]."""
+    """Layers to train fully and save with the adapter, such as [embed_tokens, lm_head]."""
     lora_variant: LoraVariant = "lora"
-    """lora; dora: trains the length of each row of the weights too; rslora: scales by the square
-    root of the rank, for high ranks."""
+    """lora; dora: also trains the magnitude of each row of the weights; rslora: scales by the
+    square root of the rank, for high ranks."""
     lora_init: LoraInit = "default"
-    """First values. default: random, with a product of zero; pissa: the largest singular vectors
-    of the base weight; olora: its QR decomposition. Training starts at the base model with all."""
+    """Initialisation. default: random, with a product of zero; pissa: the largest singular vectors
+    of the base weight; olora: its QR decomposition. With each of them training starts from the
+    outputs of the base model."""
     lora_plus_ratio: float | None = None
     """LoRA+: learning rate of the matrices B as a multiple of that of A; 16 is usual."""
     adapter: Path | None = None
-    """Start from this PEFT adapter: rank, scale, variant and layers are read from it."""
+    """Start from this PEFT adapter; its rank, scale, variant and layers are used."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,16 +25,17 @@ class FsdpOptions:
 
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
     """FULL_SHARD frees the gathered parameters of a block after its forward pass; SHARD_GRAD_OP
-    keeps them until its backward pass. HYBRID_SHARD is the first among the devices of each node,
-    which all have the whole model: only gradients travel between nodes."""
+    keeps them until its backward pass. HYBRID_SHARD applies FULL_SHARD within each node, and each
+    node has the whole model: only gradients travel between nodes."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     prefetch: Literal[0, 1, 2] = 0
-    """Gather the parameters of this many blocks ahead of the one at work, in memory for as many.
-    0: of the next one, once the host has come to it."""
+    """Number of blocks whose parameters are gathered ahead of the running one; each takes memory.
+    0: gather the next block when the host reaches it."""
     sync_every_micro_step: bool = True
-    """Add up gradients over the ranks in every micro-step, so that each keeps its share alone.
-    false: once in a step, with the last one: fewer messages, and memory for all gradients."""
+    """Reduce gradients over the ranks in every micro-step, so that each rank keeps only its shard.
+    false: reduce once per step, after the last micro-step: less communication, but memory for all
+    gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,9 @@ class DeepSpeedOptions:
     """Options of `strategy: deepspeed`."""
 
     stage: Literal[1, 2, 3] = 3
-    """What is sharded: 1 the optimizer state, 2 gradients too, 3 parameters too."""
+    """ZeRO stage. 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
     offload_optimizer: bool = True
-    """Keep the optimizer state in host memory and update there."""
+    """Keep the optimizer state in host memory and update on the CPU."""
     offload_parameters: bool = False
     """Keep the parameters in host memory (stage 3)."""
 
