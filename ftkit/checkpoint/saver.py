@@ -256,8 +256,8 @@ class Saver:
             while not receipt.exists():
                 if time.monotonic() > deadline:
                     return (
-                        f"rank {rank} has not written its shard; {self.store.directory} must be "
-                        "on a disk that all machines share, or out_dir a url"
+                        f"rank {rank} did not write its shard; {self.store.directory} must be on a "
+                        "disk that all machines share, or out_dir a url"
                     ), {}
                 time.sleep(_POLL_S)
             content = _take_receipt(directory, step)

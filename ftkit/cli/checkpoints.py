@@ -142,7 +142,7 @@ def verify_checkpoints(options: CheckpointOptions) -> int:
         )
     lines = []
     for directory, found in problems.items():
-        lines.append(f"{directory.name}  {'damaged' if found else 'sound'}")
+        lines.append(f"{directory.name}  {'damaged' if found else 'intact'}")
         lines += [f"  {problem}" for problem in found]
     return _print(*lines, code=int(damaged))
 

@@ -170,11 +170,11 @@ FTKIT = Group(
             name="sweep",
             summary="run variations of recipes one after another, and compare them",
             text="Run variations of recipes one after another, each in its own process and "
-            "directory, and compare them in the end. The sweep goes on when a run fails or "
-            "runs out of memory. Ctrl+C ends the current run gracefully and the sweep with it; "
-            "the same command goes on: what is complete is skipped, the stopped run resumes. Keys "
-            "of recipes given as options hold for all runs. The exit code is 1 if a run failed, 3 "
-            "if all ran out of memory.",
+            "directory, and compare them at the end. The sweep continues when a run fails or runs "
+            "out of memory. Ctrl+C saves and stops the current run and the sweep; the same command "
+            "continues the sweep: completed runs are skipped, and the stopped run is resumed. Keys "
+            "of recipes that are given as options apply to all runs. The exit code is 1 if a run "
+            "failed, 3 if all ran out of memory.",
             options=SweepOptions,
             function="ftkit.launch.sweep:sweep_runs",
             usage=(
@@ -193,15 +193,15 @@ FTKIT = Group(
         Command(
             name="plan",
             summary="predict memory, disk and steps before anything is loaded",
-            text="Predict what ftkit finetune with the same words would need here, or with --gpu "
-            "elsewhere: memory of each rank with its parts, host memory, disk, steps. No weights "
-            "are loaded or downloaded, and no GPU is needed. Of a hub name config.json and the "
-            "tokenizer are fetched if the hub answers; without them the sizes are those that "
-            "LitGPT knows by this name. Several recipes, the runs of a sweep and variations become "
-            "one table. The command as the first word says the method; without it a recipe in "
-            "which no key is of LoRA and none is quantize means full fine-tuning, all else LoRA. "
-            "The exit code is 3 if it does not fit; of several, if none does. GPUs by name: "
-            f"{', '.join(GPUS)}.",
+            text="Predict what ftkit finetune with the same arguments would need on this machine, "
+            "or with --gpu on another: memory of each rank by category, host memory, disk space, "
+            "steps. No weights are loaded or downloaded, and no GPU is needed. For a hub name, "
+            "config.json and the tokenizer are downloaded if the hub can be reached; otherwise the "
+            "sizes are those of LitGPT's model of this name. Several recipes, the runs of a sweep "
+            "and variations are shown in one table. The first word may be the command, which sets "
+            "the method; without it, recipes without LoRA keys and without quantize are planned as "
+            "full fine-tuning, all others as LoRA. The exit code is 3 if the run does not fit, or "
+            f"none of several. GPUs by name: {', '.join(GPUS)}.",
             options=PlanOptions,
             function="ftkit.planning.command:plan_all",
             usage=("[COMMAND] [RECIPE.yaml | SWEEP.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE ...]",),
@@ -217,9 +217,9 @@ FTKIT = Group(
             name="data",
             summary="inspect the data of a recipe: records, lengths, tokens, problems",
             text="Inspect the data of a recipe before training: how records are used, their "
-            "lengths, which tokens are trained, duplicates, and problems with what to change. "
+            "lengths, which tokens are trained, duplicates, and problems with suggested changes. "
             "Needs only the tokenizer and the data: no weights are loaded or downloaded, and no "
-            "GPU.",
+            "GPU is needed.",
             options=DataOptions,
             function="ftkit.data.inspection.command:show_data",
             usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--show N] [--KEY VALUE ...]",),
@@ -231,8 +231,8 @@ FTKIT = Group(
         ),
         Command(
             name="download",
-            summary="fetch a base model from the Hugging Face hub",
-            text="Fetch a base model from the Hugging Face hub, or finish an earlier download.",
+            summary="download a base model from the Hugging Face hub",
+            text="Download a base model from the Hugging Face hub, or finish an earlier download.",
             options=DownloadOptions,
             function="ftkit.models.pretrained.hub:download_model",
             examples=("TinyLlama/TinyLlama_v1.1",),
@@ -240,13 +240,12 @@ FTKIT = Group(
         Command(
             name="import",
             summary="continue training from a checkpoint of another program",
-            text="Make a run of a checkpoint of another program: of transformers' Trainer, TRL or "
+            text="Turn a checkpoint of another program into a run: transformers' Trainer, TRL or "
             "axolotl, of DeepSpeed (ZeRO 1 to 3, any number of ranks), of "
-            "torch.distributed.checkpoint, or a .ckpt file of Lightning. Weights and the state of "
-            "the optimizer are placed by their names; step, "
-            "learning rate and position in the data are taken over, and what cannot be is said. "
-            "Nothing in the checkpoint is executed. The run goes on with --resume auto, on any "
-            "hardware.",
+            "torch.distributed.checkpoint, or a .ckpt file of Lightning. Weights and optimizer "
+            "state are matched by parameter name; step, learning rate and position in the data are "
+            "kept, and a message lists what cannot be. No code in the checkpoint is executed. "
+            "Continue the run with --resume auto, on any hardware.",
             options=ImportOptions,
             function="ftkit.exchange.foreign:import_confined",
             usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
@@ -259,7 +258,7 @@ FTKIT = Group(
             name="compare",
             summary="compare runs: settings that differ and results, as a table and as a plot",
             text="Compare runs, finished or not: the settings that differ, outcome, loss, speed, "
-            "time and peak memory. A star marks the best value among the runs that ended well.",
+            "time and peak memory. A star marks the best value among successful runs.",
             options=CompareOptions,
             function="ftkit.views.comparison.compare:compare_runs",
             examples=(
@@ -271,10 +270,10 @@ FTKIT = Group(
         Command(
             name="watch",
             summary="follow a run from another terminal: progress, loss curve, memory, checkpoint",
-            text="Follow a run, at work or ended, from another terminal: progress, loss curve, "
-            "speed, memory, newest checkpoint, time left, and how it ended. Reads its files and "
-            "writes nothing. Ends with the run; Ctrl+C ends it earlier and leaves the run alone. "
-            "--serve shows it in a browser instead, or all runs of a directory.",
+            text="Follow a running or finished run from another terminal: progress, loss curve, "
+            "speed, memory, newest checkpoint, time left, and how it ended. Only reads its files. "
+            "Exits when the run ends; Ctrl+C exits earlier and does not affect the run. --serve "
+            "shows the run, or all runs of a directory, in a browser instead.",
             options=WatchOptions,
             function="ftkit.views.live_page.server:watch_runs",
             examples=(
@@ -288,7 +287,7 @@ FTKIT = Group(
             name="generate",
             summary="answer one prompt or many with the result of a run, or any model",
             text="Answer prompts with a result: the adapter or model of a run, one of its "
-            "checkpoints, an adapter, or a base model. Prompts are made as the run made them.",
+            "checkpoints, an adapter, or a base model. Prompts are built as in the run.",
             options=GenerateOptions,
             opens=FIND_RESULT,
             function="ftkit.evaluation.generate:generate",
@@ -301,9 +300,9 @@ FTKIT = Group(
         Command(
             name="chat",
             summary="chat with the result of a run, or any model",
-            text="Chat with a result, line by line. Ctrl+C stops an answer, Ctrl+D ends. Earlier "
-            "turns are part of the prompt where the prompt style has a place for them (llama3, "
-            "r1).",
+            text="Chat with a result, line by line. Ctrl+C stops an answer, Ctrl+D exits. Earlier "
+            "turns are part of the prompt if there is a chat template or the prompt style supports "
+            "them (llama3, r1).",
             options=ChatOptions,
             opens=FIND_RESULT,
             function="ftkit.evaluation.chat:chat",
@@ -311,11 +310,11 @@ FTKIT = Group(
         ),
         Command(
             name="evaluate",
-            summary="measure a result on held-out data, or by tasks of the lm-evaluation-harness",
-            text="Measure a result on the validation data of its run, in the way of the run: the "
-            "numbers are those that it reported. Or on other data: then a single file is used "
-            "whole, unless --data.val_split_fraction is given. With --tasks it answers tasks of "
-            "the lm-evaluation-harness instead.",
+            summary="evaluate a result on held-out data, or on tasks of the lm-evaluation-harness",
+            text="Evaluate a result on the validation data of its run, as the run did: the "
+            "numbers equal those it reported. Or on other data: then a single file is used whole, "
+            "unless --data.val_split_fraction is given. With --tasks, run tasks of the "
+            "lm-evaluation-harness instead.",
             options=EvaluateOptions,
             opens=FIND_RESULT,
             function="ftkit.evaluation.evaluate:evaluate",
@@ -328,9 +327,9 @@ FTKIT = Group(
         Command(
             name="merge",
             summary="merge the adapter of a LoRA run and its base model into a Hugging Face model",
-            text="Add the trained LoRA matrices to the weights of the base model, and write the "
-            "sum as a Hugging Face model. Memory holds one file of weights, not the model. Logits "
-            "on a sample show how close it comes to the result itself.",
+            text="Add the trained LoRA matrices to the weights of the base model, and write a "
+            "Hugging Face model. Loads one weight file at a time, not the whole model. Compares "
+            "its logits with those of the result on a sample.",
             options=MergeOptions,
             opens=FIND_RESULT,
             function="ftkit.exchange.merge:merge",
@@ -360,10 +359,10 @@ FTKIT = Group(
         Command(
             name="push",
             summary="upload a result with its model card to the Hugging Face hub",
-            text="Upload the adapter or model of a run, or what merge and export have written "
-            "(GGUF files too), with its model card, in one commit. A new repository is private "
-            "unless --public is given. An interrupted upload continues where it stopped. Edit "
-            "README.md beside the result, not on the hub: it is sent each time.",
+            text="Upload the adapter or model of a run, or the output of merge or export (GGUF "
+            "files too), with its model card, in one commit. A new repository is private unless "
+            "--public is given. An interrupted upload continues where it stopped. Edit README.md "
+            "beside the result, not on the hub: it is uploaded each time.",
             options=PushOptions,
             function="ftkit.exchange.push:push",
             examples=(

@@ -165,7 +165,7 @@ def _command_parser(command: Command) -> ArgumentParser:
             if command.name in FINETUNE:
                 text, default = field_texts(Recipe)[component], default_name(component)
                 group.add_argument(f"--{component}", metavar="NAME", default=default, help=text)
-            text = f"Show the keys of --{component} NAME; without NAME: which names there are."
+            text = f"Show the keys of --{component} NAME; without NAME, list the names."
             group.add_argument(f"--{component}.help", metavar="NAME", nargs="?", help=text)
     if command.name in FINETUNE:
         for component, name in _KNOWN_WITHOUT_IMPORTS:

@@ -128,7 +128,7 @@ class _Loading:
                     self._address, split, self._source.name, self._prompt_style
                 )
             except DamagedEntry as error:
-                self._notices.append(f"A damaged entry of the data cache is made anew: {error}.")
+                self._notices.append(f"A damaged entry of the data cache is rebuilt: {error}.")
                 continue
             if entry and entry.rendering == rendering_of(entry.part, self._tokenizer):
                 found[split] = entry.prepared

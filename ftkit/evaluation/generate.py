@@ -132,8 +132,8 @@ def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
         )
     if options.system is not None and any(not question_of(record).messages for record in records):
         raise UserError(
-            f"--system begins a conversation, but --prompts {options.prompts} holds texts that go "
-            "on as they are. Leave out --system."
+            f"--system begins a conversation, but --prompts {options.prompts} holds plain texts to "
+            "continue. Leave out --system."
         )
 
 

@@ -212,7 +212,7 @@ def _adapter(name: str, directory: Path, run: Path | None) -> Result:
 def _model(name: str, directory: Path, run: Path | None) -> Result:
     if missing := missing_files(directory):
         raise UserError(
-            f"{directory} is no complete model: {', '.join(missing[:3])} "
+            f"{directory} is not a complete model: {', '.join(missing[:3])} "
             f"{'is' if len(missing) == 1 else 'are'} missing. Name a complete one."
         )
     report = None if run is None else _report(run)

@@ -207,7 +207,7 @@ class _Search:
                 tasks.append(f"{group}::{name}")  # written in the group itself
             else:
                 raise UserError(
-                    f"The group {group} in {file} has {name}, which is no task. Correct it."
+                    f"The group {group} in {file} has {name}, which is not a task. Correct it."
                 )
         return tasks
 
@@ -444,8 +444,8 @@ def _check_code(name: str, key: str, code: Code, trusted: Path | None) -> None:
     if trusted is None or not _is_in(code.file, trusted):
         where = "" if trusted is None else f", which lies outside of {TRUST} {trusted}"
         raise UserError(
-            f"{needs}, of {code.file}{where}. ftkit does not run code of task files. To run it all "
-            f"the same, with all that it may do, add {TRUST} {code.file.parent}."
+            f"{needs}, of {code.file}{where}. ftkit does not run code of task files. To run it "
+            f"anyway, without restrictions, add {TRUST} {code.file.parent}."
         )
     # Without this file the harness would look for a module of that name anywhere.
     if not code.file.is_file():

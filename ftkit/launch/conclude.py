@@ -83,7 +83,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         except OSError as failure:
             display.warning(f"{run.report} cannot be written ({failure.strerror})")
         if report.outcome == "out_of_memory":
-            with display.phase("looking for what would fit"):
+            with display.phase("searching for changes that would make it fit"):
                 shortage = find_shortage(job, reports[rank].peak_memory, report.exit_reason)
             report = dataclasses.replace(report, shortage=shortage)
             with suppress(OSError):
@@ -120,7 +120,7 @@ def _doubt_start(checkpoint: Path, name: str, message: str) -> None:
     raise DamageFound(
         checkpoint,
         f"{display_path(checkpoint)} cannot be continued from: {message}",
-        "Try --resume auto, which goes on from the newest one that is sound.",
+        "Try --resume auto, which continues from the newest intact one.",
     )
 
 

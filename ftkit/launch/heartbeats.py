@@ -119,7 +119,7 @@ def ended_key(rank: int) -> str:
 
 def silence_text(host: str, seconds: float) -> str:
     """Message about a machine that has been silent for this long."""
-    silent = f"{host} has not been heard of for {seconds:g} s"
+    silent = f"{host} has sent no heartbeat for {seconds:g} s"
     return f"{silent}: the machine is gone, frozen or cut off from the others"
 
 

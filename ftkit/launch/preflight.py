@@ -93,10 +93,10 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     lines = [
         f"This run needs at least {needed}.",
         f"Sequences: {found['length']}.",
-        "Nothing was started; --force tries it all the same.",
+        "Nothing was started; --force tries it anyway.",
     ]
     if found["changes"]:
-        lines.append("What would fit, the cheapest in speed first:")
+        lines.append("Changes that would make it fit, those that cost the least speed first:")
     for change in found["changes"]:
         lines.append(f"  {change['title']}: {_command(command, change)}")
     raise DoesNotFit("\n".join(lines))
@@ -177,7 +177,7 @@ def shortage_text(shortage: Shortage, accelerator: str, message: str) -> str:
     if shortage.held_bytes is not None:
         parts.append(f"{bytes_text(shortage.held_bytes)} were held")
     if shortage.asked_bytes is not None:
-        parts.append(f"{bytes_text(shortage.asked_bytes)} more were asked for")
+        parts.append(f"{bytes_text(shortage.asked_bytes)} more were requested")
     if shortage.available_bytes is not None:
         where = "free for each rank" if accelerator == "cpu" else "on each GPU"
         parts.append(f"{bytes_text(shortage.available_bytes)} are {where}")
@@ -191,7 +191,7 @@ def shortage_text(shortage: Shortage, accelerator: str, message: str) -> str:
         predicted = bytes_text(shortage.predicted_peak_bytes)
         lines.append(f"predicted: {predicted} in tensors (sequences: {shortage.predicted_for})")
     if shortage.changes:
-        lines.append("what would fit, the cheapest in speed first:")
+        lines.append("changes that would make it fit, those that cost the least speed first:")
         lines += [f"  {change}" for change in shortage.changes]
     return "\n".join(lines)
 

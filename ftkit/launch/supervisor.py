@@ -344,7 +344,9 @@ def _show_start(start: Start, run: RunDirectory, display: Display) -> None:
         display.warning(f"{why} It is kept in {display_path(run.backups)}.")
     if lost := lost_rows(start, run):
         display.warning(lost)
-    display.message(f"going on from step {start.metadata.step:,}: {display_path(start.checkpoint)}")
+    display.message(
+        f"continuing from step {start.metadata.step:,}: {display_path(start.checkpoint)}"
+    )
     for change in start.changes:
         display.message(f"changed: {change}")
 

@@ -28,11 +28,11 @@ from ftkit.utils.progress import is_quiet, print_notice
 from ftkit.views.comparison.compare import compare_runs
 from ftkit.views.comparison.plots import check_plot
 
-Action = Literal["start", "go on", "start again", "skip"]
+Action = Literal["start", "resume", "start again", "skip"]
 """Action for a run."""
 _WORDS: dict[Action, list[str]] = {
     "start": [],
-    "go on": ["--resume=auto"],
+    "resume": ["--resume=auto"],
     "start again": ["--overwrite"],
 }
 """Options of each action."""
@@ -50,8 +50,8 @@ def sweep_runs(options: SweepOptions) -> int:
     """
     if "resume" in dict(options.keys):
         raise UserError(
-            "--resume is not for sweeps, which go on by themselves. Leave it out, or start all "
-            "over with --overwrite."
+            "--resume is not for sweeps, which resume their runs without it. Leave it out, or "
+            "start again with --overwrite."
         )
     return sweep(
         _runs(options),
@@ -158,7 +158,7 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
         )
     state = _state(out_dir)
     if state in AT_WORK:
-        return "skip", "at work"
+        return "skip", "running"
     if overwrite:
         return "start again", f"{_word(state)} before"
     if state in _DONE:
@@ -171,7 +171,7 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
     newest = directory.store.newest()
     if newest is None:
         return "start again", f"{_word(state)} before, nothing was saved"
-    return "go on", f"{_word(state)} before, from step {newest:,}"
+    return "resume", f"{_word(state)} before, from step {newest:,}"
 
 
 def _do(run: SweepRun, words: Sequence[str], signals: PassingOn) -> str:
@@ -204,7 +204,9 @@ def _word(state: StateName) -> str:
 def _interrupted(states: dict[str, str], count: int, number: signal.Signals) -> int:
     code, word = EXIT_BY_SIGNAL[number]
     done = sum(state in ("completed", "out of memory") for state in states.values())
-    print(f"stopped by {word}: {done} of {count} runs are done; the same command goes on")
+    print(
+        f"stopped by {word}: {done} of {count} runs are done; the same command continues the sweep"
+    )
     return code
 
 
@@ -220,5 +222,5 @@ def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | Non
     ended = set(states.values())
     if ended == {"out of memory"}:
         return EXIT_OUT_OF_MEMORY
-    well = {*ENDED_WELL, "out of memory", "at work"}
+    well = {*ENDED_WELL, "out of memory", "running"}
     return 0 if ended <= well else 1

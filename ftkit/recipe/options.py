@@ -179,7 +179,7 @@ class ImportOptions(CommonOptions):
 
     source: Path = word("SOURCE", ask="which checkpoint to import?")
     """Checkpoint of the other program: its directory or file."""
-    out: Path = option(ask="where should the run go? Try --out out/imported.", placeholder="DIR")
+    out: Path = option(ask="where to write the run? Try --out out/imported.", placeholder="DIR")
     """Directory of the new run."""
     config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
     """Recipes with the data and everything else that the checkpoint does not contain. Later ones
@@ -620,7 +620,7 @@ class ExportOptions(OutputOptions):
 class PushOptions(ResultOptions):
     """Options of ftkit push."""
 
-    repo_id: str = word("REPO_ID", ask="where to?")
+    repo_id: str = word("REPO_ID", ask="to which repository?")
     """Repository on the hub, such as me/my-model; created if it does not exist."""
     public: bool = False
     """Make the repository public. Default: private."""

@@ -53,7 +53,7 @@ def own_metrics(texts: Sequence[str]) -> tuple[OwnMetric, ...]:
         if metric.function in found:
             raise UserError(
                 f"--metric {text}: there is a metric {metric.function} already, and scores are "
-                "told apart by the names of their functions. Rename one of them."
+                "named after their functions. Rename one of them."
             )
         found[metric.function] = metric
     return tuple(found.values())

@@ -230,7 +230,7 @@ def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
         )
     if kind.tried:
         return []
-    return [f"accelerator is {kind.name}: ftkit has not been tried on such devices."]
+    return [f"accelerator is {kind.name}: ftkit has not been tested on such devices."]
 
 
 def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
@@ -335,7 +335,7 @@ def check_ranges(recipe: Recipe) -> None:
     if evaluation.patience is not None and not evaluation.interval:
         raise UserError(
             f"eval.patience is {evaluation.patience}, but eval.interval is 0: there is no "
-            "validation while training. Try --eval.interval 100, or --eval.patience null."
+            "validation during training. Try --eval.interval 100, or --eval.patience null."
         )
     if recipe.checkpoint.result == "best" and not recipe.checkpoint.save:
         raise UserError(
@@ -504,13 +504,13 @@ def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: 
         )
     if recipe.kernels == "liger" and recipe.compile:
         raise UserError(
-            "kernels is liger and compile is true, which have not been tried together; compiled "
+            "kernels is liger and compile is true, which have not been tested together; compiled "
             "blocks fuse the same operations. Try --kernels torch, or --compile false."
         )
     if recipe.kernels == "liger" and recipe.train.label_smoothing:
         raise UserError(
             f"train.label_smoothing is {recipe.train.label_smoothing:g} and kernels is liger, "
-            "whose loss has not been tried with it. Try --kernels torch."
+            "whose loss has not been tested with it. Try --kernels torch."
         )
     if recipe.compile and not compiles:
         raise UserError(

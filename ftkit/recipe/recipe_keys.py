@@ -176,10 +176,10 @@ def check_keys(merged: dict[str, Any], method: Method) -> None:
     for program, telling in FOREIGN_RECIPES:
         if telling <= merged.keys():
             raise UserError(
-                f"This is a recipe of {program}: {' and '.join(sorted(telling))} are not keys "
-                "of ftkit, which reads recipes in LitGPT's format for fine-tuning: base model, "
-                "data and settings have other names there. Try ftkit finetune CHECKPOINT_DIR "
-                "--data JSON --data.path FILE --print_config, and go on from what it prints."
+                f"This is a recipe of {program}: {' and '.join(sorted(telling))} are not keys of "
+                "ftkit, which reads recipes in LitGPT's format for fine-tuning: base model, data "
+                "and settings have other names there. Try ftkit finetune CHECKPOINT_DIR --data "
+                "JSON --data.path FILE --print_config, and edit what it prints."
             )
     for key, _ in flatten(merged):
         if key in known:

@@ -66,8 +66,8 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
             _wait_for_lock(lock, out_dir, patience_s)
         except BlockingIOError:
             raise UserError(
-                f"out_dir {display_path(out_dir)} belongs to a run that is still at work. "
-                "Wait for it, or try another --out_dir."
+                f"out_dir {display_path(out_dir)} belongs to a run that is still running. Wait for "
+                "it, or try another --out_dir."
             ) from None
         was_killed = _keep_what_was_killed(run) if use == "go_on" else False
         lock.truncate(0)
@@ -112,7 +112,7 @@ def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
         if not is_reported:
             holder, is_reported = Supervisor.in_file(Path(lock.name)), True
             where = f" on {holder.host}" if holder else ""
-            print_notice(f"waiting for the end of the run{where} that is at work in {out_dir}")
+            print_notice(f"waiting for the run{where} that is still running in {out_dir}")
         time.sleep(_POLL_S)
 
 
@@ -240,7 +240,7 @@ def _claimed_run(run: RunDirectory, *, hold: bool) -> Iterator[None]:
             fcntl.flock(lock, (fcntl.LOCK_EX if hold else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{run.path} belongs to a run that is still at work. Wait for it."
+                f"{run.path} belongs to a run that is still running. Wait for it."
             ) from None
         except OSError as error:
             if hold:

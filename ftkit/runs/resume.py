@@ -349,7 +349,7 @@ def _damaged(recipe: Recipe, checkpoint: Path, problems: list[str]) -> DamagedCh
     if sound is None:
         advice = "There is no other before it: try --overwrite without --resume to start again."
     elif recipe.resume is True:
-        advice = "Try --resume auto, which goes on from the newest one that is sound."
+        advice = "Try --resume auto, which continues from the newest intact one."
     else:
         option = sound if resumes_in_place(recipe) else shlex.quote(display_path(store.path(sound)))
         advice = f"Try the one before it: --resume {option}."
@@ -508,7 +508,7 @@ def lost_rows(start: Start, run: RunDirectory) -> str:
         return ""
     return (
         f"{display_path(run.metrics)} was cut: its rows of the steps {last + 1:,} to {step:,} are "
-        "lost. The run goes on, and its report still counts them."
+        "lost. The run continues, and its report still counts them."
     )
 
 

@@ -109,7 +109,7 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
         return RunState(out_dir=out_dir, state="killed", report=left)
     if not run.report.exists():
         raise UserError(
-            f"{display_path(out_dir)} holds no report: its run left none, or has not begun yet."
+            f"{display_path(out_dir)} has no report: its run wrote none, or has not started yet."
         )
     report = read_report(run.path)
     return RunState(out_dir=out_dir, state=report.outcome, report=report)

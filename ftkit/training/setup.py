@@ -547,6 +547,8 @@ def _log_summary(setup: Setup, device_names: tuple[str, ...], journal: Journal) 
 def _log_average(strategy: Strategy, stored: StoredState, display: Display) -> None:
     """Show if a checkpoint has an average that the recipe does not want, or the reverse."""
     if strategy.averages is not None and not has_average(stored):
-        display.message("notice: the average of the weights begins here: the checkpoint has none")
+        display.message(
+            "notice: the checkpoint has no average of the weights: it starts at this step"
+        )
     elif strategy.averages is None and has_average(stored):
         display.message("notice: train.ema_decay is empty: the checkpoint's average is dropped")

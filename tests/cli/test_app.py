@@ -119,7 +119,7 @@ class TestHelpOfFinetune:
         assert "--resume {true,false}|N|TEXT Continue from a checkpoint." in words
         assert "--checkpoint.save_every TEXT" in words and "Default: 15min." in words
         assert "--stop_after N|DURATION Save and stop" in words
-        assert "random:NAME with random weights" in words and "default size. Required." in words
+        assert "random:NAME for random weights" in words and "default size. Required." in words
         if command != "finetune_full":
             choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8"
             assert f"--quantize {{{choices}}}" in words
@@ -207,7 +207,7 @@ def test_what_runs_a_command_is_there(name: str) -> None:
     [
         (["--data.help"], "--data takes one of: Alpaca, Alpaca2k, "),
         (["--data.help", "JSON"], "--data.path TEXT|PATH A file (.json, .jsonl, .csv,"),
-        (["--data.help", "JSON"], "--data.json_path TEXT|PATH The older name of path."),
+        (["--data.help", "JSON"], "--data.json_path TEXT|PATH Older name of path."),
         (["--data.help", "JSON"], "--data.columns {KEY:VALUE,...} Keys of the records"),
         (["--data.help", "JSON"], "--data.sources [{KEY:VALUE,...},...] Several, instead"),
         (["--data.help=LIMA"], "--data.access_token TEXT"),

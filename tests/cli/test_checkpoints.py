@@ -347,7 +347,7 @@ def test_verify_finds_all_sound(
 ) -> None:
     code, out = said("verify", out_dir)
     assert code == 0
-    assert out == "step-00000500  sound\nstep-00001000  sound\nstep-00001500  sound\n"
+    assert out == "step-00000500  intact\nstep-00001000  intact\nstep-00001500  intact\n"
     assert values("verify", out_dir, 500) == [
         {
             "step": 500,
@@ -503,7 +503,7 @@ def test_clean_leaves_a_run_at_work_alone(out_dir: Path, switches: list[Any]) ->
     write_partial(store_of(out_dir), 2000)
     before = everything(Path("out"))
     message = mistake("clean", out_dir, "--keep_last", 1, *switches)
-    assert message == f"{out_dir} belongs to a run that is still at work. Wait for it."
+    assert message == f"{out_dir} belongs to a run that is still running. Wait for it."
     assert everything(Path("out")) == before
 
 
@@ -516,7 +516,7 @@ def test_clean_finds_the_run_at_work_through_a_link(out_dir: Path, linked: str) 
         (out_dir / "checkpoints").rename("elsewhere")
         (out_dir / "checkpoints").symlink_to(Path("elsewhere").resolve())
     path = Path("link") if linked == "link" else out_dir
-    assert "still at work" in mistake("clean", path, "--keep_last", 1)
+    assert "still running" in mistake("clean", path, "--keep_last", 1)
 
 
 def test_clean_follows_a_link(said: Callable[..., tuple[int, str]], out_dir: Path) -> None:
@@ -537,7 +537,7 @@ def test_no_run_starts_while_clean_is_at_work(
     refused = []
 
     def delete_(store: Store, step: int) -> None:
-        with pytest.raises(UserError, match="still at work"), claim(out_dir, "overwrite"):
+        with pytest.raises(UserError, match="still running"), claim(out_dir, "overwrite"):
             pass
         refused.append(step)
         delete(store, step)

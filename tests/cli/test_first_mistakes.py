@@ -133,7 +133,7 @@ def test_a_step_that_is_larger_than_the_data_is_told() -> None:
 def test_a_learning_rate_of_nothing_is_told() -> None:
     recipe = read_recipe([], [("checkpoint_dir", "x"), ("train.lr_warmup_steps", "0")])
     assert make_schedule(recipe, 54, 0.0)[1] == [
-        "The learning rate is 0: nothing is learned. Try --optimizer.lr 2e-4."
+        "The learning rate is 0: the model would not change. Try --optimizer.lr 2e-4."
     ]
 
 

@@ -196,7 +196,7 @@ def test_a_damaged_entry_is_noticed_and_made_anew(
     after, made = load(file)
     assert made and samples(after) == expected
     (notice,) = after.parts[0].notices
-    assert notice.startswith("A damaged entry of the data cache is made anew: ")
+    assert notice.startswith("A damaged entry of the data cache is rebuilt: ")
     again, made_again = load(file)
     assert not made_again and again.parts[0].notices == ()
 

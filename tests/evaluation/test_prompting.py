@@ -317,7 +317,7 @@ def test_what_the_system_says_is_never_left_out_in_silence(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "red"}')
     words = ["generate", str(instructed), "--prompts", str(prompts)]
-    with pytest.raises(UserError, match="holds texts that go on as they are"):
+    with pytest.raises(UserError, match="holds plain texts to continue"):
         run([*words, "--system", "red"])
     prompts.write_text('{"messages": [{"role": "user", "content": "red"}]}')
     with pytest.raises(UserError, match=r"holds conversations\. Leave out --raw"):

@@ -158,7 +158,7 @@ def test_a_run_that_has_saved_nothing_yet_is_a_mistake(
 def test_a_model_that_is_not_complete_is_a_mistake(tiny_base: Path, tmp_path: Path) -> None:
     copy = copy_of(tiny_base, tmp_path / "model")
     (copy / "model.safetensors").unlink()
-    assert "is no complete model: weights (model.safetensors) is missing" in mistake(copy)
+    assert "is not a complete model: weights (model.safetensors) is missing" in mistake(copy)
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_a_broken_upload_resumes_and_is_committed_only_as_a_whole(
     weight_map = {"weight_map": {"a": shards[0], "b": shards[1]}}
     (model / "model.safetensors.index.json").write_text(json.dumps(weight_map))
     hub.private, hub.files, hub.room = True, {"model.safetensors": b"of an earlier push"}, 1
-    assert "Run the command again: what has arrived is not sent again" in mistake(model, NAME)
+    assert "Run the command again: finished uploads are not repeated" in mistake(model, NAME)
     assert hub.files.keys() == {"model.safetensors"} and not hub.commits
     assert len(hub.sent) == 1
     hub.room, hub.break_off = None, True

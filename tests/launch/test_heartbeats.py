@@ -29,7 +29,7 @@ heartbeats.BEAT_S, heartbeats.MISSED_BEATS = 0.5, 20
 """
 PATIENCE_S = 10
 GONE = (
-    f"{re.escape(socket.gethostname())} has not been heard of for {PATIENCE_S} s: "
+    f"{re.escape(socket.gethostname())} has sent no heartbeat for {PATIENCE_S} s: "
     "the machine is gone, frozen or cut off from the others"
 )
 SLOW_DOWNLOAD = """
@@ -107,7 +107,7 @@ def test_heartbeats_that_stop_without_a_word_are_reported_once(store: dist.TCPSt
         while not silent.told.wait(0.02):
             store.add("beats-2", 1)
     ((rank, text),) = silent.found
-    assert (rank, text[:34]) == (1, "node1 has not been heard of for 0.")
+    assert (rank, text[:34]) == (1, "node1 has sent no heartbeat for 0.")
 
 
 def test_a_supervisor_that_ended_in_an_orderly_way_is_not_missed(store: dist.TCPStore) -> None:  # type: ignore[name-defined]

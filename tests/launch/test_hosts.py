@@ -182,7 +182,7 @@ def test_a_run_continues_without_a_host_that_is_disconnected(
     report = assert_complete(elastic.out_dir, alone)
     (restart,) = report.restarts
     assert ranks_of([restart]) == [(2, 1)]
-    gone = f"{left.name} has not been heard of for {PATIENCE_S} s"
+    gone = f"{left.name} has sent no heartbeat for {PATIENCE_S} s"
     assert restart.reason.startswith(f"rank 1: {gone}")
 
 

@@ -165,7 +165,7 @@ def test_a_run_from_standard_input_records_its_recipe_and_continues_with_it(
     command = command_line(*words)
     with watched(out_dir, command, tmp_path, command_environment()) as started:
         code, out, _ = started.end()
-    assert code == 0 and "going on from step 2" in out
+    assert code == 0 and "continuing from step 2" in out
 
 
 def test_standard_input_that_is_read_several_times_is_refused(

@@ -62,7 +62,9 @@ def test_runs_that_would_fit_are_listed_as_command_lines(
     attempt, report = run({0: ["out_of_memory", "forward"]}, **keys)
     missing = report.shortage
     assert attempt.code == 3 and missing is not None and 1 <= len(missing.changes) <= 3
-    lines = attempt.output.partition("what would fit, the cheapest in speed first:")[2]
+    lines = attempt.output.partition(
+        "changes that would make it fit, those that cost the least speed first:"
+    )[2]
     for change in missing.changes:
         title, _, command = change.partition(": ")
         assert title in lines and "FSDP" not in title, "ranks on one machine share its memory"
@@ -76,8 +78,10 @@ def test_the_size_in_torchs_message_is_compared_with_the_memory_there_is(
     attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["out_of_memory", where]})
     assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
     assert report.shortage and report.shortage.asked_bytes == 2 * 2**30
-    assert "2.0 GiB more were asked for" in attempt.output
-    assert "what would fit" not in attempt.output.replace("looking for what would fit", "")
+    assert "2.0 GiB more were requested" in attempt.output
+    assert "what would fit" not in attempt.output.replace(
+        "searching for changes that would make it fit", ""
+    )
 
 
 def test_a_drivers_message_without_sizes_is_shown_with_known_sizes(

@@ -311,7 +311,7 @@ def test_the_directory_of_a_run_at_work_is_refused(start: Start, tmp_path: Path)
         with start(tmp_path / "out", "--overwrite") as other:
             _, err = other.process.communicate(timeout=TIMEOUT_S)
             assert other.process.returncode == 2
-            assert "belongs to a run that is still at work" in err
+            assert "belongs to a run that is still running" in err
             assert run.process.poll() is None
 
 

@@ -158,7 +158,7 @@ def action(said: Callable[..., list[str]], tmp_path: Path) -> Callable[..., str]
     def action_(*words: str) -> str:
         line, command = said(file, "--dry_run", *words)
         assert ("--overwrite" in command) == ("start again" in line)
-        assert ("--resume=auto" in command) == ("go on" in line)
+        assert ("--resume=auto" in command) == ("resume small" in line)
         return line.removeprefix("1 of 1: ").replace(" (train.micro_batch_size 2)", "")
 
     return action_
@@ -197,7 +197,7 @@ def test_a_run_that_ended_early_continues_from_its_checkpoint_or_starts_again(
     checkpoint = tmp_path / "o/small/checkpoints/step-00000030"
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text("{}")
-    assert action() == f"go on small: {outcome} before, from step 30"
+    assert action() == f"resume small: {outcome} before, from step 30"
 
 
 def test_a_run_that_could_not_write_its_report_starts_again(
@@ -211,7 +211,7 @@ def test_a_run_at_work_is_left_alone(action: Callable[..., str], tmp_path: Path)
     report = make_run(tmp_path / "o/small", "failed", write=False)
     note_in_ranks(tmp_path / "o/small", report)
     with at_work(tmp_path / "o/small"):
-        assert action("--overwrite") == "skip small: at work"
+        assert action("--overwrite") == "skip small: running"
 
 
 def test_a_result_of_other_settings_is_not_taken_for_that_of_these(
@@ -274,7 +274,7 @@ def test_a_sweep_continues_after_an_out_of_memory_and_after_an_interrupt(
         code, out, _ = sweep.end()
     assert code == 130
     assert out.splitlines()[-1] == (
-        "stopped by Ctrl+C: 1 of 4 runs are done; the same command goes on"
+        "stopped by Ctrl+C: 1 of 4 runs are done; the same command continues the sweep"
     )
     assert read_report(tmp_path / "o/memory").outcome == "out_of_memory"
     steps = len(rows(long))
@@ -287,7 +287,7 @@ def test_a_sweep_continues_after_an_out_of_memory_and_after_an_interrupt(
     lines = out.splitlines()
     assert "1 of 4: skip memory (train.max_steps 2): out of memory" in lines
     assert (
-        f"3 of 4: go on long (train.max_steps 30): interrupted before, from step {steps}" in lines
+        f"3 of 4: resume long (train.max_steps 30): interrupted before, from step {steps}" in lines
     )
     assert "ftkit: train.max_seq_length is 5000" in err
     assert lines[-1] == "wrong: not started; the error is above"

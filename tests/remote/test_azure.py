@@ -107,7 +107,7 @@ def test_a_second_run_at_an_az_url_is_refused_by_the_storage(begin: Ftkit, az: P
     try:
         assert claim.is_certain
         code, said = ended(begin("a", url))
-        assert code == 2 and f"out_dir {url} belongs to a run that is still at work" in said
+        assert code == 2 and f"out_dir {url} belongs to a run that is still running" in said
         name, *more = Objects(url).listing()
         az.requests.clear()
         assert not more and not Objects(url).create(name, b"another's")
@@ -209,7 +209,7 @@ def test_no_key_and_no_part_of_a_token_is_in_a_message(
             "AZURE_STORAGE_SAS_TOKEN or az login",
         ),
     ],
-    ids=["no account", "no connection string", "no key", "no sign-in"],
+    ids=["no account", "not a connection string", "no key", "no sign-in"],
 )
 def test_missing_credentials_are_reported_in_one_line(
     variables: dict[str, str], said: str, tmp_path: Path

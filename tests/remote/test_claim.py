@@ -135,7 +135,7 @@ def test_a_live_run_is_never_taken_over_whatever_its_clock_shows(
             bucket.write(CLAIM, again.to_bytes())
 
     seconds.append(renew)
-    with pytest.raises(UserError, match=r"still at work: process \d+ on"):
+    with pytest.raises(UserError, match=r"still running: process \d+ on"):
         take(bucket)
     assert list(bucket.contents) == [CLAIM]
 

@@ -216,7 +216,7 @@ def test_another_machine_continues_from_the_newest_sound_checkpoint_at_a_url(
     damage(bucket, prefix)
     said = run("b", url, "--resume", "auto", *layout, **full)
     why = f"{url}/checkpoints/step-00000004 cannot be continued from: "
-    assert why in said and "going on from step 2" in said
+    assert why in said and "continuing from step 2" in said
     assert ("Reading all of it" in said) == (found_by == "rank")
     copy = bucket.fetch(prefix, tmp_path / "copy")
     found, expected = learned(copy), learned(whole("finetune_full"))

@@ -73,7 +73,7 @@ def test_other_machines_see_a_run_at_work_are_refused_and_take_it_over_once_its_
         assert code == 0, said
         assert f"{URL}  running" in said and "checkpoint" in said and "loss" in said
         code, said = ended(begin("d", "checkpoints", "clean", URL, "--keep_last", "1"))
-        who = f"belongs to a run that is still at work: process {run.pid} on "
+        who = f"belongs to a run that is still running: process {run.pid} on "
         assert code == 2 and who in said
         code, said = ended(refused)
         assert code == 2 and who in said
@@ -88,8 +88,8 @@ def test_other_machines_see_a_run_at_work_are_refused_and_take_it_over_once_its_
     newest = max(bucket.steps("seen"))
     code, said = ended(begin("b", "finetune", *endless, "--stop_after", "1"))
     assert code == 0, said
-    assert "watching for up to 6 s whether it is still at work" in said
-    assert f"going on from step {newest:,}" in said
+    assert "watching for up to 6 s whether it is still running" in said
+    assert f"continuing from step {newest:,}" in said
     steps = bucket.steps("seen")
     assert steps[-1] == newest + 1
     assert not any(name.startswith(".run/") for name in bucket.names("seen"))

@@ -62,7 +62,7 @@ def test_whatever_reads_takes_a_url_for_a_directory(
     listed = said("checkpoints", "list", url, "--format", "json")
     assert [f"{url}/checkpoints/step-0000000{step}" in listed for step in (2, 4, 5)] == [True] * 3
     assert "complete" in said("checkpoints", "show", url)
-    assert said("checkpoints", "verify", url).count("sound") == 3
+    assert said("checkpoints", "verify", url).count("intact") == 3
     steps = [f"{url}/checkpoints/step-0000000{step}" for step in (2, 4)]
     said("checkpoints", "diff", *steps)
     assert not any(SECRET in text for text in heard)

@@ -87,7 +87,7 @@ def test_another_machine_continues_a_run_with_the_same_result(
     assert f"--config {url}/recipe.yaml --resume auto" in said
     assert bucket.steps(url.removeprefix("s3://bucket/")) == [2]
     said = run("b", url, "--resume", "auto", *LAYOUTS[after], **full)
-    assert f"going on from step 2: {url}/checkpoints/step-00000002" in said
+    assert f"continuing from step 2: {url}/checkpoints/step-00000002" in said
     shards = (tmp_path / "b").rglob("step-00000002/shard-*")
     assert list(shards) == []  # they were read by ranges
     copy = bucket.fetch(f"on/{before}-{after}", tmp_path / "copy")
@@ -118,7 +118,7 @@ def test_a_run_branches_off_a_checkpoint_at_a_url(
 ) -> None:
     put("trunk")
     said = run("b", tmp_path / "branch", "--resume", "s3://bucket/trunk/checkpoints/step-00000002")
-    assert "going on from step 2: s3://bucket/trunk/checkpoints/step-00000002" in said
+    assert "continuing from step 2: s3://bucket/trunk/checkpoints/step-00000002" in said
     assert [row[0] for row in learned(tmp_path / "branch")] == list("12345")
 
 
@@ -176,13 +176,13 @@ def test_a_second_run_is_refused_while_one_is_at_work_and_continues_after_a_kill
         for words in (("--resume", "auto"), (), ("--overwrite",)):
             code, said = ended(begin("b", "s3://bucket/claimed", *words))
             assert code == 2
-            assert "s3://bucket/claimed belongs to a run that is still at work: process" in said
+            assert "s3://bucket/claimed belongs to a run that is still running: process" in said
     finally:
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()
     newest = max(bucket.steps("claimed"))
     said = run("b", "s3://bucket/claimed", "--resume", "auto", *endless, "--stop_after", "1")
-    assert f"going on from step {newest:,}" in said
+    assert f"continuing from step {newest:,}" in said
     assert newest + 1 in bucket.steps("claimed")
     assert not any(name.startswith(".run/") for name in bucket.names("claimed"))
 

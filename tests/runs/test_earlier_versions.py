@@ -73,7 +73,7 @@ def assert_goes_on(ftkit: Command, place: Path, name: str, strategy: str, device
     ended = ftkit(*words, "--strategy", strategy, "--devices", devices)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     before = len(losses(EARLIER / name))
-    assert f"going on from step {before}" in ended.stdout
+    assert f"continuing from step {before}" in ended.stdout
     whole = EARLIER / f"{name.rpartition('-')[0]}-whole"
     assert before < len(losses(whole))
     for file, column in [("metrics.csv", "loss"), ("validation.csv", "val_loss")]:

@@ -21,7 +21,7 @@ from ftkit.runs.state import look, restarts_of
 
 NOW_S = 1_800_000_000.0
 EARLIER = Restart(
-    reason="rank 1: node2 has not been heard of for 90 s",
+    reason="rank 1: node2 has sent no heartbeat for 90 s",
     ended_at="2026-01-01T00:00:00Z",
     started_at="2026-01-01T00:01:00Z",
     from_step=5,

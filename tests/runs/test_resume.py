@@ -296,7 +296,7 @@ def test_damage_is_reported_and_a_sound_checkpoint_is_offered(out: Path) -> None
     file.write_bytes(b"")
     message = refusal(recipe(out, resume="true"))
     assert f"{store.path(15)} cannot be continued from: {file} has 0 bytes instead of" in message
-    assert message.endswith("Try --resume auto, which goes on from the newest one that is sound.")
+    assert message.endswith("Try --resume auto, which continues from the newest intact one.")
     message = refusal(recipe(out, resume=15))
     assert message.endswith("Try the one before it: --resume 5.")
     assert found(recipe(out, resume=5))
@@ -497,7 +497,7 @@ def test_the_job_has_the_start_and_the_stop(
         assert (job.stop_after, job.changes) == (stop, ("train.epochs 2 -> 3",))
         assert "resume: false" in (out / "recipe.yaml").read_text()
     going_on, changed, *beginning = capsys.readouterr().out.splitlines()
-    assert going_on == f"going on from step 5: {store.path(5).resolve()}"
+    assert going_on == f"continuing from step 5: {store.path(5).resolve()}"
     assert changed == "changed: train.epochs 2 -> 3"
     assert len(beginning) == 3 and beginning[0].startswith("starting 1 process on ")
 
@@ -757,7 +757,7 @@ def test_the_directory_of_a_run_at_work_is_refused_or_left_alone(
     with (out / ".run/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = content(out)
-        assert "still at work" in mistake(asked(resume="auto"))
+        assert "still running" in mistake(asked(resume="auto"))
         with prepared(asked()) as job:
             assert job.recipe.out_dir == out.with_name("out-2")
         assert content(out) == before

@@ -389,7 +389,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_complete_checkpoint_counts(
     unfinished = {name for name in found.names if name.endswith(".partial")}
     assert unfinished == {f".step-{found.steps:08}.partial"}
     assert f"; the newest checkpoint is of step {before.steps}: " in found.out
-    assert f"going on from step {before.steps}: " in after.out
+    assert f"continuing from step {before.steps}: " in after.out
     assert not {name for name in after.names if name.startswith(".")}
 
 

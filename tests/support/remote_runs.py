@@ -45,7 +45,7 @@ def assert_another_machine_goes_on(
     url = f"{scheme}://bucket/on/run"
     assert bucket.steps("on/run") == [2]
     said = run("b", url, "--resume", "auto")
-    assert f"going on from step 2: {url}/checkpoints/step-00000002" in said
+    assert f"continuing from step 2: {url}/checkpoints/step-00000002" in said
     assert list((place / "b").rglob("step-00000002/shard-*")) == []  # read by ranges
     copy = bucket.fetch("on/run", place / "copy")
     assert learned(copy) == learned(whole)
@@ -55,5 +55,5 @@ def assert_another_machine_goes_on(
     assert not any(name.startswith(".run/") for name in bucket.names("on/run"))
     listed = run("c", "list", url, command="checkpoints")
     assert [step in listed for step in ("2", "4", "5")] == [True] * 3
-    assert run("c", "verify", url, command="checkpoints").count("sound") == 3
+    assert run("c", "verify", url, command="checkpoints").count("intact") == 3
     run("c", url, whole, command="compare")

@@ -134,7 +134,7 @@ def test_an_average_may_be_switched_on_or_off_or_changed_on_resume(run: Run) -> 
     )
     found = run(1, [on, off, changed])
     said = {case: (found[case].out_dir / "run.log").read_text() for case in found}
-    assert "notice: the average of the weights begins here" in said[on]
+    assert "notice: the checkpoint has no average of the weights" in said[on]
     assert "notice: train.ema_decay is empty: the checkpoint's average is dropped" in said[off]
     assert "average" not in said[changed]
     assert found[on].losses == found[off].losses == found[changed].losses

@@ -175,7 +175,7 @@ def test_nothing_is_written(said: Callable[..., list[str]], out: Path) -> None:
     [
         (
             [],
-            "OUT_DIR is missing: The run: its out_dir; a directory, s3://, gs:// or az://. Try",
+            "OUT_DIR is missing: out_dir of the run: a directory, s3://, gs:// or az://. Try",
         ),
         (["none"], "none holds no run. Name the out_dir of a run, such as out/finetune/lora."),
         (

@@ -58,7 +58,7 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"--out {file} cannot be written: {error.strerror}. Name a file in a directory that "
-            "is there."
+            f"--out {file} cannot be written: {error.strerror}. Name a file in an existing "
+            "directory."
         ) from None
     print_notice(f"ftkit: written to {file}", sys.stderr)

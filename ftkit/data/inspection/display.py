@@ -84,7 +84,7 @@ def _source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
 
 _TRAINED_WORDS = {
     "assistant": "every turn of the assistant",
-    "last": "the last answer alone",
+    "last": "only the last answer",
     "all": "every token",
 }
 

@@ -303,7 +303,7 @@ def many_cut(evidence: Evidence, part: LoadedPart) -> Finding | None:
     what = "are cut off" if counts.truncated else "are left out"
     longest = counts.longest_tokens
     if longest <= evidence.model_context:
-        advice = f"Try --train.max_seq_length {longest}; ftkit plan says what memory it takes."
+        advice = f"Try --train.max_seq_length {longest}; ftkit plan predicts the memory it takes."
     elif counts.truncated:
         advice = "Answers without an end teach a model not to stop: try --data.overlong drop."
     else:
@@ -327,7 +327,7 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
         kind="train_in_validation",
         severity="warning",
         text=f"{shared:,} of {every:,} validation samples ({percent_text(shared / every)}) are "
-        "training samples too, so the validation loss says little of what is new.",
+        "training samples too, so the validation loss says little about new data.",
         advice="Remove duplicates from the data before it is split.",
     )
 

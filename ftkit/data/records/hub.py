@@ -162,15 +162,16 @@ def _explained(error: Exception, wanted: HubName) -> str:
                 "Try --data.revision main."
             )
         return (
-            f"There is no data set {name} at {hub}, or it is private, and no file or directory "
-            f"{name} here.\nCheck the spelling; for a private one set HF_TOKEN or --access_token."
+            f"There is no data set {name} at {hub}, or it is private, and there is no local file "
+            f"or directory {name}.\n"
+            "Check the spelling; for a private one set HF_TOKEN or --access_token."
         )
     if isinstance(error, ConnectionError) or _UNREACHABLE in text:
         return (
-            f"{name} is no file or directory here, it is not in the cache of data sets, and {hub} "
-            "cannot be reached from this machine.\nCheck the network and HF_HUB_OFFLINE, set "
-            "HF_ENDPOINT to a mirror, or copy ~/.cache/huggingface here from a machine where this "
-            "has run."
+            f"{name} is not a local file or directory, it is not in the cache of data sets, and "
+            f"{hub} cannot be reached from this machine.\n"
+            "Check the network and HF_HUB_OFFLINE, set HF_ENDPOINT to a mirror, or copy "
+            "~/.cache/huggingface from a machine where this command has run."
         )
     if "scripts are no longer supported" in text:
         return (

@@ -192,7 +192,7 @@ def distributed_state(
             scalars[place[-1]] = float(value)
     if not moments:
         raise UserError(
-            f"{first} holds no state of an optimizer, so no run can go on from it. Convert it to a "
+            f"{first} has no optimizer state, so a run cannot continue from it. Convert it to a "
             "model and start a new run from that."
         )
     names = plain_names(

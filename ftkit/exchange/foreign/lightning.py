@@ -36,7 +36,9 @@ class LightningRun(ForeignRun):
         optimizers = self._content.get("optimizer_states")
         if not isinstance(optimizers, list) or len(optimizers) != 1:
             count = len(optimizers) if isinstance(optimizers, list) else 0
-            raise self.broken(f"it has the state of {count} optimizers, but of one a run goes on")
+            raise self.broken(
+                f"it has the state of {count} optimizers, but a run can continue with only one"
+            )
         names = plain_names(weights, [parameter.name for parameter in model.parameters])
         trained = {parameter.name: parameter for parameter in model.parameters}
         order = [trained[plain] for name in weights if (plain := names[name]) in trained]

@@ -46,7 +46,7 @@ class LitgptRun(ForeignRun):
         self._file = directory / (LITGPT_ADAPTER if is_adapter else LITGPT_WEIGHTS)
         if not (directory / _ASKED).is_file():
             raise UserError(
-                f"{directory} is a model, or has not the {_ASKED} that LitGPT writes beside the "
+                f"{directory} is a model, or lacks the {_ASKED} that LitGPT writes beside the "
                 "checkpoints of a run. Start a new run from a model with --checkpoint_dir; copy "
                 "the checkpoint of a run whole."
             )
@@ -88,7 +88,9 @@ class LitgptRun(ForeignRun):
         named = _DIRECTORY.fullmatch(self.directory.resolve().name)
         step = int(named[1]) if named else 0
         notes = (
-            [] if named else ["the step is not known, and counted from 0: LitGPT has not kept it"]
+            []
+            if named
+            else ["the step is unknown, because LitGPT did not save it: steps are counted from 0"]
         )
         return ForeignState(
             step=step,

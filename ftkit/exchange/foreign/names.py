@@ -51,8 +51,8 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
 
     if not base.settings:
         raise UserError(
-            f"checkpoint_dir {base.name} has no config.json, by which the parameters of the "
-            "checkpoint are told apart. Give the base model in Hugging Face's layout."
+            f"checkpoint_dir {base.name} has no config.json, which is needed to match the "
+            "parameters of the checkpoint. Give the base model in Hugging Face's layout."
         )
     settings = dict(base.settings)
     family = settings.pop("model_type")

@@ -148,7 +148,7 @@ def continued_rate(
     return (
         recipe,
         ours,
-        (f"the learning rate goes on at {ours:.3g}, as the recipe says, and not at {theirs:.3g}"),
+        (f"the learning rate continues at {ours:.3g}, as in the recipe, not at {theirs:.3g}"),
     )
 
 

@@ -93,8 +93,8 @@ def groups_in(content: Any, file: Path) -> list[dict[str, Any]]:
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
         raise UserError(
-            f"{file} is no state of an optimizer of torch. Give a checkpoint as its program has "
-            "written it."
+            f"{file} is not the state of a torch optimizer. Give a checkpoint as its program wrote "
+            "it."
         )
     return groups
 

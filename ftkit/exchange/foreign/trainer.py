@@ -80,9 +80,9 @@ class TrainerRun(ForeignRun):
         file = self.directory / _OPTIMIZER
         if not file.is_file():
             raise UserError(
-                f"{self.directory} has no {_OPTIMIZER}: it was saved without the state of the "
-                "optimizer (save_only_model), so no run can go on from it. Start a new one from "
-                "its weights, with --checkpoint_dir or --adapter."
+                f"{self.directory} has no {_OPTIMIZER}: it was saved without the optimizer state "
+                "(save_only_model), so a run cannot continue from it. Start a new run from its "
+                "weights, with --checkpoint_dir or --adapter."
             )
         content = load_torch_file(file)
         parameters = model.parameters

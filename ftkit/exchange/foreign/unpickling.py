@@ -257,6 +257,6 @@ def mapping_in(content: Any, key: str, file: Path) -> dict[Any, Any]:
 
 def _refused(file: Path, name: str) -> UserError:
     return UserError(
-        f"{file} holds {name}, which is not among the classes of such files. Loading it could run "
-        "foreign code, so nothing was loaded. Give a checkpoint as its program has written it."
+        f"{file} holds {name}, which is not a class of such files. Loading it could execute code, "
+        "so nothing was loaded. Give a checkpoint as its program wrote it."
     )

@@ -134,7 +134,7 @@ def _obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
         return None
     parts = set(CONFIG_MAPPING[model_type].sub_configs)
     if "text_config" in parts:
-        return "is made of a language model and others, for images or sound"
+        return "combines a language model with encoders for images or audio"
     if model_type != "phi4_multimodal" and (others := sorted(parts - _NO_OTHER_INPUT)):
         return f"needs inputs beside tokens, such as those of its {others[0]}"
     return None

@@ -96,15 +96,15 @@ class TextPrompt:
         except ValueError as error:
             raise UserError(
                 f"data.prompt_style is {self.text!r}, whose braces do not match ({error}).\n"
-                "Write {{ and }} for braces that are meant as such."
+                "Write {{ and }} for literal braces."
             ) from None
         self._parts = [(literal, place) for literal, place, _, _ in parts]
         for _, place, form, conversion in parts:
             if place is not None and (place not in PLACES or form or conversion):
                 raise UserError(
-                    f"data.prompt_style is {self.text!r}, but {{{place}}} is no place in a prompt; "
-                    f"there are {', '.join(f'{{{known}}}' for known in PLACES)}.\n"
-                    "Write {{ and }} for braces that are meant as such."
+                    f"data.prompt_style is {self.text!r}, but {{{place}}} is not a placeholder of "
+                    f"prompts; these are: {', '.join(f'{{{known}}}' for known in PLACES)}.\n"
+                    "Write {{ and }} for literal braces."
                 )
         self._places = {place for _, place in self._parts}
         if "instruction" not in self._places:

@@ -62,7 +62,9 @@ class ChatTemplate:
             run_confined(check_source, self.source)
         except NotRendered as error:
             problem = (
-                f"is no jinja template: line {error.line}" if error.line else "does not compile"
+                f"is not a valid Jinja template: line {error.line}"
+                if error.line
+                else "does not compile"
             )
             raise UserError(
                 f"The chat template ({self.name}) {problem}: {error}.\n"

@@ -88,7 +88,7 @@ def chosen_layers(linear: list[str], base: BaseModel, recipe: LoraRecipe) -> lis
             found = {name for name, theirs in names.items() if _match(theirs, target)}
         if not found:
             raise UserError(
-                f"lora_targets names {target}, which is no linear layer of {base.name}. "
+                f"lora_targets names {target}, which is not a linear layer of {base.name}. "
                 + _advice("lora_targets", target, names.values())
             )
         chosen |= found
@@ -113,7 +113,7 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
         found = [ours for ours, their in theirs.items() if _are_called(their, target)]
         if not found:
             raise UserError(
-                f"lora_modules_to_save names {target}, which is no layer of {base.name}. "
+                f"lora_modules_to_save names {target}, which is not a layer of {base.name}. "
                 + _advice("lora_modules_to_save", target, theirs.values())
             )
         for ours in found:
@@ -150,8 +150,8 @@ def _match(names: tuple[str, ...], pattern: str) -> bool:
         ) from None
     except regex.error as error:
         raise UserError(
-            f"lora_targets is {pattern!r}, which is no regular expression ({error}). "
-            "Try --lora_targets '.*(q_proj|v_proj)'."
+            f"lora_targets is {pattern!r}, which is not a regular expression ({error}). Try "
+            "--lora_targets '.*(q_proj|v_proj)'."
         ) from None
 
 

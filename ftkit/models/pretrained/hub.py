@@ -107,10 +107,10 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     download_path = root / repo_id if repo_id else None
     if path.is_dir() and (download_path is None or path.resolve() != download_path.resolve()):
         raise UserError(
-            f"checkpoint_dir {name} is no complete base model: {_listed(missing_files(path))} is "
-            "missing. Give a directory with config.json, a tokenizer and "
-            "the weights (model.safetensors, pytorch_model.bin or their shards), a GGUF file, or "
-            "LitGPT's model_config.yaml and lit_model.pth."
+            f"checkpoint_dir {name} is not a complete base model: {_listed(missing_files(path))} "
+            "is missing. Give a directory with config.json, a tokenizer and the weights "
+            "(model.safetensors, pytorch_model.bin or their shards), a GGUF file, or LitGPT's "
+            "model_config.yaml and lit_model.pth."
         )
     if repo_id:
         directory = download(repo_id, token=token, root=root)
@@ -202,8 +202,8 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     hub_name = _repository(repo_id, root)
     if hub_name is None:
         raise UserError(
-            f"{repo_id!r} is no model of the hub. Give a name such as TinyLlama/TinyLlama_v1.1."
-            f"{_suggestion(repo_id)}"
+            f"{repo_id!r} is not a model on the hub. Give a name such as "
+            f"TinyLlama/TinyLlama_v1.1.{_suggestion(repo_id)}"
         )
     repo_id, directory, token = hub_name, root / hub_name, token or None
     try:
@@ -359,7 +359,7 @@ def read_json(file: Path) -> dict[str, Any]:
     with reading(file, "a JSON object"):
         content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise UserError(f"{file} is no JSON object. Download it again.")
+        raise UserError(f"{file} is not a JSON object. Download it again.")
     return content
 
 

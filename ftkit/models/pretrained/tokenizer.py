@@ -338,7 +338,7 @@ def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
             if growth > _MOST_GROWTH:
                 raise UserError(
                     f"{file}: the steps of its {part} can make a text more than {_MOST_GROWTH:,} "
-                    "times longer, which no sound tokenizer does. Download it again."
+                    "times longer, which no valid tokenizer does. Download it again."
                 )
 
 

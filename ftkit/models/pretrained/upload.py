@@ -128,15 +128,15 @@ def explained_upload(error: Exception, repo_id: str) -> UserError:
         error = error.__cause__  # of one file among several
     hub = constants.ENDPOINT
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    again = "Run the command again: what has arrived is not sent again."
+    again = "Run the command again: finished uploads are not repeated."
     if isinstance(error, errors.HFValidationError):
         return UserError(
-            f"{repo_id} is no name of a repository. Try ORG/NAME, such as me/my-model."
+            f"{repo_id} is not the name of a repository. Try ORG/NAME, such as me/my-model."
         )
     if status in (401, 403, 404):
         return UserError(
-            f"{hub} refused to write {repo_id} (HTTP {status}): the token is wrong, may only read, "
-            "or belongs to an account without a say there. Make one that may write at "
+            f"{hub} refused to write {repo_id} (HTTP {status}): the token is wrong, read-only, or "
+            "belongs to an account without write access. Create one with write access at "
             "https://huggingface.co/settings/tokens, and give it as HF_TOKEN or --access_token."
         )
     if status is not None:

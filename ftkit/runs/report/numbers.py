@@ -177,7 +177,7 @@ NUMBERS: tuple[ReportNumber, ...] = (
     ReportNumber(
         key="restarts",
         label="restarts",
-        definition="Sessions that went on after one that was lost or interrupted.",
+        definition="Sessions that continued the run after one that was lost or interrupted.",
         value=lambda report: len(report.restarts),
         text=number_text,
         row="restarted",
@@ -295,7 +295,7 @@ NUMBERS: tuple[ReportNumber, ...] = (
     ),
     ReportNumber(
         key="expert_load_highest",
-        label="most asked expert",
+        label="most used expert",
         path="expert_load.highest",
         text=percent_text,
         row="experts",

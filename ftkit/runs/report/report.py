@@ -620,7 +620,7 @@ def read_report(path: Path) -> Report:
             f"{file} cannot be read ({error.strerror}).\n"
             "Name the directory of a run that has ended."
         ) from error
-    advice = "Name another run, or go on with this one: --resume auto."
+    advice = "Name another run, or continue this one: --resume auto."
     with reading(file, "a report, as a run of ftkit leaves it", advice=advice):
         content = json.loads(text)
         version = content.get("schema_version") if isinstance(content, dict) else None

@@ -351,8 +351,8 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
         yield (
             "  heaviest",
             (
-                f"{bytes_text(heaviest.peak_bytes)} predicted, with the most tokens at once that "
-                f"there can be ({tokens:,}), as by ftkit plan"
+                f"{bytes_text(heaviest.peak_bytes)} predicted by ftkit plan for the largest "
+                f"possible micro-batch ({tokens:,} tokens)"
             ),
         )
 

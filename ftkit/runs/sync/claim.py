@@ -217,15 +217,15 @@ class RemoteClaim:
         if not is_here:
             on_waiting(
                 f"{self._objects.url} is claimed by {who}: watching for up to {EXPIRES_S:g} s "
-                f"whether it is still at work. If you know that it is not, delete {place}"
+                f"whether it is still running. If you know that it is not, delete {place}"
             )
             if self._is_silent(number, content, on_waiting):
                 return
             if self._newest()[1] is None:  # released
                 return
         raise UserError(
-            f"out_dir {self._objects.url} belongs to a run that is still at work: {who}. "
-            "Wait for it, or try another --out_dir."
+            f"out_dir {self._objects.url} belongs to a run that is still running: {who}. Wait for "
+            "it, or try another --out_dir."
         )
 
     def _is_silent(self, number: int, content: bytes, on_waiting: Callable[[str], None]) -> bool:

@@ -369,7 +369,7 @@ class UrlCopy:
         if self._claim.is_in_doubt:
             print_notice(
                 f"{self._replica.objects.url} seems to have been left long ago: watching for up to "
-                f"{EXPIRES_S:g} s whether its run is still at work"
+                f"{EXPIRES_S:g} s whether its run is still running"
             )
         for _ in range(math.ceil(EXPIRES_S / _LOOKS_EVERY_S) + 1):
             if not self._claim.is_in_doubt:

@@ -197,7 +197,7 @@ class Mirror:
         def interrupted() -> bool:
             return len(received) > before
 
-        title = f"sending the rest to {display_path(self._run.path)} (Ctrl+C leaves it here)"
+        title = f"uploading the rest to {display_path(self._run.path)} (Ctrl+C leaves it here)"
         with Display(None) as display, display.phase(title, brief=True) as phase:
             problem = "it was interrupted"
             has_stopped = self.stop(interrupted)
@@ -219,9 +219,9 @@ class Mirror:
         if not problem:
             ends(begun(self._remove_state), interrupted)
             return
-        remedy = f"All of it is in {self._run.path}; --resume auto on this machine sends it."
+        remedy = f"All of it is in {self._run.path}; --resume auto on this machine uploads it."
         if self._others is not None:  # no machine has all of it
-            remedy = "--resume auto goes on from the newest checkpoint that it has."
+            remedy = "--resume auto continues from the newest checkpoint that it has."
         raise UploadFailed(
             f"{display_path(self._run.path)} does not have all of this run: {problem}. {remedy}"
         )
@@ -422,7 +422,7 @@ class Mirror:
             if self._deadline_s is None and self._ends.is_set():
                 return False
             if time.monotonic() > (self._deadline_s or float("inf")):
-                raise StorageError("other machines have not sent their shards")
+                raise StorageError("other machines have not uploaded their shards")
             time.sleep(_POLL_S)
         return True
 

@@ -137,7 +137,9 @@ def _without_effect(train: Train) -> list[str]:
 def _notices(recipe: Recipe, samples: int, learning_rate: float, total: int) -> list[str]:
     batch, notices = recipe.train.global_batch_size, []
     if learning_rate == 0:
-        notices.append("The learning rate is 0: nothing is learned. Try --optimizer.lr 2e-4.")
+        notices.append(
+            "The learning rate is 0: the model would not change. Try --optimizer.lr 2e-4."
+        )
     if batch > samples:
         notices.append(
             f"train.global_batch_size {batch:,} is more than the {samples:,} samples of an epoch: "

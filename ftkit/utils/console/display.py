@@ -419,7 +419,7 @@ class Display:
             self._log.write("".join(f"{now} {line}\n" for line in text.splitlines()))
 
     def _on_log_failure(self, error: OSError) -> None:
-        self.warning(f"{self._log_path} cannot be written ({error.strerror}); the run goes on")
+        self.warning(f"{self._log_path} cannot be written ({error.strerror}); the run continues")
 
     def _on_stream_failure(self, error: OSError) -> None:
         self._stream.discard()

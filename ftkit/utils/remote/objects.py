@@ -253,5 +253,5 @@ def _version_of(entry: dict[str, Any]) -> str:
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
     version = next((str(entry[key]) for key in keys if entry.get(key)), None)
     if version is None:
-        raise OSError("the server is no object storage: its answer has no version of an object")
+        raise OSError("the server is not object storage: its response has no object version")
     return version

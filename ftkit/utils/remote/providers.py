@@ -235,9 +235,9 @@ def _azure_of_process(
         fs = AzureBlobFileSystem(**options)
     except ValueError as error:
         raise UserError(
-            "az:// cannot be used: AZURE_STORAGE_CONNECTION_STRING is no connection string: "
-            f"{str(error.__cause__ or error).rstrip('.')}. Try what "
-            "az storage account show-connection-string prints."
+            "az:// cannot be used: AZURE_STORAGE_CONNECTION_STRING is not a connection string: "
+            f"{str(error.__cause__ or error).rstrip('.')}. Try what az storage account "
+            "show-connection-string prints."
         ) from None
     # adlfs passes on no settings, and Azure's library would wait 57 s before it gives up (12.31).
     config = fs.service_client._config

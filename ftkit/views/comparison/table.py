@@ -73,7 +73,7 @@ class ComparisonTable:
                     f"left out for width: {', '.join(gone)} (--format csv has all)", style="dim"
                 )
         if any(column.best for column in self._columns):
-            yield Text("* best of those that ended well", style="dim")
+            yield Text("* best of the successful runs", style="dim")
         for note in notes(self._runs):
             yield Text(note, style="dim")
 
@@ -83,7 +83,7 @@ def notes(runs: list[ComparedRun]) -> list[str]:
     lines = []
     for run in runs:
         if run.state == "running":
-            lines.append(f"{run.name}: at work; see ftkit watch {run.out_dir}")
+            lines.append(f"{run.name}: running; see ftkit watch {run.out_dir}")
         elif run.state == "killed":
             lines.append(f"{run.name}: killed before it could write its report")
         elif run.state not in ENDED_WELL:

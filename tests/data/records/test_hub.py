@@ -187,7 +187,9 @@ def test_a_gated_data_set_needs_the_token_of_an_account(
 
 
 def test_a_data_set_that_does_not_exist_may_have_been_meant_as_a_path(served: Hub) -> None:
-    with pytest.raises(UserError, match=r"no data set a/b at .* and no file or directory a/b here"):
+    with pytest.raises(
+        UserError, match=r"no data set a/b at .* and there is no local file or directory a/b"
+    ):
         read_hub(HubName(name="a/b"), None)
 
 

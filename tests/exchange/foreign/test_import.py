@@ -245,5 +245,5 @@ def test_a_final_model_of_litgpt_goes_on_with_a_new_optimizer_and_says_so(
     assert moments and not any(tensor.any() for tensor in moments.values())
 
     (final / "hyperparameters.yaml").unlink()
-    with pytest.raises(UserError, match=r"is a model, or has not the hyperparameters\.yaml"):
+    with pytest.raises(UserError, match=r"is a model, or lacks the hyperparameters\.yaml"):
         import_run(ImportOptions(source=final, out=tmp_path / "other", config=asked))

@@ -70,7 +70,9 @@ def test_a_block_that_is_filtered_has_no_place() -> None:
 
 
 def test_what_is_no_template_is_refused() -> None:
-    with pytest.raises(UserError, match=r"\(mine\) is no jinja template: line 2: .*\n.*chatml"):
+    with pytest.raises(
+        UserError, match=r"\(mine\) is not a valid Jinja template: line 2: .*\n.*chatml"
+    ):
         ChatTemplate("a\n{% if %}", "mine")
 
 

@@ -240,7 +240,7 @@ def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path)
         ({"lora_targets": "qproj"}, "lora_targets names qproj, .* Did you mean q_proj"),
         ({"lora_targets": ["zzz"]}, "lora_targets names zzz, .* It has q_proj, k_proj"),
         ({"lora_targets": ["embed_tokens"]}, "lora_targets names embed_tokens, .* linear"),
-        ({"lora_targets": "(q_proj"}, r"lora_targets is '\(q_proj', .* no regular expression"),
+        ({"lora_targets": "(q_proj"}, r"lora_targets is '\(q_proj', .* not a regular expression"),
         (
             {"lora_modules_to_save": ["embed_token"]},
             "lora_modules_to_save names embed_token, .* Did you mean embed_tokens",

@@ -458,7 +458,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(
     end = int(cut * len(content)) if isinstance(cut, float) else cut
     file = tmp_path / "tiny.gguf"
     file.write_bytes(content[:end])
-    assert "no sound GGUF file" in refused(file, root)
+    assert "not a valid GGUF file" in refused(file, root)
 
 
 HUGE = struct.pack("<Q", 2**62)
@@ -517,7 +517,7 @@ def test_a_header_that_lies_is_refused(
         ({"tokenizer__ggml__eos_token_id": 5000}, "is 5000 of"),
         ({"tokenizer__ggml__merges": ["not tokens of it"]}, "tokenizer is none"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "a token twice"),
-        ({"tokenizer__ggml__token_type": [1]}, "token_type is no list of"),
+        ({"tokenizer__ggml__token_type": [1]}, "token_type is not a list of"),
     ],
 )
 def test_what_cannot_be_run_exactly_is_refused_by_name(
@@ -536,7 +536,7 @@ def test_numbers_that_are_none_are_refused_and_nothing_is_left(
     with file.open("r+b") as stream:
         stream.seek(tensor.start)
         stream.write(struct.pack("<f", float("nan")))
-    assert "blk.1.ffn_up.weight holds what is no finite number" in refused(file, root)
+    assert "blk.1.ffn_up.weight has a value that is not finite" in refused(file, root)
 
 
 def test_a_disk_too_small_is_noticed_before_anything_is_written(
@@ -593,5 +593,5 @@ def test_every_command_refuses_a_damaged_file_with_one_message(
         words = [file, "--prompt", "red"]
     done = ftkit(command, *words)
     assert done.returncode == 2, done.stderr
-    assert "no sound GGUF file" in done.stderr and "Traceback" not in done.stderr
+    assert "not a valid GGUF file" in done.stderr and "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} <= {"tiny.gguf", "data.json"}

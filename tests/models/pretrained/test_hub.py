@@ -593,7 +593,7 @@ def test_the_only_gguf_file_of_a_repository_is_fetched(served: Hub, root: Path) 
     served.files = {"model-Q8_0.gguf": b"GGUF", "README.md": b"", "LICENSE": b"terms"}
     directory = download(REPOSITORY, root=root)
     assert contents(directory) == needed(served.files)
-    with pytest.raises(UserError, match=r"model-Q8_0.gguf is no sound GGUF file"):
+    with pytest.raises(UserError, match=r"model-Q8_0.gguf is not a valid GGUF file"):
         find_or_download(REPOSITORY, root=root)
 
 

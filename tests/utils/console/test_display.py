@@ -479,7 +479,7 @@ class TestFailures:
         with Display(tmp_path, stream=stream, clock=clock) as display:
             display.message("one")
         assert stream.getvalue().splitlines() == [
-            f"warning: {tmp_path}/run.log cannot be written (Is a directory); the run goes on",
+            f"warning: {tmp_path}/run.log cannot be written (Is a directory); the run continues",
             "one",
         ]
 

@@ -106,7 +106,7 @@ optimizer state   2.0 GiB    2.0 GiB    2.0 GiB
 activations       8.5 GiB    2.5 GiB    3.5 GiB
 temporaries       512 MiB    512 MiB    512 MiB
 host memory       3.0 GiB    3.0 GiB    3.0 GiB      3.0 GiB
-* best of those that ended well
+* best of the successful runs
 ctrl-c: Ctrl+C
 eight: CUDA out of memory. Tried to allocate 2.00 GiB"""
 
@@ -138,7 +138,7 @@ def test_of_many_runs_a_narrow_terminal_keeps_what_counts_most(out: Path) -> Non
         "reserved, tensors, predicted, off by, parameters, gradients,",
         "optimizer state, activations, temporaries, host memory",
         "(--format csv has all)",
-        "* best of those that ended well",
+        "* best of the successful runs",
         "ctrl-c: Ctrl+C",
         "eight: CUDA out of memory. Tried to allocate 2.00 GiB",
     ]
@@ -422,7 +422,7 @@ def test_runs_at_work_and_killed_ones_are_compared_by_what_their_ranks_have_note
         shown = at_width(100, tmp_path)
     assert [(run.name, run.state) for run in runs] == [("at-work", "running"), ("killed", "killed")]
     assert runs[0].report.peak_memory.allocated_bytes == 12 * GIB
-    assert "at-work: at work; see ftkit watch" in shown
+    assert "at-work: running; see ftkit watch" in shown
     assert "killed: killed before it could write its report" in shown
 
 
@@ -662,7 +662,7 @@ def test_a_page_holds_table_and_picture_refers_to_nothing_and_runs_nothing(
     [
         (
             [],
-            "RUN is missing: Runs (each its out_dir, or its url: s3://, gs:// or az://)",
+            "RUN is missing: Runs (out_dir, or URL: s3://, gs:// or az://)",
         ),
         (["none"], "There is nothing to compare: none does not exist. Name the out_dir of runs"),
         (

@@ -177,7 +177,7 @@ class GgufHeader:
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or len(value) != count:
-            raise self.error(f"its {key} is no list of {count} numbers")
+            raise self.error(f"its {key} is not a list of {count} numbers")
         return list(value.tolist())
 
 
@@ -315,7 +315,7 @@ class _Reader:
         try:
             return self._bytes(length).decode()
         except UnicodeDecodeError:
-            raise _Unsound(f"{what} is no UTF-8") from None
+            raise _Unsound(f"{what} is not UTF-8") from None
 
     def _whole(self, code: str) -> int:
         value: int = struct.unpack(code, self._bytes(struct.calcsize(code)))[0]
@@ -335,4 +335,4 @@ def _shown(value: Any) -> str:
 
 
 def _damaged(file: Path, problem: str) -> UserError:
-    return UserError(f"checkpoint_dir {file} is no sound GGUF file: {problem}. {_ADVICE}")
+    return UserError(f"checkpoint_dir {file} is not a valid GGUF file: {problem}. {_ADVICE}")

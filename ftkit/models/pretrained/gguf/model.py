@@ -164,7 +164,7 @@ def _llama3(header: GgufHeader, name: str, base: float) -> dict[str, Any]:
     """Settings that come to exactly the factors in the file."""
     tensor = header.tensors[ROPE_FACTORS]
     if tensor.kind != "F32" or len(tensor.shape) != 1:
-        raise header.error(f"its {ROPE_FACTORS} is no row of F32")
+        raise header.error(f"its {ROPE_FACTORS} is not a row of F32")
     found = np.fromfile(header.file, "<f4", tensor.shape[0], offset=tensor.start)
     factor = round(float(found.max()), 3)  # 8 or 32
     positions = header.integer(f"{name}.rope.scaling.original_context_length", _LLAMA3_POSITIONS)
@@ -262,7 +262,7 @@ class ConvertedTensor:
             stream: the file, open for reading.
 
         Raises:
-            UserError: the file has become shorter, or holds what is no finite number.
+            UserError: the file has become shorter, or has a value that is not finite.
         """
         rows, _ = _rows(self.source)
         row_bytes = self.source.nbytes // rows
@@ -276,7 +276,7 @@ class ConvertedTensor:
             numbers = np.frombuffer(raw, np.uint8).reshape(count, row_bytes)
             values = self._converted(numbers)
             if not _is_finite(values):
-                raise header.error(f"{self.source.name} holds what is no finite number")
+                raise header.error(f"{self.source.name} has a value that is not finite")
             yield values.tobytes()
 
     def _converted(self, raw: np.ndarray) -> np.ndarray:

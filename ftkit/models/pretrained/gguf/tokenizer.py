@@ -217,7 +217,7 @@ def _pairs(header: GgufHeader, merges: Sequence[str]) -> list[tuple[str, str]]:
     for merge in merges:
         left, space, right = merge.partition(" ")
         if not space:
-            raise header.error("its tokenizer.ggml.merges are no pairs of tokens")
+            raise header.error("its tokenizer.ggml.merges are not pairs of tokens")
         pairs.append((left, right))
     return pairs
 
