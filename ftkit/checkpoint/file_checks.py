@@ -27,8 +27,10 @@ from ftkit.utils.remote.urls import url_of, working_root
 
 _READ_BYTES = 2**18
 """Fits into the cache of a core, which reads each part once for each kind of checksum."""
+# Protocols 2 to 5 begin with PROTO and their number; torch.save has written zip archives since 1.6.
 _PICKLES = (*(bytes([0x80, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")
 """First bytes of a pickle, and of the archive in which torch.save packs one."""
+# A safetensors file begins with the length of its JSON header: 8 bytes, little-endian.
 _LENGTH_BYTES = 8
 
 
@@ -58,6 +60,8 @@ def describe_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileEntry:
     digest, size, of_blocks = hashlib.sha256(), 0, []
     import xxhash  # compiled; not needed by commands that read no checkpoint
 
+    # XXH3-64, because CRC-32 took a third of all hashing time: it finds damage, and SHA-256 is
+    # beside it.
     block = xxhash.xxh3_64()
     for part in _parts(path, min(_READ_BYTES, block_bytes)):
         digest.update(part)
@@ -69,6 +73,7 @@ def describe_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileEntry:
             if size % block_bytes == 0:
                 of_blocks.append(block.hexdigest())
                 block.reset()
+    # The last block is shorter, unless the file is a multiple of the block.
     if size % block_bytes:
         of_blocks.append(block.hexdigest())
     blocks = BlockChecksums(block_bytes=block_bytes, xxh3_64="".join(of_blocks))
@@ -94,6 +99,8 @@ def remote_problem(
             return f"{url} is missing."
         if size != entry.size_bytes:
             return f"{url} has {size:,} bytes instead of {entry.size_bytes:,}."
+        # Readers verify each block as they fetch it. Only a file in which a rank found damage is
+        # read whole, so that one mechanism, SHA-256, decides whether a checkpoint can be used.
         if not fetching and entry.blocks is not None and not mark.exists():
             return None
         digest = hashlib.sha256()
@@ -160,6 +167,7 @@ def _is_safetensors(path: Path) -> bool:
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
         return False
+    # The largest end must be the end of the file: neither a cut file nor bytes behind the tensors.
     ends = [0]
     for name, entry in header.items():
         if name == "__metadata__":

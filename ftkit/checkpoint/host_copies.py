@@ -55,6 +55,7 @@ class HostCopies:
             _synchronize()
             return copied
         self._stream = self._stream or torch.Stream(device)
+        # Copies begin after the update of this step, whose kernels may still be queued.
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
             copied = [_copied(piece, copies) for piece in pieces]
@@ -90,6 +91,7 @@ class HostCopies:
     def _places(self, tensors: list[Tensor]) -> list[Tensor]:
         """A view of the memory for each tensor, of its shape and dtype."""
         size_bytes = sum(tensor.nbytes for tensor in tensors)
+        # The state of a run has one size from its first step on, so this happens once.
         if size_bytes != self.size_bytes:
             self.release()
             self._take_memory(size_bytes)

@@ -189,6 +189,7 @@ def write_metadata(metadata: Metadata, directory: Path) -> None:
     values = dataclasses.asdict(metadata)
     for key in ("loss", "validation_loss", "carried"):
         values[key] = _finite(values[key])
+    # Of the values, not of the bytes: the file may be formatted for people.
     values[_CHECKSUM] = _checksum_of(values)
     text = json.dumps(values, indent=2, allow_nan=False) + "\n"
     write_durably(directory / METADATA, text)
@@ -217,6 +218,7 @@ def read_metadata(directory: Path) -> Metadata:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: it is not valid JSON ({error}).") from None
     version = values.get("format_version") if isinstance(values, dict) else None
+    # Not isinstance: True is an int in Python.
     if type(version) is not int:
         raise CheckpointError(f"{file} is damaged: it has no format_version.")
     if version != FORMAT_VERSION:

@@ -24,6 +24,7 @@ from ftkit.checkpoint.store import KeepEvery, Store
 from ftkit.utils.files import sync, write_json
 from ftkit.utils.json_values import from_json
 
+# Their disks may be slower than the one of rank 0.
 _PATIENCE_S = 600.0
 """Rank 0 waits this long for the shards of the others once its own files are written."""
 _POLL_S = 0.02
@@ -141,6 +142,7 @@ class Saver:
         work = threading.Thread(
             target=self._write,
             args=(metadata, held, companions, started, asynchronous),
+            # A rank that fails ends at once: a partial checkpoint does no harm.
             daemon=True,
         )
         self._stall_s = None if not asynchronous else time.perf_counter() - started
@@ -163,6 +165,7 @@ class Saver:
         """Saves that ended since the last call, on rank 0."""
         found, self._finished = self._finished, []
         for saved in found:
+            # Only failures in a row count: one success shows that the disk works again.
             self._failures = [*self._failures, saved.error] if saved.error else []
         return found
 

@@ -92,6 +92,7 @@ def _named(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], dict[str, str]]:
     places = {}
     for piece in pieces:
         key = f"{piece.name}@{piece.start}"
+        # Keys carry the start: one rank may write several ranges of one tensor.
         tensors[key] = piece.values
         places[key] = {"name": piece.name, "shape": list(piece.shape), "start": piece.start}
         if piece.scales is not None and piece.code is not None:
@@ -173,6 +174,7 @@ class StoredTensor:
         self.shape = shape
         self._pieces = sorted(pieces, key=lambda piece: piece.start)
         end = 0
+        # Pieces must tile the tensor exactly: a checkpoint that lacks a shard shows here.
         for piece in self._pieces:
             if piece.start != end:
                 raise CheckpointError(
@@ -201,6 +203,7 @@ class StoredTensor:
 
         A view of the file if one piece holds them all, otherwise a copy.
         """
+        # A rank with fewer rows than ranks has an empty range, which overlaps no piece.
         if start == stop:
             return self._pieces[0].values[0:0]
         parts = [
@@ -214,6 +217,7 @@ class StoredTensor:
         codes, scales = [], []
         for piece in self._overlapping(start, stop):
             first, last = max(start, piece.start), min(stop, piece.end)
+            # Codes only keep their meaning where stored blocks are the blocks of the reader.
             is_aligned = (first - piece.start) % BLOCK == (first - start) % BLOCK == 0
             if piece.scales is None or not is_aligned:
                 return None
@@ -224,6 +228,7 @@ class StoredTensor:
 
     def _overlapping(self, start: int, stop: int) -> list["_StoredPiece"]:
         assert 0 <= start <= stop <= self.shape.numel(), (start, stop, self.shape)
+        # Many ranks read small ranges of large tensors: do not walk all pieces for each.
         first = max(0, bisect_right(self._starts, start) - 1)
         found: list[_StoredPiece] = []
         for piece in self._pieces[first:]:
@@ -294,6 +299,8 @@ class _StoredPiece:
         block = first // BLOCK
         scales = self.scales[block : -(-last // BLOCK)].repeat_interleave(BLOCK)
         first -= block * BLOCK
+        # As bitsandbytes dequantises: the code of a number times the largest absolute value of its
+        # block.
         return self.code[values.long()] * scales[first : first + len(values)]
 
 

@@ -97,6 +97,7 @@ def restore(
     state.allocate(shapes, scalars)
     with torch.no_grad():
         for own, trained in model.named_parameters():
+            # Frozen parts of a checkpoint were read with the weights of the model.
             if trained.requires_grad:
                 for part in state.parts(trained):
                     _read(part, stored, stored_name(part.kind, our_name(own)))
@@ -134,6 +135,7 @@ def check_kinds(kinds: Mapping[str, bool], stored: StoredState, optimizer: str) 
     Raises:
         UserError: it keeps other kinds of state.
     """
+    # An average may come or go on resume: the optimizer does not need it.
     known = {name.partition("/")[0] for name in stored.names()} - {PARAMETER, AVERAGE}
     if known != kinds.keys():
         raise UserError(

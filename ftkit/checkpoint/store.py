@@ -37,6 +37,8 @@ PROGRESS_INTERVAL_S = 0.2
 KeepEvery = int | Mapping[int, int] | None
 """Which steps are kept forever; see `is_milestone`."""
 
+# Eight digits with leading zeros sort as text; from 100,000,000 on there are no leading zeros, so
+# each step has exactly one name.
 _STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
@@ -99,6 +101,7 @@ def verify(
 
         return problem_of(directory, name, files[name], count, fetching=fetching)
 
+    # Threads are enough: hashlib releases the GIL.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         # Largest first, so that no thread is left with a large file when the others are done.
         largest_first = sorted(files, key=lambda name: -files[name].size_bytes)
@@ -214,6 +217,8 @@ class Store:
         step = metadata.step
         partial, final, replaced = self.partial(step), self.path(step), self._replaced(step)
         write_metadata(metadata, partial)
+        # Directories after their content: a rename may reach the disk before entries that were not
+        # synced.
         for folder, _, _ in os.walk(partial, topdown=False):
             sync(Path(folder))
         if os.path.lexists(final):
@@ -226,6 +231,7 @@ class Store:
             self.restore_replaced()
             raise
         sync(self.directory)
+        # The directory of checkpoints itself may be new.
         sync(self.directory.parent)
         self._point_to_newest()
         with contextlib.suppress(OSError):  # the next start removes it
@@ -326,6 +332,7 @@ class Store:
         damaged = {step for step in steps if self.check_files(step)}
         sound = [step for step in steps if step not in damaged]
         losses = {step: self.metadata(step).validation_loss for step in sound} if keep_best else {}
+        # Of equal losses the newer step sorts first.
         measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
         return {
             *damaged,

@@ -60,6 +60,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     reports[0] = brought_up_to_files(reports[0], run)
     rank, error = _cause(run, world_size)
     steps = (reports[0].progress or Progress()).steps
+    # Before the first step, a mistake of the user's leaves everything as it was.
     if error is not None and steps <= job.start_step:
         if error.kind == "user":
             raise UserError(error.message)
@@ -79,11 +80,14 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     )
     with Display(out_dir) as display:
         try:
+            # First of all, before what would fit is searched for: whatever happens then, the report
+            # is there.
             write_with_reserve(lambda: write_report(report, out_dir), run.reserve)
         except OSError as failure:
             display.warning(f"{run.report} cannot be written ({failure.strerror})")
         if report.outcome == "out_of_memory":
             with display.phase("searching for changes that would make it fit"):
+                # In a process of its own, for at most 60 s.
                 shortage = find_shortage(job, reports[rank].peak_memory, report.exit_reason)
             report = dataclasses.replace(report, shortage=shortage)
             with suppress(OSError):

@@ -16,6 +16,7 @@ SharedStore: TypeAlias = Any
 """torch.distributed.Store, which torch does not export for type checkers."""
 BEAT_S = 5.0
 """Interval of heartbeats, and of polls of those of others."""
+# Together with BEAT_S, 90 s.
 MISSED_BEATS = 18
 """Polls in a row without a new heartbeat, after which a supervisor counts as gone."""
 

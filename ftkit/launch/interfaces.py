@@ -58,6 +58,7 @@ def address_towards(host: str) -> str | None:
     It is a loopback address if the host is this machine. Nothing is sent.
     """
     with suppress(OSError):
+        # A UDP socket: connecting it sends nothing, but the kernel chooses the route.
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)

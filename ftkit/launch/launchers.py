@@ -16,6 +16,7 @@ from ftkit.utils.progress import print_notice
 
 NEAR_THE_LIMIT = signal.SIGUSR1
 """Sent by `sbatch --signal=USR1@180`, so many seconds before the end of the job's time."""
+# Seconds; a busy SLURM controller takes a while to answer.
 _PATIENCE_S = 60.0
 
 
@@ -77,6 +78,7 @@ class ExternalRanks:
         """Variables of torchrun that differ for the rank where `on` changed the recipe."""
         if plan.devices == self.local_world_size:
             return {}
+        # torch, Lightning and DeepSpeed count GPUs by LOCAL_RANK.
         return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(self.rank)}
 
 
@@ -87,6 +89,7 @@ def external_ranks() -> ExternalRanks | None:
     """
     variables = os.environ
     if "TORCHELASTIC_RUN_ID" not in variables:
+        # A job step of one task is a run like any other on this machine.
         if int(variables.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in variables:
             return None
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment

@@ -49,7 +49,9 @@ _LEAD = "lead"
 """Key: the state that the host of rank 0 announces (`LeadState`)."""
 _STORE_GONE = dist.DistError
 """Raised by the store when rank 0's supervisor, which holds it, is gone."""
+# Seconds between two looks at the store, of each host.
 _POLL_S = 0.25
+# Seconds for one request.
 _STORE_TIMEOUT_S = 60.0
 _MAX_CHARACTERS = 2**20
 """Longest text; the store takes no more than 8 MiB."""
@@ -333,6 +335,7 @@ class LeadRelay:
         path = directory.path / Path(values["name"]).name  # a name alone leads nowhere else
         partial = path.with_name(f".{path.name}.taken")
         partial.write_text(values["text"], encoding="utf-8")
+        # Readers poll for the file, and must not see a part of it.
         partial.replace(path)
 
     def _put_state(self, *, done: bool = False) -> None:
@@ -435,6 +438,7 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement) -> Job:
     if not announcement.has_base and not base.startswith("random:"):
         values["base"] = str(find_or_download(base).resolve())
     make_reserve(run.reserve)
+    # Renamed into place: ranks of this host may read it at any time.
     partial = run.job.with_name(".job.here")
     partial.write_text(json.dumps(values), encoding="utf-8")
     partial.replace(run.job)
@@ -596,6 +600,7 @@ class _HeldShards:
         home = self._directory / str(step)
         home.mkdir(parents=True, exist_ok=True)
         for name in files:
+            # Moved: the saver removes its directory, and the next save uses the same one.
             (self._run.store.partial(step) / name).replace(home / name)
         held = {name: entry["sha256"] for name, entry in files.items()}
         self._checksums[step] = self._checksums.get(step, {}) | held

@@ -26,6 +26,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
 from ftkit.utils.progress import print_notice
 
+# A margin of two, because the estimate is rough.
 _SUSPICIOUS = 0.5
 """A run above this fraction of the memory, by a rough estimate, is planned exactly."""
 _FULL_BYTES, _LORA_BYTES = 16, 4
@@ -80,6 +81,8 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
         for shortage in _possible_shortages(found, device, recipe, devices):
             print(f"memory may not be enough: this run needs {shortage}", flush=True)
         return
+    # Swap counts against a refusal, because the kernel kills only when both are full; it does not
+    # count against a warning, because training in swap is useless.
     if found["low_bytes"] > device.memory_bytes + device.swap_bytes:
         swap = f" and {bytes_text(device.swap_bytes)} of swap" * (device.swap_bytes > 0)
         place = _each_has(device, f"{bytes_text(device.memory_bytes)}{swap}")
@@ -292,6 +295,8 @@ def _ask(
         words = [str(file), json.dumps(dataclasses.asdict(device)), str(failed)]
         try:
             answer = subprocess.run(
+                # A process of its own: it imports torch, which the supervisor does not hold in
+                # memory for the whole run.
                 [sys.executable, "-m", "ftkit.planning.check", *words],
                 capture_output=True,
                 text=True,

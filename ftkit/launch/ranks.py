@@ -138,6 +138,8 @@ class Ranks:
         else:
             main = threading.main_thread().ident
             assert main is not None
+            # The main thread may be waiting in a system call: a signal wakes it, and its handler
+            # raises.
             signal.pthread_kill(main, signal.SIGTERM)
 
     def _watch(self) -> None:
@@ -158,6 +160,7 @@ class Ranks:
     def _note_deaths(self) -> None:
         for rank, process in self._processes.items():
             if process.poll() and not self._killing and not self._has_reported(rank):
+                # The signal alone does not say who sent it: the kernel's count of such kills does.
                 if process.returncode == -signal.SIGKILL and self._memory_ran_out():
                     self._note(rank, "died_for_memory", KILLED_FOR_MEMORY)
                     continue
@@ -191,7 +194,10 @@ class Ranks:
 
     def _pause(self, _: int, __: FrameType | None) -> None:
         """Ctrl+Z: suspend the ranks and their workers, too, until `fg` or `bg`."""
+        # SIGSTOP, which no library can handle; ranks have groups of their own, which the terminal
+        # does not stop.
         self._signal_groups(signal.SIGSTOP)
+        # This call returns when the shell continues this process.
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signal_groups(signal.SIGCONT)
 
@@ -270,6 +276,7 @@ def _start(run: RunDirectory, rank: int, environment: dict[str, str]) -> subproc
     """Start a rank as a process; its output, also of compiled code, goes to its log."""
     directory = run.rank(rank)
     directory.path.mkdir(exist_ok=True)
+    # Rank 0 draws on the terminal itself; its standard output is a log.
     terminal = os.dup(1)
     # -P: modules in the current directory are the user's, not ours
     command = [sys.executable, "-P", "-m", "ftkit.training.rank"]
@@ -302,6 +309,7 @@ def _placement(plan: Plan, rank: int, port: int) -> dict[str, str]:
     }
     if plan.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
+        # Otherwise every rank starts a thread for each core.
         placement["OMP_NUM_THREADS"] = str(max(1, cores // plan.devices))
     return placement
 
@@ -312,6 +320,7 @@ def _free_port() -> Iterator[int]:
     # Two sockets with SO_REUSEADDR share a port until one of them listens.
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Held until rank 0 listens: another process could take a port that was only looked up.
         reserved.bind(("127.0.0.1", 0))
         yield reserved.getsockname()[1]
 

@@ -301,11 +301,14 @@ def prepare_run(
                 if placed is not None and (notice := placed.notice(requested)):
                     display.message(notice)
                 display.message(_beginning(job.recipe, plan, [*devices.names, "CPU"][0]))
+            # The recipe in out_dir starts the same run again elsewhere; `resume` says what this
+            # command did.
             written = dataclasses.replace(job.recipe, resume=False)
             if requested.num_nodes == "auto":  # also for the next start, wherever that is
                 written = dataclasses.replace(written, num_nodes="auto")
             write_durably(run.recipe, to_yaml(written))
             job.write(run.job)
+            # Last, when everything else has had room.
             make_reserve(run.reserve)
             if mirror is not None:
                 has_begun = functools.partial(_has_begun, run, job.start_step)

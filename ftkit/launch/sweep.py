@@ -101,6 +101,7 @@ def sweep(
         check_plot(plot)
     for run in runs:
         _check(run)
+    # All decided before the first run starts: a refusal must not come after hours.
     actions = [_action(run, overwrite=overwrite) for run in runs]
     states: dict[str, str] = {}
     with PassingOn(*EXIT_BY_SIGNAL) as signals:

@@ -83,8 +83,11 @@ def take_part(
     Raises:
         UserError: the processes do not find each other, or one is lost before the run starts.
     """
+    # torchrun may be killed without a chance to end its processes.
     die_with_parent(os.getppid())
     store, watched = _meet(placed)
+    # Ranks meet in this store: torchrun's keeps the addresses of an attempt before, and each host
+    # counts restarts by itself.
     variables = {"MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": "0"}
     if placed.num_nodes > 1:
         try:
@@ -174,6 +177,7 @@ def _connect(placed: ExternalRanks) -> SharedStore:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return _open_store(address, port, serves=serves)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # A prefix for each attempt: torchrun's store outlives it.
     agent = dist.PrefixStore(  # type: ignore[attr-defined]
         f"ftkit-{attempt}", _open_store(address, port, serves=False)
     )
@@ -209,6 +213,7 @@ def _connected(placed: ExternalRanks, store: SharedStore) -> dict[str, str] | No
     own = address_towards(store.host)
     if placed.rank in leaders:
         store.set(_address(placed.rank), own or "")
+    # A route to itself leads over loopback: the address towards another machine counts.
     if own is not None and is_loopback(own):  # this is the machine of rank 0
         _wait_for(store, [_address(of_machine)], patience_s=PATIENCE_S)
         if store.check([_address(of_machine)]):
@@ -266,6 +271,7 @@ def _agreed(
 def _leave(rank: int, reason: str) -> None:
     """End this process and its rank at once: rank 0, which they wait for, is gone."""
     print_line(f"ftkit: rank {rank}: {reason}")
+    # Without clean-up: threads of torch may wait for rank 0 for ever.
     os._exit(1)
 
 

@@ -35,6 +35,7 @@ def compile_blocks(body: Body, output_layer: nn.Module) -> None:
     # Blocks, not the model: 5 to 9 graphs in all instead of one for each length.
     for block in body.blocks:
         plain = block.forward
+        # dynamic=True from the start: otherwise the first length gets a graph of its own.
         compiled = torch.compile(plain, dynamic=True, backend=BACKEND)
         block.forward = partial(_forward, compiled, plain)
     if isinstance(output_layer, OutputLayer):
@@ -45,6 +46,7 @@ def compile_blocks(body: Body, output_layer: nn.Module) -> None:
 def _forward(
     compiled: Callable[..., Any], plain: Callable[..., Any], *inputs: Any, **options: Any
 ) -> Any:
+    # Evaluation would need further graphs, and takes a small part of the time.
     return (compiled if torch.is_grad_enabled() else plain)(*inputs, **options)
 
 

@@ -18,6 +18,7 @@ from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.base_model import BaseModel
 
+# Different, so that shapes of one sequence do not fit the other by chance.
 _LENGTHS = (5, 3)
 """Tokens of the two sequences in the dry run."""
 
@@ -60,8 +61,11 @@ def _try_shortened(architecture: Architecture) -> None:
 def try_architecture(architecture: Architecture) -> None:
     """Run forward and backward pass; raise if no block has gradients."""
     with torch.device("meta"):
+        # bfloat16: on fake tensors, torch computes the shapes of grouped products in this dtype
+        # only.
         model = LanguageModel(architecture, tied=False).to(torch.bfloat16)
     in_rows = architecture.attention.takes_rows
+    # Tables of positions are real tensors on the CPU.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         model.body.build_rope_cache(torch.device("cpu"), max(_LENGTHS))

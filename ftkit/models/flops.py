@@ -70,6 +70,7 @@ def _matrix_flops(module: nn.Module, expert_share: float) -> float:
             share = expert_share if "experts" in name.split(".") else 1.0
             total += _weights_in(part) * share * _factor(part.weight)
         else:  # the matrices of experts are stacked
+            # A Conv1d of a state-space model has three dimensions too, but no experts.
             share = 1.0 if isinstance(part, nn.Conv1d) else expert_share
             packed = packed_in(part)
             for kind, parameter in part.named_parameters(recurse=False):
@@ -81,6 +82,7 @@ def _matrix_flops(module: nn.Module, expert_share: float) -> float:
 
 
 def _factor(weight: Tensor) -> int:
+    # A frozen weight needs no gradient of its own, which is a third of the operations.
     return 6 if weight.requires_grad else 4
 
 

@@ -30,6 +30,7 @@ class Sampling:
 
     def generator(self) -> torch.Generator:
         """Generator for the tokens of one answer."""
+        # One for each answer: prompt and seed give the same answer beside any other prompt.
         return torch.Generator().manual_seed(self.seed)
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
@@ -41,6 +42,7 @@ class Sampling:
         """
         if self.temperature == 0:
             return int(logits.argmax())
+        # Drawn on the CPU, whose generator gives the same numbers on every machine.
         values, tokens = (logits.cpu() / self.temperature).sort(descending=True, stable=True)
         if self.top_k is not None:
             values, tokens = values[: self.top_k], tokens[: self.top_k]
@@ -76,6 +78,7 @@ def answer_in_tokens(
     body, device = model.body, model.body.device
     length = len(prompt)
     room = min(length + max_new_tokens, model.architecture.context_length)
+    # The tables reach as far as training needed.
     if room > body.max_length:
         body.build_rope_cache(device, room)
     generator = sampling.generator()
@@ -118,6 +121,8 @@ class TextStream:
         text = self._new_text()
         if text.endswith("\ufffd"):  # part of a character
             return ""
+        # A token's text may depend on the one before: it is decoded together with the tokens shown
+        # last.
         self._context, self._shown = self._shown, len(self._ids)
         return text
 
@@ -177,6 +182,7 @@ def answer_greedily(
         for offset in range(room - int(lengths.max())):
             newest = choose(logits)
             newest = newest if apart else _broadcast_tokens(newest)
+            # Finished answers go on with an end token, so that the batch keeps its shape.
             newest = newest.masked_fill(finished, ends_answer[0])
             finished |= torch.isin(newest, ends_answer)
             if _all(finished, apart=apart):

@@ -48,6 +48,7 @@ class LanguageModel(nn.Module):
         """Quantisation of the weights in the blocks; None: they are not quantised."""
         self.routing = Routing((), 0, None)
         """Counts of what routers do in training."""
+        # On the meta device too, so that parameters are counted and adapted once.
         self.tie()
 
     def tie(self) -> None:
@@ -208,6 +209,7 @@ def outline_plain(
             from ftkit.models.quantization import quantize, quantize_experts
 
             body, computing = model.body, compute_dtype or dtype
+            # The blocks only: embedding and head keep their precision, as in QLoRA.
             quantize(body.blocks, kind, computing, body.kept_in_full)
             for experts in body.fused_experts():
                 quantize_experts(experts, kind, computing)

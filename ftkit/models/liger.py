@@ -42,6 +42,7 @@ def apply_liger(model: nn.Module, gated_mlps: Iterable[GatedMlp]) -> None:
         kind = type(module)
         if kind is RMSNorm:
             module.forward = partial(_norm, module)
+        # Liger's kernel has no rotation of neighbouring numbers.
         elif isinstance(module, AttentionLayer) and module.rotation == "halves":
             module.rotate = _rotated
         elif isinstance(module, OutputLayer):
@@ -78,6 +79,7 @@ def _loss_and_grad(logits: Tensor, wanted: Tensor, softcap: float | None) -> tup
 
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    # Only this kernel, within our head, which takes 512 to 1,024 rows at a time.
     liger_cross_entropy_kernel[(rows,)](
         X_ptr=logits,
         X_stride=logits.stride(0),
@@ -106,6 +108,7 @@ def _loss_and_grad(logits: Tensor, wanted: Tensor, softcap: float | None) -> tup
         HAS_WEIGHT=False,
         HAS_SOFTCAPPING=softcap is not None,
         HAS_GRADIENTS=True,
+        # The next power of two, as Triton requires.
         BLOCK_SIZE=min(_LARGEST_BLOCK, 1 << (vocabulary - 1).bit_length()),
         num_warps=32,
     )

@@ -167,6 +167,7 @@ def _weights(
         if name == HEAD and model.tied:
             continue
         yield name, tensor
+        # Untied for training: the head starts as a copy of the embedding.
         if name == base.architecture.embedding and base.tied and not model.tied:
             yield HEAD, tensor
 

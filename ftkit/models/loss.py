@@ -55,6 +55,7 @@ def loss_and_grad(
         grad = torch.log_softmax(capped * softcap, 1)
     else:
         grad = torch.log_softmax(logits, 1, dtype=torch.float32)
+    # `grad` holds log-probabilities until exp_() below turns it into the gradient, in place.
     loss = -grad.gather(1, wanted).sum()
     if smoothing:
         evenly = smoothing / grad.size(1)
@@ -64,6 +65,7 @@ def loss_and_grad(
     else:
         grad.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=grad.dtype))
     if capped is not None:
+        # Derivative of softcap * tanh(x / softcap).
         grad.mul_(1 - capped.square_())
     return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
 
@@ -127,6 +129,7 @@ class OutputLayer(nn.Linear):
             compute = partial(compute, smoothing=smoothing)
         if on_cpu:
             compute = partial(_in_cache, compute)
+        # Inside `forward` of an autograd function gradients are always off.
         trains = torch.is_grad_enabled()
         loss: Tensor = _LinearCrossEntropy.apply(
             rows, self.weight, self.bias, labels, compute, trains
@@ -159,6 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             bias = None if bias is None else bias.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         step = rows_at_once(len(weight))
+        # Cast once above: autocast would cast the weight again for every piece.
         with torch.autocast(kind, enabled=False):
             for start in range(0, max(len(rows), 1), step):  # no rows: gradients of zero
                 part, wanted = rows[start : start + step], labels[start : start + step, None]
@@ -202,6 +206,7 @@ class _Gradients:
         if not self._needed[1]:
             return
         if self._weight is None:
+            # Not zeros and then a sum: one pass less over a tensor of the size of the head.
             self._weight = (grad.t() @ part).to(self._weight_dtype)
         elif self._weight_dtype == grad.dtype:
             self._weight.addmm_(grad.t(), part)
@@ -212,6 +217,8 @@ class _Gradients:
         """Yield the gradients of rows, weight and bias times a scalar, and forget them."""
         for name in ("_rows", "_weight", "_bias"):
             gradient: Tensor | None = getattr(self, name)
+            # Each gradient is given away before the next one is scaled, so that nothing is held
+            # twice.
             delattr(self, name)
             yield None if gradient is None else gradient.mul_(factor)
 
@@ -262,6 +269,7 @@ class Head(nn.Module):
             [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats, or
             [n, 2]: the log-probability of each label in nats, and 1 where no token is likelier.
         """
+        # Only positions with a label: of masked prompts no logits are computed.
         rows = hidden.flatten(0, 1).index_select(0, label_indices)
         if self.scale != 1.0:
             rows = rows * self.scale

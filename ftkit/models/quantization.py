@@ -159,6 +159,8 @@ class EightBit(Linear8bitLt):
         Args:
             value: [out, in] on the device of the computation.
         """
+        # The kernel of bitsandbytes takes float16 only; its scale of a row is the largest absolute
+        # value.
         half = value.to(torch.float16).contiguous()
         packed, self.state.SCB, _ = int8_vectorwise_quant(half)
         return packed
@@ -200,6 +202,7 @@ def _quantize_in_pieces(
         scales[start // WEIGHT_BLOCK : start // WEIGHT_BLOCK + len(state.absmax)] = state.absmax
     state.shape, state.absmax = value.shape, scales
     if nested:
+        # Scales are positive: without their mean, the signed code would use half of its values.
         state.nested, state.offset = True, scales.mean()
         state.absmax, state.state2 = quantize_blockwise(
             scales - state.offset, blocksize=NESTED_BLOCK
@@ -222,6 +225,7 @@ def quantize(
         kept: names of layers that stay as they are.
     """
     for name, layer in list(model.named_modules()):
+        # Exactly nn.Linear: subclasses compute something else, too.
         if type(layer) is nn.Linear and name not in kept:
             model.set_submodule(name, _quantized(layer, kind, compute_dtype))
 

@@ -94,6 +94,7 @@ def find(path: Path) -> RunCheckpoints:
             raise UserError(f"{directory} cannot be read. Check who owns it.")
     if inside.is_dir():
         return RunCheckpoints(path=path, store=run.store)
+    # The name of "." and ".." says nothing about what is there.
     directory = path.resolve() if path.name in ("", "..") else path
     if step_of(directory.name) is not None or (path / METADATA).exists():
         return RunCheckpoints(path=path, store=Store(directory.parent), single=directory)
@@ -205,6 +206,7 @@ def size_of(path: Path) -> int:
     for file in [path, *path.rglob("*")]:
         try:
             found += file.lstat().st_size if not file.is_dir() else 0
+        # A run at work may delete files between listing and stat.
         except OSError:
             continue
     return found

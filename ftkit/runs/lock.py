@@ -56,6 +56,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
             refresh(out_dir)
             number += 1
         run = RunDirectory(out_dir)
+        # Empty directories that were made for a run that did not start are removed again.
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         run.state.mkdir(parents=True, exist_ok=True)
         lock = run.lock.open("a")  # "w" would erase what a run at work wrote into it
@@ -70,6 +71,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
                 "it, or try another --out_dir."
             ) from None
         was_killed = _keep_what_was_killed(run) if use == "go_on" else False
+        # Emptied after the lock is held; before, it is the content of another run.
         lock.truncate(0)
         lock.write(Supervisor.here().to_json())
         lock.flush()
@@ -104,6 +106,8 @@ def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
     deadline, is_reported = time.monotonic() + patience_s, False
     while True:
         try:
+            # The kernel drops the lock with its process: a lock of a killed run never has to be
+            # broken.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
@@ -237,6 +241,7 @@ def _claimed_run(run: RunDirectory, *, hold: bool) -> Iterator[None]:
             if hold:
                 run.state.mkdir(exist_ok=True)
             lock = stack.enter_context(run.lock.open("a" if hold else "r"))
+            # Shared for those who only look: several may look at once.
             fcntl.flock(lock, (fcntl.LOCK_EX if hold else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(

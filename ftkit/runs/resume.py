@@ -401,6 +401,7 @@ def _steps_left(recipe: Recipe, metadata: Metadata) -> int:
     schedule, _ = make_schedule(
         recipe,
         metadata.data.train_samples,
+        # Any learning rate: only the number of steps is asked for.
         1.0,
         start_step=metadata.step,
         start_samples=metadata.samples,
@@ -455,6 +456,7 @@ def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
         start: the checkpoint in it that the run continues from.
     """
     existed = {path for path in run.written if path.exists()}
+    # Copied, not moved: a session adds to these files.
     for path in run.continued:
         if path.exists():
             copy = run.before / path.relative_to(run.path)
@@ -467,6 +469,7 @@ def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
             _move(sorted(existed), target)
         else:
             _back_up_later(run, start.metadata.step, target)
+        # From here on only a UserError undoes it: a run that was killed keeps what it did.
         undo = undoing.pop_all()
     try:
         yield
@@ -517,6 +520,7 @@ def _last_step(rows: Path) -> int:
     if not rows.exists():
         return 0
     with rows.open("rb") as file:
+        # The end only: a long run has a million rows.
         file.seek(max(0, rows.stat().st_size - _LONGEST_ROW_BYTES))
         cell = (file.read().splitlines() or [b""])[-1].partition(b",")[0]
     return int(cell) if cell.isdigit() else 0

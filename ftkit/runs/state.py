@@ -259,6 +259,7 @@ def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
     )
     for row in rows:
         step, value = int(row["step"] or 0), row["val_loss"]
+        # Rows that the report already counts.
         if step < steps or (step == steps and value == loss.validation_last):
             continue
         loss = loss.with_validation(step, math.nan if value is None else value)

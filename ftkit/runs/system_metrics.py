@@ -74,6 +74,7 @@ class SystemSampler:
         """Take a last sample."""
         self._ended.set()
         if self.started:
+            # A driver that hangs must not hold up the end of the run.
             self._thread.join(_PATIENCE_S)
 
     def newest(self) -> dict[str, float]:
@@ -134,6 +135,7 @@ class SystemSampler:
             self._busy_s += values["device0_utilization"] * passed_s
         powers = [v for name, v in values.items() if name.endswith("_power_w")]
         if powers:
+            # Not NVML's own counter of energy, which not every GPU has.
             self._energy_j = (self._energy_j or 0.0) + sum(powers) * passed_s
         return now_s
 
@@ -190,6 +192,7 @@ class NvmlDevice:
         gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         self._readers: dict[str, Callable[[], Any]] = {
             "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+            # NVML counts milliwatts.
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
             "memory_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
         }

@@ -90,6 +90,7 @@ class _OnAnyDevice(DeepSpeedStrategy):
             self.parallel_devices = [
                 torch.device("cpu", index) for index in range(len(self.parallel_devices))
             ]
+            # The grandparent's: Fabric's own method refuses every accelerator but CUDA.
             DDPStrategy.setup_environment(self)
         else:
             super().setup_environment()
@@ -131,11 +132,13 @@ class DeepSpeed(Strategy):
         found, arguments = resolve_optimizer(recipe, class_path=chosen, may_fuse=False)
         if chosen == _CPU_VERSIONS["torch.optim.AdamW"]:
             arguments.setdefault("adamw_mode", asked != "torch.optim.Adam")
+            # The defaults of torch's AdamW and Adam: offloading must not change what is learned.
             arguments.setdefault("weight_decay", 0.01 if arguments["adamw_mode"] else 0.0)
         return found, arguments
 
     def set_up(self, model: LanguageModel) -> None:
         self.optimizer = self.make_optimizer(model)
+        # Not moved: parameters are on the device already, or offloaded.
         self._forward, _ = self._fabric.setup(model, self.optimizer, move_to_device=False)
         strategy: Any = self._fabric.strategy
         self._engine = strategy.model
@@ -192,6 +195,7 @@ class DeepSpeed(Strategy):
                 whole = torch.zeros(parameter.numel(), device=parameter.device)
                 for part in parts:
                     whole[part.start : part.start + len(part.values)] = part.values
+                # Every number is in the range of exactly one rank, so the sum is the whole average.
                 torch.distributed.all_reduce(whole)
                 yield parameter, whole
 
@@ -266,6 +270,7 @@ def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
     # DeepSpeed allocates the whole bucket, even if there are fewer gradients.
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     bucket = min(trained, REDUCE_BUCKET_ELEMENTS)
+    # DeepSpeed's default of 500 million numbers takes 2 GB in float32 on every rank.
     zero: dict[str, Any] = {"stage": options.stage, "reduce_bucket_size": bucket}
     if options.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": plan.kind.pins_host_memory}
@@ -277,6 +282,8 @@ def deepspeed_config(plan: Plan, module: torch.nn.Module) -> dict[str, Any]:
         "gradient_accumulation_steps": 2 if plan.accumulates else 1,
         "gradient_clipping": plan.recipe.train.max_norm or 0.0,
         "zero_optimization": zero,
+        # Otherwise DeepSpeed refuses optimizers that it does not list and, with offloading, all but
+        # its own.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # This timer would synchronize host and device twice in every micro-step.
@@ -320,6 +327,7 @@ class Partitions:
             dtype=outlined.dtype if outlined.is_floating_point() else None,
         )
         setattr(model.get_submodule(owner), leaf, parameter)
+        # A tied parameter was replaced in one of its places.
         model.tie()
         self._left -= 1
         if not self._left:
@@ -355,6 +363,7 @@ class ZeroState:
         kinds = [None, *self.kinds()]
         if hasattr(parameter, "ds_tensor"):  # stage 3
             size = parameter.ds_tensor.ds_numel
+            # Ranks beyond the end of a small parameter have only padding.
             start = min(self._rank * size, parameter.ds_numel)
             size = min(size, parameter.ds_numel - start)  # the last partition is padded
             if not parameter.requires_grad:  # not in DeepSpeed's optimizer
@@ -404,6 +413,7 @@ class ZeroState:
         wanted = {kind for shapes in kinds.values() for kind in shapes}
         if not self._has_averages:
             wanted.discard(AVERAGE)
+        # DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor.
         whole_steps = type(self._inner).__module__.startswith("deepspeed.")
         for flat in self.partitions():
             state = self._inner.state[flat]

@@ -14,6 +14,7 @@ def broadcast_ints(*values: int) -> list[int]:
     """Integers of rank 0, in one message; every rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
+    # NCCL only sends tensors in the memory of a GPU.
     sent = torch.tensor(values, device=kind_of_backend(dist.get_backend()))
     dist.broadcast(sent, src=0)
     return [int(value) for value in sent.tolist()]

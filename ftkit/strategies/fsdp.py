@@ -52,6 +52,8 @@ class Fsdp(Strategy):
     def connect(self, model: nn.Module) -> None:
         super().connect(model)
         strategy: Any = self._fabric.strategy
+        # Of all ranks; with hybrid sharding, the model is sharded within a machine and copied
+        # between them.
         mesh = strategy.device_mesh["data_parallel"]
         if self.plan.shards < self.plan.world_size:
             mesh = _mesh_of_nodes(self.plan.accelerator, self.plan.num_nodes)
@@ -167,6 +169,7 @@ class RowState(TorchState):
         values = tensor.to_local().detach().view(-1)
         start = 0
         if values.numel():  # there may be fewer rows than ranks
+            # Whole rows in row-major order are one range of numbers.
             start = _rows(tensor).start * (tensor.numel() // tensor.shape[0])
         mesh = tensor.device_mesh
         copy = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
@@ -192,6 +195,7 @@ def _integers_without_gradients() -> Iterator[None]:
         return nn.Parameter(data, requires_grad)
 
     module: Any = _fsdp_param
+    # Only the name in this module is replaced, and only while parameters are created.
     module.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})
     try:
         yield
@@ -254,6 +258,7 @@ class FullyShard:
         _keep_integers(model)
         if self._options.prefetch:
             self._prefetch(model)
+        # Sharded first, on the meta device: the whole model is never allocated.
         model.to_empty(device=device)
         model.tie()
 
@@ -305,6 +310,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
 
     connected = dist.is_initialized()  # inside a run of the plan
     if not connected:
+        # torch's fake group: collectives return at once, so one process can be a rank of many.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
     if connected and plan.shards < plan.world_size:
         nodes = _mesh_of_nodes(plan.accelerator, plan.num_nodes)
@@ -322,6 +328,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
     propagator: Any = ShardingPropagator
     try:
         for name in talk:
+            # A run of the plan is connected to real ranks, which would wait for these messages.
             setattr(dist, name, lambda *_, **__: None)
         propagator._propagate_tensor_meta_non_cached = unseen
         yield FullyShard(plan, mesh)
@@ -373,6 +380,7 @@ class _OnLocalRows:
         rows = parameter.to_local().detach()
         if isinstance(parameter.grad, DTensor):
             rows.grad = parameter.grad.to_local()
+        # bitsandbytes looks state up by parameter.
         self.state[rows] = self.state[parameter]
         try:
             yield rows

@@ -152,6 +152,8 @@ class TorchState:
         optimizer: Any = self._optimizer
         is_bitsandbytes = hasattr(optimizer, "init_state")
         if is_bitsandbytes and not optimizer.initialized:
+            # bitsandbytes does this at the beginning of its first step, together with moving all
+            # state to the GPU.
             optimizer.check_overrides()
             optimizer.initialized = True
         for group_index, group in enumerate(optimizer.param_groups):
@@ -201,6 +203,7 @@ def state_kinds(
     """
     if optimizer_class.__module__.startswith("deepspeed."):  # takes a second to construct
         return {"exp_avg": True, "exp_avg_sq": True}
+    # A matrix and a vector: Adafactor, for one, keeps other state for each.
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 3), (3,))]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -246,9 +249,11 @@ def bytes_per_number(
     """
     states: float = sum(kinds.values())
     if optimizer_class is MuonWithAdamW:
+        # One momentum for the hidden matrices, and AdamW's two moments for everything else.
         states = 2 - hidden_fraction
     state_bytes: float = dtype.itemsize
     if optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
+        # A byte for each number and a float32 scale for each block.
         state_bytes = 1 + 4 / BLOCK
     elif optimizer_class.__module__.startswith("bitsandbytes"):
         state_bytes = 4

@@ -77,6 +77,7 @@ class MicroBatchSize:
         """Lengths of sequences in a row, equal but for the longest one; None: they are padded."""
         if self.tokens is None:
             return None
+        # Memory depends on the longest sequence and the total, so any lengths with both will do.
         others = self.sequences - 1
         least, more = divmod(self.tokens - self.positions, others) if others else (0, 0)
         return (self.positions, *(least + 1,) * more, *(least,) * (others - more))

@@ -169,6 +169,7 @@ class Strategy(ABC):
         """Take a model with its weights, and create its optimizer."""
         self._model = model
         self._trained = trainable(model)
+        # Not moved: the model was filled where it trains.
         self._forward = self._fabric.setup_module(model, move_to_device=False)
         self.optimizer = self.make_optimizer(model)
         if self.plan.recipe.train.optimizer_in_backward:
@@ -233,6 +234,7 @@ class Strategy(ABC):
             return
         scaler = getattr(self.precision, "scaler", None)
         if scaler is not None:
+            # Before the norm is measured: scaled gradients would be clipped by the loss scale.
             scaler.unscale_(self.optimizer)
         self._norm = clip_gradients(self._trained, limit)
 
@@ -363,6 +365,7 @@ def _update_averages(weights: Iterable[Tensor], states: Averages, decay: float) 
     """
     for weight in weights:
         state = states[weight]
+        # Started with the first weights, so no correction of a bias towards zero is needed.
         if AVERAGE not in state:
             state[AVERAGE] = weight.detach().to(torch.float32, copy=True)
         else:

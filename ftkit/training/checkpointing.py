@@ -127,6 +127,7 @@ class Checkpointing:
         if step != self._saved_step:
             started = time.perf_counter()
             setup = self._setup
+            # After an evaluation FSDP may still hold gathered parameters, which are no shards.
             setup.strategy.sharding.reshard(setup.model)
             companions = self._companion_writer()
             pieces = capture(setup.model, self._state, rank(), setup.plan.world_size)
@@ -288,6 +289,7 @@ class Checkpointing:
         if isinstance(recipe, LoraRecipe):
             with self._weights.in_place():
                 weights = trained_weights(setup.model, setup.strategy.sharding)
+                # Copied now, because a thread writes the files while training changes the weights.
                 adapter = [(name, tensor.cpu().clone()) for name, tensor in weights if rank() == 0]
         if rank() > 0:
             return None

@@ -118,6 +118,8 @@ def _wandb(recipe: Recipe, run_ids: dict[str, str]) -> Logger:
         name=recipe.log.run,
         group=recipe.log.group,
         id=run_ids["wandb"],
+        # "must" fails if W&B does not have the run, instead of beginning an empty one of the same
+        # id.
         resume="must" if is_known else "allow",
     )
 
@@ -140,9 +142,11 @@ _MLFLOW = "mlflow"
 """Key in run_ids, and directory in out_dir for values that are not sent to a server."""
 _MLFLOW_BATCH = 1000
 """Most values in one request to an MLflow server."""
+# Limits of MLflow's log_batch, and of the value of a parameter in older servers.
 _MLFLOW_PARAMETERS, _MLFLOW_CHARACTERS = 100, 500
 _NOT_IN_MLFLOW = re.compile(r"[^\w/.\- ]")
 """Characters that MLflow refuses in names; a data source may be called c++."""
+# The end of a run waits no longer for a server that does not answer.
 _MLFLOW_END_S = 60.0
 _MLFLOW_SETTINGS = {
     # MLflow's own are 7 retries and 120 s each, for which training would wait.
@@ -207,6 +211,7 @@ class MlflowLogger(Logger):
         named = {
             _mlflow_name(key): str(value)[:_MLFLOW_CHARACTERS] for key, value in values.items()
         }
+        # MLflow refuses to change a parameter, and a run that continues may have another recipe.
         new = [Param(key, value) for key, value in named.items() if key not in known]
         for first in range(0, len(new), _MLFLOW_PARAMETERS):
             part = new[first : first + _MLFLOW_PARAMETERS]
@@ -263,6 +268,7 @@ class MlflowLogger(Logger):
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return None
+        # MLflow keeps every value of a step that is sent twice, and draws both.
         for key in run.data.metrics:
             history = self._client.get_metric_history(self.version, key)
             self._last_steps[key] = max(value.step for value in history)

@@ -248,6 +248,7 @@ class Training:
 
     def _between_steps(self, step: int) -> bool:
         """Validate and save if it is time; returns whether training ends here."""
+        # `requested` is a collective: ranks must agree whether they validate.
         if self._validation_due(step) and not self._stop.requested():
             self._evaluator.evaluate(step, validation=True, scores=False, example=True)
             self._recorder.enter("training")
@@ -271,6 +272,7 @@ class Training:
             ends = False
         if self._checkpointing is not None:
             overdue = event == LoopEvent.CHECKPOINT_OVERDUE
+            # At the end too: whoever continues with more steps begins here.
             if ends or overdue or is_candidate or self._checkpointing.due(step):
                 self._save(step, wait=bool(signal_number) or self.stopped)
             self._checkpointing.report()
@@ -330,6 +332,8 @@ class Training:
                 validates = False
                 if not self._stop.requested():
                     self._checkpointing.load_best(step, self._evaluator.validation_loss(step))
+            # Averages stay in place of the weights: answers and result are then of the same
+            # numbers.
             self._weights.keep()
             self._evaluator.evaluate(step, validation=validates, scores=True, example=wanted)
             self.signal_number = self._stop.requested() or None

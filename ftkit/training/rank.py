@@ -167,6 +167,7 @@ def _save_result(setup: Setup, out: Path) -> None:
     recipe, base, beside = setup.recipe, setup.base, setup.chat_files
     tensors = trained_weights(setup.model, setup.strategy.sharding)
     if rank() > 0:
+        # Gathering a parameter is a collective, which every rank has to reach.
         for _ in tensors:
             pass
     elif isinstance(recipe, LoraRecipe):
@@ -187,6 +188,7 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
         terminal: for messages of rank 0; libraries print to standard output and error.
     """
     stop = StopRequest()
+    # Before anything else, so that a signal during the set-up is reported as one.
     stop.install()
     job = Job.read(job_path)
     if job.quiet:
@@ -248,6 +250,7 @@ def _log_libraries() -> None:
     """Send warnings and logs of libraries to standard error."""
     logging.captureWarnings(True)
     for name in list(logging.root.manager.loggerDict):
+        # Some libraries write to the console themselves, beside the root logger.
         logging.getLogger(name).handlers.clear()
     # Without time stamps, so that lines equal to those of rank 0 can be recognised.
     time_stamp = "%(asctime)s " if rank() == 0 else ""
@@ -308,8 +311,11 @@ def _explain(exception: BaseException) -> RankError:
 
 if __name__ == "__main__":
     _loading.close()
+    # What was imported is never garbage: without this every full collection would look at all of
+    # it.
     gc.freeze()
     gc.enable()
+    # Libraries quote urls with keys in their warnings.
     sys.stdout, sys.stderr = map(redacted_output, (sys.stdout, sys.stderr))
     with os.fdopen(int(sys.argv[3]), "w") as _terminal:
         sys.exit(run_rank(Path(sys.argv[1]), _terminal))

@@ -108,6 +108,7 @@ class Recorder:
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self.device_peak = DevicePeak(device)
+        # Every rank samples its own device for the report; only rank 0 writes rows.
         written = None if state.rank else run.system
         self.system = SystemSampler(device, lambda: self.steps, path=written, after_step=after)
         self._cpu = CpuUtilization()
@@ -252,6 +253,7 @@ class Recorder:
         self._since = now
         times = PhaseTimes(**self._times, total=now - self._job.started_at_s)
         self.note(phase=phase, phases_s=times)
+        # From the first step on: imports and downloads would lower the mean.
         if phase == "training" and not self._cpu.started:
             self._cpu.start()
             self.system.start()
@@ -377,6 +379,7 @@ class Recorder:
         name, precision = product_name(self._device), self._plan.precision
         if name is None or self._flops_per_token is None:
             return None
+        # Dense peaks of a GPU in TF32 are several times those in float32.
         tf32 = torch.get_float32_matmul_precision() != "highest"
         peak = peak_flops(name, precision.partition("-")[0], tf32=tf32)
         return peak and speed.tokens_per_s_per_device * self._flops_per_token / peak

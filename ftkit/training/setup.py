@@ -183,6 +183,7 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
     log_sets_summary(sets, journal)
     if rank() == 0:
         _log_findings(data, base, max_seq_length, journal)
+    # Before the model is built and filled: a mistake in the recipe shows at once.
     known = identities(recipe.checkpoint_dir, base, data, start.metadata)
 
     strategy = make_strategy(plan)
@@ -222,6 +223,7 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
     _check_checkpoints(setup, size_of(job.directory.store.directory))
     _log_summary(setup, job.devices.names, journal)
 
+    # A checkpoint already has the adapter's values, trained further.
     adapter = None if start.stored is not None else _first_adapter(recipe, base, model)
     strategy.connect(model)
     with display.phase("loading weights") as phase:
@@ -230,6 +232,7 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
             base,
             sharding=strategy.sharding,
             device=strategy.device,
+            # Answers may be longer than training samples.
             rope_length=min(
                 base.architecture.context_length,
                 max_seq_length + (recipe.eval.max_new_tokens or 0),
@@ -242,6 +245,7 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
     strategy.set_up(model)
     if start.metadata is not None and start.stored is not None:
         scalars = dict(start.metadata.optimizer_scalars)
+        # It also takes the scale out of the scalars, which `restore` gives to the optimizer.
         strategy.restore_loss_scale(scalars)
         restore(model, strategy.state_view(), start.stored, scalars)
         _log_average(strategy, start.stored, display)

@@ -137,6 +137,7 @@ class TrainStep:
         self._loss.zero_()
         self._router_loss.zero_()
         counts = [0, 0, 0, 0]
+        # On the host, so that a step of many micro-batches takes no memory of the device.
         of_step = list(_of_step(batches))
         self._choices = self._count_choices(step, of_step) if len(of_step) > 1 else None
         self._seed_step(step)
@@ -180,6 +181,7 @@ class TrainStep:
             ):
                 self._model(
                     batch["input_ids"],
+                    # No positions: the head computes nothing, only routers matter.
                     batch["label_indices"][:0],
                     sequence_lengths=batch["sequence_lengths"],
                 )
@@ -200,6 +202,7 @@ class TrainStep:
             if self._in_backward:
                 self._before_update()
             self._strategy.backward(loss)
+        # The graph must be gone before memory after the backward pass is measured.
         del loss
         self._meter.after_backward()
         self._clock.mark("backward")
@@ -239,6 +242,7 @@ class TrainStep:
         gradient_norm = self._strategy.gradient_norm()
         self._clock.mark("other")
         if self._device.type != HOST_KIND:
+            # Otherwise the duration of a step would leave out kernels that are still queued.
             torch.accelerator.synchronize()
         return StepRecord(
             step=step + 1,

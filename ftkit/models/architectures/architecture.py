@@ -191,6 +191,8 @@ class Architecture(ABC):
         rows = [shapes[part][0] for part in names]
         if fused.layout == "heads":
             count = self.attention.heads
+            # GPT-NeoX stores query, key and value of the first head, then those of the second, and
+            # so on.
             of_heads = tensor.unflatten(0, (count, -1))
             per_head = [part // count for part in rows]
             return of_heads.split(per_head, dim=1)[names.index(name)].flatten(0, 1)

@@ -24,8 +24,11 @@ _MOST_EXPERTS = 2**16
 """In a layer."""
 _MOST_EXPERTS_OF_ALL_LAYERS = 2**16
 """LitGPT's code makes modules of each; the largest published models have a third of this."""
+# Vocabularies reach 2^18 and layers 2^16; a list or an outline of this size is still possible.
 _MOST_SIZE = 2**24
+# Contexts of published models reach ten million positions (Llama 4 Scout).
 _MOST_POSITIONS = 2**27
+# Below Python's limit of recursion, and far above any config.json.
 _MOST_NESTING = 32
 
 
@@ -78,6 +81,7 @@ class _Rule:
             return all(self.allows(item) for item in items)
         if value is None:
             return True
+        # bool first: True is an int in Python.
         if isinstance(value, bool) or not isinstance(value, int | float):
             return not self.is_one
         return self.least <= value <= self.most
@@ -121,6 +125,7 @@ def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
     Raises:
         UserError: names the key, its value and the values allowed.
     """
+    # Also nested settings: text_config and others become configurations of their own.
     for key, value, depth in _entries(settings, 0):
         if depth > _MOST_NESTING:
             raise _implausible(file, f"{key} is nested too deeply")
@@ -143,6 +148,7 @@ def require_sound(config: "Config", file: Path | str) -> None:
     """
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
+        # LitGPT does not check its annotations, and some of its own models break them.
         if name in _NUMBERS:
             kind = float | None
         try:

@@ -124,6 +124,7 @@ def family_of_config(config: Config) -> Family | None:
         return FAMILIES["gpt_neox"] if is_neox else None
     if config.mlp_class_name != "LLaMAMLP" or not rms_norm or config.parallel_residual:
         return None
+    # Only the name tells a Phi-3 from a Llama: LitGPT has the same fields for both.
     if config.name.lower().startswith(("phi-3", "phi-4")):
         return FAMILIES["phi3"]
     if config.norm_qk:
@@ -137,6 +138,7 @@ def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | Non
     """Make a config.json for a model without one; None: LitGPT's fields are not enough."""
     rope = config.rope_adjustments
     yarn = bool(rope) and "beta_fast" in rope
+    # The other families have settings in config.json that do not follow from LitGPT's fields.
     if family.model_type not in ("llama", "mistral", "qwen2", "qwen3") or yarn:
         return None
     settings = shared_settings(config) | {
@@ -184,6 +186,7 @@ def _llama_settings(settings: Settings) -> dict[str, Any]:
     """Fields of `litgpt.Config` for a Llama, most of which are the same in every family."""
     attention_bias = bool(settings.get("attention_bias", False))
     mlp_bias = bool(settings.get("mlp_bias", False))
+    # LitGPT has one switch for biases everywhere, and one for those of attention.
     if mlp_bias and not attention_bias:
         raise _Unsupported("mlp_bias is true and attention_bias is not")
     return {
@@ -233,6 +236,7 @@ def _rope(settings: Settings) -> dict[str, Any]:
     elif kind != "default" or any(isinstance(value, Mapping) for value in rope.values()):
         raise _Unsupported(f"its rope_type is {kind!r}; default, linear and llama3 are known")
     return {
+        # An int where possible, as in the configurations of LitGPT.
         "rope_base": int(theta) if float(theta).is_integer() else theta,
         "rope_adjustments": adjustments,
     }
@@ -304,6 +308,7 @@ def _gemma(settings: Settings) -> dict[str, Any]:
 
 
 def _gemma2(settings: Settings) -> dict[str, Any]:
+    # Older files have no layer_types: in all of them every second layer is sliding.
     kinds = settings.get("layer_types") or ["sliding_attention"]
     window = settings.get("sliding_window", 4096) if "sliding_attention" in kinds else None
     return {
@@ -365,8 +370,10 @@ FAMILIES: Mapping[str, Family] = {
 def _identity(name: str, family: Family) -> dict[str, Any]:
     """LitGPT's names of the model, on which prompt style and kind of norm depend."""
     known = next((c for c in configs if name == c["hf_config"]["name"]), None)
+    # LitGPT gives LayerNorms no weight if the name contains "OLMo".
     lit_name = (known["name"] if known else name).replace("OLMo", "olmo")
     if family.settings not in (_gemma, _gemma2):
+        # LitGPT adds one to the weights of norms if the name contains "Gemma".
         lit_name = lit_name.replace("Gemma", "gemma")
     elif "Gemma" not in lit_name:
         lit_name = f"Gemma {lit_name}"

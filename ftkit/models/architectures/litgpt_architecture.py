@@ -120,6 +120,7 @@ class LitgptArchitecture(Architecture):
     @cached_property
     def untied_shapes(self) -> dict[str, torch.Size]:
         config = self.config
+        # Shapes from LitGPT's own code, so that no rule is written twice.
         with torch.device("meta"):
             model = GPT(config)
         key_rows = config.n_query_groups * config.head_size
@@ -152,6 +153,7 @@ class LitgptArchitecture(Architecture):
             del fields[name]
         fields["unit_offset"] = "Gemma" in config.name  # LitGPT decides by the name, too
         fields["attention_scores_scalar"] = config.attention_scores_scalar or config.head_size
+        # No other MLP reads it, so it must not tell models apart.
         if config.mlp_class_name not in ("GptNeoxMLP", "GemmaMLP"):
             del fields["gelu_approximate"]
         rope = fields.pop("rope_adjustments") or {}
@@ -243,6 +245,7 @@ def _described(
     config = _config_in(directory)
     if family is None:
         return config, families.family_of_config(config)
+    # A directory in LitGPT's layout often keeps the config.json of the model it was converted from.
     _require_same(families.litgpt_config(settings, name), config, directory)
     return config, family
 

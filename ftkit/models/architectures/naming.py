@@ -83,6 +83,7 @@ def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
     layer = _LAYER.search(name)
     module = name if layer is None else f"{name[: layer.start()]}.{{}}{name[layer.end() :]}"
     suffix = ""
+    # The longest known beginning of the name wins: adapters add modules below those of the table.
     while module and module not in modules:
         module, _, last = module.rpartition(".")
         suffix = f".{last}{suffix}"

@@ -88,6 +88,7 @@ def _known_to_litgpt(directory: Path, settings: Settings, name: str) -> "LitgptA
         known = _of_litgpt(directory, settings, name, "hf")
     except UserError:
         return None  # transformers may run what LitGPT cannot
+    # With LitGPT's code, positions end at the window; transformers computes the whole context.
     return known if known.window is None else None
 
 
@@ -140,6 +141,8 @@ def known_architecture(
     if found is None or implementation == "litgpt":
         return found
     hub_name, known = found
+    # The rule of `read_architecture`: a plan without a download must predict the run that follows
+    # it. LitGPT's own entries cut windows, and do not tie Gemma 3's head.
     if implementation is None and known.family is not None and known.window is None:
         return found
     settings = _settings_of(known)

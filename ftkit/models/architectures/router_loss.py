@@ -47,6 +47,7 @@ class RouterLoss:
         probabilities = torch.softmax(logits, -1, dtype=torch.float32)
         chosen = probabilities.topk(self.chosen, -1).indices
         counted = is_real[:, None]
+        # float32 cannot count beyond 2^24.
         choices = torch.zeros(self.experts, dtype=sum_dtype(logits.device), device=logits.device)
         choices.scatter_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten().double())
         return Routed(choices, (probabilities * counted).sum(0))
@@ -58,6 +59,7 @@ class RouterLoss:
             probabilities: [experts], sums over these tokens.
             choices: [experts], of all tokens of the step, over all ranks and micro-steps.
         """
+        # Tokens times layers: each chooses `chosen` experts in every layer.
         tokens = choices.sum() / self.chosen
         of_each = (choices / tokens).to(probabilities.dtype)
         return self.experts * (of_each * probabilities).sum() / tokens

@@ -87,6 +87,7 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def whole_config(self) -> PretrainedConfig:
         """Transformers' configuration of the whole model."""
+        # auto_map names code on the hub, which is never run.
         fields = {key: _decoded(value) for key, value in self.settings.items() if key != "auto_map"}
         whole = AutoConfig.for_model(fields.pop("model_type"), **fields)
         if self.depth is not None:
@@ -132,6 +133,7 @@ class TransformersArchitecture(Architecture):
         longest = getattr(self.config, "max_position_embeddings", None)
         rotary = getattr(self.config, "rope_parameters", None) or {}
         if rotary.get("rope_type") in _FOLLOWING_LENGTH:
+            # Beyond it, the rotation of a sequence would depend on the longest one beside it.
             longest = rotary.get("original_max_position_embeddings") or longest
         return int(longest or _POSITIONS_WITHOUT_LIMIT)
 
@@ -214,6 +216,8 @@ class TransformersArchitecture(Architecture):
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
             expected = products * scale
             expected = torch.tanh(expected / bound) * bound if bound else expected
+            # Tried on numbers, because families name these settings differently, or scale without a
+            # setting.
             if torch.allclose(found, expected, rtol=1e-6, atol=0.0):
                 return scale, bound
         raise UserError(
@@ -312,20 +316,25 @@ class TransformersArchitecture(Architecture):
         """
         whole = copy.deepcopy(self.whole_config)
         config = self._of_language(whole)
+        # Tied by ourselves, once the parameters are filled.
         whole.tie_word_embeddings = config.tie_word_embeddings = config.use_cache = False
         for name, value in config.to_dict().items():
             is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "layerdrop"))
             if is_rate and isinstance(value, float):
+                # Dropout of the base model would make updates depend on the rank; adapters have
+                # their own.
                 setattr(config, name, 0.0)
         for name in _SWITCHED_OFF:
             if hasattr(config, name):
                 setattr(config, name, False)
+        # Only used where ftkit's attention cannot take the place of the model's own.
         sdpa = self._class._supports_sdpa and self.name not in _OWN_MASKS
         whole._attn_implementation = config._attn_implementation = "sdpa" if sdpa else "eager"
         with torch.device("meta"):
             model = self._class(whole)
             part = self.language_in(model) if self.is_part else model
             untranspose_layers(part)
+        # Rotary tables are in no file, so they need values before the weights are filled in.
         compute_buffers(part)
         freeze_stored_buffers(part)
         return model

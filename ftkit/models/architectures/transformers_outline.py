@@ -59,6 +59,7 @@ def set_depth(config: PretrainedConfig, layers: int) -> None:
     before = config.num_hidden_layers
     for name, value in config.to_dict().items():
         if isinstance(value, list) and len(value) == before and before != layers:
+            # Repeated, so that more layers than the model has also get an entry each.
             setattr(config, name, (value * layers)[:layers])
     config.num_hidden_layers = layers
     if hasattr(config, "num_blocks"):  # xLSTM's own key
@@ -89,6 +90,7 @@ def compute_buffers(model: PreTrainedModel) -> None:
         for tensor in (*model.parameters(), *_stored_buffers(model)):
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # so it stays
         for module in model.modules():
+            # transformers skips modules and tensors with this mark: only buffers are computed.
             module._is_hf_initialized = False  # type: ignore[assignment]
         model.initialize_weights()
 
@@ -186,6 +188,7 @@ def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: 
         products: [1, tokens, vocabulary], used as the products of the head.
     """
     with torch.device("cpu"), torch.no_grad():
+        # Small and on the CPU: only whether its output is passed on matters.
         embedding = nn.Embedding(int(tokens.max()) + 1, 2)
         given = _Given(products, embedding, model.get_submodule(language))
         model.set_submodule(head_name(model), _SameProducts())
@@ -273,8 +276,10 @@ def _is_as_theirs(loss: RouterLoss, model_class: type[PreTrainedModel]) -> bool:
     if theirs is None:
         return False
     with torch.device("cpu"):
+        # Any numbers without order will do; these need no generator.
         layers = torch.sin(torch.arange(2.0 * _TOKENS * loss.experts) ** 2)
         logits = layers.view(2, _TOKENS, loss.experts)
+        # With padding: implementations differ in whether they leave it out.
         is_real = torch.arange(_TOKENS) < _TOKENS - 1
         choices, probabilities = loss.routed(logits.flatten(0, 1), is_real.repeat(2))
         ours = loss.share(probabilities, choices)

@@ -135,6 +135,7 @@ def _obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
     parts = set(CONFIG_MAPPING[model_type].sub_configs)
     if "text_config" in parts:
         return "combines a language model with encoders for images or audio"
+    # Its causal language model reads text alone too.
     if model_type != "phi4_multimodal" and (others := sorted(parts - _NO_OTHER_INPUT)):
         return f"needs inputs beside tokens, such as those of its {others[0]}"
     return None
@@ -154,6 +155,7 @@ def _obstacle_of_config(config: PretrainedConfig) -> str | None:
         )
     if getattr(config, "use_bidirectional_attention", False):
         return "has tokens see those that follow (use_bidirectional_attention in its config.json)"
+    # Gemma 3n and Gemma 4 (transformers 5.24).
     if getattr(config, "num_kv_shared_layers", 0):
         return "has blocks that take keys and values of others from a cache, which training has not"
     return None
@@ -203,6 +205,7 @@ def require_text_alone(whole: PreTrainedModel, language: str, name: str) -> None
 def _plain_tokens(config: PretrainedConfig) -> Tensor:
     """Return [1, tokens]: ids that do not stand for images or sound."""
     special = set(_numbers(config.to_dict()))
+    # Any integer in the settings may be the id of an image token.
     ids = [number for number in range(1, 10_000) if number not in special]
     return torch.tensor([ids[:_TOKENS]], device="cpu")
 

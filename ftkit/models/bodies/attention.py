@@ -94,6 +94,7 @@ class Sequences:
             batch, length = input_ids.shape
             return cls((length,) * batch, kernel)
         starts, found = None, tuple(lengths)
+        # Other kernels never read them, and a copy to the device would be for nothing.
         if kernel == "flash":
             starts = _copied(np.cumsum([0, *found], dtype=np.int32), input_ids.device)
         return cls(found, kernel, starts)
@@ -154,6 +155,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
     """
     if sequences.starts is not None:
         return _varlen(q, k, v, sequences, scores)
+    # The kernel for CPUs takes values of the size of keys only.
     if sequences.kernel == "cpu" and scores.are_plain and q.size(-1) == v.size(-1):
         found: Tensor = _FlashOnCpu.apply(q, k, v, sequences, scores)
         return found
@@ -184,6 +186,7 @@ def attend_to_cache(
     Returns:
         [batch, tokens, heads, value size].
     """
+    # Prompts of different lengths are in one batch, so each row has its own mask.
     places = torch.arange(keys.size(2), device=keys.device)
     hidden = places > positions[..., None]
     if scores.window is not None:
@@ -226,6 +229,7 @@ class _FlashOnCpu(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
     ) -> Tensor:
+        # Contiguous, one tensor for all runs: only this and one sum per row are kept of the result.
         joined = q.new_empty(q.shape)
         sums = []
         for (count, length), to, *parts in _by_run(sequences, joined, q, k, v):
@@ -307,11 +311,13 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -
     products = q @ k.mT * scores.scale
     if scores.softcap is not None:
         products = torch.tanh(products / scores.softcap) * scores.softcap
+    # Not -inf: a row that is hidden entirely would become NaN.
     products = products.masked_fill(hidden, torch.finfo(q.dtype).min)
     if scores.sinks is None:
         return F.softmax(products, dim=-1, dtype=torch.float).to(dtype=q.dtype) @ v
     sinks = scores.sinks.to(products.dtype)[:, None, None].expand(len(q), -1, q.size(2), 1)
     weights = F.softmax(torch.cat((products, sinks), dim=-1), dim=-1, dtype=torch.float)
+    # Without the weight of the sink, which has no value: a row may sum to less than one.
     return weights[..., :-1].to(dtype=q.dtype) @ v
 
 
@@ -339,6 +345,7 @@ def _varlen_attention(groups: bool) -> Callable[..., Tensor]:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     attention = _varlen_attention(groups=q.size(1) != k.size(1))
     starts, longest = sequences.starts, max(sequences.lengths)
+    # The kernel counts tokens before the query, and -1 is no limit; our window includes the query.
     before = -1 if scores.window is None else scores.window - 1
     return attention(
         q, k, v, starts, starts, longest, longest, scale=scores.scale, window_size=(before, 0)

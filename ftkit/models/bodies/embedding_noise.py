@@ -50,11 +50,13 @@ class EmbeddingNoise:
             batch: from `ftkit.data.samples.loader.collate`, on its device, with sample numbers.
         """
         input_ids, lengths = batch["input_ids"], batch["lengths"]
+        # In a row, samples follow each other; padded ones begin at equal distances.
         apart = 0 if batch["sequence_lengths"] is not None else input_ids.shape[1]
         counters = np.zeros((input_ids.numel(), 1), dtype=np.int64)
         scales = np.zeros((input_ids.numel(), 1), dtype=np.float32)
         start = 0
         for number, length in zip(batch["numbers"], lengths, strict=True):
+            # Samples that only fill a micro-batch have no number, and get no noise.
             if number >= 0:
                 end = start + length
                 counters[start:end, 0] = _counters(f"{self._seed} {step} {number}", length)
@@ -78,6 +80,8 @@ class EmbeddingNoise:
         for first in range(0, len(scales), rows):
             part = slice(first, first + rows)
             bits = _mixed(self._counters[part] ^ channels)
+            # 24 bits, which float32 holds exactly: every device computes the same number in [-1,
+            # 1).
             noise[part] = ((bits >> 8).float() * 2.0**-23 - 1) * scales[part]
         return output + noise.view_as(output)
 
@@ -90,7 +94,8 @@ def _counters(name: str, count: int) -> npt.NDArray[np.int64]:
 
 def _mixed(integers: Integers) -> Integers:
     """Permute the integers of 32 bits so that each bit of the result depends on all bits."""
-    # The multipliers have 31 bits, so that no product has more than 63.
+    # The multipliers, of https://github.com/skeeto/hash-prospector, have 31 bits, so that no
+    # product has more than 63.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x21F0AAAD)):
         integers = (integers ^ integers >> shift) * factor & _ONES
     return integers ^ integers >> 16

@@ -54,6 +54,7 @@ class PackedMatrices(ABC):
             compute_dtype: of the arithmetic.
         """
         self.transposed, self.compute_dtype = transposed, compute_dtype
+        # shape[:0:-1] is [out, in] of [experts, in, out].
         of_one = shape[:0:-1] if transposed else shape[1:]
         self.experts, self.rows, self.columns = shape[0], *of_one
         self._scales: Tensor | None = None
@@ -110,6 +111,7 @@ def rows_of_each(counts: Tensor, rows: int) -> list[slice]:
         counts: [experts], rows of each; fake tensors count as equal.
         rows: of all experts.
     """
+    # Fake tensors have no values: equal counts stand for all others.
     if is_fake(counts):
         ends = [rows * (expert + 1) // len(counts) for expert in range(len(counts))]
     else:
@@ -148,6 +150,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
         kind = x.device.type
+        # Autocast does not know custom functions: what it would do to a linear layer is done here.
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -179,6 +182,7 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return [experts, a, b]: sums over each expert's rows, given [rows, a] and [rows, b]."""
+    # As in `_products`.
     if is_fake(left):
         return left.new_empty(len(ends), left.size(-1), right.size(-1))
     return F.grouped_mm(left.mT, right, offs=ends)

@@ -42,6 +42,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
 
     def __init__(self, config: Config) -> None:
         plain = copy.copy(config)
+        # The head is taken away, and applies this bound itself.
         plain.final_logit_softcapping = None
         # No sequence is longer than the window; with it, LitGPT would fill a mask in every layer.
         plain.sliding_window_size = plain.sliding_window_indices = None
@@ -122,9 +123,12 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         config = self.config
         sequences = Sequences.of(input_ids, lengths, kernel)
         cos, sin = self._rotary_tables(input_ids, None if lengths is None else sequences)
+        # LitGPT's latent attention only takes its own masks, so micro-batches are padded.
         seen = None if config.latent_attention else sequences
         x = self.embedding(input_ids)
         if config.scale_embeddings:
+            # Rounded to the dtype first, as in LitGPT and transformers: the same numbers in 16
+            # bits.
             x = x * torch.tensor(config.n_embd**0.5, dtype=x.dtype)
         for index, block in enumerate(self.blocks):
             if config.rope_indices is None:
@@ -216,6 +220,7 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         if kind == "olmo2":
             q, k = self.norm_q(q), self.norm_k(k)
         q, k, v = (part.unflatten(-1, (-1, self.config.head_size)) for part in (q, k, v))
+        # OLMo 2 normalises whole rows, all others each head.
         if kind == "default":
             q, k = self.norm_q(q), self.norm_k(k)
         if self.rotate is not None:
@@ -243,6 +248,7 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
         weights, chosen = self._route(tokens)
         of_each = chosen.size(-1)
         experts = chosen.flatten()
+        # Stable, so that sums over tokens have the same order in every run.
         order = experts.argsort(stable=True)
         rows = rows_of_each(count_of_each(experts, len(self.experts)), len(experts))
         # Experts without tokens are called too: sharded ranks wait for each other in each layer.

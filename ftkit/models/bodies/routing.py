@@ -41,6 +41,8 @@ class Routing:
         """
         try:
             return [] if self._load is None else self._load.tolist()
+        # After an error of a kernel, CUDA fails in every later call, too; the report is still
+        # written.
         except RuntimeError:
             return []
 
@@ -55,6 +57,8 @@ class Routing:
             shape = len(self.layers), self._experts
             self._load = torch.zeros(shape, dtype=torch.long, device=is_real.device)
         self._is_real, self._collects = is_real.flatten(), True
+        # Evaluations and the pass that counts choices for the loss have no gradients, and do not
+        # count.
         self._counted = self._is_real.long() * torch.is_grad_enabled()
         try:
             yield

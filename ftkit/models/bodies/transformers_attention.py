@@ -37,6 +37,7 @@ class KeyValueCache:
             values: [sequences, groups, tokens, value size].
         """
         assert self.positions is not None
+        # Allocated in the first pass, when shapes and dtype of the layer are known.
         if layer not in self.layers:
             count, length = self.shape
             self.layers[layer] = (
@@ -90,6 +91,7 @@ def follow(model: nn.Module, attended: Attended) -> None:
     """
     model.config._attn_implementation = ATTENTION  # type: ignore[union-attr]  # a PreTrainedModel
     for module in model.modules():
+        # Transformers' attention layers; other modules with an index never look at it.
         if hasattr(module, "layer_idx"):
             module.attended = attended  # type: ignore[assignment]  # no module
 

@@ -51,6 +51,7 @@ class TransformersBody(Body):
         compute_experts(model)
         replace_norms(model)
         _compute_without_values(model)
+        # Before adapters are added: `train` switches those only.
         self._own = tuple(model.modules())
         self._depth = architecture.layers
         self._routers = dict(router_outputs(model))
@@ -72,6 +73,8 @@ class TransformersBody(Body):
     def train(self, mode: bool = True) -> Self:
         """Switch the layers of adapters alone: the model's own have no dropout and no noise."""
         super().train(mode)
+        # Dropout, jitter and sampled routing would make updates depend on the rank, and read
+        # values.
         for module in self._own:
             module.training = False
         return self
@@ -189,6 +192,7 @@ class TransformersBody(Body):
         """Compute all tokens so far again, for models whose own cache is not supported."""
         assert self._so_far is not None
         positions = positions.expand_as(input_ids)
+        # Slow, but right for any model: state-space layers have caches of their own.
         self._so_far.scatter_(1, positions, input_ids)
         length = int(positions.max()) + 1
         tokens = self._so_far[:, :length]
@@ -223,6 +227,7 @@ def _compute_without_values(model: nn.Module) -> None:
         for name in _MASKS_OF_STATES:
             if hasattr(module, name):
                 setattr(module, name, _same_mask)
+        # JetMoe, for one: its own forward calls tolist().
         if type(module).__name__.endswith("TopKGating"):
             module.forward = _Gating(module)
 

@@ -129,6 +129,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
         if module.has_bias:
             result = result + getattr(module, f"{name}_bias")[experts[order]]
         pairs = getattr(module, f"{name}{PAIRS}", None)
+        # In the memory of the result, as LoRA of linear layers does.
         return result if pairs is None else result.add_(pairs(given, ends))
 
     x = hidden[order // of_each]
@@ -137,6 +138,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     else:
         x = module.act_fn(product(x, "up_proj"))
     x = product(x, "down_proj") * weights.flatten()[order, None]
+    # Back in the order of tokens: index_add_ would sum in an order of its own on a GPU.
     x = x[order.argsort()].unflatten(0, (-1, of_each)).sum(1)
     return x.to(hidden.dtype)
 

@@ -63,10 +63,12 @@ def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
 def _main() -> None:
     parent, descriptor = map(int, sys.argv[1:])
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # The parent may have ignored or blocked them; their default action ends this process.
     for number in (signal.SIGPROF, signal.SIGVTALRM):
         signal.signal(number, signal.SIG_DFL)
     stop_with_parent(parent)
     _limit(resource.RLIMIT_AS, _address_space() + _MOST_BYTES)
+    # A process that a template ends leaves no core dump.
     _limit(resource.RLIMIT_CORE, 0)
     # What Python prints when it ends by a fault of a template helps nobody: the parent says it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -48,7 +48,10 @@ def run_confined(function: Callable[..., Any], *arguments: object) -> Any:
     Raises:
         NotRendered: the function raises it, or exceeds the bounds.
     """
+    # This is the child already: no second one.
     if _State.seconds_here is not None:
+        # Two timers, because each call restarts the one for a single rendering: the other one
+        # bounds all renderings of a conversation.
         signal.setitimer(signal.ITIMER_PROF, _State.seconds_here)
         return function(*arguments)
     (result,) = _results(function, [_pickled(arguments)])
@@ -161,6 +164,8 @@ def _results(function: Callable[..., Any], calls: list[bytes]) -> list[Any | Not
     replies: list[Any] = []
     tries = 0
     with _State.lock:
+        # After a death, the call without a reply is tried once more: its process may have been
+        # killed by somebody else.
         while len(replies) < len(calls):
             before = len(replies)
             try:

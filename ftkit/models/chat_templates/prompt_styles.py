@@ -92,6 +92,7 @@ class TextPrompt:
         self.text = text
         text = text.replace("\\n", "\n")
         try:
+            # Parsed, not formatted: str.format would reach attributes of its arguments.
             parts = [part[:4] for part in Formatter().parse(text)]
         except ValueError as error:
             raise UserError(
@@ -392,6 +393,7 @@ CLASSES: Mapping[str, PromptStyle] = MappingProxyType(
 )
 """Styles by their classes in `litgpt.prompts`."""
 
+# The order is LitGPT's: Phi-4-mini also matches Phi-4-mini-reasoning, which stands before it.
 _OF_MODELS = (
     (r"stablelm-tuned-alpha", "StableLMAlpha"),
     (r"stablelm-zephyr-3b", "StableLMZephyr"),
@@ -475,6 +477,7 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
 
     bare, told = _prompts(style, None), _prompts(style, _SYSTEM_MARK)
     later_bare, later_told, answers_end = bare, told, "eos_token"
+    # A style that can leave its system prompt out writes it before the first turn only.
     if told.plain.endswith(bare.plain):  # it can do without
         later_told = bare
     elif told.plain.startswith(_SYSTEM_MARK):
@@ -483,6 +486,7 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
         later = f"{style.before_later}{_INSTRUCTION_MARK}{style.after}"
         later_bare = later_told = _Prompts(later, later)
         answers_end = "(eos_token if loop.last else '')"
+    # Some styles write BOS themselves, such as Llama 3's.
     bos = tokenizer.special_tokens.get("bos_token", "")
     begins = tokenizer.use_bos and not bare.plain.startswith(bos)
     system = "system | trim" if _trims(style) else "system"
@@ -514,6 +518,7 @@ def _prompts(style: AnyStyle, system: str | None) -> _Prompts:
     return _Prompts(plain, with_input)
 
 
+# Tried, so that no style has to say it a second time.
 def _trims(style: AnyStyle) -> bool:
     return f" {_SYSTEM_MARK} " not in style.apply(prompt="", sys_prompt=f" {_SYSTEM_MARK} ")
 

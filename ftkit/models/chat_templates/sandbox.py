@@ -78,6 +78,8 @@ def rendered(source: str, variables: Mapping[str, object]) -> tuple[str, list[tu
     token = _OUTPUT.set(output)
     try:
         with _explained():
+            # Piece by piece: a template that writes without end is stopped before its text fills
+            # the memory.
             for piece in _compiled(source).generate(variables):
                 output.pieces.append(piece)
                 output.characters += len(piece)

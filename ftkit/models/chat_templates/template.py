@@ -172,6 +172,7 @@ def read_template(file: Path) -> str:
     require_regular(file)
     try:
         with file.open(encoding="utf-8") as stream:
+            # Not the whole file, which may have any size.
             text = stream.read(_MOST_CHARACTERS + 1)
         if len(text) > _MOST_CHARACTERS:
             raise UserError(
@@ -192,6 +193,7 @@ def _either(named: Mapping[str, str]) -> str | None:
         return default
     # Line ends at the seams are those of the templates alone.
     first, second = (text.removesuffix("\n") for text in (tool_use, default))
+    # The plus signs keep trim_blocks and lstrip_blocks from eating white space at the seams.
     return f"{{% if tools is not none +%}}{first}{{%+ else +%}}{second}{{%+ endif %}}"
 
 

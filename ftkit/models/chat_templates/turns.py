@@ -91,6 +91,7 @@ class TurnFinder:
         self._template = template
         self._train_on, self._reasoning = train_on, reasoning
         longest_first = sorted(filter(str.strip, added_tokens), key=len, reverse=True)
+        # (?!) matches nothing: a tokenizer without added tokens has no end of a turn.
         self._end = re.compile(
             f"(?P<token>{'|'.join(map(re.escape, longest_first)) or '(?!)'})\\s*\\Z"
         )
@@ -173,6 +174,9 @@ class TurnFinder:
         """Locate a turn in the whole conversation; None if later turns changed it."""
         start, text, marks = self._said(conversation, index)
         whole = conversation.whole
+        # Found by rendering up to the turn, in every conversation: few templates mark turns, a text
+        # that is searched for may stand elsewhere too, and one conversation says nothing about the
+        # next.
         for end in self._ends(text, start):
             if whole.startswith(text[:end]):
                 return _found(start, end, marks, text, whole)
@@ -246,6 +250,8 @@ class _Conversation:
             others: numbers of messages of which nothing may carry loss.
         """
         text = self.until(count)[0]
+        # Rendered a second time with brackets, and not taken from the turns: a check must not trust
+        # what it checks.
         unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
         opening, closing = next(unused), next(unused)
         messages = [
@@ -451,6 +457,7 @@ def _spans_in(
     text: str, template: ChatTemplate, messages: Sequence[dict[str, Any]], tools: Any
 ) -> list[Span]:
     """Positions of bracketed parts in a text without brackets."""
+    # A sample may end at any turn of the conversation.
     for count in range(len(messages), 0, -1):
         try:
             found, spans = _unbracketed(template.render(messages[:count], tools=tools))

@@ -89,6 +89,7 @@ def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
     Raises:
         UserError: the model has no experts whose matrices are one parameter.
     """
+    # rsLoRA divides alpha by the square root of the rank.
     root = math.sqrt(recipe.lora_r) if recipe.lora_variant == "rslora" else recipe.lora_r
     found: Iterator[FusedExperts] = model.body.fused_experts()
     layers = [experts for experts in found if experts.takes_pairs]
@@ -111,6 +112,8 @@ def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
                 recipe.lora_alpha / root,
                 transposed=layer.transposed,
             )
+            # Not PEFT's ParamWrapper, which adds the product of every expert's pair to its whole
+            # matrix, for all experts at once.
             layer.module.add_module(f"{name}{PAIRS}", pairs)
 
 

@@ -60,6 +60,7 @@ def _inject(model: nn.Module, recipe: LoraRecipe, targets: list[str]) -> None:
         use_rslora=recipe.lora_variant == "rslora",
         target_modules=targets,
     )
+    # Adapters on the meta device, like the model.
     LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
 
 

@@ -111,6 +111,8 @@ def adapter_tensors(
                 f"adapter {directory} trains head and embedding apart, but they are one in "
                 f"{base.name}. Merge the adapter where it was made, and start from the result."
             )
+    # PEFT also saves embedding and head if the vocabulary differs from the one on the hub
+    # (save_embedding_layers).
     _check_copies(copies, base, directory)
     return tensors
 
@@ -183,6 +185,7 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
 
 def _split(name: str) -> tuple[str, str]:
     """Hugging Face's layer and kind: lora_A, lora_B, lora_magnitude_vector, weight or bias."""
+    # Weights that PEFT saves beside their adapter have base_layer in their names.
     plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
     layer, found, kind = plain.rpartition(".lora_")
     if found:

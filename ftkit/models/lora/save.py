@@ -149,6 +149,7 @@ def save_adapter(
     notes = {NOTES_KEY: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
     if base_fingerprint is not None:
         notes[BASE_KEY] = base_fingerprint
+    # The rank of the layers that are not fused; rank_pattern lists the others.
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
     as_parameters = taken_for_experts(base, ranks)
@@ -156,6 +157,7 @@ def save_adapter(
     config = LoraConfig(
         r=rank,
         lora_alpha=_alpha(recipe, rank),  # type: ignore[arg-type]
+        # PEFT refuses dropout together with target_parameters.
         lora_dropout=0 if as_parameters else recipe.lora_dropout,
         use_dora=recipe.lora_variant == "dora",
         use_rslora=recipe.lora_variant == "rslora",
@@ -190,6 +192,8 @@ def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
         a, b = matrices[f"A.{TRAINED}"], matrices[f"B.{TRAINED}"]
         if f"A.{INITIAL}" in matrices:
             a = torch.cat([a, matrices[f"A.{INITIAL}"]])
+            # PiSSA and OLoRA: A B - A0 B0 is one product of twice the rank, an adapter of the
+            # original model.
             b = torch.cat([b, -matrices[f"B.{INITIAL}"]], dim=1)
         layers[layer] = _Layer(a, b, matrices.get(f"magnitude_vector.{TRAINED}"))
     return layers
@@ -253,6 +257,7 @@ def _whole_layers(
 
 def _alpha(recipe: LoraRecipe, rank: int) -> int | float:
     """Alpha with which matrices of another rank have the scale of the recipe."""
+    # PEFT divides alpha by the rank, which stacked parts multiply.
     factor = rank / recipe.lora_r
     alpha = recipe.lora_alpha * (math.sqrt(factor) if recipe.lora_variant == "rslora" else factor)
     return int(alpha) if float(alpha).is_integer() else alpha

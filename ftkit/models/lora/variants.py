@@ -27,6 +27,7 @@ def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
     """
     if ".lora_B." in name:
         return torch.zeros(shape, dtype=torch.float32, device="cpu")
+    # Python's own hash() of a name differs between processes.
     generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(name.encode()))
     matrix = torch.empty(shape, dtype=torch.float32, device="cpu")
     # Matrices of experts lie one after the other, as in PEFT.
@@ -53,6 +54,7 @@ def adapter_from_base(weight: Tensor, layer: Any, recipe: LoraRecipe) -> Mapping
     rank, scaling = recipe.lora_r, layer.scaling[TRAINED]
     if recipe.lora_init == "pissa":
         left, values, right = torch.linalg.svd(numbers, full_matrices=False)
+        # Divided by the scaling, so that the product of A and B is exactly the principal part.
         root = (values[:rank] / scaling).sqrt()
         a, b = root[:, None] * right[:rank], left[:, :rank] * root
     else:

@@ -42,6 +42,7 @@ from ftkit.models.pretrained.weight_files import (
 from ftkit.models.pretrained.weight_storage import HeldParameter, NamedStorage, WeightStorage
 from ftkit.utils import embedded
 
+# The initializer_range of most config.json files.
 _INITIAL_STD = 0.02
 SETTINGS = ("config.json", LITGPT_SETTINGS)
 _BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
@@ -541,6 +542,7 @@ def implementation_of(known: str) -> Implementation:
 
 
 def _digest(base: BaseModel) -> str:
+    # Not of the files: the same model has other bytes in each layout and number format.
     digest = hashlib.sha256(_text(base.architecture.identity()))
     if base.random:
         digest.update(b"random")
@@ -549,6 +551,7 @@ def _digest(base: BaseModel) -> str:
         return digest.hexdigest()
     for name, tensor in weights(base):
         digest.update(_text([name, list(tensor.shape)]))
+        # Little-endian float64, which holds the values of all other formats exactly.
         digest.update(_sample(tensor).numpy().astype("<f8").tobytes())
     return digest.hexdigest()
 

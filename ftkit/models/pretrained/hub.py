@@ -226,6 +226,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
                 _require_plain_weights(directory)
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
+    # Left by attempts before, under names that the newest one did not continue.
     for stale in _incomplete_files(directory):
         stale.unlink()
     if (missing := missing_files(directory)) and find_gguf(str(directory), root=root) is None:
@@ -236,6 +237,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     return directory
 
 
+# A command asks for the same settings in several places; the hub is asked once.
 @lru_cache
 def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) -> UserError | None:
     """Download the settings and tokenizer of a model, a few MB, if the hub answers.
@@ -413,6 +415,7 @@ def _require_plain_weights(directory: Path) -> None:
 def _repository(name: str, root: Path) -> str | None:
     """ORG/NAME, where the name can mean a hub model."""
     name = name.removeprefix("./").rstrip("/")
+    # LitGPT's recipes name models by the path of their download, checkpoints/ORG/NAME.
     for prefix in (f"{root}/", f"{ROOT}/"):
         name = name.removeprefix(prefix)
     return name if _REPOSITORY.fullmatch(name) and not _is_gguf(Path(name)) else None

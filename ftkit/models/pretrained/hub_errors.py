@@ -34,10 +34,12 @@ def explained(
 
     http = http_library()
 
+    # huggingface_hub wraps every failure to connect in this error; its cause says more.
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]
     hub = constants.ENDPOINT
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    # First, because it is a RepositoryNotFoundError too.
     if isinstance(error, errors.GatedRepoError):
         return UserError(
             f"{repo_id} is gated: its owners grant access to accounts, one by one. Accept its "

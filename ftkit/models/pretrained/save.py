@@ -178,6 +178,7 @@ def _ends(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without what names code of the model's own."""
+    # The code was not used here, and transformers would ask to trust it.
     return {key: value for key, value in settings.items() if key != "auto_map"}
 
 
@@ -236,6 +237,7 @@ def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
             f"{out} cannot be written ({error}). Free some space or choose another directory."
         ) from error
     except RuntimeError as error:
+        # torch.save raises RuntimeError where the disk is full.
         if "PytorchStreamWriter" not in str(error):
             raise
         raise UserError(
@@ -256,6 +258,7 @@ def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dic
     files = {CHAT_TEMPLATE: template.encode(), GENERATION: _generation(base, own, stop_ids)}
     for name in _ALSO_TEMPLATES:
         settings = json.loads(own.get(name, b"{}"))
+        # Some programs still prefer the template in tokenizer_config.json to the file.
         if "chat_template" in settings:
             files[name] = _as_json(settings | {"chat_template": template})
     return files

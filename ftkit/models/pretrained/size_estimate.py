@@ -41,6 +41,7 @@ class RoughModel:
     @property
     def parameters(self) -> int:
         """At most, but for biases and norms: attention heads may share keys and values."""
+        # Four square matrices of attention, three of a gated MLP.
         block = 4 * self.width**2 + 3 * self.width * self.inner_width * self.experts
         return self.layers * block + 2 * self.vocabulary * self.width
 
@@ -66,6 +67,7 @@ def rough_model(name: str, *, root: Path = ROOT) -> RoughModel | None:
         return None
     if not isinstance(settings, dict):
         return None
+    # A multimodal model: only its language model is trained.
     if isinstance(of_language := settings.get("text_config"), dict):
         settings = of_language
     found = {key: _first(settings, names) for key, names in _NAMES.items()}

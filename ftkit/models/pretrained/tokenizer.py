@@ -94,6 +94,7 @@ class Tokenizer:
                 self.backend = "huggingface"
                 self.bos_id = self._special_token("bos")
                 eos_id = self._special_token("eos")
+                # Asked of the post-processor itself: no setting says it for all tokenizers.
                 self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
                 self._word = self._word_that_loses_its_space()
         if eos_id is None:
@@ -234,6 +235,7 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> str:
+        # Of alternatives, `re` takes the first that matches, not the longest.
         longest_first = sorted(self.added_tokens, key=len, reverse=True)
         return f"({'|'.join(map(re.escape, longest_first))})"
 
@@ -270,6 +272,7 @@ class Tokenizer:
 
     def _word_that_loses_its_space(self) -> int | None:
         """Return a token that loses its leading space when decoded alone, as words of Llama do."""
+        # SentencePiece's mark for a space before a word.
         token = self.processor.token_to_id("▁a")
         return token if token is not None and self.processor.decode([token]) == "a" else None
 

@@ -145,6 +145,8 @@ class TransformersStorage(WeightStorage):
     def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
         found: dict[str, HeldParameter] = {}
         conversions: dict[str, _Conversion] = {}
+        # In the order of transformers: experts become rows of a stacked tensor in the order they
+        # come.
         for name in sorted(stored, key=dot_natural_key):
             target, pattern = self._target(name)
             tensor = stored[name]
@@ -203,6 +205,7 @@ class TransformersStorage(WeightStorage):
                 target, _Conversion(self._writing.converter(pattern), target, [])
             )
             made.sources.append((pattern, name, partial(_itself, value)))
+            # As soon as it is complete, so that few tensors are held.
             if len(made.sources) == len(made.converter.source_patterns):
                 del conversions[target]
                 for result, converted in made.results(self._model).items():
@@ -223,6 +226,7 @@ class TransformersStorage(WeightStorage):
         # By place: the names of these arguments are others in each version of transformers.
         known = (self._model.base_model_prefix, self._known)
         target, pattern = self._reading.renamed(name, *known)
+        # A rule for names of older files may also match a current name.
         if target not in self._known and name in self._known:
             target, pattern = _Rules([], [], []).renamed(name, *known)
         return target, pattern

@@ -67,9 +67,12 @@ def upload(
             for done, (name, content) in enumerate(files.items(), start=1):
                 additions.append(CommitOperationAdd(name, content))
                 phase.advance(done, len(files))
+        # In the same commit: a repository never holds shards of two results.
         stale = [n for n in there if _WEIGHTS.fullmatch(n) and n not in files]
         deletions = [CommitOperationDelete(name) for name in stale]
         with _sending(files):
+            # One commit, not upload_large_folder, which makes many and writes its state beside the
+            # files. Large files that were sent before are known by their SHA-256.
             api.create_commit(repo_id, [*additions, *deletions], commit_message=message)
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained_upload(error, repo_id) from error

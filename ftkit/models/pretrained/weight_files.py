@@ -200,9 +200,12 @@ def load_pickled(file: Path) -> Any:
         is_zip = zipfile.is_zipfile(file)
         records = _records(file) if is_zip else None
         if not is_zip:
+            # Before torch opens it: the restricted loader would build whatever the pickle
+            # describes.
             with file.open("rb") as stream:
                 _require_tensors_alone(file, stream, _OLD_FORMAT_PICKLES)
         content = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+        # torch maps a tensor at its record without comparing lengths.
         if records is not None and (missing := _storages(content) - records):
             raise ValueError(f"no record has the {min(missing):,} bytes of one of its tensors")
     return content
@@ -242,6 +245,8 @@ def _require_tensors_alone(file: Path, stream: IO[bytes], pickles: int) -> None:
     """Refuse pickles that name anything but what tensors and their names are made of."""
     for _ in range(pickles):
         for operation, argument, _ in pickletools.genops(stream):
+            # It takes the name from the stack, where it cannot be read; torch.save writes protocol
+            # 2, which does not have it.
             if operation.name == "STACK_GLOBAL" or (
                 operation.name in ("GLOBAL", "INST") and not _is_of_tensors(str(argument))
             ):

@@ -144,6 +144,7 @@ class NamedStorage(WeightStorage):
         for ours, shape in self._architecture.parameter_shapes(tied=tied).items():
             name, _ = self._naming.stored_in(ours)
             if name in expected:
+                # Rows of all parts of a fused tensor.
                 expected[name][0] += shape[0]
             else:
                 expected[name] = list(shape)

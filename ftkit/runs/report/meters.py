@@ -99,6 +99,7 @@ class ThroughputMeter:
             self._graphs = (self._graphs or 0) + compiled_graphs
         if is_slowed:
             self._slowed.add(self._steps)
+        # Only these steps may be taken out later; all others are kept as sums.
         if is_slowed or self._steps < self.skip_steps:
             self._apart[self._steps] = step
         self._steps += 1

@@ -69,6 +69,7 @@ class CsvWriter:
         self.failure: OSError | None = None
         """Error of the last write, while rows are waiting."""
         end = 0 if after_step is None else _end_of_rows(path, columns, after_step)
+        # Unbuffered, so that readers see whole rows and a kill loses none.
         self._file = path.open("r+b" if end else "wb", buffering=0)
         if end:
             self._file.truncate(end)
@@ -118,6 +119,7 @@ class CsvWriter:
         """Write a line completely, or raise OSError and leave the file as it was."""
         end = self._file.tell()
         try:
+            # An unbuffered write may be short without an error: the disk had room for a part.
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
@@ -278,6 +280,7 @@ class RowsReader:
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
+                # Replaced, or cut: the run went back to a checkpoint.
                 if status.st_ino != self._file or status.st_size < self._end:
                     self._forget()
                     self._file = status.st_ino
@@ -347,6 +350,7 @@ def cut_rows(path: Path, after_step: int, into: Path) -> int:
         if removed:
             into.parent.mkdir(parents=True, exist_ok=True)
             write_durably(into, b"".join((header, *reversed(removed))).decode(errors="replace"))
+        # Only now, when the removed rows are on the disk in the other file.
         if kept < size:
             file.truncate(kept)
             os.fsync(file.fileno())

@@ -118,6 +118,7 @@ def _text_below(path: str) -> str:
         else:
             text = _field_texts(kind)[name]
             hint = get_type_hints(kind)[name]
+        # The class in "X | None".
         kind = next((part for part in get_args(hint) if part is not NoneType), hint)
     return " ".join(text.split())
 

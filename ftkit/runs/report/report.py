@@ -294,6 +294,7 @@ class ExpertLoad:
         if not found:
             return None
         of_ranks = [
+            # Reports hold fractions; counts of integers come back exactly.
             [[round(of_one * part.choices) for of_one in layer] for layer in part.fractions]
             for part in found
         ]
@@ -382,6 +383,7 @@ class Loss:
 
     def with_validation(self, step: int, loss: float) -> Self:
         """Return the losses after one more validation, done after so many steps."""
+        # NaN compares as false with everything: it must not become the best loss.
         best, is_number = self.validation_best, math.isfinite(loss)
         is_best = is_number and (best is None or loss < best)
         return dataclasses.replace(

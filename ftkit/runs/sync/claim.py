@@ -144,6 +144,7 @@ class RemoteClaim:
             if self._create(name):
                 break
         self._name = name
+        # Deleted only now: until the new claim existed, they showed others that the url is taken.
         older = [n for n in self._objects.listing() if _NAME.fullmatch(n) and n < name]
         self._objects.delete(older)
         self._thread = begun(self._renew)
@@ -156,6 +157,7 @@ class RemoteClaim:
 
     def _delete_claim(self) -> None:
         if self._thread is not None:
+            # A renewal after the deletion would create the claim again.
             self._thread.join()
         if self._name and self.lost_to is None:
             with suppress(StorageError):
@@ -194,8 +196,10 @@ class RemoteClaim:
         found = [match for name in listing if (match := _NAME.fullmatch(name))]
         if not found:
             return 0, None
+        # As text: numbers have leading zeros.
         newest = max(found, key=lambda match: match[1])
         if listing[newest[0]].size_bytes > _MOST_BYTES:
+            # Its version shows whether somebody changes it; the content would fill the memory.
             return int(newest[1]), listing[newest[0]].version.encode()
         try:
             return int(newest[1]), self._objects.read(newest[0])
@@ -321,8 +325,10 @@ def _started(process: int) -> float:
 def _machine() -> str:
     """Id of this machine or container; several may have the same host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
+    # The boot id also differs after a restart, when process ids begin anew.
     known = boot.read_text().strip() if boot.exists() else hex(uuid.getnode())
     try:
+        # Containers of a machine share its boot id, but number their processes themselves.
         return f"{known}-{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return known

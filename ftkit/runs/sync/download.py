@@ -138,6 +138,7 @@ def fetch_run(run: RunDirectory) -> Listing:
         metadata = f"{checkpoint_name(run, step)}/{METADATA}"
         if replica.version(metadata) != listing[metadata].version:
             _fetch_checkpoint(run, step, replica, listing)
+    # A machine that is ahead has newer rows and logs than the url.
     if not is_ahead:
         _fetch_rest(run, replica, listing)
     backups = f"{run.backups.name}/"
@@ -212,6 +213,7 @@ def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -
         if is_state_file(run, name) and entry.size_bytes <= SMALL_BYTES:
             path = run.killed / name.removeprefix(inside)
             objects.download(name, path)
+            # The end of a killed session is told from the time of its files.
             os.utime(path, (heard_s, heard_s))
 
 
@@ -286,6 +288,7 @@ def _fetch_checkpoint(run: RunDirectory, step: int, replica: Replica, listing: L
     for file in small:
         replica.objects.download(file, partial / file.removeprefix(f"{name}/"))
     remove(store.path(step))
+    # By one rename, like a checkpoint that is written here.
     partial.rename(store.path(step))
     for file, entry in small.items():
         replica.note(file, entry.version)
@@ -402,6 +405,7 @@ class UrlCopy:
             self._replica.forget(name)
         for name in wanted:
             if self._replica.version(name) != listing[name].version:
+                # Replaced since the listing; the next look finds its successor.
                 with suppress(FileNotFoundError):
                     self._replica.download(name, listing[name].version)
 

@@ -321,6 +321,7 @@ class Mirror:
         run = self._run
         if self._overwrites:
             first = [name for name in self._listing if name.endswith(f"/{METADATA}")]
+            # Metadata first: from then on no checkpoint of the old run counts.
             self._delete([*first, *(name for name in self._listing if not is_claim(name))])
             self._committed = set()
         for step in sorted(self._committed - here):
@@ -509,6 +510,7 @@ def linked_checkpoint(run: RunDirectory, step: int) -> Iterator[Path]:
                 if path.is_file():
                     link = held / path.relative_to(directory)
                     link.parent.mkdir(parents=True, exist_ok=True)
+                    # Links take no space, and outlive the deletion of the checkpoint.
                     link.hardlink_to(path)
         except FileNotFoundError:  # deleted just now: newer ones have replaced it
             source = directory

@@ -77,6 +77,7 @@ def mirrored(
             mirror.finish(received)
             raise
         except BaseException:
+            # Nobody waits for uploads under way: the end of a failed run must not hang.
             mirror.stop(lambda: True)
             raise
         mirror.finish(received)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 
+# 256 KiB in float32: a piece stays in the cache of a core between conversion and sum.
 PIECE = 2**16
 """16-bit numbers that are converted to float32 at once on a CPU, to sum their squares."""
 
@@ -16,6 +17,7 @@ def norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
     """Norm of each gradient, in float32."""
     if gradients and gradients[0].device.type == "cpu":
         return [_norm_on_cpu(gradient) for gradient in gradients]
+    # One kernel for many gradients; torch.nn.utils calls the same one, but in their dtype.
     norms: Sequence[Tensor] = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     return norms
 
@@ -57,6 +59,7 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None
     # torch's function would round norm and factor to the dtype of the gradients: bfloat16 has 8
     # bits of precision.
     known = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # The same 1e-6 as in torch.nn.utils.clip_grad_norm_.
     factor = (limit / (known + 1e-6)).clamp(max=1.0)
     if factor.device.type != "cpu":  # a GPU rounds a scalar to the dtype of the other operand
         factor = factor[None]

@@ -73,6 +73,7 @@ def _groups(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:
     found: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            # LoRA+ trains B at a higher rate than A.
             found[".lora_B." in name].append(parameter)
     rate = base_learning_rate(recipe)
     return [{"params": found[False], "lr": rate}, {"params": found[True], "lr": rate * ratio}]
@@ -103,6 +104,7 @@ def resolve_optimizer(
                 f"optimizer.init_args.{name} is not an argument of {class_path}. {hint}"
             )
     if "betas" in arguments:
+        # YAML only has lists.
         arguments["betas"] = tuple(arguments["betas"])
     if class_path == _MUON:
         return MuonWithAdamW, arguments | {"fused": may_fuse}
@@ -166,6 +168,7 @@ class MuonWithAdamW(Optimizer):
         adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=fused or None)
         self._parts = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        # One state in one place: checkpoints need not know that there are two optimizers.
         for part in self._parts:
             part.state = self.state
 
@@ -182,6 +185,7 @@ class MuonWithAdamW(Optimizer):
 
 def uses_muon(group: dict[str, Any]) -> bool:
     """Whether Muon updates a parameter group."""
+    # Newton-Schulz steps, which only Muon's groups have.
     return "ns_steps" in group
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 from ftkit.recipe.recipe import LrSchedule, Recipe, Train
 
+# The default of get_inverse_sqrt_schedule in transformers.
 _INVERSE_SQRT_STEPS = 10_000
 """Without a warm-up, the rate falls by the square root of 2 over so many steps."""
 
@@ -45,6 +46,7 @@ class Schedule:
 
     def _progress(self, step: int) -> float:
         """Share of the steps after the warm-up that is done, in [0, 1]."""
+        # - 1: the last step itself has the final rate.
         decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
         return min(1.0, (step - self.warmup_steps) / decay_steps)
 
@@ -55,6 +57,8 @@ class Schedule:
         """Warm-up, stable, decay: the full rate, then a straight line down at the end."""
         stable_until = max(1, self.warmup_steps, self.total_steps - self.decay_steps)
         decay_steps = max(1, self.total_steps - stable_until)
+        # step + 1: the first step of the decay is already below the full rate, the last one at the
+        # end.
         return 1 - min(1.0, max(0, step + 1 - stable_until) / decay_steps)
 
     def _inverse_sqrt(self, step: int) -> float:

@@ -35,9 +35,11 @@ DIRECTORY = "gguf"
 _VERSION = 1
 """Of what a conversion writes; another one has another key."""
 _KEY_BYTES = 2**20
+# The size of shards that save_pretrained wrote for years.
 _MAX_SHARD_BYTES = 5 * 10**9
 _SPARE_BYTES = 2**26
 """For tokenizer, settings and the file system's own use."""
+# Seconds between two looks at whether another process has finished its conversion.
 _LOOK_S = 0.5
 
 
@@ -97,6 +99,7 @@ def conversion_place(file: Path, root: Path) -> Path:
         raise UserError(
             f"checkpoint_dir {file} cannot be read ({error.strerror}). Check the file."
         ) from error
+    # Not a digest of the content: 40 GB would take half a minute at every start.
     facts = (_VERSION, file.stem, status.st_size, status.st_mtime_ns)
     digest = hashlib.sha256(json.dumps(facts).encode() + beginning)
     return root / DIRECTORY / digest.hexdigest()[:16] / file.stem

@@ -239,9 +239,11 @@ class _Reader:
         is_number = isinstance(alignment, int) and 0 < alignment <= _MOST_ALIGNMENT
         if not is_number or alignment & (alignment - 1):
             raise _Unsound(f"its general.alignment is {_shown(alignment)}, no power of two")
+        # Offsets of tensors count from here, not from the beginning of the file.
         data_start = -(-self._position // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         last_end, before = data_start, "its header"
+        # In the order of the file, so that one pass finds overlaps.
         for place in sorted(places, key=lambda tensor: tensor.start):
             if place.start % alignment:
                 raise _Unsound(f"{place.name} begins at {place.start}, no multiple of {alignment}")
@@ -270,6 +272,7 @@ class _Reader:
         dimensions = self._whole("<I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
             raise _Unsound(f"{name} has {dimensions} dimensions")
+        # GGUF lists the innermost dimension first.
         shape = tuple(self._whole("<Q") for _ in range(dimensions))[::-1]
         number = self._whole("<I")
         kind = _KIND_OF_NUMBER.get(number)
@@ -306,6 +309,7 @@ class _Reader:
         count = self._whole("<Q")
         if most is not None and count > most:
             raise _Unsound(f"it says that it has {count:,} {what}, but {most:,} are the most")
+        # Before anything is allocated: a damaged count may be any number of 64 bits.
         if count * each_bytes > self._end - self._position:
             raise _Unsound(f"it says that it has {count:,} {what}, more than fit in its bytes")
         return count

@@ -114,6 +114,7 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
     width = _positive(header, f"{name}.embedding_length")
     heads = _positive(header, f"{name}.attention.head_count")
     layers = _positive(header, f"{name}.block_count")
+    # A damaged number of layers would make a table of that length.
     if layers > len(header.tensors):
         raise header.error(f"it has {layers:,} layers and {len(header.tensors):,} tensors")
     head_size = _positive(header, f"{name}.attention.key_length", width // heads)
@@ -178,6 +179,7 @@ def _llama3(header: GgufHeader, name: str, base: float) -> dict[str, Any]:
     expected = [
         _llama3_factor(base ** (-i / len(found)), factor, positions) for i in range(len(found))
     ]
+    # The file holds factors, config.json the three numbers that they follow from.
     if not np.allclose(found, expected, rtol=1e-4):
         raise UserError(
             f"checkpoint_dir {header.file} stretches its positions otherwise than Llama 3 does. "
@@ -201,6 +203,7 @@ def _gemma2(header: GgufHeader, settings: Mapping[str, Any]) -> dict[str, Any]:
     by_width = settings["num_hidden_layers"] == _GEMMA2_27B_LAYERS
     per_head = settings["hidden_size"] // settings["num_attention_heads"]
     return {
+        # GGUF does not have this number; llama.cpp decides in the same way.
         "query_pre_attn_scalar": per_head if by_width else settings["head_dim"],
         "sliding_window": header.integer("gemma2.attention.sliding_window", 4096),
         "attn_logit_softcapping": header.number("gemma2.attn_logit_softcapping", 50.0),

@@ -159,6 +159,7 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[Any, bool]:
     tokenizer = Tokenizer(_bpe(header, models, tokens, merges, ignore_merges=is_llama3))
     tokenizer.pre_tokenizer = _cut(rule)
     tokenizer.decoder = decoders.ByteLevel()
+    # llama.cpp does not normalise, but the original tokenizers do.
     if rule in _QWEN2_NAMES:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer, is_llama3
@@ -208,6 +209,7 @@ def _merges_by_score(words: Mapping[str, float]) -> list[tuple[str, str]]:
         for cut in range(1, len(word))
         if (left := word[:cut]) in words and (right := word[cut:]) in words
     ]
+    # Of equal scores the longest left part first, as transformers' converter sorts them.
     found.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2])))
     return [(left, right) for _, left, right in found]
 
@@ -245,6 +247,7 @@ def _add_tokens(
     control = {number for number, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
     control |= set(special.values())
     added = [AddedToken(tokens[i], normalized=False, special=True) for i in sorted(control)]
+    # normalized=False: a special token in a text is matched as it stands.
     tokenizer.add_special_tokens(added)
     own = [i for i, kind in enumerate(kinds) if kind == _USER_DEFINED and i not in control]
     tokenizer.add_tokens([AddedToken(tokens[i], normalized=False) for i in own])
