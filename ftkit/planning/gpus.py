@@ -88,6 +88,7 @@ def find_gpu(text: str) -> Gpu:
         return GPUS[name]
     if name == "auto":
         return _gpu_here()
+    # "24g" means GiB here, as in the names of products.
     in_any_case = f"{name}ib" if name.endswith("g") else name
     if size_bytes := parse_size(in_any_case.upper().replace("IB", "iB")):
         return Gpu(name=text.strip(), memory_bytes=size_bytes)

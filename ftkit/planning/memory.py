@@ -124,6 +124,7 @@ def predict(
         host_bytes += min(staged_bytes, plan.recipe.checkpoint.max_staged_bytes or staged_bytes)
     if on_cpu:
         low, reserved = round(peak_bytes * (1 - _HOST_ERROR)), peak_bytes
+        # On CPUs tensors and the process share one memory.
         high = host_bytes + round(peak_bytes * (1 + _HOST_ERROR))
         host_bytes += peak_bytes
     else:
@@ -207,6 +208,7 @@ def predict_measured(
     predicted = None
     if first.micro_batch is not None and first.micro_step is not None:
         accumulates = first.micro_step > 1
+        # Usually the same simulation, which takes a second or more.
         if (first.micro_batch, accumulates) != (batch, plan.accumulates):
             memory = predict(model, plan, first.micro_batch, accumulates=accumulates)
         predicted = PredictedStep(

@@ -41,6 +41,7 @@ def steps_to_measure(order: ElasticOrder) -> set[int]:
     near = range(second, min(first + _STEPS_LOOKED_AT, end))
     if not near:
         return set()
+    # The sizes of micro-batches are known from the order, before any of them is made.
     largest = max(near, key=order.largest_micro_batch)
     return {largest} if largest < first + SOON else {second, largest}
 
@@ -202,12 +203,15 @@ class MemoryMeter:
         if not self._kind.counts_memory and not self._has_looked_around:
             # No allocator tells what is taken.
             kinds = set(_with_subclasses(Tensor))
+            # By type(), because isinstance would run code of objects that are only half built or
+            # are proxies.
             self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
             self._has_looked_around = True  # what it found is followed from here on
         self._allocated.clear()
         self._micro_batches.clear()
         self._device_peak.restart()
         self._live.restart()
+        # Not a with block: it begins and ends in calls from different places of the step.
         self._live.__enter__()
         self._entered = True
 

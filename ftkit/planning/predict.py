@@ -32,6 +32,8 @@ from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
 
 ResultLayout = ModelLayout | Literal["peft"]
+# Recipes without LoRA keys mean full fine-tuning unless the command says more: the tutorial's
+# recipes are written so.
 MethodSource = Literal["command", "recipe", "default"]
 """What says how the model is adapted: the command, the keys of a recipe (any LoRA key or quantize
 means LoRA), or nothing, which means LoRA, as `ftkit finetune` does."""
@@ -219,6 +221,7 @@ def largest_that_fits(whole: Planned, attempt: Callable[[int], Planned]) -> Plan
     one = attempt(bound.least)
     if not one.fits:
         return None if one.fits is False else one
+    # Memory grows about linearly with the micro-batch: sizes that cannot fit are not simulated.
     more_bytes = whole.memory.high_bytes - one.memory.high_bytes
     each_bytes = more_bytes / (bound.full - bound.least)
     for smaller in bound.between():
@@ -268,6 +271,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     in_row = largest.tokens is not None
     certain = certain_micro_batch(made, length, steps, padding_free=in_row)
     if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
+        # A refusal rests only on what the run computes for certain: an assumption may be wrong, and
+        # a run that is out of memory says so anyway.
         least_bytes = predict(base, made, certain, accumulates=False).low_bytes
     return Planned(
         name=name,

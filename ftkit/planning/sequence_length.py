@@ -34,6 +34,7 @@ _BESIDE_TEXT = 8
 prompt and answer, and the space that some tokenizers put before each."""
 MOST_BYTES = 16 * 2**20
 """Bytes of text that are tokenised at most: a few seconds on one core."""
+# Samples between two looks at whether longer ones can follow.
 _AT_ONCE = 256
 
 
@@ -98,6 +99,7 @@ def longest_sample(
     answered = [(record, text) for record, text in zip(records, texts, strict=True) if text]
     if not answered:
         return None
+    # Bytes, because byte-level tokenizers make up to one token of each.
     sizes = np.array([len(text.encode()) for _, text in answered])
     falling = np.argsort(-sizes, kind="stable")
     largest = int(sizes[falling[0]])
@@ -111,6 +113,7 @@ def longest_sample(
         if tokens >= min(largest + _BESIDE_TEXT, max_seq_length):
             break
         if done_bytes > MOST_BYTES:
+            # The rest is as dense as the densest sample so far: most likely, not certainly.
             expected = max(tokens, math.ceil(densest * largest))
             at_most = min(expected, largest + _BESIDE_TEXT, max_seq_length)
             return Longest(at_most=at_most, at_least=tokens, label_tokens=label_tokens)
@@ -191,6 +194,7 @@ def sequence_length(
         return _unknown(asked, context)
     for one in validation_sets(data, sets).values():
         files += one.files() or ()
+    # Part of the key of the cache below: a changed file is read anew.
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
     texts = json.dumps(data, default=str), json.dumps(sets, default=str)

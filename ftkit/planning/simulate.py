@@ -133,7 +133,10 @@ def _run(
     base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int, accumulates: bool
 ) -> Simulation:
     kernels = plan.recipe.kernels if has_liger() else "torch"
+    # Fake tensors cannot look into compiled graphs; these keep less, so it is an upper bound.
     recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
+    # The code of a run, not a formula, which would have to change with every layer: predictions are
+    # equal to the byte.
     model = outline(with_layers(base, layers), recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = attention_kernel(base.architecture.attention, plan)
     model.routing = model.body.watch_routing(
@@ -143,6 +146,7 @@ def _run(
     strategy = make_strategy(plan)
     with (
         strategy.simulated() as sharding,
+        # Tables that were computed on the CPU are real tensors.
         FakeTensorMode(allow_non_fake_inputs=True),
         _in_host_memory(plan) as host,
         _without_launches(kernels),
@@ -308,6 +312,7 @@ class _Step:
         with unset_fake_temporarily():  # bitsandbytes computes tables
             optimizer = self._strategy.make_optimizer(self._model)
         if hasattr(optimizer, "update_step"):  # of bitsandbytes, which takes a second to import
+            # Kernels of bitsandbytes read pointers, which fake tensors do not have.
             optimizer.update_step = _nothing
         return optimizer
 
@@ -386,6 +391,7 @@ class _Step:
         blocks = self._model.body.blocks
         count = len(blocks)
         for index, block in enumerate(blocks):
+            # Counted from both ends, so that models of different depth have the same names.
             name = str(index) if index < count // 2 else str(index - count)
 
             def forward(_: Any, __: Any, name: str = name) -> None:
@@ -408,6 +414,7 @@ class _Step:
 
     def _make_buckets(self) -> None:
         """DDP's memory for all gradients, which it keeps from the first step on."""
+        # DDP has one kind of bucket for each dtype.
         for dtype in {p.dtype for p in self._trained}:
             parameters = [p for p in self._trained if p.dtype == dtype]
             bucket = torch.empty(sum(p.numel() for p in parameters), dtype=dtype)

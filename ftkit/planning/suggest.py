@@ -13,6 +13,7 @@ from ftkit.recipe.recipe import LoraRecipe
 
 Try = Callable[[Sequence[Override]], Planned]
 """The plan with some keys set anew."""
+# GPUs of one usual machine.
 _DEVICES = (2, 4, 8)
 _ADAMS = ("torch.optim.Adam", "torch.optim.AdamW")
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")

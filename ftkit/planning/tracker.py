@@ -74,6 +74,8 @@ class _Storage:
         return self.turned_out or category if category == "temporaries" else category
 
 
+# A dispatch mode, not a pack hook of autograd, which would keep ZeRO-3's gathered weights alive.
+# torch's MemTracker only follows simulations, and fixes the category of a tensor when it is made.
 class LiveTensors(TorchDispatchMode):
     """Follows the storages of one device while it is entered; see the module's text.
 
@@ -117,6 +119,8 @@ class LiveTensors(TorchDispatchMode):
                 self._change(known, storage, known.category)
             return result
 
+        # FSDP frees a gathered parameter by resizing its storage to 0, which is no operation of the
+        # dispatcher.
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
@@ -279,6 +283,7 @@ class LiveTensors(TorchDispatchMode):
         entered.reference = weakref.ref(storage, leave)
         self._change(entered, storage, category)
         if not is_new and self._changes and self._changes[-1][0] is entered:
+            # It was alive from the start, before any change of the step.
             self._changes.insert(self._changes_before, self._changes.pop())
             self._changes_before += 1
         return entered

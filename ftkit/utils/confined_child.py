@@ -20,6 +20,7 @@ from ftkit.utils.progress import set_verbosity
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     module, _, name = request["function"].partition(":")
+    # Imported before the limits hold: torch alone takes more than a small file justifies.
     with quick_imports():
         function = getattr(importlib.import_module(module), name)
     set_limits(request["seconds"], request["memory_bytes"])
@@ -30,6 +31,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except OutOfTime:
         most = f"{request['seconds']:.0f} s of processor time"
     except Exception as error:
+        # torch raises RuntimeError with these words.
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
         most = f"{request['memory_bytes'] / 2**30:.1f} GiB of memory"
@@ -51,6 +53,7 @@ def _serve(parent: int, descriptor: int) -> None:
         request = json.loads(exchange.read())
         set_verbosity(request["verbosity"])
         answer = _answer(request)
+        # The answer may be as large as the limit has room for.
         with without_limits():
             sys.stdout.flush()
             exchange.seek(0)

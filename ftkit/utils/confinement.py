@@ -51,6 +51,7 @@ def set_limits(seconds: float, memory_bytes: int) -> None:
         raise OutOfTime
 
     signal.signal(signal.SIGPROF, raise_out_of_time)
+    # Processor time, not wall-clock time: a slow disk is no attack.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds + _KILL_AFTER_S)  # whose signal nobody handles
     if (taken := _data_bytes()) is not None:
@@ -97,6 +98,7 @@ def _data_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), None)
 
 
+# A fresh interpreter with torch takes a few of them.
 _BASE_SECONDS = 20.0
 _BASE_BYTES = 2**30
 """Limits of a reader, beside the part that is proportional to its file's size."""
@@ -230,6 +232,7 @@ def _wait(child: "subprocess.Popen[bytes]", signals: PassingOn) -> int:
     kill_at = None
     while True:
         try:
+            # Not without a timeout: a signal only sets a note, and does not end the wait.
             return child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             if signals.received and kill_at is None:

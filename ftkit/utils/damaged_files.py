@@ -87,6 +87,7 @@ def log_failure(file: Path | str, text: str) -> None:
     log = traceback_log()
     with suppress(OSError):  # a read-only home must not hide the message
         log.parent.mkdir(parents=True, exist_ok=True)
+        # The log and the one before it: at most 2 MiB and the newest failure.
         if log.exists() and log.stat().st_size > _MOST_LOG_BYTES:
             log.replace(log.with_suffix(".log.1"))
         with log.open("a", encoding="utf-8", errors="backslashreplace") as out:

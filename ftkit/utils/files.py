@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+# 256 KiB: the last report and the error of a rank take less.
 _RESERVE_BYTES = 2**18
 CACHE_VARIABLE = "FTKIT_CACHE_DIR"
 
@@ -35,6 +36,8 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _write_at_once(path: Path, text: str, *, synced: bool) -> None:
+    # In the same directory, because a rename does not cross file systems; by process, because
+    # several may write the file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -131,6 +134,8 @@ def _locked(directory: Path) -> int:
     """An open descriptor of a directory that no other process has locked so."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        # The kernel drops the lock with the process, so what a killed one has left can be taken
+        # over.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Whoever had it may have renamed or removed it just now.
         if not directory.exists() or not os.path.samestat(os.fstat(descriptor), directory.stat()):

@@ -152,9 +152,11 @@ def host_limit(
         warnings.simplefilter("ignore", RuntimeWarning)
         most = memory + psutil.swap_memory().total
     for directory in _control_groups(membership, groups):
+        # Version 2 of control groups, then version 1.
         of_group = _bytes_in(directory / "memory.max", directory / "memory.limit_in_bytes")
         swap = _bytes_in(directory / "memory.swap.max")  # version 2: beside memory.max
         both = _bytes_in(directory / "memory.memsw.limit_in_bytes")  # version 1: memory and swap
+        # Version 1 has a huge number where there is no limit.
         memory = min(memory, of_group or total)
         if swap is not None:
             most = min(most, (of_group or total) + swap)

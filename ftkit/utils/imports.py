@@ -31,6 +31,7 @@ it remembers 128 folders and has 440, and line by line, though names stand last.
 it says whether scikit-learn and SciPy are there: generation with a second model and losses of
 boxes in pictures would import them, in a second and more, for what nobody here does."""
 
+# Reentrant: the code of a package imports other names of the same package.
 _LOCK = threading.RLock()
 
 
@@ -40,10 +41,13 @@ def quick_imports() -> Iterator[None]:
 
     It takes half of the time that importing torch, Lightning and transformers takes otherwise.
     """
+    # Collections took half of the time: torch, Lightning and transformers in 3.4 s instead of 6.2 s
+    # on one core, and a fifth of a run of short steps.
     gc.disable()
     try:
         yield
     finally:
+        # Nothing that was imported is garbage: later collections do not look at it.
         gc.freeze()
         gc.enable()
 
@@ -88,6 +92,7 @@ def _is_error(record: logging.LogRecord) -> bool:
 def postpone_modules() -> None:
     """From now on, import these modules so. For processes of our own, which use them as we do."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # First: Python asks the finders in order.
         sys.meta_path.insert(0, _Finder())
 
 

@@ -40,6 +40,8 @@ def for_json(value: Any) -> Any:
     return value
 
 
+# 35 strict lines: pydantic or cattrs would be imported by every command. Unknown keys pass, because
+# files of later versions have more of them.
 def from_json(kind: Any, value: Any) -> Any:
     """A value read from JSON as the given type; keys that a dataclass lacks are passed over.
 
@@ -68,6 +70,7 @@ def from_json(kind: Any, value: Any) -> Any:
         return tuple(from_json(arguments[0], item) for item in value)
     if origin is dict and isinstance(value, dict):
         return {key: from_json(arguments[1], item) for key, item in value.items()}
+    # type() and not isinstance: True is an int in Python. JSON writes 1.0 as 1 in some programs.
     if kind is float and type(value) in (int, float):
         return float(value)
     if type(value) is kind:

@@ -16,6 +16,9 @@ from ftkit.redaction import redacted
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+# Thousands of tokens/s of the quick start on two cores, at rest / beside a busy process: 1,000
+# turns 14.7 / 9.0, 10,000 20.0 / 7.1, 300,000 20.3 / between 1.4 and 20.9. On another machine 1,000
+# turns 16.3 / 7.1, 10,000 17.7 / 2.8, sleeping at once 9.8 / 10.3.
 AT_REST, BUSY = 10_000, 1_000
 """Turns that OpenMP's threads wait for each other spinning before they sleep, on a machine with a
 core for each of them and on one without. libgomp's own 300,000 are as fast as 10,000 at rest, and
@@ -126,6 +129,7 @@ class PassingOn:
     def _pause(self, _: int, __: object) -> None:
         if self._child is not None:
             self._child.send_signal(signal.SIGTSTP)
+        # Not SIGTSTP, whose handler is this function.
         os.kill(os.getpid(), signal.SIGSTOP)
         if self._child is not None:
             self._child.send_signal(signal.SIGCONT)
@@ -168,6 +172,7 @@ class Interrupts:
 
     def sleep(self, seconds: float) -> None:
         """Sleep until the time is over or Ctrl+C is pressed, or not at all if it has been."""
+        # An interrupt that came before must not be slept through.
         self.check()
         time.sleep(seconds)
 

@@ -20,6 +20,8 @@ of it."""
 LATE_S = 2.0
 """Work that takes longer is announced, where it is not visible at once."""
 
+# One setting of the process: every layer shows something, and none has to be given a flag for it.
+# run.log has all of it anyway.
 _verbosity: Verbosity = "full"
 
 

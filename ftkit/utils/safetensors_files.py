@@ -30,6 +30,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
+    # The permissions of an ordinary new file, by the umask.
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"} | metadata)
@@ -88,4 +89,5 @@ def _sort_metadata(path: Path) -> None:
         if len(text) > size:
             raise SafetensorError(f"{path}: its header cannot be written in the space it has")
         file.seek(8)
+        # In place: sorting keeps the length, and spaces may follow the JSON.
         file.write(text.ljust(size))

@@ -27,6 +27,8 @@ _MOST_VALUES = 100_000
 """Values of a file at most, each counted as often as an alias repeats it."""
 
 
+# PyYAML with three rules more, which catch mistakes that otherwise train something else.
+# ruamel.yaml and OmegaConf bring round trips and interpolation, which no recipe needs.
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key that appears twice, and leaves dates as text."""
 

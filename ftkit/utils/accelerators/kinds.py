@@ -113,6 +113,8 @@ def kind_of_backend(backend: str) -> str:
     )
 
 
+# From the makers' data sheets, without sparsity. By exact name: a card of a similar name has
+# another peak, and no MFU is better than a wrong one.
 TENSOR_CORE_TFLOPS = {
     "B200": 2250.0,
     "GH200 480GB": 989.4,
@@ -168,6 +170,8 @@ def peak_flops(name: str, kind: str, *, tf32: bool = True) -> float | None:
         tflops = {"16": half, "32": single}.get(kind)
     else:
         half_rate = TENSOR_CORE_TFLOPS.get(model)
+        # Data sheets give float32 of the ordinary cores, which large products in torch hardly
+        # reach.
         if half_rate is None or (kind == "32" and not tf32):
             return None
         tflops = half_rate / 2 if kind == "32" else half_rate

@@ -10,6 +10,7 @@ _LOGARITHMIC_FROM = 20.0
 """Ratio of highest to lowest value from which the scale is logarithmic."""
 
 
+# Our own code: the library for it has no types.
 def curve(
     values: Sequence[float], width: int, height: int, *, ascii_only: bool = False
 ) -> list[str]:
@@ -76,6 +77,7 @@ def _resampled(values: Sequence[float], count: int) -> list[float]:
 def _levels(values: list[float], low: float, high: float, most: int) -> list[int]:
     """Distance of each value from the top, in dots."""
     if low > 0 and high / low > _LOGARITHMIC_FROM:
+        # Means of neighbours may be rounded below the lowest value.
         values, low, high = [math.log(max(v, low)) for v in values], math.log(low), math.log(high)
     if high == low:
         return [most] * len(values)

@@ -38,6 +38,7 @@ LINE_INTERVAL_S = 5.0
 """Seconds between two progress lines where there is no live line."""
 _GAP = 2
 """Spaces between the fields of a progress line."""
+# Characters.
 _MIN_BAR, _MAX_BAR = 8, 40
 _BY_WORTH = ("loss", "bar", "eta", "speed", "elapsed", "lr")
 """Fields that a live line shows beside the step, as far as the width allows."""
@@ -196,6 +197,8 @@ class TrainingProgress:
             return ""
         first_step, first_time = self._first
         step_s = (self._last_time - first_time) / (self._step - first_step)
+        # Counted down during a step, too; rich's own time left stands still, and is unknown where a
+        # step takes more than 30 s.
         left_s = step_s * (self._total_steps - self._step) - (now - self._last_time)
         return f"eta {clock_text(max(left_s, 0))}"
 
@@ -270,6 +273,7 @@ class Display:
         self._log_path = out_dir / LOG_NAME
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
+            # Line by line, so that a kill loses nothing that was shown.
             file = self._log_path.open("a", encoding="utf-8", buffering=1)
             self._log = LastingStream(file, self._on_log_failure)
         except OSError as error:
@@ -382,6 +386,7 @@ class Display:
                 console=self._console,
                 get_renderable=lambda: Group(*self._shown),
                 transient=True,
+                # Phases that are nested deeper than the terminal is high are cut, not scrolled.
                 vertical_overflow="crop",
                 # A rank draws on a descriptor of its own, and its standard streams are pipes:
                 # rich would send what libraries print there to the terminal.

@@ -15,6 +15,8 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text.expandtabs(4))
 
 
+# CSI sequences, then control characters except for the line feed: they could move the cursor or
+# change the title of a terminal.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
@@ -26,6 +28,7 @@ def shortened(text: str, limit: int = 240) -> str:
 
 def duration_text(seconds: float) -> str:
     """412 ms, 3.2 s, 2 min 10 s, 58 min, 1 h 02 min."""
+    # Compared after rounding, so that 0.9996 s is "1.0 s" and not "1000 ms".
     if round(seconds, 3) < 1:
         return f"{seconds * 1000:.0f} ms"
     if round(seconds, 1) < 60:
@@ -113,6 +116,7 @@ def utc_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
+# Read and written here, in one spelling; humanize only writes.
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Bytes of each."""
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(SIZE_UNITS)})")

@@ -35,6 +35,8 @@ def whole_page(title: str, body: str, style: str) -> str:
     )
 
 
+# All HTML is made of strings that pass here: cells hold tables and a picture, for which a template
+# engine would be one language more.
 def escaped(text: str) -> str:
     """Escape a text for HTML, without control characters."""
     return html.escape(printable(text))
@@ -106,6 +108,7 @@ def as_image(drawing: str, words: str) -> str:
         drawing: SVG. Images do not know the colour of the text: it becomes one for light and dark.
         words: what is shown instead where there are no images.
     """
+    # An SVG inside a page needs no namespace, as an image it does.
     named = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     content = base64.b64encode(named.replace("currentColor", _NEUTRAL).encode()).decode()
     return (

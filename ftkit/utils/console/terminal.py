@@ -43,6 +43,7 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         """Write and flush; characters the encoding lacks become question marks."""
+        # A model may answer in any script, whatever the terminal shows.
         known = text.encode(self.encoding, "replace").decode(self.encoding)
         self._attempt(lambda: self._stream.write(known))
         self.flush()
@@ -104,6 +105,7 @@ def terminal_of(stream: TextIO | LastingStream) -> Console | None:
     """The console of a stream on which lines can be redrawn; None for a pipe, file or notebook."""
     if not stream.isatty():
         return None
+    # highlight=False: rich would colour every number in a message.
     terminal = _Terminal(
         file=cast(TextIO, stream), force_terminal=True, force_jupyter=False, highlight=False
     )
@@ -171,5 +173,6 @@ class Value:
 
 
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMG]iB|B|ms|s|min|h)\b|%)")
+# Unicode's private use; a no-break space would do, but rich breaks lines at it.
 _JOINT = "\ue000"
 """Placeholder as wide as a space, at which rich does not break lines."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 PREFIX = "embedded:"
 """Before the name of a model, of data or of a recipe that comes with ftkit."""
+# A link in the repository, so that there is one copy to change; wheels hold the files.
 _RECIPES = Path(__file__).parent / "recipes"
 
 

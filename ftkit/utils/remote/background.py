@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
+# Soon enough for a person who has pressed Ctrl+C.
 _LOOKS_EVERY_S = 0.1
 _Item = TypeVar("_Item")
 

@@ -122,6 +122,7 @@ class Objects:
         """Look up an object; None: it does not exist."""
 
         def ask(fs: Any) -> ObjectEntry | None:
+            # Some file systems remember what they have seen, in spite of use_listings_cache.
             fs.invalidate_cache()
             try:
                 found = fs.info(self._path(name))
@@ -174,6 +175,8 @@ class Objects:
     def write(self, name: str, content: bytes) -> None:
         """Write an object in one request, and read it back."""
         self._tried(f"writing {name}", lambda fs: fs.pipe_file(self._path(name), content))
+        # Small objects are read back whole, because the one that completes a checkpoint is among
+        # them.
         if (found := self.read(name)) != content:
             raise self._not_stored(name, f"other content ({len(found):,} bytes)")
 
@@ -182,6 +185,8 @@ class Objects:
 
         def create(fs: Any) -> bool:
             try:
+                # A conditional write (If-None-Match): of two that come at once, the storage accepts
+                # one.
                 fs.pipe_file(self._path(name), content, mode="create")
             except Exception as error:
                 if not is_there_already(error):

@@ -20,6 +20,7 @@ from ftkit.utils.remote.urls import EXTRAS
 PART_BYTES = 16 * 2**20
 """Part of a large file in one request; four of them at a time are in memory."""
 _PARTS_AT_ONCE = 4
+# Seconds without any byte; a part of 16 MiB needs less on a slow line.
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
 _MOST_WORDS = 300
 _SECRET = re.compile(
@@ -28,6 +29,7 @@ _SECRET = re.compile(
 """In names of environment variables whose values are secret."""
 _SECRET_PART = re.compile(r"(?:AccountKey|sig)=([^;&]+)", re.IGNORECASE)
 """Secret part of a connection string, or of a url with a token."""
+# Characters; a shorter value would be replaced inside ordinary words.
 _LEAST_SECRET = 8
 _FINAL_CODES = (
     "401",
@@ -76,6 +78,8 @@ def require_provider(scheme: str) -> None:
 
 def open_storage(scheme: str) -> Any:
     """Open a file system that caches no listings."""
+    # No instance cache: fsspec would return the same object, with credentials that may have
+    # expired.
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "az":
         timeouts = {"connection_timeout": _CONNECT_TIMEOUT_S, "read_timeout": _READ_TIMEOUT_S}
@@ -110,6 +114,8 @@ def _open_gs(options: dict[str, Any]) -> Any:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S
     )
+    # gcsfs registers another class by default, which asks over gRPC what kind a bucket is: where
+    # nobody answers, as on an emulator, for a minute.
     return GCSFileSystem(requests_timeout=timeout, consistency="md5", **options)
 
 

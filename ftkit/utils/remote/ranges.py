@@ -147,12 +147,14 @@ class RangedSafetensors:
             number: self._blocks[number] for number in touched if number in self._blocks
         }
         if missing := [number for number in touched if number not in blocks]:
+            # One request for all of them: those in between are known only if they are at the ends.
             blocks |= self._fetched(missing[0], missing[-1] + 1)
         for number in touched:
             start = number * length
             part = memoryview(blocks[number])[max(first - start, 0) : last - start]
             offset = max(start - first, 0)
             found[offset : offset + len(part)] = part
+        # Neighbouring tensors share these two with the next range that is read.
         for number in {*touched[:1], *touched[-1:]}:
             self._blocks[number] = bytes(blocks[number])
             self._blocks.move_to_end(number)

@@ -18,6 +18,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"(?=.{3,63}$)[a-z0-9]+(?:-[a-z0-9]+)*")
 """A bucket, in the words of Azure."""
+# Without what globs, urls or file systems read in another way; 200 characters, because a file name
+# on the disk has at most 255 bytes.
 _KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]{1,200}")
 
 
@@ -60,6 +62,7 @@ def local_path(text: str | os.PathLike[str]) -> Path:
             "between single slashes, without any of * ? [ ] # \\ : @. Credentials are found in the "
             f"environment. Try {scheme}://BUCKET/out/lora."
         )
+    # Nothing is encoded, so that `url_of` can turn it round and parents stay parents.
     return working_root().joinpath(scheme, bucket, *parts)
 
 
