@@ -140,9 +140,8 @@ _CHECKPOINTS = Group(
         Command(
             name="checkpoints clean",
             summary="delete old checkpoints and leftovers of crashes",
-            text="Delete old checkpoints and leftovers of crashes. Checkpoints that "
-            "checkpoint.keep_every and checkpoint.keep_best of the recipe keep stay, and so do "
-            "damaged ones.",
+            text="Delete old checkpoints and leftovers of crashes. Keeps damaged ones, and those "
+            "that the recipe keeps with checkpoint.keep_every and checkpoint.keep_best.",
             options=CleanOptions,
             function="ftkit.cli.checkpoints:clean_checkpoints",
             examples=("out/finetune/lora --keep_last 1 --dry_run",),
@@ -241,8 +240,8 @@ FTKIT = Group(
             name="import",
             summary="continue training from a checkpoint of another program",
             text="Turn a checkpoint of another program into a run: transformers' Trainer, TRL or "
-            "axolotl, of DeepSpeed (ZeRO 1 to 3, any number of ranks), of "
-            "torch.distributed.checkpoint, or a .ckpt file of Lightning. Weights and optimizer "
+            "axolotl, DeepSpeed (ZeRO 1 to 3, any number of ranks), torch.distributed.checkpoint, "
+            "or a .ckpt file of Lightning. Weights and optimizer "
             "state are matched by parameter name; step, learning rate and position in the data are "
             "kept, and a message lists what cannot be. No code in the checkpoint is executed. "
             "Continue the run with --resume auto, on any hardware.",
@@ -287,7 +286,7 @@ FTKIT = Group(
             name="generate",
             summary="answer one prompt or many with the result of a run, or any model",
             text="Answer prompts with a result: the adapter or model of a run, one of its "
-            "checkpoints, an adapter, or a base model. Prompts are built as in the run.",
+            "checkpoints, an adapter, or a base model. Prompts are built as in training.",
             options=GenerateOptions,
             opens=FIND_RESULT,
             function="ftkit.evaluation.generate:generate",

@@ -52,16 +52,16 @@ class PublicSet(ABC):
     """A published data set and the options that recipes may set of it."""
 
     prompt_style: Any = "alpaca"
-    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
-    as "Q: {instruction}\\nA: "."""
+    """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
+    or a text such as "Q: {instruction}\\nA: "."""
     mask_prompt: bool = False
-    """Learn outputs alone, not prompts."""
+    """Train only on the answers."""
     seed: int = 42
     """Seed of the split into training and validation records."""
     ignore_index: int = -100
-    """As LitGPT has it; no other value is possible."""
+    """Only LitGPT's default is accepted."""
     num_workers: int = 4
-    """As LitGPT has it; not used."""
+    """Accepted for compatibility with LitGPT and not used."""
 
     @abstractmethod
     def rows(self) -> tuple[Rows, Rows]:
@@ -82,15 +82,15 @@ class Alpaca(PublicSet):
     """52,000 instructions, cleaned (tloen/alpaca-lora)."""
 
     val_split_fraction: float = 0.03865
-    """Share of the records to validate on; the default gives 2,000."""
+    """Share of the records used for validation; the default gives 2,000."""
     download_dir: Path = Path("data/alpaca")
-    """Where the file is kept."""
+    """Directory of the downloaded file."""
     file_url: str = (
         "https://raw.githubusercontent.com/tloen/alpaca-lora/main/alpaca_data_cleaned_archive.json"
     )
-    """Where it comes from."""
+    """URL of the file."""
     file_name: str = "alpaca_data_cleaned_archive.json"
-    """Its name in download_dir."""
+    """Name of the file in download_dir."""
 
     def place(self) -> Path | None:
         return self.download_dir
@@ -111,16 +111,16 @@ class AlpacaGPT4(Alpaca):
     """The instructions of Alpaca with answers of GPT-4."""
 
     val_split_fraction: float = 0.03847
-    """Share of the records to validate on; the default gives 2,000."""
+    """Share of the records used for validation; the default gives 2,000."""
     download_dir: Path = Path("data/alpacagpt4")
-    """Where the file is kept."""
+    """Directory of the downloaded file."""
     file_url: str = (
         "https://raw.githubusercontent.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM/main/data/"
         "alpaca_gpt4_data.json"
     )
-    """Where it comes from."""
+    """URL of the file."""
     file_name: str = "alpacagpt4_data_cleaned_archive.json"
-    """Its name in download_dir."""
+    """Name of the file in download_dir."""
 
 
 @dataclass(kw_only=True)
@@ -128,11 +128,11 @@ class Alpaca2k(PublicSet):
     """2,000 instructions of Alpaca."""
 
     val_split_fraction: float = 0.05
-    """Share of the records to validate on; the default gives 100."""
+    """Share of the records used for validation; the default gives 100."""
     download_dir: Path = Path("data/alpaca2k")
-    """Where the datasets library keeps them."""
+    """Cache directory of the datasets library."""
     repo_id: str = "mhenrichsen/alpaca_2k_test"
-    """The data set on the hub."""
+    """Repository of the data set on the hub."""
 
     def place(self) -> Path | None:
         return self.download_dir
@@ -150,11 +150,11 @@ class Deita(PublicSet):
     """10,000 conversations, chosen for complexity and quality."""
 
     include_multiturn_conversations: bool = False
-    """Take every question of a conversation, each by itself, and not the first alone."""
+    """Train on every question of a conversation, each on its own, instead of only the first."""
     download_dir: Path = Path("data/deita")
-    """Where the datasets library keeps them."""
+    """Cache directory of the datasets library."""
     repo_id: str = "HuggingFaceH4/deita-10k-v0-sft"
-    """The data set on the hub."""
+    """Repository of the data set on the hub."""
 
     def place(self) -> Path | None:
         return self.download_dir
@@ -174,14 +174,14 @@ class FLAN(PublicSet):
     """Tasks of many kinds, written as instructions by ten templates each."""
 
     prompt_style: Any = "flan"
-    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
-    as "Q: {instruction}\\nA: "."""
+    """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
+    or a text such as "Q: {instruction}\\nA: "."""
     download_dir: Path = Path("data/flan")
-    """Where the files are kept."""
+    """Directory of the downloaded files."""
     url: str = "https://huggingface.co/datasets/Muennighoff/flan/resolve/main"
-    """Where they come from."""
+    """URL of the files."""
     subsets: str | None = None
-    """A comma separated list of those to take, such as cola_10templates; null: all 66."""
+    """Comma-separated list of subsets, such as cola_10templates; null: all 66."""
 
     def __post_init__(self) -> None:
         if self.subsets is not None and (unknown := set(self._chosen) - set(_SUBSETS_OF_FLAN)):
@@ -212,13 +212,13 @@ class LIMA(PublicSet):
     """1,000 conversations, written and chosen with care."""
 
     val_split_fraction: float = 0.1
-    """Share of the records to validate on."""
+    """Share of the records used for validation."""
     include_multiturn_conversations: bool = False
-    """Take every question of a conversation, each by itself, and not the first alone."""
+    """Train on every question of a conversation, each on its own, instead of only the first."""
     repo_id: str = "GAIR/lima"
-    """The data set on the hub."""
+    """Repository of the data set on the hub."""
     access_token: str | None = None
-    """Of an account that has accepted its terms; HF_TOKEN if it is left out."""
+    """Token of an account that has accepted the terms of the data set. Default: $HF_TOKEN."""
 
     def __post_init__(self) -> None:
         if not (self.access_token or os.environ.get("HF_TOKEN")):
@@ -242,10 +242,10 @@ class LongForm(PublicSet):
     """Instructions with long texts as their answers (akoksal/LongForm)."""
 
     prompt_style: Any = "longform"
-    """How instruction and input become a prompt: a name, a class of litgpt.prompts, or a text such
-    as "Q: {instruction}\\nA: "."""
+    """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
+    or a text such as "Q: {instruction}\\nA: "."""
     download_dir: Path = Path("data/longform")
-    """Where the files are kept."""
+    """Directory of the downloaded files."""
 
     _URL: ClassVar[str] = "https://raw.githubusercontent.com/akoksal/LongForm/main/dataset"
 

@@ -162,7 +162,9 @@ def _unsimulated_savings(recipe: Recipe) -> str:
     if recipe.compile:
         reasons.append("compiled blocks keep less")
     if recipe.kernels == "liger" and not has_liger():
-        reasons.append("Liger-Kernel is not installed here, and torch's kernels need more")
+        reasons.append(
+            "Liger-Kernel is not installed on this machine, and torch's kernels need more memory"
+        )
     return "; ".join(reasons)
 
 

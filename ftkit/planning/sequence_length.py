@@ -161,7 +161,7 @@ class SequenceLength:
         count = f"{self.tokens:,} tokens"
         lacking = "the data are not known"
         if self.lacks == "tokenizer":
-            lacking = "the tokenizer is not here"
+            lacking = "the tokenizer is not on this machine"
         return {
             "data": f"{count}: the longest sample",
             "largest_samples": f"about {count} at most, by the largest samples",

@@ -1,4 +1,4 @@
-"""Suggestions: the smallest changes that make a recipe fit a GPU, the cheapest in speed first."""
+"""Suggestions: the smallest changes that make a recipe fit a GPU, those that cost the least speed first."""
 
 import json
 import shlex
@@ -91,7 +91,7 @@ class _Step:
 
 
 def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
-    """Single changes that save memory, the cheapest in speed first."""
+    """Single changes that save memory, those that cost the least speed first."""
     plan, recipe = planned.plan, planned.plan.recipe
     if planned.micro_batch.full > planned.micro_batch.least:
         yield _Step("smaller micro-batch, same global batch", ())

@@ -95,11 +95,11 @@ def show_changes(
     show([planned], form)
     print()
     if planned.fits:
-        print("It fits as it is.")
+        print("It fits without changes.")
     elif not changes:
         print("No change known to ftkit makes it fit. Choose a smaller model or a larger GPU.")
     else:
-        print("What makes it fit, the cheapest in speed first:")
+        print("Changes that make it fit, those that cost the least speed first:")
     for change, command in changes:
         least, high = change.planned.least_bytes, change.planned.memory.high_bytes
         needs = f"{least / 2**30:.1f} to {high / 2**30:.1f} GiB"
@@ -144,12 +144,12 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     plan, memory = planned.plan, planned.memory
     train = plan.recipe.train
     if planned.method_source == "recipe" and plan.recipe.method == "full":
-        yield "method", "full: no key of LoRA is in the recipe; ftkit plan finetune plans LoRA"
+        yield "method", "full: the recipe has no LoRA keys; ftkit plan finetune plans LoRA"
     share = percent_text(memory.trained_parameters / memory.parameters)
     counts = f"{memory.trained_parameters:,} of {memory.parameters:,}"
     yield "parameters", f"{counts} trained ({share})"
     if planned.known_as:
-        yield "sizes", f"LitGPT's of {planned.known_as}; its config.json is not here"
+        yield "sizes", f"those of LitGPT's {planned.known_as}, because config.json was not found"
     if planned.kept_bytes:
         yield "kept", f"{bytes_text(planned.kept_bytes)} beside the language model, not loaded"
     quantize = getattr(plan.recipe, "quantize", None)
@@ -174,7 +174,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
             words = category.replace("_", " ")
             yield f"  {words}", bytes_text(memory.breakdown_bytes[category])
     if memory.is_more_because:
-        yield "at most", f"it will be less: {memory.is_more_because}"
+        yield "at most", f"the run needs less: {memory.is_more_because}"
     if plan.kind.counts_memory:
         yield "reserved", f"about {bytes_text(memory.reserved_bytes)}, with torch's cache"
     hosted = ", ".join(
@@ -200,7 +200,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     )
     yield "sequences", planned.length.words
     if planned.steps is None:
-        yield "steps", "not known until the data is on this machine"
+        yield "steps", "not known until the data are on this machine"
     elif planned.samples is None:
         yield "steps", f"at most {planned.steps:,}"
     else:

@@ -157,7 +157,7 @@ def _obstacle_of_config(config: PretrainedConfig) -> str | None:
         return "has tokens see those that follow (use_bidirectional_attention in its config.json)"
     # Gemma 3n and Gemma 4 (transformers 5.24).
     if getattr(config, "num_kv_shared_layers", 0):
-        return "has blocks that take keys and values of others from a cache, which training has not"
+        return "has blocks that take keys and values of others from a cache, which training lacks"
     return None
 
 
