@@ -1,6 +1,6 @@
 """Removal of passwords and tokens from texts that are shown, logged or stored.
 
-Messages of libraries quote the urls that they asked, so whole texts are searched, not only values
+Messages of libraries quote the urls they requested, so whole texts are searched, not only values
 that are known to be urls. Text is redacted before it is cut: half a url is not recognised.
 """
 

@@ -85,7 +85,7 @@ def restore(
 
     Args:
         model: whose parameters the optimizer updates.
-        state: of an optimizer that has not made a step yet.
+        state: of an optimizer before its first step.
         stored: the checkpoint.
         scalars: from its metadata.
     """

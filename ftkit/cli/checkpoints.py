@@ -124,7 +124,7 @@ def verify_checkpoints(options: CheckpointOptions) -> int:
         for directory in directories:
             found = misnamed(directory) or checks.verify(directory, verifying.progress)
             verifying.next()
-            if directory.exists():  # a run at work may have deleted it meanwhile
+            if directory.exists():  # a run running may have deleted it meanwhile
                 problems[directory] = found
     damaged = any(problems.values())
     if options.format == "json":
@@ -153,7 +153,7 @@ def clean_checkpoints(options: CleanOptions) -> int:
     Checkpoints that the recipe keeps (keep_every, keep_best) and damaged ones stay.
 
     Raises:
-        UserError: the run is at work, or something cannot be deleted.
+        UserError: the run is running, or something cannot be deleted.
     """
     path, dry_run = options.out_dir.expanduser(), options.dry_run
     verb = "would remove" if dry_run else "removed"

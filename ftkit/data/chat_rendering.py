@@ -94,7 +94,7 @@ class ChatRenderer(Renderer):
             tokenizer: of the base model; None: only texts are rendered.
             template: writes the conversations.
             train_on: which turns carry loss.
-            reasoning: what becomes of a conversation whose later turns change earlier ones.
+            reasoning: handling of conversations whose later turns change earlier ones.
         """
         self._tokenizer, self._template = tokenizer, template
         added = tokenizer.added_tokens if tokenizer else ()

@@ -350,7 +350,7 @@ def load_data(
     Args:
         data: the recipe's data.
         tokenizer: of the base model.
-        max_seq_length: no sample has more tokens; the data say what becomes of those that have.
+        max_seq_length: most tokens of a sample; `overlong` of the data applies to longer ones.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:

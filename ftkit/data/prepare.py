@@ -233,7 +233,7 @@ def prepare_records(
         records: of the split.
         renderer: makes samples of them.
         max_seq_length: no sample has more tokens.
-        overlong: what becomes of those that have.
+        overlong: handling of longer samples.
         progress: called at least every 1000 records.
     """
     made = _Preparation(max_seq_length, overlong)

@@ -76,7 +76,7 @@ class Renderer(ABC):
     @property
     @abstractmethod
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer and are no part of it."""
+        """Tokens that end an answer and do not belong to it."""
 
     @abstractmethod
     def text(self, record: Record) -> str:
@@ -153,7 +153,7 @@ class InstructionRenderer(PromptedRenderer):
         """Set the rules of rendering.
 
         Args:
-            tokenizer: of the base model; None: nothing but texts is asked for.
+            tokenizer: of the base model; None: only texts are needed.
             prompt_style: how instruction and input become a prompt.
             mask_prompt: whether answers alone carry loss.
         """
@@ -252,7 +252,7 @@ class TextRenderer(Renderer):
         """Set the rules of rendering.
 
         Args:
-            tokenizer: of the base model; None: nothing but texts is asked for.
+            tokenizer: of the base model; None: only texts are needed.
         """
         self._tokenizer = tokenizer
 

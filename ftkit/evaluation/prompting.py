@@ -189,7 +189,7 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
 def prompting_for(
     prompting: Prompting, options: AnswerOptions, base: BaseModel
 ) -> Prompting | None:
-    """What is asked for instead of how a result is prompted; None: texts are taken as they are.
+    """Prompting that replaces that of the result; None: texts are used as they are.
 
     Raises:
         UserError: there is no such prompt style or template.

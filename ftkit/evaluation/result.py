@@ -277,7 +277,7 @@ def _of_run(result: Result, run: Path | None) -> Result:
 
 
 def _metadata(run: Path) -> Metadata | None:
-    """Metadata of a checkpoint, or of the newest sound one of a run; None: there is none."""
+    """Metadata of a checkpoint, or of the newest intact one of a run; None: there is none."""
     directories = [run]
     if not (run / METADATA).exists():
         store = RunDirectory(run).store

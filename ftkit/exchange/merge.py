@@ -144,7 +144,7 @@ def merge(result: Result, options: MergeOptions) -> int:
         options: where to, and into which weights.
 
     Raises:
-        UserError: it is no adapter, or of another model, or there is no room.
+        UserError: it is not an adapter, or of another model, or there is no room.
     """
     if result.kind != "adapter":
         layout = "litgpt" if is_litgpt(result.directory) else "hf"

@@ -176,7 +176,7 @@ def _all_warnings(reports: Sequence[Report]) -> list[str]:
 
 
 def _notices(run: RunDirectory) -> list[str]:
-    """Warnings of the supervisor, from the time when the ranks were at work."""
+    """Warnings of the supervisor, from the time when the ranks were running."""
     try:
         return run.notices.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

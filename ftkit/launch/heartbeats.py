@@ -36,7 +36,7 @@ class Silence:
         """Compare the heartbeats with those of the last poll.
 
         Args:
-            heard: heartbeats so far, by rank, of those that have not ended.
+            heard: heartbeats so far, by rank, of those still running.
 
         Returns:
             A rank that has been silent for too long, if there is one.
@@ -72,7 +72,7 @@ class Heartbeats:
         self._rank, self._watched, self._on_silence = rank, watched, on_silence
         self._heard = dict.fromkeys(watched, 0)
         self._leaving = threading.Event()
-        # Requests to the store may hang for ever if the machine of rank 0 is frozen. So another
+        # Requests to the store may hang forever if the machine of rank 0 is frozen. So another
         # thread, which sends none, decides who is gone.
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._talk, self._judge)

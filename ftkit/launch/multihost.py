@@ -60,7 +60,7 @@ _SILENT_LOOKS = 40
 _LEAVING_S = 10.0
 """How long others have to see that all is uploaded, before the store ends."""
 _HEARD_S = 10.0
-"""A host uploads nothing while it has not heard of rank 0 for longer: the run may have been
+"""A host uploads nothing while rank 0 has been silent for longer: the run may have been
 continued elsewhere."""
 _LONGEST_WAIT_S = 15.0
 """Longest pause between two attempts to upload."""
@@ -318,7 +318,7 @@ class LeadRelay:
             found = [
                 self._indices[f].host for f, looks in self._silent.items() if looks > _SILENT_LOOKS
             ]
-        return f"nothing is heard of {', '.join(found)}" if found else ""
+        return f"no heartbeat from {', '.join(found)}" if found else ""
 
     def _collect_repeatedly(self) -> None:
         while not self._ends.wait(_POLL_S):

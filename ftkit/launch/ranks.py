@@ -34,7 +34,7 @@ MATMUL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 KEPT_MATMULS = 64
 
 GRACE_S = 5.0
-"""How long the other ranks may go on once one has failed; they would wait in a collective for
+"""How long the other ranks may continue once one has failed; they would wait in a collective for
 minutes."""
 
 COMPLETING_S = 60.0

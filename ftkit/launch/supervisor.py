@@ -293,7 +293,7 @@ def prepare_run(
                 stack.enter_context(ready_to_go_on(run, start))
             with Display(run.path) as display:
                 if start is not None:
-                    if base is None:  # the checkpoint may be deleted while the run goes on
+                    if base is None:  # the checkpoint may be deleted while the run continues
                         shutil.copytree(start.checkpoint / BASE, run.base)
                     if not start.in_place:
                         copy_rows(start, run)

@@ -171,7 +171,7 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
 def _connect(placed: ExternalRanks) -> SharedStore:
     """Connect with the store in the process of rank 0."""
     # torchrun may have a store at this address. It only passes on the port of ours: torchrun's
-    # answers nothing while Ctrl+Z has stopped torchrun, although the ranks go on.
+    # answers nothing while Ctrl+Z has stopped torchrun, although the ranks continue.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = placed.rank == 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -347,7 +347,7 @@ def _knows(rank: int) -> str:
 
 
 def _wait_for_the_end(store: SharedStore, watched: Collection[int], ranks: Ranks) -> set[int]:
-    """Wait until the others have ended, before the store does; those that have not."""
+    """Wait until the others have ended, before the store does; return those that did not."""
     gone = ranks.gone[0] if ranks.gone is not None else None
     deadline_s = time.monotonic() + PATIENCE_S
     left = set(watched) - {gone}

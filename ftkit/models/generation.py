@@ -158,7 +158,7 @@ def answer_greedily(
         prompts: token ids, [length] each, of different lengths.
         stop_ids: tokens that end an answer and do not belong to it; at least one.
         max_new_tokens: length of the longest answer; the end of the model's context ends it too.
-        goes_on: whether an answer should go on, given the index of its prompt and its tokens so
+        goes_on: whether an answer should continue, given the index of its prompt and its tokens so
             far. None: every answer runs to its end.
         choose: the next tokens, [prompts], given logits, [prompts, vocabulary].
         apart: whether each rank has prompts of its own, with room for equally many tokens.
@@ -205,7 +205,7 @@ def answer_greedily(
 def _without_interest(
     answers: Sequence[Tensor], finished: Tensor, goes_on: Callable[[int, list[int]], bool]
 ) -> Tensor:
-    """Return [prompts] bool: unfinished answers that need not go on."""
+    """Return [prompts] bool: unfinished answers that need not continue."""
     so_far = torch.stack(list(answers), dim=1).tolist()
     ends = [
         not done and not goes_on(row, so_far[row]) for row, done in enumerate(finished.tolist())

@@ -14,7 +14,7 @@ LOGITS_AT_ONCE = 2**25
 """Number of logits held at once (128 MiB in float32), within the two limits below."""
 FEWEST_ROWS, MOST_ROWS = 512, 1024
 """Limits of the positions at once. With fewer, a GPU spends longer on reading the weight than on
-multiplying; more are no faster, and slower on CPUs, whose caches they do not fit."""
+multiplying; more are not faster, and slower on CPUs, whose caches they do not fit."""
 LOGITS_IN_CACHE = 2**20
 """Number of logits that a CPU turns into probabilities at once: 4 MiB in float32, which fit its
 caches. Larger pieces took 2 to 4 times as long: 600 rows of 32,000 took 31 instead of 13 ms in

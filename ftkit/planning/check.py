@@ -77,6 +77,6 @@ if __name__ == "__main__":
     _file, _gpu, _failed = sys.argv[1:]
     try:
         _found = check(_file, Gpu(**json.loads(_gpu)), failed=_failed == "True")
-    except UserError as error:  # told better by the run itself
+    except UserError as error:  # the run itself reports it better
         _found = {"error": str(error)}
     print(json.dumps(_found))

@@ -126,7 +126,7 @@ def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
     """Memory of each rank of a run on this machine: the smallest GPU, or a share of host memory.
 
     Args:
-        recipe: what is asked.
+        recipe: of the plan.
         devices: of this machine.
 
     Returns:

@@ -195,7 +195,7 @@ def predict_measured(
     Args:
         base: the base model: a directory, or random:NAME.
         plan: what was run.
-        measured: tells which micro-step needed most, and the size of its micro-batch.
+        measured: has the micro-step that needed most, and the size of its micro-batch.
         longest_sample_tokens: of all samples to train on and to validate on.
     """
     first = measured.ranks[0]

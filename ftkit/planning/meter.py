@@ -94,7 +94,7 @@ class DevicePeak:
 class MemoryMeter:
     """Follows every tensor of the chosen steps; in all others it does nothing.
 
-    The step tells it where it is; see `ftkit.training.step`.
+    The step reports its phase to it; see `ftkit.training.step`.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class MemoryMeter:
             self._leave()
 
     def _assign_changed(self) -> None:
-        """Optimizer state and gradients, which a step may make anew."""
+        """Optimizer state and gradients, which a step may create again."""
         for tensor, category in self._strategy.optimizer_memory():
             self._live.assign([tensor], category)
         self._live.assign(gradients(self._parameters), "gradients")
@@ -201,7 +201,7 @@ class MemoryMeter:
         self._assign_changed()
         self._live.assign(parameters(self._strategy, self._modules), "parameters")
         if not self._kind.counts_memory and not self._has_looked_around:
-            # No allocator tells what is taken.
+            # No allocator reports the memory in use.
             kinds = set(_with_subclasses(Tensor))
             # By type(), because isinstance would run code of objects that are only half built or
             # are proxies.
@@ -295,7 +295,7 @@ def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Ten
         for parameter in module.parameters(recurse=False):
             yield from strategy.parameter_memory(parameter)
         yield from module.buffers(recurse=False)
-        if hasattr(module, "unpacked"):  # a quantised layer, whose scales are no parameters
+        if hasattr(module, "unpacked"):  # a quantised layer, whose scales are not parameters
             yield from tensors_in(vars(module))
         for matrices in packed_in(module).values():
             yield from tensors_in(vars(matrices))

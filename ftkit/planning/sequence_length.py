@@ -92,7 +92,7 @@ def longest_sample(
         records: of the data set, or of a part of it.
         renderer: makes samples of them.
         max_seq_length: no sample has more tokens.
-        overlong: what becomes of those that have.
+        overlong: handling of longer samples.
         by_bytes: there is no tokenizer here, and bytes are all that is known.
     """
     texts = [renderer.text(record) for record in records]
@@ -165,7 +165,7 @@ class SequenceLength:
         return {
             "data": f"{count}: the longest sample",
             "largest_samples": f"about {count} at most, by the largest samples",
-            "bytes": f"at most {count}, by the bytes of the longest sample (no tokenizer here)",
+            "bytes": f"at most {count}, by the bytes of the longest sample (no tokenizer found)",
             "max_seq_length": f"at most {count} by train.max_seq_length; {lacking}",
             "model_context": f"at most {count} by the model; {lacking}",
             "assumed": f"{count} assumed, because {lacking} before the run; "
@@ -181,7 +181,7 @@ def sequence_length(
     Args:
         data: of the recipe, checked.
         base: the model; its tokenizer is looked for beside its settings.
-        asked: train.max_seq_length.
+        asked: requested train.max_seq_length.
         sets: eval.sets of the recipe, checked; those that are not here count as no longer.
 
     Raises:
@@ -221,7 +221,7 @@ def _unknown(asked: int | None, context: int) -> SequenceLength:
 
 
 _Stamps = tuple[tuple[Path, int, int], ...]
-"""Files with the time of their last change and their size: what tells that they are the same."""
+"""Files with the time of their last change and their size, which identify them."""
 
 
 @lru_cache(maxsize=32)

@@ -1,4 +1,4 @@
-"""Suggestions: the smallest changes that make a recipe fit a GPU, those that cost the least speed first."""
+"""Suggestions: the smallest changes that make a recipe fit a GPU, fastest first."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from ftkit.recipe.parsing import Override
 from ftkit.recipe.recipe import LoraRecipe
 
 Try = Callable[[Sequence[Override]], Planned]
-"""The plan with some keys set anew."""
+"""The plan with some keys changed."""
 # GPUs of one usual machine.
 _DEVICES = (2, 4, 8)
 _ADAMS = ("torch.optim.Adam", "torch.optim.AdamW")
@@ -24,7 +24,7 @@ _FEWEST_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Keys of a recipe that are set anew, and what comes of it."""
+    """Changed keys of a recipe, and the resulting plan."""
 
     title: str
     overrides: tuple[Override, ...]
@@ -51,7 +51,7 @@ def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None)
 
     Args:
         planned: what does not fit, with its GPU.
-        attempt: plans the recipe anew with some keys changed.
+        attempt: plans the recipe with some keys changed.
         most: look for no more than this many.
     """
     assert planned.gpu is not None
@@ -91,7 +91,7 @@ class _Step:
 
 
 def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
-    """Single changes that save memory, those that cost the least speed first."""
+    """Single changes that save memory, fastest first."""
     plan, recipe = planned.plan, planned.plan.recipe
     if planned.micro_batch.full > planned.micro_batch.least:
         yield _Step("smaller micro-batch, same global batch", ())

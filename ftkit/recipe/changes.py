@@ -166,7 +166,7 @@ def carries_over(saved: str, now: str) -> bool:
 
     Args:
         saved: class path of the checkpoint's.
-        now: class path of the one that goes on.
+        now: class path in the resumed run.
     """
     return _family(saved) == _family(now)
 

@@ -24,7 +24,7 @@ GgufNumbers = Literal["f32", "f16", "bf16", "q8_0"]
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GGUF_FILES = tuple(f"{k}-{n}.gguf" for k in ("model", "adapter") for n in get_args(GgufNumbers))
 _MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json", *_GGUF_FILES)
-"""What tells a model or an adapter."""
+"""Files by which a model or an adapter is recognised."""
 
 
 def option(
@@ -42,7 +42,7 @@ def option(
         default: its value where it is not given; without one it is required.
         ask: the question in the error where it is missing.
         placeholder: what stands for its value in help; "": derived from its type.
-        example: a value that works.
+        example: a value thrunnings.
         least: smallest value allowed.
         most: largest value allowed.
     """

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 PROMPT_MARK = "{instruction}"
-"""What tells a prompt template from the name of a prompt style."""
+"""Pattern that distinguishes a prompt template from the name of a prompt style."""
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Keys with one meaning: the one that is set later replaces the other."""
 

@@ -2,11 +2,11 @@
 
     recipe.yaml  report.json  metrics.csv  validation.csv  system.csv  run.log
     final/              the result
-    checkpoints/        what the run can go on from
+    checkpoints/        what the run can resume from
     set_aside/1/        files that a later session moved out of its way
     tensorboard/        what loggers write
     wandb/  mlflow/  trackio/
-    .run/               only while the run is at work: its lock and its job
+    .run/               only while the run is running: its lock and its job
     .run/rank-0/        files of a rank for the supervisor
 
 All readers and writers get the paths here, so that the names are nowhere else.
@@ -146,7 +146,7 @@ class RunDirectory:
 
     @property
     def continued(self) -> tuple[Path, ...]:
-        """Files that a session writes anew or adds to."""
+        """Files that a session creates or appends to."""
         return (*(self.path / name for name in _CONTINUED), self.store.directory / LATEST)
 
     @property
@@ -156,7 +156,7 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Locked while the run is at work; names the supervisor."""
+        """Locked while the run is running; names the supervisor."""
         return self.state / "lock"
 
     @property

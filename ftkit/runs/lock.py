@@ -41,10 +41,10 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
     Args:
         wanted: the directory.
         use: of the directory.
-        patience_s: how long to wait for a run that is at work there.
+        patience_s: how long to wait for a run that is running there.
 
     Raises:
-        UserError: another run is at work there, or it cannot be written.
+        UserError: another run is running there, or it cannot be written.
     """
     out_dir = wanted
     number = 2
@@ -59,7 +59,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
         # Empty directories that were made for a run that did not start are removed again.
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         run.state.mkdir(parents=True, exist_ok=True)
-        lock = run.lock.open("a")  # "w" would erase what a run at work wrote into it
+        lock = run.lock.open("a")  # "w" would erase what a run running wrote into it
     except OSError as error:
         raise unwritable(out_dir, error) from None
     with lock:
@@ -171,7 +171,7 @@ def _move_all_but(kept: Path, target: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Supervisor:
-    """The supervisor of a run at work, as its lock names it."""
+    """The supervisor of a run running, as its lock names it."""
 
     host: str
     """Name of its machine."""
@@ -215,14 +215,14 @@ def is_at_work(place: RunCheckpoints) -> bool:
 
 @contextmanager
 def claimed(place: RunCheckpoints, *, hold: bool) -> Iterator[None]:
-    """Refuse to go on while a run is at work on these checkpoints.
+    """Refuse to continue while a run uses these checkpoints.
 
     Args:
         place: the checkpoints.
         hold: also keep a run from starting meanwhile; otherwise nothing is written.
 
     Raises:
-        UserError: one is at work, or its directory cannot be written.
+        UserError: one is running, or its directory cannot be written.
     """
     with ExitStack() as stack:
         for run in place.runs:

@@ -135,7 +135,7 @@ def require_free(out_dir: Path, method: Method) -> None:
 def find_start(recipe: Recipe) -> Start | None:
     """The checkpoint that a run continues from, by `resume`; None: it starts from the base model.
 
-    With `auto`, an incomplete run continues from its newest sound checkpoint. Tensors are not read;
+    With `auto`, an incomplete run continues from its newest intact one. Tensors are not read;
     see `verify_start`.
 
     Args:
@@ -241,7 +241,7 @@ def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
 def _start_before(
     recipe: Recipe, damaged: DamagedCheckpoint, passed_over: tuple[str, ...] = ()
 ) -> Start:
-    """The newest sound checkpoint before a damaged one, for an incomplete run with `resume: auto`.
+    """The newest intact checkpoint before a damaged one, for an incomplete run with `resume: auto`.
 
     In other cases the damage is raised.
     """

@@ -75,7 +75,7 @@ class RunState:
 
     @property
     def at_work(self) -> bool:
-        """Whether the run is still at work."""
+        """Whether the run is still running."""
         return self.state in AT_WORK
 
 
@@ -84,7 +84,7 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
 
     Args:
         out_dir: its directory.
-        copy: of a run at a url that is not at work on this machine.
+        copy: of a run at a url that is not running on this machine.
 
     Raises:
         UserError: the directory holds no run, or its report is damaged.
@@ -348,7 +348,7 @@ def restarts_of(
 
 
 def last_session(run: RunDirectory) -> LastSession | None:
-    """The last session of a run that is not at work; None: there was none."""
+    """The last session of a run that is not running; None: there was none."""
     report = _read_if_sound(run.report)
     job = _job_of_killed(run)
     if job is not None and (report is None or report.started_at != utc_text(job.started_at_s)):

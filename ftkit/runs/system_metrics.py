@@ -141,10 +141,10 @@ class SystemSampler:
 
 
 class SystemWriter(CsvWriter):
-    """Writes samples; a run that goes on elsewhere has further columns."""
+    """Writes samples; a run that continues on other devices has further columns."""
 
     def __init__(self, path: Path, names: tuple[str, ...], after_step: int | None) -> None:
-        """Starts a new file, or goes on with the one of an earlier session.
+        """Starts a new file, or appends to that of an earlier session.
 
         Args:
             path: of the file.

@@ -64,7 +64,7 @@ class OptimizerStateView(Protocol):
     def allocate(
         self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]
     ) -> None:
-        """Create the state of an optimizer that has not made a step yet, with undefined values.
+        """Create the state of an optimizer before its first step, with undefined values.
 
         Args:
             kinds: kinds of state and their shapes, by ftkit's name of the parameter.

@@ -32,9 +32,9 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
 
     Args:
         file: what is read, as the user knows it.
-        expected: what a sound file holds, such as "a JSON object".
+        expected: content of an intact file, such as "a JSON object".
         key: the part that is being read, if known.
-        advice: a change that works; the default is a fresh copy of the file.
+        advice: a change thrunnings; the default is a fresh copy of the file.
 
     Raises:
         DamagedFile: for any exception but two that pass through: a `UserError`, and what the
@@ -51,7 +51,7 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
             f"{file} cannot be read: {error.strerror or _reason(error)}. {advice}".rstrip()
         ) from error
     except BaseException as error:
-        # Panics of libraries in Rust are no `Exception`; their class cannot be imported.
+        # Panics of libraries in Rust are not an `Exception`; their class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         # A file is mapped as long as it is: if that fails, it is memory that is missing.
@@ -71,7 +71,7 @@ def require_regular(file: Path) -> None:
     A link to a regular file is one, as in a cache of the hub; a file that does not exist passes.
 
     Raises:
-        DamagedFile: the path exists and is no regular file.
+        DamagedFile: the path exists and is not a regular file.
     """
     if file.exists() and not file.is_file():
         raise DamagedFile(f"{file} is not a regular file. Put a copy of its content there instead.")

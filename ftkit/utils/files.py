@@ -67,7 +67,7 @@ def write_with_reserve(write: Callable[[], object], reserve: Path) -> None:
         reserve: what `make_reserve` made, or nothing.
 
     Raises:
-        OSError: it cannot be written all the same.
+        OSError: it still cannot be written.
     """
     try:
         write()

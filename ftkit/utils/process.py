@@ -43,7 +43,7 @@ def start_command(
         words: of the command line.
         output: where what it prints goes; None: where that of this process goes.
         result: where its standard output goes instead, or subprocess.PIPE.
-        stdin: subprocess.PIPE, if it is to be told something.
+        stdin: subprocess.PIPE, to send it input.
     """
     # -P: modules in the current directory are the user's, not ours
     command = [sys.executable, "-P", "-m", "ftkit.cli.child", str(os.getpid()), *words]
@@ -140,7 +140,7 @@ class Interrupts:
 
     Python raises it wherever it happens to be. In a finaliser or in the callback of a weak
     reference, which every import has, it can only be printed as "Exception ignored in", and the
-    program would go on. In a thread that is not the main one nothing is noted.
+    program would continue. In a thread that is not the main one nothing is recorded.
     """
 
     def __init__(self, *, even_if_ignored: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Progress of long work: what is told of it, and how much a command tells beside its results.
+"""Progress of long work, and how much a command prints beside its results.
 
 The latter holds for the whole process, and the command line sets it once; ranks and the runs of a
-sweep are told what their parent was told. Errors and warnings are always shown.
+sweep inherit the verbosity of their parent. Errors and warnings are always shown.
 """
 
 import os

@@ -150,7 +150,7 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
     """The keys and values of a YAML file.
 
     Args:
-        path: the file, `STANDARD_INPUT`, which may be asked for several times, or embedded:NAME.
+        path: the file, `STANDARD_INPUT`, which may be read several times, or embedded:NAME.
         option: what named it on the command line, with a space at its end; for messages.
 
     Raises:

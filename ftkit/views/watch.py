@@ -400,7 +400,7 @@ def _clock_texts(snapshot: RunSnapshot) -> list[str]:
 
 
 def _why(snapshot: RunSnapshot) -> str:
-    """Return why a run has ended or, of one at work, its phase, model and devices."""
+    """Return why a run has ended or, of one running, its phase, model and devices."""
     if snapshot.run.state == "killed":
         return "the process was killed before it could write a report; --resume auto continues it"
     if snapshot.report is None:

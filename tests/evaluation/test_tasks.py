@@ -178,7 +178,7 @@ def test_a_file_elsewhere_is_not_included(tmp_path: Path, name: str) -> None:
         ("include: own.yaml\ntask: own\n", "includes itself"),
         ("doc_to_text: x\n", "does not say which task it is"),
         ("group: own\ntask: [own]\n", "is in itself"),
-        ("group: own\ntask: [nothing_known]\n", "which is no task"),
+        ("group: own\ntask: [nothing_known]\n", "which is not a task"),
         ("group: own\ntask: [{num_fewshot: 1}]\n", "a member without a name"),
     ],
 )

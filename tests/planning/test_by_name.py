@@ -105,8 +105,8 @@ def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
     assert run(words) == 0
     assert served.requests and not served.asked
     text = " ".join(capsys.readouterr().out.split())
-    assert f"LitGPT's of {KNOWN}; its config.json is not here" in text
-    assert "no tokenizer here" in text
+    assert f"those of LitGPT's {KNOWN}, because config.json was not found" in text
+    assert "no tokenizer found" in text
 
     hub.fetch_settings.cache_clear()
     served.requests = 0
@@ -122,7 +122,7 @@ def test_its_own_settings_win_over_those_that_litgpt_knows(
     served.repository = KNOWN
     assert run(["plan", "--checkpoint_dir", KNOWN, "--gpu", "h200"]) == 0
     assert served.asked == ["config.json"]
-    assert "LitGPT's of" not in capsys.readouterr().out
+    assert "those of LitGPT's" not in capsys.readouterr().out
 
 
 def test_an_unknown_name_is_one_error_with_near_names_of_both_kinds(served: Served) -> None:

@@ -549,7 +549,7 @@ def test_lengths_of_conversations_are_unknown_without_the_tokenizer(
     chats.write_text(json.dumps([{"messages": turns}] * 20))
     length = planned(str(tmp_path), train__max_seq_length=60, **of(str(chats))).length
     assert (length.source, length.tokens) == ("max_seq_length", 60)
-    assert length.words.endswith("the tokenizer is not here")
+    assert length.words.endswith("the tokenizer is not on this machine")
 
 
 def test_without_the_tokenizer_the_bytes_are_the_bound(
@@ -562,7 +562,7 @@ def test_without_the_tokenizer_the_bytes_are_the_bound(
     )
     assert (exact.source, bound.source) == ("data", "bytes")
     assert exact.tokens < bound.tokens <= 256
-    assert "no tokenizer here" in bound.words
+    assert "no tokenizer found" in bound.words
 
 
 @pytest.mark.parametrize(

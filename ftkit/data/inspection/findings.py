@@ -149,7 +149,7 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 
 def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
-    """No answer is trained to end, so the model will go on until it is stopped."""
+    """No answer is trained to end, so the model will not learn to stop."""
     ends = part.renderer.stop_ids
     whole = [
         sample
@@ -319,7 +319,7 @@ def many_cut(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 
 def train_in_validation(evidence: Evidence) -> Finding | None:
-    """Validation samples are trained on, so the validation loss tells nothing of new ones."""
+    """Validation samples are trained on, so the validation loss says little about new data."""
     shared, every = evidence.duplicates.val_in_train, len(evidence.data.val)
     if not shared or shared < _MANY_SHARED * every:
         return None

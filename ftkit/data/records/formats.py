@@ -46,7 +46,7 @@ _WEB_PAGE = (b"<!doctype html", b"<html")
 _HEAD_BYTES = 64
 _UNPACKED_AT_ONCE = 2**16
 _MOST_LINE_BYTES = 2**27
-"""Longest line; a longer one means that the file lost its line ends or is no text."""
+"""Longest line; a longer one means that the file lost its line ends or is not text."""
 _MOST_UNPACKED_BYTES, _MOST_TIMES = 2**28, 200
 """Largest content of a compressed file, or this many times its size: texts reach 50 times."""
 
@@ -249,7 +249,7 @@ def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
     """The values of a .jsonl file, each with its line, from 1; empty lines are passed over.
 
     Raises:
-        UserError: a line is no JSON, or the file cannot be read.
+        UserError: a line is not JSON, or the file cannot be read.
     """
     is_empty = True
     for number, line in enumerate(lines_of(file), 1):

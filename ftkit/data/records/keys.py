@@ -87,7 +87,7 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
     Args:
         row: with our names of keys.
         shape: of the record.
-        answered: whether it is trained on, and not only asked.
+        answered: whether it is trained on, and not only used as a prompt.
         named: whether data.columns names what is learned, so that of a preference pair one answer
             is meant.
 

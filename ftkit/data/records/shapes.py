@@ -55,7 +55,7 @@ def instruction_record(
             that holds something else is not one.
 
     Raises:
-        Misfit: a text is missing, or is no text.
+        Misfit: a text is missing, or is not a text.
     """
     record = _texts("instruction", row, required, ("instruction", "input", "output", "sys_prompt"))
     system = row.get("system")
@@ -80,7 +80,7 @@ def completion_record(row: dict[str, Any], required: Sequence[str]) -> Record:
     """Convert a row to a record of prompt and completion.
 
     Raises:
-        Misfit: one is missing, or is no text.
+        Misfit: one is missing, or is not a text.
     """
     return _texts("completion", row, required, ("prompt", "completion"))
 
@@ -289,7 +289,7 @@ def recognise(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool
 
     Args:
         row: a record with our names of keys.
-        columns: those that were asked for, by ours: they decide.
+        columns: requested names of keys by ftkit's; they take precedence.
         answered: whether a record must have its answer.
 
     Raises:

@@ -83,7 +83,7 @@ class ElasticOrder:
 
     Epochs are concatenated; step s takes the samples [s * G, (s + 1) * G) of that sequence, with
     G the global batch size; only the last step may be shorter. A run that continues at step s0
-    after n0 samples goes on from there: step s takes [n0 + (s - s0) * G, n0 + (s + 1 - s0) * G),
+    after n0 samples continues from there: step s takes [n0 + (s - s0) * G, n0 + (s + 1 - s0) * G),
     whatever G was before. The cost of a step does not depend on which step it is: each epoch needs
     one permutation, kept while the run is near it.
     """

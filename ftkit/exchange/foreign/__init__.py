@@ -21,7 +21,7 @@ def import_confined(options: ImportOptions) -> int:
     """
     source, out = options.source.expanduser(), options.out.expanduser()
     with tempfile.TemporaryFile() as given:
-        if str(STANDARD_INPUT) in options.config:  # the child is no foreground job of a terminal
+        if str(STANDARD_INPUT) in options.config:  # the child is not in the terminal's foreground
             given.write(sys.stdin.buffer.read())
             given.seek(0)
         try:

@@ -4,7 +4,7 @@ Every rank has written its part of masters and optimizer state, flat. Under ZeRO
 parameters of a group lie one after another, and each rank has a range of the whole; under ZeRO 3
 each parameter is cut into as many equal parts as there are ranks, the last one padded, and a rank
 has its parts one after another. So every parameter is put together from ranges of all files, which
-are mapped into memory and read when it is asked for.
+are mapped into memory and read when it is needed.
 
 GPT-NeoX counts the layers of its pipeline: 0 is the embedding, 1 a function, the blocks follow,
 then another function, the last norm and the head. In a Llama it joins query, key and value head by
@@ -327,7 +327,7 @@ class ZeroFiles:
 
         Args:
             model: that is trained.
-            progress: what another file tells better.
+            progress: values that another file has more exactly.
         """
         kinds = self.tensors()
         if is_neox(kinds[_MASTER]):

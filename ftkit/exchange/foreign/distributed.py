@@ -117,7 +117,7 @@ class DistributedFiles:
             for box in entry["chunks"]:
                 corner, sizes = _whole_numbers(box["offsets"]), _whole_numbers(box["sizes"])
                 of_name = chunks[name]
-                known = of_name.get(corner) or of_name.get(())  # of tensors that are no shards
+                known = of_name.get(corner) or of_name.get(())  # of tensors that are not shards
                 if known is None:
                     raise ValueError(f"{name} has no chunk at {list(corner)}")
                 if math.prod(sizes) * dtype.itemsize > known.length:
@@ -166,7 +166,7 @@ def distributed_state(
         progress: what other files tell.
 
     Raises:
-        UserError: there is no state of an optimizer, or of one that is no torch optimizer's.
+        UserError: there is no state of an optimizer, or one that is not of a torch optimizer.
     """
     tensors: dict[Place, WeightTensor] = {}
     values: dict[Place, Any] = {}

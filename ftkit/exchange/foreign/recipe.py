@@ -1,4 +1,4 @@
-"""The recipe of an import, and the position in the data at which its run goes on.
+"""The recipe of an import, and the position in the data at which its run continues.
 
 What a foreign checkpoint says stands below what the user says.
 """
@@ -195,7 +195,7 @@ _WHOLE = 1e-3
 
 @dataclass(frozen=True)
 class PositionInData:
-    """Position in the data at which a run goes on."""
+    """Position in the data at which a run continues."""
 
     samples: int
     """Consumed so far."""

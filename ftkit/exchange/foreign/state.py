@@ -69,7 +69,7 @@ class ForeignState:
     """Trained parameters, in the highest available precision."""
     moments: Mapping[str, ForeignTensors] | None
     """State of the optimizer, by torch's names of its kinds (exp_avg, ...). None: the program has
-    kept none, so that the optimizer begins anew."""
+    kept none, so that the optimizer starts without state."""
     scalars: Mapping[str, float]
     """State that is one number for all parameters, such as Adam's step."""
     groups: Sequence[ParameterGroup]

@@ -30,7 +30,7 @@ class NamedState:
             file: that it was read from, for messages.
 
         Raises:
-            UserError: it is no such state, or keeps what checkpoints cannot hold.
+            UserError: it is not such a state, or keeps what checkpoints cannot hold.
         """
         self.scalars: dict[str, float] = {}
         self.groups: list[ParameterGroup] = []

@@ -143,7 +143,7 @@ def _verified_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
     """
     sizes = record_sizes(archive, size_bytes)
     for record in archive.infolist():
-        if record.CRC:  # torch.save leaves it out if asked to
+        if record.CRC:  # torch.save leaves it out if requested
             with archive.open(record) as stream:
                 while stream.read(_BLOCK_BYTES):
                     pass

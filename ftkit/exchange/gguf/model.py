@@ -61,7 +61,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     Args:
         result: no adapter.
         options: where to, and in which numbers.
-        progress: told of bytes.
+        progress: receives the number of bytes.
 
     Raises:
         UserError: llama.cpp does not compute this model, or has no such tokenizer; the package
@@ -175,7 +175,7 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     Args:
         result: an adapter.
         options: where to, in which numbers, and where its base model is.
-        progress: told of bytes.
+        progress: receives the number of bytes.
 
     Raises:
         UserError: llama.cpp does not compute such an adapter or its model; the package gguf is

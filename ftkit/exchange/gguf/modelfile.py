@@ -88,7 +88,7 @@ def modelfile(file: str, base: BaseModel, prompting: Prompting) -> str:
     Args:
         file: name of the GGUF file beside it.
         base: its tokenizer.
-        prompting: how the model is asked.
+        prompting: how prompts are built.
     """
     texts = [base.tokenizer.token_text(token) for token in sorted(prompting.end_ids)]
     lines = [

@@ -53,7 +53,7 @@ def planned_tensor(name: str, shape: tuple[int, ...], numbers: GgufNumbers) -> P
     Args:
         name: llama.cpp's.
         shape: as torch has it.
-        numbers: asked for.
+        numbers: requested number format.
     """
     kind = numbers.upper()
     if len(shape) < 2 or name.endswith("_norm.weight"):
@@ -64,7 +64,7 @@ def planned_tensor(name: str, shape: tuple[int, ...], numbers: GgufNumbers) -> P
 
 
 def require_gguf() -> None:
-    """Refuse to go on without the package that packs numbers.
+    """Refuse to start without the package that packs numbers.
 
     Raises:
         UserError: it is not installed.
@@ -96,7 +96,7 @@ def write_file(
         metadata: all but the architecture.
         planned: every tensor, by llama.cpp's name.
         tensors: the same with numbers, in any order.
-        progress: told of bytes.
+        progress: receives the number of bytes.
 
     Raises:
         OSError: it cannot be written.

@@ -48,7 +48,7 @@ class Naming:
     modules: Mapping[str, str]
     """Ours -> theirs, one to one."""
     fused: Mapping[str, Fused] = field(default_factory=lambda: MappingProxyType({}))
-    """Theirs -> ours, where one of theirs holds several of ours."""
+    """Name in files -> names in ftkit, where one tensor of a file holds several."""
 
     def theirs(self, ours: str) -> str | None:
         """Their name of a module or parameter; None if it has no name of its own there."""

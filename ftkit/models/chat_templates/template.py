@@ -56,7 +56,7 @@ class ChatTemplate:
         """Compile.
 
         Raises:
-            UserError: it is no template.
+            UserError: it is not a template.
         """
         try:
             run_confined(check_source, self.source)
@@ -217,7 +217,7 @@ def check_chat_template(value: object, key: str = "data.chat_template") -> None:
         key: where it is named.
 
     Raises:
-        UserError: it is no name and no file.
+        UserError: it is neither a name nor a file.
     """
     if value == OF_TOKENIZER or value in NAMED:
         return
@@ -241,7 +241,7 @@ def resolve_chat_template(
         key: where it is named.
 
     Raises:
-        UserError: there is none, or it is no template.
+        UserError: there is none, or it is not a template.
     """
     check_chat_template(value, key)
     special_tokens = dict(tokenizer.special_tokens)
@@ -261,7 +261,7 @@ def text_template(value: str | Path, special_tokens: Mapping[str, str]) -> ChatT
     """Return a named template or one from a file; needs no tokenizer.
 
     Raises:
-        UserError: it is no template.
+        UserError: it is not a template.
     """
     file = NAMED.get(str(value)) or Path(value).expanduser()
     return ChatTemplate(read_template(file), str(value), special_tokens)

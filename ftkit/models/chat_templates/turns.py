@@ -86,7 +86,7 @@ class TurnFinder:
             template: writes the conversations.
             added_tokens: texts of the tokens that may end a turn.
             train_on: of messages that do not say it themselves.
-            reasoning: what becomes of conversations whose earlier turns are changed.
+            reasoning: handling of conversations whose earlier turns are changed.
         """
         self._template = template
         self._train_on, self._reasoning = train_on, reasoning
@@ -416,7 +416,7 @@ def without_untrained(
         of_all: whether what others than the assistant say is learned too.
 
     Raises:
-        TemplateRefusal: the parts cannot be told from what stands around them, or nothing is left.
+        TemplateRefusal: the parts cannot be separated from the rest of the text, or none is left.
     """
     messages = record["messages"]
     bracketed = [

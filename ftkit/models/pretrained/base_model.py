@@ -523,7 +523,7 @@ def fingerprint(base: BaseModel) -> str:
     apart models of which one was trained, not to find a flipped bit. Random weights follow from
     the architecture and are not drawn.
 
-    It tells whose code computes the model, whose names its parameters have: see
+    It says whose code computes the model and whose names its parameters have: see
     `implementation_of`.
 
     Args:

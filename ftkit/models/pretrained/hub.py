@@ -243,10 +243,10 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
     """Download the settings and tokenizer of a model, a few MB, if the hub answers.
 
     They lie where a download finds them. Without them less is known of the model, which may be
-    enough, so what has kept them away is no failure here.
+    enough, so a failed download of them is not an error.
 
     Args:
-        name: as `find_or_download` takes it; nothing is done for one that is no hub name.
+        name: as `find_or_download` takes it; nothing is done for other names.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
         root: where downloads go.
 
@@ -478,7 +478,7 @@ def _byte_bars(progress: OnProgress | None, total_bytes: int = 0) -> Any:
 def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) -> int:
     """Return the bytes left to download; UserError if they do not fit on the disk."""
     needed_bytes = sum(absent_bytes.values())
-    # huggingface_hub 1 goes on with NAME.ETAG.incomplete. From version 2 on each attempt has a name
+    # huggingface_hub 1 continues NAME.ETAG.incomplete. From version 2 on each attempt has a name
     # of its own, NAME.ETAG.RANDOM.incomplete, and begins the file again.
     resumed = [file for file in _incomplete_files(directory) if file.name.count(".") == 2]
     needed_bytes -= sum(file.stat().st_size for file in resumed)

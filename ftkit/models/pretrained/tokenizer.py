@@ -134,7 +134,7 @@ class Tokenizer:
             max_length: cut to this many tokens, if positive.
 
         Raises:
-            UserError: ``bos`` is asked for and the tokenizer has none.
+            UserError: ``bos`` is requested and the tokenizer has none.
         """
         if self.backend == "huggingface":
             tokens = self.processor.encode(string, add_special_tokens=False).ids
@@ -281,7 +281,7 @@ def end_tokens(directory: Path) -> frozenset[int]:
     """Return the end tokens that a model's settings name; empty if they name none.
 
     Raises:
-        UserError: a file is no JSON object.
+        UserError: a file is not a JSON object.
     """
     settings = read_json(directory / "config.json")
     of_language = settings.get("text_config")

@@ -78,7 +78,7 @@ def stored_tensors(
 
     Args:
         files: all of a model.
-        is_kept: tells by its name what is copied alone, and may be of any number format.
+        is_kept: whether a tensor of this name is only copied, in any number format.
 
     Raises:
         UserError: a file is damaged, holds something else than weights, or is unsafe.
@@ -149,7 +149,7 @@ def _safetensors(file: Path, is_kept: Callable[[str], bool]) -> dict[str, Weight
     with reading(file, "weights as safetensors", advice="Download it again."):
         # It compares the header with the length of the file before it gives out any of it.
         handle = safe_open(file, "pt")
-        for name in handle.keys():  # noqa: SIM118 (a handle is no mapping)
+        for name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
             header = handle.get_slice(name)
             known = _ANY_DTYPES if is_kept(name) else DTYPES
             dtype = known.get(header.get_dtype())

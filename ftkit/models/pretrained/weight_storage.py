@@ -49,7 +49,7 @@ class WeightStorage(ABC):
         Args:
             stored: all tensors of the files.
             directory: where they lie, for messages.
-            tied: whether embedding and head are one; the head may be there all the same.
+            tied: whether embedding and head are one; a file may still contain the head.
 
         Raises:
             UserError: a tensor is missing, unexpected or of another shape.

@@ -32,11 +32,11 @@ class AnswerScore:
     file: str | None = None
     """Name of the file with the function; None: it is ftkit's."""
     sha256: str | None = None
-    """Checksum of that file: it tells functions of the same name apart."""
+    """Checksum of that file: it distinguishes functions of the same name."""
 
     @property
     def identity(self) -> tuple[str, str | None]:
-        """What tells this score from others."""
+        """Identity of this score among others."""
         return self.name, self.sha256
 
     @property

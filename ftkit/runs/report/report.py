@@ -312,7 +312,7 @@ class RankMemory:
     rank: int
     """Global rank."""
     requested_bytes: int | None = None
-    """Device memory that was asked for, before torch's allocator rounds it up; None on CPU."""
+    """Device memory that was requested, before torch's allocator rounds it up; None on CPU."""
     allocated_bytes: int | None = None
     """Device memory in tensors, as torch counts it; None on CPU."""
     reserved_bytes: int | None = None
@@ -473,7 +473,7 @@ class Checkpoints:
     stall_s: Spread | None = None
     """Time that training waited for a checkpoint."""
     write_s: Spread | None = None
-    """Time from the request to the completed checkpoint; training goes on for most of it."""
+    """Time from the request to the completed checkpoint; training continues for most of it."""
     advised_every_s: float | None = None
     """Interval that would lose the least time; None: the run is not expected to be interrupted."""
 

@@ -5,7 +5,7 @@ condition that it does not exist yet, which the storage decides: of two runs tha
 number one gets it. A run that finds a claim which nobody renews takes the next number; a holder
 that comes back after a long time sees that it has lost. Renewals are counted in polls of this
 process, so a wrong clock of another machine ends no run. A claim that cannot be read is watched
-like any other, since a run may be at work behind it.
+like any other, since a run may be running behind it.
 """
 
 import json
@@ -42,7 +42,7 @@ _MOST_BYTES = 2**16
 _RELEASED_WITHIN_S = 10.0
 """After that it is left to expire, so that the command can end."""
 _LOOKS_SILENT_S = 5 * EXPIRES_S
-"""A claim that seems this old, by two clocks, is watched before its run is shown as at work."""
+"""A claim that seems this old, by two clocks, is watched before its run is shown as running."""
 _PREFIX = ".run/claim-"
 _NAME = re.compile(rf"{re.escape(_PREFIX)}([0-9]{{6}})\.json")
 
@@ -60,7 +60,7 @@ class ClaimHolder:
     process: int
     """Its process id there."""
     process_started: float
-    """When it started, since boot; tells it from a later process with the same id."""
+    """When it started, since boot; distinguishes it from a later process with the same id."""
     renewed_at: str
     """ISO 8601, UTC."""
 
@@ -132,7 +132,7 @@ class RemoteClaim:
             on_waiting: called with how long a holder is still watched that may be gone.
 
         Raises:
-            UserError: another run is at work there.
+            UserError: another run is running there.
             StorageError: the storage does not answer.
         """
         while True:
@@ -256,7 +256,7 @@ class RemoteClaim:
 
 
 class ClaimWatch:
-    """Watches a claim from outside: whether a run at a url is at work."""
+    """Watches a claim from outside: whether a run at a url is running."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects

@@ -51,7 +51,7 @@ def committed_steps(listing: Iterable[str]) -> set[int]:
 
 
 def is_state_file(run: RunDirectory, name: str) -> bool:
-    """Whether an object is a file of the run's state, which is there only while it is at work."""
+    """Whether an object is a file of the run's state, which is there only while it is running."""
     return name.startswith(f"{run.state.name}/") and not is_claim(name)
 
 
@@ -106,7 +106,7 @@ def is_at_work_here(run: RunDirectory) -> bool:
 def refresh(path: Path) -> None:
     """Download the small files of the run that a path belongs to, if it lies at a url.
 
-    Nothing happens for local paths, and while this machine itself is at work on the run.
+    Nothing happens for local paths, and while this machine itself is running on the run.
 
     Raises:
         UserError: the url cannot be read.
@@ -122,7 +122,7 @@ def refresh(path: Path) -> None:
 
 
 def fetch_run(run: RunDirectory) -> Listing:
-    """Download the small files of a run, whether it is at work or not.
+    """Download the small files of a run, whether it is running or not.
 
     Returns:
         What lies at the url.
@@ -230,7 +230,7 @@ def _keep_or_drop_local(
     """Decide about checkpoints that are only on this machine; whether it is ahead of the url.
 
     One that was at the url has been deleted there, and is deleted here, too; so is one of which
-    other machines had shards. One that was never uploaded is kept, unless another machine went on
+    other machines had shards. One that was never uploaded is kept, unless another machine continued
     from an earlier one: then it moves to set_aside.
     """
     store = run.store
@@ -349,7 +349,7 @@ class UrlCopy:
         return self._run.path
 
     def look(self) -> bool:
-        """Bring the copy up to date; whether the run is at work.
+        """Bring the copy up to date; whether the run is running.
 
         Raises:
             StorageError: the url has never answered.
@@ -366,7 +366,7 @@ class UrlCopy:
         return self._at_work
 
     def settle(self) -> None:
-        """Look until it is certain whether the run is at work; one look is not always enough."""
+        """Look until it is certain whether the run is running; one look is not always enough."""
         with suppress(StorageError):  # the next look reports it
             self.look()
         if self._claim.is_in_doubt:

@@ -1,4 +1,4 @@
-"""Mirror of a run: uploads its directory to its url while it is at work.
+"""Mirror of a run: uploads its directory to its url while it is running.
 
 The supervisor uploads, so the processes that train spend nothing on it. A complete checkpoint is
 uploaded file by file, its metadata last: objects cannot be renamed, so that is the moment at which

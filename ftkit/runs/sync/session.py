@@ -1,4 +1,4 @@
-"""Sessions at a url: claimed, downloaded, mirrored while the run is at work, and released."""
+"""Sessions at a url: claimed, downloaded, mirrored while the run is running, and released."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,7 +86,7 @@ def mirrored(
 
 
 def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
-    """Refuse a new run at a url where another one is at work; local paths are not checked.
+    """Refuse a new run at a url where another one is running; local paths are not checked.
 
     Raises:
         UserError: one is, or the url cannot be reached.
@@ -102,7 +102,7 @@ def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
 
 
 class UrlCheckpoints:
-    """Checkpoints of a run at a url, to be deleted while nobody is at work there."""
+    """Checkpoints of a run at a url, to be deleted while no run is active there."""
 
     def __init__(self, run: RunDirectory, replica: Replica) -> None:
         self._run, self._replica = run, replica
@@ -154,7 +154,7 @@ def url_checkpoints(
         hold: claim the url inside the block; otherwise nothing is written.
 
     Raises:
-        UserError: a run is at work there, or the url cannot be used.
+        UserError: a run is running there, or the url cannot be used.
     """
     if url_of(path) is None:
         yield None

@@ -43,6 +43,6 @@ class CurrentAccelerator(FabricAccelerator):
 def fabric_accelerator(kind: str) -> str | FabricAccelerator:
     """Accelerator to give to Fabric for a kind of device: its own name, or ours for any other.
 
-    Its own tpu is torch_xla, which is no device of torch.accelerator.
+    Its own tpu is torch_xla, which is not a device of torch.accelerator.
     """
     return kind if kind in (HOST_KIND, USUAL_KIND) else CurrentAccelerator()

@@ -1,6 +1,6 @@
 """Kinds of devices: the table of what differs between them, and peak FLOPs of GPUs; no torch.
 
-What torch answers for every kind alike is asked of `torch.accelerator` where it is needed. What it
+What torch knows for every kind comes from `torch.accelerator` where it is needed. What it
 does not, or not of every kind, stands here: another kind of device is another row.
 """
 

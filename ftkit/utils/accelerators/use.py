@@ -18,7 +18,7 @@ def accelerator_in_use() -> torch.device | None:
 
 
 def take_device(device: torch.device) -> None:
-    """Compute on a device from here on, and count its memory anew."""
+    """Compute on a device from here on, and reset its memory counters."""
     if device.type == HOST_KIND:
         return
     torch.accelerator.set_device_index(device)

@@ -339,7 +339,7 @@ class Display:
         Args:
             title: what is being done.
             brief: leave no line behind, unless it takes long or is cut short. Where there is
-                neither a live line nor a log, one line says after a while that it goes on.
+                neither a live line nor a log, one line says after a while that it is still running.
         """
         phase = Phase(redacted(printable(title)), write=self._write_progress, clock=self._clock)
         if not brief:

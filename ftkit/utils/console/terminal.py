@@ -136,7 +136,7 @@ def fitted(text: str, stream: TextIO) -> str:
 def print_directly() -> None:
     """Undo rich's redirection in a forked process, such as one that loads data.
 
-    There, the lock of the console may be held for ever by a thread that was not forked.
+    There, the lock of the console may be held forever by a thread that was not forked.
     """
     if isinstance(sys.stdout, FileProxy):
         sys.stdout = sys.stdout.rich_proxied_file

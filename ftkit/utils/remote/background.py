@@ -20,7 +20,7 @@ def ends(
     """Wait for a thread to end; whether it did.
 
     Args:
-        thread: goes on by itself if the waiting ends first.
+        thread: continues if the waiting ends first.
         unless: ends the waiting when true, such as after a signal; called ten times a second.
         on_waiting: called as often.
     """

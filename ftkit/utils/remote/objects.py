@@ -157,7 +157,7 @@ class Objects:
         """
         # Its size is looked up afterwards: a captive portal answers every request with a page and
         # has stored nothing. The content is compared by the storage, with the checksums in the
-        # requests; an ETag is no MD5 of large or encrypted objects.
+        # requests; an ETag is not the MD5 of large or encrypted objects.
         options = send_options(self._scheme)
         before = path.stat().st_size
         self._tried(

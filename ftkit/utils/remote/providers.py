@@ -124,7 +124,7 @@ def found_below(scheme: str, fs: Any, root: str) -> dict[str, dict[str, Any]]:
 
     Raises:
         Exception: it cannot be listed; FileNotFoundError, which some providers raise where there
-            are no objects.
+            are not objects.
     """
     if scheme == "az":
         return _blobs_below(fs, root)

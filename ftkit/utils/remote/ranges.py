@@ -39,7 +39,7 @@ class BlockChecksums:
     """16 hexadecimal digits for each block, concatenated."""
 
     def problem(self, size_bytes: int) -> str | None:
-        """The reason that these are no checksums of a file of this length; None: they are."""
+        """The reason that these are not checksums of a file of this length; None: they are."""
         digits = len(self.xxh3_64)
         if self.block_bytes <= 0 or not set(self.xxh3_64) <= set("0123456789abcdef"):
             return "the checksums of its blocks cannot be read"
@@ -103,7 +103,7 @@ class RangedSafetensors:
         Raises:
             StorageError: it cannot be read.
             DamagedObject: its length or a block is not what it was.
-            ValueError: it is no such file.
+            ValueError: it is not such a file.
         """
         self._objects, self._name = Objects.of(path.parent), path.name
         self._checksums = checksums

@@ -34,7 +34,7 @@ class Replica:
     """A directory and the objects at a url, by names relative to both.
 
     The record has, for each file that was equal to its object, the version of the object, and the
-    size and time of the file. It tells what changed on either side without reading any content.
+    size and time of the file. It shows what changed on either side without reading any content.
     """
 
     def __init__(self, directory: Path, objects: Objects, record: Path | None = None) -> None:

@@ -258,7 +258,7 @@ def _own_metrics(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
     for score in scores:
         files.setdefault(score.name, set()).add(score.sha256)
     for name, sha256 in dict.fromkeys(score.identity for score in scores):
-        # Functions of the same name are told apart by the checksums of their files.
+        # Functions of the same name are distinguished by the checksums of their files.
         label = name if len(files[name]) == 1 else f"{name} ({str(sha256)[:8]})"
         yield ReportNumber(
             key=f"metric.{label}",

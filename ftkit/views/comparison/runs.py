@@ -57,7 +57,7 @@ class ComparedRun:
     out_dir: Path
     """Its directory."""
     state: StateName
-    """Whether it is at work, or how it ended."""
+    """Whether it is running, or how it ended."""
     report: Report
     """Its measurements."""
     copy: UrlCopy | None = None
@@ -125,8 +125,8 @@ class ComparedRun:
     def memory_parts(self) -> dict[str, int]:
         """Bytes at the peak of the fullest rank by what they hold; the parts add up to the peak.
 
-        Tensors are told apart in the measured steps only, and the peak may come at another moment;
-        the rest are `other tensors`. The peak of a run at work is not known before its end.
+        Tensors are categorised in the measured steps only, and the peak may come at another moment;
+        the rest are `other tensors`. The peak of a run running is not known before its end.
         """
         ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
         parts: dict[str, int] = {}
@@ -134,7 +134,7 @@ class ComparedRun:
         if measured:
             named = asdict(measured.peak_breakdown_bytes)
             parts = {name.replace("_", " "): size for name, size in named.items() if size > 0}
-        if not ranks:  # the run is at work
+        if not ranks:  # the run is running
             return parts
         fullest = max(ranks, key=lambda rank: (rank.allocated_bytes or 0, _host_bytes(rank)))
         if measured:

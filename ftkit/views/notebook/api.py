@@ -51,7 +51,7 @@ class ShownReport(Report):
 
 
 class Run(os.PathLike[str]):
-    """A run, at work or ended; as a path it stands for its out_dir."""
+    """A run, running or ended; as a path it stands for its out_dir."""
 
     def __init__(self, out_dir: Path) -> None:
         self.out_dir = out_dir
@@ -75,7 +75,7 @@ class Run(os.PathLike[str]):
         return ShownReport(**values)
 
     def plot(self) -> Picture:
-        """Draw losses, memory and throughput, also of a run at work.
+        """Draw losses, memory and throughput, also of a run running.
 
         Raises:
             UserError: nothing has been measured yet, or matplotlib is missing.
@@ -86,7 +86,7 @@ class Run(os.PathLike[str]):
         """Follow the run until it has ended, in the cell or in lines; return the run itself.
 
         Interrupting the kernel, or Ctrl+C, ends a run that was started here after its current step,
-        with its state saved; a second interrupt ends it at once. A run of another process goes on;
+        with its state saved; a second one ends it at once. A run of another process continues;
         only following it ends.
 
         Raises:
@@ -234,7 +234,7 @@ def finetune_full(
 
 
 def attach(out_dir: PathLike) -> Run:
-    """Return a run that was started elsewhere, at work or ended.
+    """Return a run that was started elsewhere, running or ended.
 
     Raises:
         UserError: the directory holds no run.

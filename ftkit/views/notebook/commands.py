@@ -113,7 +113,7 @@ _REFUSAL = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
 
 def printed(output: IO[bytes]) -> str:
     """Return what a command has printed so far to a file."""
-    # pread: the position in the file belongs to the command, which goes on writing.
+    # pread: the position in the file belongs to the command, which continues writing.
     descriptor = output.fileno()
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     return text.decode(errors="replace")

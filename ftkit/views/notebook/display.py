@@ -31,7 +31,7 @@ from ftkit.views.watch import Lines, RunSnapshot, snapshot_as_html
 
 
 class OutputPlace(Protocol):
-    """A place that shows a run while it is at work."""
+    """A place that shows a run while it is running."""
 
     interval_s: float
     """Time between two updates."""

@@ -100,5 +100,5 @@ def test_end_tokens_are_those_of_the_settings(base: Path) -> None:
     write(base, "config.json", eos_token_id=None)
     assert end_tokens(base) == frozenset()
     (base / "generation_config.json").write_text("[]")
-    with pytest.raises(UserError, match="no JSON object"):
+    with pytest.raises(UserError, match="not a JSON object"):
         end_tokens(base)

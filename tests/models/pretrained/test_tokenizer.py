@@ -109,7 +109,7 @@ def test_a_token_decoded_alone_keeps_its_space(tmp_path: Path) -> None:
         ("tokenizer.json", None, "has no tokenizer. Copy tokenizer.json"),
         ("tokenizer.json", "{}", "tokenizer.json is damaged"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json is no JSON object"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object"),
         ("tokenizer_config.json", None, 'no end-of-text token.*Name it as "eos_token"'),
     ],
 )

@@ -5,7 +5,7 @@ memory, where this module holds some rows of one tensor. It reads no Gemma 1, no
 head size of Qwen3 and no scaled positions, and ignores tensors that it does not know.
 
 It lies in ``checkpoints/gguf/KEY/NAME``, beside what is downloaded. The key is a digest of the
-file's name, size, time of change and first MiB: a file that is replaced is converted anew, and so
+file's name, size, time of change and first MiB: a file that is replaced is converted again, and so
 is a copy of it with another time.
 """
 
@@ -52,7 +52,7 @@ class Conversion:
     disk_bytes: int
     """Of the weights in it."""
     memory_bytes: int
-    """Host memory of the numbers at work, at most."""
+    """Most host memory used by the conversion."""
     is_made: bool
     """Whether it is there already."""
 

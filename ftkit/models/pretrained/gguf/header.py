@@ -187,7 +187,7 @@ def read_header(file: Path) -> GgufHeader:
     Nothing is allocated for a count that the rest of the file could not hold.
 
     Raises:
-        UserError: it cannot be read, is no such file, is damaged, cut off, or contradicts itself.
+        UserError: it cannot be read, is not a GGUF file, or is damaged, cut off or contradictory.
     """
     require_regular(file)
     with reading(f"checkpoint_dir {file}", "the header of a GGUF file", advice=_ADVICE):
