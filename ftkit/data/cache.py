@@ -38,14 +38,17 @@ from ftkit.utils.json_values import from_json
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
+# Raised when the files of an entry change: entries that are older then have other addresses.
 _CACHE_FORMAT = 2
 _LIBRARIES = ("sentencepiece", "tokenizers")
 """Libraries that make texts and tokens: another version may make others."""
 _CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
 """Modules of ftkit that do so."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
+# Little-endian, whatever the machine: the directory may be shared.
 _ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
+# Bytes. hashlib and pread release the GIL, so that threads hash pieces at the same time.
 _PIECE_BYTES = 8 * 2**20
 _REPORT_INTERVAL_S = 0.5
 
@@ -100,6 +103,7 @@ def _plain(rules: Rules) -> dict[str, Any]:
 
 def _style_texts(style: AnyStyle) -> list[str]:
     """Render marks in a prompt style, after its stop tokens, to tell styles apart."""
+    # Control characters stand for the texts: no prompt style holds them.
     marks: list[dict[str, str]] = [{}, {"input": "\2"}, {"sys_prompt": "\3"}]
     return [*style.stops, *(style.apply(prompt="\1", **mark) for mark in marks)]
 
@@ -111,6 +115,7 @@ def address_of_content(content: Content, tokenizer: "Tokenizer", max_seq_length:
         OSError: a file cannot be read.
     """
     groups = content.files()
+    # Paths below the common directory: data that are moved or copied keep their address.
     above = os.path.commonpath([file.parent for files in groups for file in files])
     files = [
         [(os.path.relpath(file, above), file_digest(file)) for file in files] for files in groups
@@ -238,6 +243,7 @@ class SampleCache:
         """
         directory = self._directory / address / split
         with new_directory(directory, overwrite=True) as partial:
+            # Records are kept of validation alone, where an evaluation prompts with them.
             _write(partial, entry, with_records=split != "train")
         return _open(directory)[1]
 
@@ -253,6 +259,7 @@ class SampleCache:
         lock = FileLock(self._directory / f"{address}.lock")
         while True:
             try:
+                # The wait is interrupted twice a second, to report how far the other process is.
                 lock.acquire(timeout=_REPORT_INTERVAL_S)
                 break
             except Timeout:
@@ -363,6 +370,7 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
 def _mapped(path: Path, dtype: str) -> Any:
     """Map the numbers of a file into memory, copy-on-write."""
     with path.open("rb") as file:
+        # mmap refuses empty files.
         if not os.fstat(file.fileno()).st_size:
             return np.empty(0, dtype=dtype)
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=dtype)

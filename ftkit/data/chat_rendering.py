@@ -100,6 +100,7 @@ class ChatRenderer(Renderer):
         added = tokenizer.added_tokens if tokenizer else ()
         self._finder = TurnFinder(template, added, train_on=train_on, reasoning=reasoning)
         self._learns_all = train_on == "all"
+        # For the expected answers of `example`: the last turn, whatever is trained.
         self._answers = TurnFinder(template, added, train_on="last", reasoning="split")
 
     @property

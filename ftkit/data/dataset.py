@@ -104,6 +104,7 @@ class _Loading:
         found = self.find(splits)
         if missing := [split for split in splits if split not in found]:
             with self._turn() as building:
+                # Another process may have made them while this one waited for the lock.
                 found |= self.find(missing)
                 for split in splits:
                     if split not in found:
@@ -130,6 +131,7 @@ class _Loading:
             except DamagedEntry as error:
                 self._notices.append(f"A damaged entry of the data cache is rebuilt: {error}.")
                 continue
+            # The address has the name of a template, not its text, which may have changed since.
             if entry and entry.rendering == rendering_of(entry.part, self._tokenizer):
                 found[split] = entry.prepared
                 if self._part is None:  # the same records may have been written otherwise
@@ -253,6 +255,7 @@ class _Loaded:
     def longest_tokens(self) -> int:
         """Tokens of the longest sample of all splits; 0: there are none."""
         samples = [one.samples for part in self.parts for one in part.splits.values()]
+        # + 1: lengths count inputs, which are all tokens but the last.
         return max((int(one.lengths.max()) + 1 for one in samples if len(one)), default=0)
 
     @cached_property

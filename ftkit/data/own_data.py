@@ -187,6 +187,7 @@ def _source(entry: Any, key: str, inherited: dict[str, Any]) -> _SourceOptions:
     _check_values(own, f"{key}.")
     for group in (*_EXCLUSIVE, ("weight", "samples")):
         _check_one_of(group, own, key)
+    # An option of the source replaces those that exclude it, not only the one of its name.
     others = {name for group in _EXCLUSIVE if own.keys() & set(group) for name in group}
     kept = {name: value for name, value in inherited.items() if name not in others}
     return _SourceOptions(key=f"{key}.path", given=frozenset(own), **kept | own)
@@ -235,6 +236,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         check_shared_values(given)
     for key, value in given.items():
         name = prefix + key
+        # bool is a subclass of int.
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if key in ("path", "json_path"):
             rule = "the path of a file or directory"
@@ -393,6 +395,7 @@ class OwnData(DataSource):
                 name=name,
                 where=str(source.path),
                 read=partial(self._part, source, name),
+                # Files of a hub are not known before it is asked: its records give the address.
                 content=None if is_hub_name(source.path) else self._content(source),
                 weight=source.weight,
                 samples=source.samples,
@@ -489,6 +492,7 @@ class OwnData(DataSource):
             revision=source.revision,
         )
         fraction = self._options.val_split_fraction
+        # A share that is named is split off, even if the hub has a validation split.
         whole = "split" in self._evaluated or fraction is not None
         return read_hub(wanted, source.columns, whole=whole)
 

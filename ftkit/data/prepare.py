@@ -216,6 +216,7 @@ class _Preparation:
 
     def _note_sufficient_length(self, whole: Rendered) -> None:
         if found := cut(whole, len(whole.ids)).trained:
+            # The first token is never a label, because nothing predicts it.
             needed = max(found[0][0], 1) + 1
             self.sufficient_length = min(needed, self.sufficient_length or needed)
 
@@ -300,6 +301,7 @@ RECORDS_AT_ONCE = 1000
 """Records of a chunk."""
 LEAST_RECORDS = 50_000
 """Fewest records for which processes are started: their imports take seconds."""
+# Each has its own interpreter and tokenizer in memory.
 _MOST_PROCESSES = 32
 
 Chunk = tuple[Sequence[Record], Sequence[Rendering]]
@@ -339,6 +341,7 @@ def _in_processes(
     try:
         yield from pool.map(_render, chunks)
     finally:
+        # Chunks that still wait are dropped where the caller stops early, as after an error.
         pool.shutdown(cancel_futures=True)
 
 

@@ -384,6 +384,7 @@ def _answered(conversations: Iterator[list[str]] | list[list[str]], *, every: bo
     """The first question of each conversation and its answer, or every one."""
     rows = []
     for said in conversations:
+        # Questions and answers alternate.
         for i in range(0, len(said) - 1, 2) if every else (0,):
             rows.append({"instruction": said[i], "input": "", "output": said[i + 1]})
     return rows
@@ -404,6 +405,7 @@ def _download(url: str, file: Path) -> None:
         partial_file.open("wb") as written,
     ):
         shutil.copyfileobj(answer, written)
+    # Renamed once it is whole, so that half a download is never taken for the data.
     partial_file.replace(file)
 
 

@@ -140,6 +140,7 @@ class PromptedRenderer(Renderer):
                 continue
             prompt, answer = next(prompts), next(answers)
             first = len(prompt) if self._mask_prompt else 0
+            # Encoded apart, as LitGPT does: no token holds characters of both.
             ids = prompt + answer
             yield Rendering((Rendered(ids, ((first, len(ids)),)),))
 
@@ -215,6 +216,7 @@ def _encode(tokenizer: "Tokenizer", texts: list[str], *, answer: bool = False) -
     if tokenizer.backend != "huggingface" or tokenizer.processor.padding is not None:
         # A batch would be padded to its longest text.
         return [tokenizer.encode(text, bos=bos, eos=answer).tolist() for text in texts]
+    # fast: without offsets, which nothing here reads.
     encodings = tokenizer.processor.encode_batch_fast(texts)
     return [
         _mark_ends(encoding.ids, tokenizer, bos=tokenizer.use_bos and not answer, eos=answer)

@@ -228,6 +228,7 @@ def lengths_of(tokens: npt.NDArray[np.int32], limit: int) -> Lengths | None:
     """
     if not len(tokens):
         return None
+    # method="higher": the length of a sample, not a number between two.
     median, p90, p99 = (
         int(value) for value in np.percentile(tokens, [50, 90, 99], method="higher")
     )
@@ -248,6 +249,7 @@ def _bars(tokens: npt.NDArray[np.int32], p99: int, limit: int) -> list[Bar]:
     longest = int(tokens.max())
     first = int(tokens.min())
     width = _width(p99 - first + 1)
+    # Bars begin at 1, 1 + width and so on, so that they read 1-100, 101-200.
     start = first - (first - 1) % width
     edges = [*range(start, p99 + 1, width), longest + 1]
     if longest - edges[-2] < width:

@@ -160,6 +160,7 @@ def _visible_rows(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _visible(character: str) -> str:
+    # Control and format characters, surrogates, private and unassigned ones, separators of lines.
     if unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
         return character
     return character.encode("unicode_escape").decode()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _MOST_EXAMPLES = 2
 _PROBES = 16
 """Tokens of a sample that tell most samples apart."""
+# 2^64 divided by the golden ratio: multiplied by it, keys that differ little are spread over all
+# bits (Fibonacci hashing).
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 RecordPlace = tuple[int, int]
@@ -70,6 +72,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
         tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
         for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
             ids = tokens[offsets[index] : offsets[index + 1]]
+            # Hashes, because the tokens of many long samples would fill memory.
             digest = hashlib.blake2b(ids.data, digest_size=16).digest()
             if not is_val:
                 if digest in seen:
@@ -98,6 +101,7 @@ def _keys(samples: SampleSet) -> npt.NDArray[np.uint64]:
     for probe in range(_PROBES):
         at = starts + (sizes - 1) * probe // (_PROBES - 1)
         keys = (keys ^ tokens[at].astype(np.uint64)) * _FACTOR
+        # A product carries upwards only: its high bits are mixed into the low ones.
         keys ^= keys >> np.uint64(29)
     return keys
 
@@ -151,6 +155,7 @@ def findings(evidence: Evidence) -> list[Finding]:
 def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """No answer is trained to end, so the model will not learn to stop."""
     ends = part.renderer.stop_ids
+    # Samples of the full length may have lost their end.
     whole = [
         sample
         for sample in _examined(part.splits["train"].samples)

@@ -159,6 +159,7 @@ def _message(turn: Any, where: str) -> Record:
                 "Correct or remove the record."
             )
         message["tool_calls"] = calls
+    # Most messages have only role and content: millions of them are spared the checks.
     if len(turn) > len(_OPENAI) or isinstance(value, list):
         check_message_keys(turn, role, where)
         message |= _extras(turn, where)

@@ -60,6 +60,7 @@ class HubData:
     def val_split(self) -> str | None:
         """The split to validate on: the counterpart of the one to train on; None: there is none."""
         name = self.train_split.partition("[")[0]
+        # The counterpart of train_sft is test_sft.
         counterparts = [name.replace("train", counterpart, 1) for counterpart in VALIDATION]
         return next((c for c in counterparts if c in self._splits and c != name), None)
 
@@ -73,6 +74,7 @@ class HubData:
             found: Dataset = self._builder.as_dataset(split=split)
         except (ValueError, AssertionError) as error:
             raise UserError(self._explain_split(split, error)) from None
+        # As tables, so that their rows are converted like those of files.
         tables = found.with_format("arrow").iter(batch_size=_AT_ONCE)
         return batch_rows(batch for table in tables for batch in table.to_batches())
 
@@ -121,6 +123,8 @@ def _prepared(wanted: HubName) -> "DatasetBuilder":
                 f"data.path is {wanted.name}, whose files are of the kind {kind}, which is not "
                 "read from a hub.\nDownload its records and give them as files."
             )
+        # Without network, datasets takes the last version in its cache, whatever revision is
+        # requested.
         _check_revision(wanted, builder, is_cached=kind == "cache")
         builder.download_and_prepare()
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:

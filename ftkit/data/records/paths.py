@@ -79,6 +79,7 @@ def _resolve(given: str | Path, key: str) -> list[Path]:
         return [path]
     if set(str(path)) & set("*?["):
         root = Path(path.anchor)
+        # Path.glob takes relative patterns alone.
         matches = sorted(root.glob(str(path.relative_to(root))))
         if found := [match for match in matches if match.is_file() or format_of(match)]:
             return found
@@ -100,6 +101,7 @@ def _in_directory(directory: Path, key: str) -> DataFiles:
     train = _split(children, "train")
     val: tuple[Path, ...] = ()
     for name in VALIDATION:
+        # A test file without a train file is data like any other.
         val = val or (_split(children, name) if train or name != "test" else ())
     for split, files in (("train", train), ("val", val)):
         if not files and (train or val):

@@ -323,6 +323,7 @@ def _shape_of(row: dict[str, Any]) -> Shape:
     keys = row.keys()
     if _is_preference(row):
         raise Refusal(_explain_preference(row))
+    # Before messages: a record with both texts is an instruction, whatever else it has.
     if keys >= set(INSTRUCTION):
         return "instruction"
     if keys & set(CONVERSATION_KEYS):

@@ -130,6 +130,7 @@ def _balance(
 
 def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
     """Spread samples over the fewest micro-steps that have room, in rows of like cost."""
+    # Attention costs the square of a sample's length, all else its length.
     costs = lengths * (1 + layout.attention_cost * lengths)
     by_length_desc = np.argsort(-lengths, kind="stable")
     found = _fewest_rows(lengths[by_length_desc], costs[by_length_desc], layout)
@@ -141,6 +142,7 @@ def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
     rows.sort(key=cost, reverse=True)
     ranks = layout.world_size
     micro_steps = [rows[first : first + ranks] for first in range(0, len(rows), ranks)]
+    # By tokens and not by cost, because memory follows tokens.
     micro_steps.sort(key=lambda some: -max(int(lengths[row].sum()) for row in some))
     return _balance(micro_steps, cost, ranks)
 
@@ -193,6 +195,7 @@ def _fill(
         while waiting and -waiting[0][0] >= length:
             _, row, load = heapq.heappop(waiting)
             heapq.heappush(open_, (load, row))
+        # min: a sample longer than a row gets an empty one.
         while open_ and room[open_[0][1]] < min(length, most_tokens):
             load, row = heapq.heappop(open_)
             heapq.heappush(waiting, (-room[row], row, load))

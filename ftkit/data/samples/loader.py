@@ -75,6 +75,7 @@ def collate(
         "numbers": tuple(numbers),
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),
+        # float64: float32 holds integers exactly up to 16.8 million alone.
         "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
         "is_last_of_step": is_last_of_step,
         "samples": len(samples) - fillers,

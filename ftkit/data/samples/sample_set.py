@@ -116,6 +116,7 @@ class SampleSet(Samples):
         if not len(starts):
             return np.empty(0, dtype=np.int64)
         labels = spans[:, 1] - np.maximum(spans[:, 0], 1)
+        # Every sample has a span: without one, reduceat would take the first of the next sample.
         return np.add.reduceat(labels, starts, dtype=np.int64)
 
     @property
@@ -145,6 +146,7 @@ class SampleRows:
     """Growing arrays of samples."""
 
     def __init__(self) -> None:
+        # 4 bytes a token; a list would take 8 and the integers.
         self._tokens, self._spans = array("i"), array("i")
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
 
@@ -236,5 +238,6 @@ def interleave(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int32], IntArray]:
     nothing = np.empty(0, dtype=np.int64)
     numbers = np.concatenate([nothing, *(np.arange(size) for size in sizes)])
     shares = np.concatenate([nothing, *(np.arange(size) / max(size, 1) for size in sizes)])
+    # stable: among equal shares, the order of the groups.
     order = np.argsort(shares, kind="stable")
     return groups[order], numbers[order]

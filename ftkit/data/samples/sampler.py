@@ -129,6 +129,7 @@ class ElasticOrder:
     def total_steps(self) -> int:
         """Steps of the whole run, those before the start included."""
         remaining = self._total_samples - self._start_samples
+        # Rounded up: the last step may be shorter.
         return self.start_step - (-remaining // self._global_batch_size)
 
     def consumed(self, step: int) -> int:
@@ -214,5 +215,6 @@ def permutation(samples: int, seed: int, epoch: int, *source: int) -> IntArray:
     Numpy promises a stable stream for its bit generators, but not for Generator.permutation
     (https://numpy.org/doc/stable/reference/random/compatibility.html); so raw bits are sorted.
     """
+    # SeedSequence refuses negative seeds.
     bits = np.random.Philox(np.random.SeedSequence(seed % 2**64, spawn_key=(epoch, *source)))
     return np.argsort(bits.random_raw(samples), kind="stable")
