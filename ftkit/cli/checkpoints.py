@@ -93,8 +93,9 @@ def show_checkpoint(options: CheckpointOptions) -> int:
     entry = entry_of(place.chosen(options.step))
     if entry.metadata is None:
         raise UserError(
-            f"{entry.problems[0]}\nIt cannot be shown. Look for another one with "
-            f"ftkit checkpoints list {place.store.directory}."
+            f"{entry.problems[0]}\n"
+            "It cannot be shown. List the others with ftkit checkpoints list "
+            f"{place.store.directory}."
         )
     if options.format == "json":
         return _print_json(entry.as_dict())

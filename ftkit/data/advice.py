@@ -19,8 +19,8 @@ _TO_RECORDS = {
 _TO_TEMPLATES = {
     NO_TOOLS: "Use a template with a place for tools: --data.chat_template FILE.",
     NO_REASONING: "Use a template with a place for reasoning: --data.chat_template FILE.",
-    NOT_MARKED: "Put what the assistant says inside {% generation %} in the template, or use one "
-    "without: --data.chat_template FILE.",
+    NOT_MARKED: "Enclose the text of the assistant in {% generation %} in the template, or use a "
+    "template without it: --data.chat_template FILE.",
 }
 _SPLITTING: tuple[dict[str, str], ...] = (
     {"reasoning": "split"},
@@ -66,12 +66,12 @@ def advice_for(
     if fitting:
         best = max(fitting, key=lambda name: fitting[name])
         return (
-            f"Try --data.chat_template {best}, which takes {fitting[best].taken:,} of the "
+            f"Try --data.chat_template {best}, which accepts {fitting[best].taken:,} of the "
             f"{len(records):,} that were tried."
         )
     if reason.startswith(REFUSED):
         return (
-            "Change these conversations as the template says, or use one that takes them: "
+            "Change these conversations as the template requires, or use one that accepts them: "
             "--data.chat_template FILE."
         )
     return _TO_TEMPLATES.get(reason, "Use another template: --data.chat_template FILE.")

@@ -455,9 +455,9 @@ def _take(source: PartSource, size: int) -> int:
     take = size if source.weight is None else round(source.weight * size)
     if take < 1:
         raise UserError(
-            f"data.sources: the weight of {source.name} is {source.weight}, which takes none of "
-            f"its {size:,} samples in an epoch.\nTry samples: 1 in place of the weight, or remove "
-            "the source."
+            f"data.sources: the weight of {source.name} is {source.weight}, which selects none of "
+            f"its {size:,} samples in an epoch.\n"
+            "Try samples: 1 in place of the weight, or remove the source."
         )
     return take
 
@@ -517,5 +517,6 @@ def _require_samples(
         advice = advice_for(most, kept, part.part, tokenizer)
     raise UserError(
         f"{key} leaves nothing to {what}: of {counts.records:,} records, "
-        f"{', '.join(reasons) or 'none is there'}.\n{advice}"
+        f"{', '.join(reasons) or 'there are none'}.\n"
+        f"{advice}"
     )

@@ -266,7 +266,13 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
 def _check_columns(name: str, value: Any) -> None:
     works = "'{instruction: question, output: answer}'"
     is_names = isinstance(value, dict) and all(isinstance(key, str) for key in value.values())
-    check_value(name, value, is_names and bool(value), "names of keys by ours", works)
+    check_value(
+        name,
+        value,
+        is_names and bool(value),
+        "a mapping from ftkit's keys to those of the records",
+        works,
+    )
     known = [key for keys in COLUMNS.values() for key in keys]
     for ours in value:
         if ours not in known:
@@ -437,8 +443,8 @@ class OwnData(DataSource):
         for key in ("subset", "split", "revision"):
             if (value := getattr(source, key)) is not None:
                 raise UserError(
-                    f"{group}.{key} is {value}, but {source.path} is here, "
-                    "and only hub data sets have it.\n"
+                    f"{group}.{key} is {value}, but {source.path} is on this machine, and only hub "
+                    "data sets have it.\n"
                     f"Remove {key}{'' if '[' in group else f' (--{group}.{key} null)'}."
                 )
         return files

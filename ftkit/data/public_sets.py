@@ -74,7 +74,7 @@ class PublicSet(ABC):
     def how_to_supply(self, _: Exception) -> str:
         """Beginning of a sentence with the remedy for a failed download."""
         place = self.place() or "~/.cache/huggingface"
-        return f"Run this once where there is internet and copy {place} here"
+        return f"Run this once on a machine with internet access and copy {place} to this one"
 
 
 @dataclass(kw_only=True)

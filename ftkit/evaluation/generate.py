@@ -127,7 +127,7 @@ def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
     """Refuse options that have no effect on these prompts."""
     if options.raw and any("messages" in record for record in records):
         raise UserError(
-            f"--raw gives a text to the model as it is, but --prompts {options.prompts} holds "
+            f"--raw passes text to the model unchanged, but --prompts {options.prompts} holds "
             "conversations. Leave out --raw, or name a file of texts."
         )
     if options.system is not None and any(not question_of(record).messages for record in records):

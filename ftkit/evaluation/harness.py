@@ -177,7 +177,7 @@ class _CheckedTask(ConfigurableTask):  # type: ignore[misc]
             if is_named and name not in metric_registry:
                 raise UserError(
                     f"The task {values.get('task')} has the metric {name}, which the harness does "
-                    "not have: it would run a program of a hub. Name one of its own, such as acc "
+                    "not have: it would run a program from a hub. Name one of its own, such as acc "
                     "or exact_match."
                 )
         super().__init__(*arguments, config=config, **more)
@@ -231,7 +231,8 @@ def _check_generation(name: str, task: Task, context_length: int) -> None:
     if asked["max_gen_toks"] >= context_length:
         raise UserError(
             f"The task {name} has answers of {asked['max_gen_toks']:,} tokens (max_gen_toks), but "
-            f"the model takes {context_length:,} with the prompt. Leave the task out."
+            f"the model's context is {context_length:,} tokens, including the prompt. Leave the "
+            "task out."
         )
 
 

@@ -187,7 +187,7 @@ def open_adapter(
         model = outline(found, recipe, dtype, compute_dtype)
         check_shapes(adapter, model, result.directory)
     except UserError as error:
-        raise UserError(f"{error}\nAnother base model is given with {option} PATH.") from None
+        raise UserError(f"{error}\nTo use another base model, try {option} PATH.") from None
     return OpenAdapter(base=found, model=model, tensors=adapter.tensors)
 
 

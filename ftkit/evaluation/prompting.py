@@ -90,8 +90,8 @@ def prompt_text(question: Question, template: ChatTemplate, system: str | None =
         return template.render(messages, tools=question.tools, add_generation_prompt=True)
     except TemplateRefusal as refusal:
         raise UserError(
-            f"The chat template {template.name} does not take this conversation: {refusal}. "
-            "Try another --chat_template."
+            f"The chat template {template.name} does not accept this conversation: {refusal}. Try "
+            "another --chat_template."
         ) from None
 
 
@@ -125,8 +125,8 @@ def check_system(template: ChatTemplate, system: str) -> None:
     question = Question(text="a", messages=({"role": "user", "content": "a"},))
     if prompt_text(question, template, system) == prompt_text(question, template):
         raise UserError(
-            f"--system: the chat template {template.name} leaves out what the system says. "
-            "Leave out --system, or try another --chat_template."
+            f"--system: the chat template {template.name} leaves out the system message. Leave out "
+            "--system, or try another --chat_template."
         )
 
 

@@ -74,8 +74,8 @@ def find_tasks(names: Sequence[str], *, key: str, trusted: Path | None = None) -
         _Search(found, harness, key, trusted).add(name)
     if twice := next((name for name in found.tasks if found.tasks.count(name) > 1), None):
         raise UserError(
-            f"{key} has the task {twice} twice: by itself and in a group, or in two groups. "
-            "Leave one of the two out."
+            f"{key} has the task {twice} twice: on its own and in a group, or in two groups. Leave "
+            "one of the two out."
         )
     return found
 

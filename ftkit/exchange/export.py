@@ -87,7 +87,7 @@ def _check(result: Result) -> int:
     """Print whether vLLM can serve a result; return the exit code."""
     if result.kind == "checkpoint":
         raise UserError(
-            f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
+            f"{result.name} is a checkpoint of a full fine-tune, in shards that only ftkit reads. "
             f"Try ftkit export {result.name} --format hf --out out/hf, and serve that."
         )
     print(f"rules of vLLM {VLLM_VERSION}")

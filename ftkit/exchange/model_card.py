@@ -313,7 +313,7 @@ def _method(report: Report) -> str:
 
 
 def _licence_text(kind: CardKind, base: BaseOrigin) -> str:
-    says = f"its card says {base.licence}" if base.licence else "its licence is not known here"
+    says = f"its card says {base.licence}" if base.licence else "its licence is not known"
     if base.licence_files:
         says += f", and its terms are in {', '.join(base.licence_files)}"
         says += " beside this file" * (kind != "adapter")

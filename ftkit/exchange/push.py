@@ -71,15 +71,15 @@ def _require_result(result: Result, options: PushOptions) -> None:
     """Refuse what is not a result, or not one that others can read."""
     if result.kind == "checkpoint":
         raise UserError(
-            f"{result.name} is a checkpoint of a full fine-tune, in shards that ftkit alone reads. "
-            f"Try ftkit export {result.name} --format hf --out out/hf, then "
-            f"ftkit push out/hf {options.repo_id}."
+            f"{result.name} is a checkpoint of a full fine-tune, in shards that only ftkit reads. "
+            f"Try ftkit export {result.name} --format hf --out out/hf, then ftkit push out/hf "
+            f"{options.repo_id}."
         )
     is_base = result.name.startswith("embedded:") or hub_name(result.name) is not None
     if result.kind == "model" and result.recipe is None and is_base:
         raise UserError(
-            f"{result.name} is a base model that nothing was trained in. Name a run, such as "
-            "out/finetune/lora, or what ftkit merge or ftkit export has written."
+            f"{result.name} is a base model without training. Name a run, such as "
+            "out/finetune/lora, or the output of ftkit merge or ftkit export."
         )
 
 
@@ -88,9 +88,9 @@ def _base_on_hub(result: Result, options: PushOptions) -> str:
     known = options.base or (hub_name(result.base) if result.base else None)
     if known is None:
         raise UserError(
-            f"{result.name} is an adapter of {result.base}, which others do not have. Name it as "
-            "it is on the hub with --base ORG/NAME, or make one model of both with "
-            f"ftkit merge {result.name} --out out/merged, and push that."
+            f"{result.name} is an adapter of {result.base}, which others cannot load. Give its "
+            "name on the hub with --base ORG/NAME, or make one model of both with ftkit merge "
+            f"{result.name} --out out/merged, and push that."
         )
     return known
 

@@ -51,7 +51,7 @@ class ExternalRanks:
             return None
         return (
             f"num_nodes is {wanted}, but ranks were started on {self.num_nodes}: these are used. "
-            "num_nodes auto takes what there is."
+            "With num_nodes auto, ftkit uses all of them."
         )
 
     def on(self, recipe: Recipe, devices: Devices) -> Recipe:

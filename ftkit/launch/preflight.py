@@ -90,8 +90,8 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     else:
         assert device.host_bytes is not None
         needed = (
-            f"{bytes_text(found['host_low_bytes'])} of host memory for each rank, of which there "
-            f"are {bytes_text(device.host_bytes)}"
+            f"{bytes_text(found['host_low_bytes'])} of host memory for each rank, but the machine "
+            f"has {bytes_text(device.host_bytes)}"
         )
     lines = [
         f"This run needs at least {needed}.",
@@ -126,7 +126,7 @@ def _possible_shortages(
 
 def _each_has(device: Gpu, there: str) -> str:
     if device.name == HOST:
-        return f"of host memory for each rank, of which there are {there}"
+        return f"of host memory for each rank, but the machine has {there}"
     return f"on each GPU, which has {there}"
 
 
@@ -187,8 +187,7 @@ def shortage_text(shortage: Shortage, accelerator: str, message: str) -> str:
     lines = [f"memory: {', '.join(parts)}"] if parts else []
     if shortage.asked_bytes is None and device_line(message):  # not from torch's allocator
         lines.append(
-            "the driver had no more to give: CUDA, libraries and other programs take memory beside "
-            "the tensors"
+            "the driver had no memory left: CUDA, libraries and other programs also use memory"
         )
     if shortage.predicted_peak_bytes is not None:
         predicted = bytes_text(shortage.predicted_peak_bytes)

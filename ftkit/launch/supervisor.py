@@ -232,7 +232,7 @@ def prepare_run(
     check_interfaces(plan.communication)
     if overwrite and recipe.resume is not False:
         raise UserError(
-            f"resume is {recipe.resume}, but --overwrite would remove what the run is to continue "
+            f"resume is {recipe.resume}, but --overwrite would remove the checkpoint to continue "
             "from. Leave one of the two out: try --resume false."
         )
     wanted = recipe.out_dir.expanduser()
@@ -261,7 +261,7 @@ def prepare_run(
             run = stack.enter_context(claim(wanted, "overwrite" if overwrite else "new"))
             if run.path != wanted:
                 own = display_path(run.path)
-                text = f"{display_path(wanted)} holds another run: this one goes to {own}"
+                text = f"{display_path(wanted)} holds another run: this one is written to {own}"
                 print_notice(fitted(text, sys.stdout))
             mirror = stack.enter_context(mirrored(run, print_notice, received, goes_on=False))
         if start is not None:
@@ -337,8 +337,9 @@ def _find_base(name: str, method: Method, token: str | None, start: Start | None
         if start is None:
             raise
         raise UserError(
-            f"{error}\nThe checkpoint {start.checkpoint} continues from the base model "
-            f"{start.metadata.base.name}: say where it is with --checkpoint_dir PATH."
+            f"{error}\n"
+            f"The checkpoint {start.checkpoint} continues from the base model "
+            f"{start.metadata.base.name}: give its path with --checkpoint_dir PATH."
         ) from None
 
 

@@ -201,7 +201,7 @@ def _shorter(planned: Planned, gpu: Gpu, attempt: Try) -> Change | None:
         return None
 
     def cut_to(tokens: int) -> Change:
-        title = f"samples cut to {tokens:,} tokens, which changes what is learned"
+        title = f"samples cut to {tokens:,} tokens, which changes training"
         overrides = (("train.max_seq_length", str(tokens)),)
         return Change(title=title, overrides=overrides, planned=attempt(overrides))
 

@@ -151,7 +151,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     if planned.known_as:
         yield "sizes", f"those of LitGPT's {planned.known_as}, because config.json was not found"
     if planned.kept_bytes:
-        yield "kept", f"{bytes_text(planned.kept_bytes)} beside the language model, not loaded"
+        yield "kept", f"{bytes_text(planned.kept_bytes)} of other parts of the model, not loaded"
     quantize = getattr(plan.recipe, "quantize", None)
     settings = [f"{plan.world_size} x {plan.kind.noun}", plan.strategy, plan.precision]
     if quantize:
@@ -262,7 +262,7 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
 def _table(columns: Sequence[_Column], left_out: Sequence[str]) -> Table:
     caption = _UNITS
     if left_out:
-        caption += f"\nnot shown here: {', '.join(left_out)}"
+        caption += f"\ncolumns that do not fit: {', '.join(left_out)}"
     table = Table(
         box=None,
         padding=(0, 2, 0, 0),

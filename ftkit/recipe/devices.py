@@ -154,7 +154,7 @@ def visible_gpus() -> tuple[VisibleGpu, ...]:
     """
     cuda = _asked_once()
     if cuda.error:
-        raise UserError(f"torch {cuda.torch} sees no GPU here: {cuda.error}")
+        raise UserError(f"torch {cuda.torch} sees no GPU on this machine: {cuda.error}")
     return cuda.gpus
 
 
@@ -264,8 +264,9 @@ def _of_another_kind(recipe: Recipe, current: Current) -> Devices:
         why = f": {current.error}" if current.error else ""
         other = "cpu" if current.name in (None, asked) else f"{current.name} or cpu"
         raise UserError(
-            f"accelerator is {asked}, but torch {current.torch} has no such device here: it has "
-            f"{has}{why}. Install a build of torch for it, or try --accelerator {other}."
+            f"accelerator is {asked}, but torch {current.torch} has no such device on this "
+            f"machine, only {has}{why}. Install a build of torch for it, or try --accelerator "
+            f"{other}."
         )
     return Devices(
         accelerator=asked,

@@ -366,8 +366,8 @@ class AnswerOptions(UseOptions):
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
             key, value = ("top_k", self.top_k) if self.top_k is not None else ("top_p", self.top_p)
             raise UserError(
-                f"--{key} is {value}, but temperature 0 takes the most likely token alone. "
-                "Try --temperature 0.8 with it."
+                f"--{key} is {value}, but temperature 0 always takes the most likely token. Try "
+                "--temperature 0.8 with it."
             )
         self._check_prompting()
         if self.seed >= 2**63:
@@ -411,8 +411,8 @@ class GenerateOptions(AnswerOptions, ResultOptions):
         if (self.prompt is None) == (self.prompts is None):
             what = "is missing" if self.prompt is None else "and --prompts exclude each other"
             raise UserError(
-                f"--prompt {what}: what should be answered? "
-                "Try --prompt 'Tell me a story.', or --prompts FILE alone."
+                f"--prompt {what}: what should be answered? Try --prompt 'Tell me a story.', or "
+                "--prompts FILE without --prompt."
             )
         if self.prompts is not None and not self.prompts.expanduser().is_file():
             raise UserError(f"--prompts {self.prompts} is not a file. Name one with prompts.")

@@ -143,8 +143,8 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UserError(
-            f"adapter {directory} is of the kind {kind}, but LoRA, DoRA and rsLoRA are what can be "
-            "trained on. Give another adapter, or none."
+            f"adapter {directory} is of the kind {kind}, but training only continues LoRA, DoRA "
+            "and rsLoRA. Give another adapter, or none."
         )
     notes = read_notes(directory)
     _require_known(config, directory)
@@ -170,10 +170,7 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     wanted = ["lora_r", "lora_alpha", *(["lora_targets"] * (not keys["lora_experts"]))]
     missing = [key for key in wanted if not keys[key]]
     if missing:
-        raise UserError(
-            f"{directory / CONFIG} does not say {', '.join(missing)}. Take the adapter from where "
-            "it was saved again."
-        )
+        raise UserError(f"{directory / CONFIG} lacks {', '.join(missing)}. Copy the adapter again.")
     variant = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     if isinstance(keys["lora_targets"], list):
         keys["lora_targets"] = sorted(keys["lora_targets"])

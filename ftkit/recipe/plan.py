@@ -225,7 +225,7 @@ def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
         if kind.strategies == ("single",):
             advice = "--devices 1 --strategy single"
         raise UserError(
-            f"strategy is {strategy}, but accelerator is {kind.name}, on which {known} alone runs. "
+            f"strategy is {strategy}, but accelerator is {kind.name}, which only supports {known}. "
             f"Try {advice}, or --accelerator cpu."
         )
     if kind.tried:
@@ -236,9 +236,9 @@ def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
 def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
     if not recipe.memory.activation_checkpointing:
         raise UserError(
-            "memory.offload_activations is true, but memory.activation_checkpointing is false: "
-            "what goes to host memory are the inputs that it keeps. Try "
-            "--memory.activation_checkpointing true."
+            "memory.offload_activations is true, but memory.activation_checkpointing is false: it "
+            "is the inputs kept by it that are offloaded. Try --memory.activation_checkpointing "
+            "true."
         )
     on_cpu = devices.accelerator == HOST_KIND
     return ["memory.offload_activations has no effect: this is host memory."] * on_cpu

@@ -78,11 +78,12 @@ FOREIGN_RECIPES = (
 """Programs, with keys that only their recipes have."""
 
 OF_COMMANDS = {
-    "metric": "names a file that is executed, so it is an option of ftkit finetune, finetune_lora, "
-    "finetune_full and evaluate alone. Remove it, and add --metric FILE.py:FUNCTION to the command",
-    "trust_task_code": "says which code may run, so it is an option of ftkit finetune, "
-    "finetune_lora, finetune_full and evaluate alone. Remove it, and add --trust_task_code DIR to "
+    "metric": "names a file that is executed, so it is only an option of ftkit finetune, "
+    "finetune_lora, finetune_full and evaluate. Remove it, and add --metric FILE.py:FUNCTION to "
     "the command",
+    "trust_task_code": "says which code may run, so it is only an option of ftkit finetune, "
+    "finetune_lora, finetune_full and evaluate. Remove it, and add --trust_task_code DIR to the "
+    "command",
 }
 """Options that a recipe cannot set, with the reason."""
 

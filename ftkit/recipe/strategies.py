@@ -169,15 +169,15 @@ class FsdpRules(StrategyRules):
             other = "bf16-mixed" if devices.bf16_native else "32-true"
             suits = devices.deepspeed and suits_deepspeed(recipe)
             raise UserError(
-                "precision is 16-mixed, but fsdp has no loss scaling here. "
-                f"Try --precision {other}, or --strategy {'deepspeed' if suits else 'ddp'}."
+                "precision is 16-mixed, but fsdp has no loss scaling in ftkit. Try --precision "
+                f"{other}, or --strategy {'deepspeed' if suits else 'ddp'}."
             )
         super().check(recipe, precision, devices)
         package, _, optimizer = recipe.optimizer["class_path"].rpartition(".")
         if package == "bitsandbytes.optim" and optimizer in WHOLE_NORM_OPTIMIZERS:
             raise UserError(
                 f"optimizer is {package}.{optimizer}, but it scales by the norm of whole "
-                "parameters, of which fsdp leaves a rank some rows. Try --optimizer "
+                "parameters, while with fsdp a rank only has some of their rows. Try --optimizer "
                 "bitsandbytes.optim.AdamW8bit, or --strategy ddp."
             )
 
@@ -254,8 +254,9 @@ def _check_muon(rules: StrategyRules, recipe: Recipe) -> None:
         )
     if not rules.whole_matrices:
         raise UserError(
-            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
-            f"which {rules.name} leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, while "
+            f"with {rules.name} a rank only has a part of them. Try --optimizer AdamW, or "
+            "--strategy ddp."
         )
 
 
@@ -263,8 +264,8 @@ def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
     quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
     if quantize == "bnb.int8" and not rules.trains_8bit_base:
         raise UserError(
-            f"quantize is bnb.int8, but {rules.name} shards the base model and supports the 4-bit "
-            "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            f"quantize is bnb.int8, but {rules.name} shards the base model and only supports the "
+            "4-bit kinds. Try --quantize bnb.nf4-dq, or --strategy ddp."
         )
 
 

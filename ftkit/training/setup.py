@@ -544,7 +544,7 @@ def _log_summary(setup: Setup, device_names: tuple[str, ...], journal: Journal) 
         journal.display.message(
             f"notice: {longer:,} of {len(train.lengths):,} training samples have more than "
             f"train.micro_batch_tokens {most_tokens:,}, up to {int(train.lengths.max()):,}: each "
-            "is computed alone"
+            "is computed on its own"
         )
 
 

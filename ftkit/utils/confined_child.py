@@ -37,8 +37,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         most = f"{request['memory_bytes'] / 2**30:.1f} GiB of memory"
     size = f"{request['size'] / 2**20:,.1f} MiB"
     reason = (
-        f"{request['file']} is damaged, or made to exhaust this machine: to read it takes more "
-        f"than {most}, but its size ({size}) justifies no more. Get a fresh copy of it."
+        f"{request['file']} is damaged, or made to exhaust this machine: reading it takes more "
+        f"than {most}, the limit for its size ({size}). Get a fresh copy of it."
     )
     return {"error": reason, "is_damaged": True}
 

@@ -119,7 +119,7 @@ def test_a_second_run_takes_another_directory_and_shows_it(
     before, first, (code, out, err), _, _ = two_more
     other = first.with_name("out-2")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{first} holds another run: this one goes to {other}\n")
+    assert out.startswith(f"{first} holds another run: this one is written to {other}\n")
     assert sorted(path.name for path in other.iterdir()) == FILES
     assert content(first) == before
     assert str(other) in (other / "recipe.yaml").read_text()

@@ -224,14 +224,17 @@ def test_a_kind_that_this_torch_does_not_have_is_refused_with_those_that_it_has(
 ) -> None:
     machine.patch.setattr(devices, "_current_once", lambda: current)
     assert machine.refusal(accelerator="mps") == (
-        f"accelerator is mps, but torch 2.13.0+cpu has no such device here: it has {has}. Install "
+        f"accelerator is mps, but torch 2.13.0+cpu has no such device on this machine, only "
+        f"{has}. Install "
         f"a build of torch for it, or try --accelerator {others}."
     )
 
 
 def test_a_kind_is_looked_for_by_the_installed_torch() -> None:
     """In this process, which computes itself; the name is a slip of the pen."""
-    with pytest.raises(UserError, match=r"accelerator is gpu, but torch .* no such device here"):
+    with pytest.raises(
+        UserError, match=r"accelerator is gpu, but torch .* no such device on this machine"
+    ):
         find_devices(recipe(accelerator="gpu"), here=True)
 
 
@@ -388,7 +391,7 @@ def test_a_child_answers_for_cuda_so_that_this_process_holds_no_context(
 def test_a_child_that_ends_without_an_answer_is_a_reason_too(torch_of_children: Path) -> None:
     torch_of_children.write_text("import os\nos._exit(7)")
     assert "ended with 7" in devices._asked_once().error
-    with pytest.raises(UserError, match="sees no GPU here: asking it ended with 7"):
+    with pytest.raises(UserError, match="sees no GPU on this machine: asking it ended with 7"):
         devices.visible_gpus()
 
 

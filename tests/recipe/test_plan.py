@@ -314,7 +314,7 @@ def test_a_strategy_without_options_has_its_defaults(
         (
             {"strategy": "fsdp", "precision": "16-mixed"},
             (
-                "precision is 16-mixed, but fsdp has no loss scaling here. "
+                "precision is 16-mixed, but fsdp has no loss scaling in ftkit. "
                 "Try --precision bf16-mixed, or --strategy deepspeed."
             ),
         ),
@@ -329,15 +329,15 @@ def test_a_strategy_without_options_has_its_defaults(
             {"strategy": "fsdp", "optimizer": "bitsandbytes.optim.LAMB8bit"},
             (
                 "optimizer is bitsandbytes.optim.LAMB8bit, but it scales by the norm of whole "
-                "parameters, of which fsdp leaves a rank some rows. "
+                "parameters, while with fsdp a rank only has some of their rows. "
                 "Try --optimizer bitsandbytes.optim.AdamW8bit, or --strategy ddp."
             ),
         ),
         (
             {"strategy": "fsdp", "quantize": "bnb.int8"},
             (
-                "quantize is bnb.int8, but fsdp shards the base model and supports the 4-bit kinds "
-                "alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+                "quantize is bnb.int8, but fsdp shards the base model and only supports the 4-bit "
+                "kinds. Try --quantize bnb.nf4-dq, or --strategy ddp."
             ),
         ),
         (
@@ -351,15 +351,17 @@ def test_a_strategy_without_options_has_its_defaults(
         (
             {"method": "full", "strategy": "fsdp", "optimizer": "Muon"},
             (
-                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
-                "which fsdp leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
+                "while with fsdp a rank only has a part of them. Try --optimizer AdamW, or "
+                "--strategy ddp."
             ),
         ),
         (
             {"method": "full", "strategy": "deepspeed", "optimizer": "Muon"},
             (
-                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, of "
-                "which deepspeed leaves a rank a part. Try --optimizer AdamW, or --strategy ddp."
+                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
+                "while with deepspeed a rank only has a part of them. Try --optimizer AdamW, or "
+                "--strategy ddp."
             ),
         ),
         (
@@ -373,8 +375,8 @@ def test_a_strategy_without_options_has_its_defaults(
         (
             {"strategy": "deepspeed", "quantize": "bnb.int8"},
             (
-                "quantize is bnb.int8, but deepspeed shards the base model and supports the 4-bit "
-                "kinds alone. Try --quantize bnb.nf4-dq, or --strategy ddp."
+                "quantize is bnb.int8, but deepspeed shards the base model and only supports the "
+                "4-bit kinds. Try --quantize bnb.nf4-dq, or --strategy ddp."
             ),
         ),
         (

@@ -143,7 +143,7 @@ def test_a_new_run_takes_another_url_unless_it_overwrites(
     put("taken")
     before = bucket.read("taken/report.json")
     said = run("b", "s3://bucket/taken")
-    assert "s3://bucket/taken holds another run: this one goes to s3://bucket/taken-2" in said
+    assert "s3://bucket/taken holds another run: this one is written to s3://bucket/taken-2" in said
     assert bucket.read("taken/report.json") == before
     run("b", "s3://bucket/taken", "--overwrite", "--train.max_steps", "2")
     assert bucket.steps("taken") == [2]

@@ -806,9 +806,7 @@ def test_lora_needs_its_base_model_and_names_it(asked: Callable[..., Recipe], ou
     save_run(asked(), 5)
     message = mistake(asked(checkpoint_dir="no-where", resume="auto"))
     assert message.startswith("checkpoint_dir no-where does not exist.")
-    assert (
-        "continues from the base model base/tiny: say where it is with --checkpoint_dir" in message
-    )
+    assert "continues from the base model base/tiny: give its path with --checkpoint_dir" in message
 
 
 # --- The end of a session -----------------------------------------------------------------------

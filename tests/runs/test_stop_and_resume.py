@@ -672,7 +672,7 @@ def test_only_settings_that_do_not_change_what_is_trained_may_change(
     moved_data = options(data__json_path=tmp_path / "elsewhere.json")
     with refused(run, [*words, *moved_data]) as err:
         assert f"checkpoint_dir {base} does not exist" in err
-        assert "say where it is with --checkpoint_dir PATH" in err
+        assert "give its path with --checkpoint_dir PATH" in err
 
     elsewhere = options(
         checkpoint_dir=tmp_path / "moved",

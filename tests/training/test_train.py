@@ -194,7 +194,7 @@ def test_longer_sequences_than_micro_batch_tokens_are_computed_alone_with_a_noti
     log = (found.out_dir / "run.log").read_text()
     assert (
         "notice: 8 of 48 training samples have more than train.micro_batch_tokens 138, up to 141: "
-        "each is computed alone"
+        "each is computed on its own"
     ) in log
     assert "6 steps of 10 samples (at most 138 tokens at once)" in log
 

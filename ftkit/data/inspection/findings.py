@@ -165,7 +165,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
         return None
     end = " or ".join(token_name(evidence.tokenizer, i) for i in sorted(ends))
     if part.part.shape == "instruction":
-        advice = f"Remove {end} from the end of the outputs: ftkit adds it by itself."
+        advice = f"Remove {end} from the end of the outputs: ftkit adds it."
     else:
         advice = "Try --data.chat_template zephyr, which ends turns with EOS"
         if part.renderer.template.marks_generation:
@@ -195,8 +195,8 @@ def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | Non
     return Finding(
         kind="end_of_turn_not_known",
         severity="notice",
-        text=f"Answers{evidence.of(part)} are trained to end with {ends}, but by its own settings "
-        f"the base model stops at {known} alone.",
+        text=f"Answers{evidence.of(part)} are trained to end with {ends}, but the settings of the "
+        f"base model only stop at {known}.",
         advice="ftkit and the generation_config.json of the result stop there; other programs "
         f"that load the base model need eos_token_id {unknown[0]}.",
     )
@@ -257,7 +257,7 @@ def tools_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
         kind="tools_dropped",
         severity="warning",
         text=f"The template leaves out tools or tool calls in {dropped:,} of {counts.records:,} "
-        f"records{evidence.of(part)}, so nothing of these is trained.",
+        f"records{evidence.of(part)}, so these records are not trained.",
         advice=_advice(evidence, part, NO_TOOLS),
     )
 
@@ -292,8 +292,8 @@ def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | No
     return Finding(
         kind="system_message_dropped",
         severity="warning",
-        text=f"{dropped:,} of {len(asked):,} system messages{evidence.of(part)} that were "
-        "examined are dropped by the template.",
+        text=f"The template drops {dropped:,} of {len(asked):,} examined system "
+        f"messages{evidence.of(part)}.",
         advice=f"Try {works}, which has a place for them.",
     )
 

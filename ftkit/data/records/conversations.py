@@ -224,8 +224,9 @@ def _train_marks(
     elif mark is False:
         if some_trained:
             raise Refusal(
-                f"{where}: {_names_of_marks(turn)} says that it is not learned, but a "
-                "part of it says that it is.\nRemove one of the two."
+                f"{where}: {_names_of_marks(turn)} excludes the message from training, but one of "
+                "its parts is marked as trained.\n"
+                "Remove one of the two."
             )
         return {"train": False}
     elif spans and mark is None and not some_trained and _says_nothing_else(turn, content, spans):
@@ -244,8 +245,9 @@ def _mark_of(turn: Mapping[str, Any], where: str) -> bool | None:
     for key, value in said.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise Refusal(
-                f"{where}: {key} is {value!r}, but what is said is learned or not: ftkit takes 0 "
-                f"and 1, false and true, and no weights in between yet.\nMake {key} 0 or 1."
+                f"{where}: {key} is {value!r}, but ftkit supports no weights between 0 and 1 yet: "
+                "only 0 and 1, false and true.\n"
+                f"Make {key} 0 or 1."
             )
     if len({bool(value) for value in said.values()}) > 1:
         (key, value), *others = said.items()
@@ -353,8 +355,8 @@ def _part(part: Any, where: str) -> str:
     text = _part_text(part) if kind == "text" else None
     if text is None:
         raise Misfit(
-            f"{where}: its content has a part that is {kind!r}, but ftkit trains on parts of "
-            'texts alone: {"type": "text", "text": ...}.\nRemove the part, or the record.'
+            f"{where}: its content has a part that is {kind!r}, but ftkit only trains on "
+            'text parts: {"type": "text", "text": ...}.\nRemove the part, or the record.'
         )
     return _content(text, where, False)
 

@@ -135,8 +135,8 @@ def most_unpacked_bytes(packed: int) -> int:
 def explain_too_large(file: Path) -> str:
     """Message for a file whose content is much larger than itself."""
     return (
-        f"{file} unpacks to more than {_MOST_TIMES} times its size, which would fill memory.\n"
-        "Give it unpacked, if it is data."
+        f"{file} unpacks to more than {_MOST_TIMES} times its size, which may exhaust memory.\n"
+        "Unpack it yourself, if you trust it."
     )
 
 
@@ -206,7 +206,7 @@ def _check_kind(file: Path, head: bytes) -> None:
         if head.startswith(magic):
             stem = file.name.removesuffix(file.suffix)
             advice = works.format(stem=stem, name=file.name)
-            raise UserError(f"{file} is {kind}, not what its name says.\n{advice}.")
+            raise UserError(f"{file} is {kind}, which does not match its name.\n{advice}.")
     if ending != ".txt" and head.lstrip().lower().startswith(_WEB_PAGE):
         raise UserError(
             f"{file} is a web page, not data.\nDownload the file itself: its address often has "
@@ -214,7 +214,7 @@ def _check_kind(file: Path, head: bytes) -> None:
         )
     if ending in known:
         raise UserError(
-            f"{file} is not what its name says: it does not begin as {ending} files do.\n"
+            f"{file} does not match its name: it does not begin like {ending} files do.\n"
             "Rename it to what it is, such as "
             f"{file.name.removesuffix(file.suffix).removesuffix('.jsonl')}.jsonl."
         )

@@ -125,7 +125,7 @@ def check_label(value: Any, key: str, where: str = "") -> None:
     if isinstance(value, bool):
         raise Refusal(
             f"{where} has a {key} that says whether its answer is wanted, as preference "
-            "optimisation such as KTO needs it; ftkit would learn unwanted ones too.\n"
+            "optimisation such as KTO needs it; ftkit would train on unwanted ones too.\n"
             f"Remove the records whose {key} is false, and the key {key} from the others."
         )
 
@@ -221,9 +221,9 @@ def _check_template_value(value: Any, key: str, shape: Shape) -> None:
         return
     raise Refusal(
         f": {key} is {_short(value)}, which is meant for the chat template, but ftkit does not "
-        "give a template values of a record yet, so another prompt would be learned.\n"
-        f"Remove {key}, and set it for all records in a template of your own: "
-        "--data.chat_template FILE."
+        "pass values of a record to templates yet, so a different prompt would be trained.\n"
+        f"Remove {key}, and set it for all records in a template of your own: --data.chat_template "
+        "FILE."
     )
 
 
@@ -232,13 +232,13 @@ def _check_history(value: Any, shape: Shape) -> None:
         return
     if shape == "messages":
         raise Refusal(
-            ": history holds turns beside the messages, and nothing says where they belong.\n"
+            ": history holds turns beside the messages, and their position is not defined.\n"
             "Put them into the messages, or remove history."
         )
     raise Refusal(
-        ": history holds turns, but a prompt is taken as it is, without them.\nTo make a "
-        "conversation of them all, try --data.columns.instruction prompt --data.columns.output "
-        "completion --data.chat_template zephyr; or remove history."
+        ": history holds turns, but a prompt is used as it is, without them.\n"
+        "To make a conversation of them all, try --data.columns.instruction prompt "
+        "--data.columns.output completion --data.chat_template zephyr; or remove history."
     )
 
 
@@ -259,15 +259,16 @@ def _refuse_rejected(row: Mapping[str, Any], key: str) -> None:
     ours = "messages" if wanted.startswith("conversation") else wanted
     raise Refusal(
         f" has a rejected answer ({key}), which preference optimisation such as DPO needs; ftkit "
-        f"trains on one answer.\nTo train on {wanted} alone, try --data.columns.{ours} {wanted}."
+        "trains on one answer.\n"
+        f"To train only on {wanted}, try --data.columns.{ours} {wanted}."
     )
 
 
 def _explain_media(key: str, where: str) -> str:
     return (
-        f"{where}: {key} holds something to see or hear, but ftkit trains on texts alone for now: "
-        "the model would learn to answer about what it is not given.\n"
-        f"Remove the record, or {key} with its place in the text (<{key.removesuffix('s')}>) where "
+        f"{where}: {key} holds images, audio or video, but ftkit only trains on text so far: the "
+        "model would learn to answer without them.\n"
+        f"Remove the record, or {key} with its place in the text (<{key.removesuffix('s')}>) if "
         "the answer does not need it."
     )
 

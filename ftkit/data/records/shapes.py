@@ -63,7 +63,7 @@ def instruction_record(
         check_text(system, "system")
         if record.get("sys_prompt") not in (None, "", system):
             raise Refusal(
-                " has sys_prompt and system, which differ, but one system prompt alone is used.\n"
+                " has sys_prompt and system, which differ, but only one system prompt is used.\n"
                 "Keep one of them."
             )
         record["sys_prompt"] = system
@@ -385,8 +385,9 @@ def _explain_preference(row: dict[str, Any]) -> str:
     if isinstance(chosen, dict):
         return (
             " is a preference pair (chosen and rejected), which preference optimisation such as "
-            "DPO needs; ftkit trains on one answer.\nTo train on the chosen answers alone, put "
-            "each into the messages of its record, and remove chosen and rejected."
+            "DPO needs; ftkit trains on one answer.\n"
+            "To train only on the chosen answers, put each into the messages of its record, and "
+            "remove chosen and rejected."
         )
     if isinstance(chosen, list):
         ours = "completion" if isinstance(row.get("prompt"), list) else "messages"
@@ -401,8 +402,8 @@ def _explain_preference(row: dict[str, Any]) -> str:
         works = "--data.columns.text chosen"
     return (
         " is a preference pair (chosen and rejected), which preference optimisation such as DPO "
-        "needs; ftkit trains on one answer.\nTo train on the chosen answers alone, try "
-        f"{works}."
+        "needs; ftkit trains on one answer.\n"
+        f"To train only on the chosen answers, try {works}."
     )
 
 

@@ -197,8 +197,8 @@ def zero_directory(source: Path) -> Path | None:
     name = (source / _NEWEST_TAG).read_text(encoding="utf-8", errors="replace").strip()
     if Path(name).name != name or not (source / name).is_dir():
         raise UserError(
-            f"{source / _NEWEST_TAG} names {name!r}, which is not there. Copy all of it, or "
-            "give the directory of another step."
+            f"{source / _NEWEST_TAG} names {name!r}, which does not exist. Copy the whole "
+            "checkpoint, or give the directory of another step."
         )
     return source / name
 

@@ -79,8 +79,8 @@ class DistributedFiles:
             name = str(info["relative_path"])
             if Path(name).name != name:
                 raise UserError(
-                    f"{self._directory / DCP_METADATA} names the file {name!r}, which does not lie "
-                    "beside it. Give a checkpoint as its program has written it."
+                    f"{self._directory / DCP_METADATA} names the file {name!r}, which is not in "
+                    "the same directory. Give a checkpoint as its program wrote it."
                 )
             file = self._directory / name
             if name not in sizes:

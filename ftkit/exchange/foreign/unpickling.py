@@ -194,7 +194,7 @@ def _check_tensors(content: Any, stored: Counter[int]) -> None:
             else:
                 left += value
     if other := Counter(storages.values()) - stored:
-        raise ValueError(f"a storage has {next(iter(other)):,} bytes in its pickle alone")
+        raise ValueError(f"a storage has {next(iter(other)):,} bytes only in its pickle")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -232,7 +232,7 @@ def _check_kind(result: Result, keys: Mapping[str, Any]) -> None:
         problem = "is DoRA, whose magnitudes llama.cpp does not compute"
     elif keys["lora_modules_to_save"]:
         whole = ", ".join(keys["lora_modules_to_save"])
-        problem = f"holds layers that were trained whole ({whole}), which llama.cpp does not take"
+        problem = f"holds fully trained layers ({whole}), which llama.cpp lacks"
     elif keys["lora_experts"]:
         problem = "adapts experts, which GGUF files are not written of"
     if problem is not None:
@@ -252,7 +252,7 @@ def _name_in_gguf(name: str, theirs: Mapping[str, str], result: Result) -> str:
         layer = name.removeprefix(_PREFIX).removesuffix(f".{end}")
         if name.endswith(end) and layer in theirs:
             return f"{theirs[layer]}.{ours}"
-    raise _refusal(result, f"holds {name}, which llama.cpp does not take")
+    raise _refusal(result, f"holds {name}, which llama.cpp does not support")
 
 
 def _factors(directory: Path, stored: Mapping[str, Tensor]) -> dict[str, float]:

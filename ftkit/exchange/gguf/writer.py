@@ -180,7 +180,7 @@ def _require_numbers(name: str, values: np.ndarray, kind: str) -> None:
     largest = float(np.abs(values).max())
     if not math.isfinite(largest):
         raise UserError(
-            f"{name} holds numbers that are not finite. Its training has diverged: take an earlier "
+            f"{name} holds numbers that are not finite. Its training has diverged: use an earlier "
             "checkpoint."
         )
     if kind == "F16" and largest > _LARGEST_F16:

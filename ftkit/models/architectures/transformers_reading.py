@@ -262,5 +262,5 @@ def _is_causal(mask: Tensor) -> bool:
 
 def _unused_layers(config: PretrainedConfig) -> str | None:
     if getattr(config.text_config, "cross_attention_layers", None):
-        return "has layers between those of its language model that see images alone"
+        return "has layers for images only between those of its language model"
     return None

@@ -48,8 +48,8 @@ def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
                 else ("micro_batch_tokens", str(tokens), "null")
             )
             raise UserError(
-                f"train.{key} is {value}, but the model's latent attention takes padded "
-                f"micro-batches alone. Try --train.{key} {instead}."
+                f"train.{key} is {value}, but the model's latent attention only supports padded "
+                f"micro-batches. Try --train.{key} {instead}."
             )
         return "padded"
     kernel = attention_kernel(traits, plan)

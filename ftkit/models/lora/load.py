@@ -145,7 +145,7 @@ def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
     }
     for name, tensor in adapter.tensors.items():
         if name not in shapes:
-            problem = "is not among the layers that it says it adapts"
+            problem = "is not among its target modules"
         elif tensor.shape != shapes[name]:
             problem = f"has shape {list(tensor.shape)}, but the model needs {list(shapes[name])}"
         else:
@@ -156,8 +156,8 @@ def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
     for name in shapes:
         if name not in adapter.tensors:
             raise UserError(
-                f"adapter {directory} lacks {name}, which its {CONFIG} says it adapts. Give the "
-                "model that the adapter was made for."
+                f"adapter {directory} lacks {name}, which is a target module in its {CONFIG}. Give "
+                "the model that the adapter was made for."
             )
 
 

@@ -52,8 +52,8 @@ def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
     if naming is None:
         raise UserError(
             f"checkpoint_dir {base.name}: an adapter for this model cannot be saved, because ftkit "
-            "does not know what its layers are called by Hugging Face. Try ftkit finetune_full, "
-            "whose result is a LitGPT directory, or --checkpoint.save false to measure LoRA only."
+            "does not know Hugging Face's names of its layers. Try ftkit finetune_full, whose "
+            "result is a LitGPT directory, or --checkpoint.save false to measure LoRA only."
         )
     if recipe.lora_variant == "dora" and naming.fused:
         raise UserError(

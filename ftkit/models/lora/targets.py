@@ -145,7 +145,7 @@ def _match(names: tuple[str, ...], pattern: str) -> bool:
         return any(regex.fullmatch(pattern, name, timeout=_MATCH_S) for name in names)
     except TimeoutError:
         raise UserError(
-            f"lora_targets is {pattern!r}, which takes endless time to compare with the name of a "
+            f"lora_targets is {pattern!r}, which takes too long to match against the name of a "
             "layer. Try --lora_targets '.*(q_proj|v_proj)'."
         ) from None
     except regex.error as error:

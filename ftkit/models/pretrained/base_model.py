@@ -177,8 +177,8 @@ def open_base(
     storage.require_complete(stored, directory, tied=tied)
     if architecture.rest_shapes and not base.rest:
         raise UserError(
-            f"The weights in {directory} are a language model alone, but their config.json says "
-            f"that they are a whole {architecture.class_name}. Download them again."
+            f"The weights in {directory} are only a language model, but their config.json "
+            f"describes a whole {architecture.class_name}. Download them again."
         )
     return base
 
@@ -321,8 +321,8 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
     if base.tied and head and embedding and not _is_equal(head, embedding, compare=True):
         raise UserError(
-            f"{base.directory} holds a head and an embedding that differ, but its config.json "
-            "says that they are one. Set tie_word_embeddings there to false."
+            f"{base.directory} holds a head and an embedding that differ, but its config.json says "
+            "that they are tied. Set tie_word_embeddings in it to false."
         )
     return lambda name: holders[name].read()
 
@@ -469,7 +469,7 @@ def read_blueprint(
     hint = f" Did you mean {' or '.join(near)}?" if near and not asks else ""
     raise UserError(
         f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because LitGPT knows no "
-        f"model of this name and its config.json is not here. {wanted}{hint}"
+        f"model of this name and there is no config.json. {wanted}{hint}"
     )
 
 

@@ -48,8 +48,8 @@ def explained(
         )
     if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
         return UserError(
-            f"There is no model {repo_id} at {hub}, or it is private; no directory here has "
-            "this name. Check the spelling; for a private model set HF_TOKEN or "
+            f"There is no model {repo_id} at {hub}, or it is private; there is no local directory "
+            "of this name. Check the spelling; for a private model set HF_TOKEN or "
             f"--access_token.{nearest_directory(repo_id) or hint()}"
         )
     if status in (401, 403):

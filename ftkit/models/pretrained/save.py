@@ -159,8 +159,8 @@ def require_extra_weights(base: BaseModel) -> None:
     """
     if base.architecture.rest_shapes and not base.rest:
         raise UserError(
-            f"{base.name} is more than its language model, and the rest lies in its own files "
-            "alone, which are not here. Say where they are with --checkpoint_dir PATH."
+            f"{base.name} has parts beside its language model, which are only in its own files, "
+            "and these were not found. Give their path with --checkpoint_dir PATH."
         )
 
 

@@ -110,8 +110,8 @@ def _found(api: "HfApi", repo_id: str, *, public: bool) -> tuple[list[str], bool
     info = api.model_info(repo_id)
     if not info.private and not public:
         raise UserError(
-            f"{repo_id} is public: everybody would see this result. Say that it may be with "
-            "--public, or choose another name."
+            f"{repo_id} is public: everybody would see this result. Confirm with --public, or "
+            "choose another name."
         )
     return [file.rfilename for file in info.siblings or []], not info.private
 
@@ -143,7 +143,7 @@ def explained_upload(error: Exception, repo_id: str) -> UserError:
             "https://huggingface.co/settings/tokens, and give it as HF_TOKEN or --access_token."
         )
     if status is not None:
-        return UserError(f"{hub} did not take {repo_id} (HTTP {status}). {again}")
+        return UserError(f"{hub} rejected {repo_id} (HTTP {status}). {again}")
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UserError(f"{repo_id} is not written: HF_HUB_OFFLINE forbids it. Unset it.")
     if isinstance(error, (http.ConnectError, http.ConnectTimeout, http.ProxyError)):

@@ -245,7 +245,7 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
         trained, every = map(number_text, (resolved.trainable_parameters, resolved.parameters))
         yield "parameters", f"{trained} of {every} trained ({share})"
     if resolved.kept_bytes:
-        yield "kept", f"{bytes_text(resolved.kept_bytes)} beside the language model"
+        yield "kept", f"{bytes_text(resolved.kept_bytes)} of parts other than the language model"
     device = resolved.device or resolved.accelerator
     if device:
         base = f"base weights {resolved.quantize}" if resolved.quantize else None
@@ -284,7 +284,7 @@ def _checkpoints_text(checkpoints: Checkpoints) -> str:
             f"{checkpoints.saved:,} saved",
             checkpoints.failed and f"{checkpoints.failed:,} failed",
             size is not None and f"{bytes_text(size)} each",
-            stall and f"training stood still for {times(stall)}",
+            stall and f"training paused for {times(stall)}",
             write and f"written in {times(write)}",
             advised and f"one every {duration_text(advised)} would lose the least time",
         )
@@ -418,7 +418,7 @@ def _kept_line(resolved: Resolved) -> str:
     if not resolved.kept_bytes:
         return ""
     kept = bytes_text(resolved.kept_bytes)
-    return f"the language model alone is trained; {kept} beside it are kept as they are\n"
+    return f"only the language model is trained; {kept} of other parts stay unchanged\n"
 
 
 def _micro_steps(resolved: Resolved) -> str:

@@ -45,8 +45,8 @@ def local_path(text: str | os.PathLike[str]) -> Path:
     if scheme not in EXTRAS:
         raise UserError(
             f"{text} is a url of the kind {scheme}://, but ftkit reads and writes "
-            f"{', '.join(f'{name}://' for name in EXTRAS)} and directories. "
-            f"Try s3://BUCKET/PREFIX, or copy it here and give its path."
+            f"{', '.join(f'{name}://' for name in EXTRAS)} and directories. Try "
+            "s3://BUCKET/PREFIX, or copy it to this machine and give its path."
         )
     bucket, *parts = place.split("/")
     if scheme == "az" and not _CONTAINER.fullmatch(bucket):

@@ -66,8 +66,8 @@ def _serve(snapshots: RunSnapshots, port: int, interval_s: float) -> None:
         ) from error
     with server, Interrupts(even_if_ignored=True):
         print(
-            f"http://127.0.0.1:{server.server_port}/?token={token} shows {snapshots.title}. "
-            "Ctrl+C ends it and leaves the runs alone.",
+            f"http://127.0.0.1:{server.server_port}/?token={token} shows {snapshots.title}. Ctrl+C "
+            "stops the server; the runs continue.",
             flush=True,
         )
         server.serve_forever()
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         # name as its host.
         hosts = self.headers.get_all("Host")
         if hosts not in ([f"{_ADDRESS}:{port}"], [f"localhost:{port}"]):
-            self._refuse(403, f"This page is at http://{_ADDRESS}:{port} alone.")
+            self._refuse(403, f"This page is only at http://{_ADDRESS}:{port}.")
             return
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self._refuse(400, "A request must not have a body.")

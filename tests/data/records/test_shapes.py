@@ -169,7 +169,7 @@ def test_preference_pairs_are_refused_by_name_with_what_trains_on_the_chosen_one
 
 def test_wanted_and_unwanted_completions_are_refused() -> None:
     row = {"prompt": "a", "completion": "b", "label": False}
-    assert "ftkit would learn unwanted ones too" in refusal(row)
+    assert "ftkit would train on unwanted ones too" in refusal(row)
     assert len(read(row | {"label": 3})[0]) == 1
 
 

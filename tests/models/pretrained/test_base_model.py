@@ -493,7 +493,7 @@ def test_a_head_that_contradicts_tied_settings_is_refused(
 ) -> None:
     directory = copy_model("llama")
     edit_json(directory / "config.json", tie_word_embeddings=True)
-    with pytest.raises(UserError, match="Set tie_word_embeddings there to false"):
+    with pytest.raises(UserError, match="Set tie_word_embeddings in it to false"):
         weights(open_base(str(directory)))
 
 

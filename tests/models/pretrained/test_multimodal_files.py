@@ -279,7 +279,7 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
 
 def test_layers_that_text_does_not_pass_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mllama"}))
-    with pytest.raises(UserError, match=r"Mllama.*layers .* see images alone"):
+    with pytest.raises(UserError, match=r"Mllama.*layers for images only"):
         read_blueprint(str(tmp_path))
 
 

@@ -670,7 +670,7 @@ class TestTable:
         assert shown["trained"] == "300 steps, 3 epochs, 4,800 samples"
         assert shown["of these now"] == "100 steps, 410,000 tokens"
         assert shown["checkpoints"] == (
-            "4 saved, 1 failed, 3.0 GiB each, training stood still for 250 ms (longest 500 ms), "
+            "4 saved, 1 failed, 3.0 GiB each, training paused for 250 ms (longest 500 ms), "
             "written in 4.0 s (longest 6.0 s)"
         )
         assert shown["changed"] == "optimizer.lr: 0.001 -> 0.002"

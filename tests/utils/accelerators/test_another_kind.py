@@ -144,14 +144,15 @@ def test_what_does_not_run_on_it_is_refused_before_anything_starts(
     out = tmp_path / "run"
     refused = {
         (*ON_KIND, "--devices", "2", "--strategy", "deepspeed"): (
-            "strategy is deepspeed, but accelerator is tpu, on which single or ddp or fsdp alone "
-            "runs. Try --strategy fsdp, or --accelerator cpu."
+            "strategy is deepspeed, but accelerator is tpu, which only supports single or ddp or "
+            "fsdp. Try --strategy fsdp, or --accelerator cpu."
         ),
         (*ON_KIND, "--devices", "3"): (
             "devices is 3, but this machine shows 2 card(s). Try --devices 2 or --accelerator cpu."
         ),
         ("--accelerator", "xpu"): (
-            f"accelerator is xpu, but torch {torch.__version__} has no such device here: it has "
+            f"accelerator is xpu, but torch {torch.__version__} has no such device on this "
+            f"machine, only "
             "cpu and tpu. Install a build of torch for it, or try --accelerator tpu or cpu."
         ),
     }
