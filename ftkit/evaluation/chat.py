@@ -51,6 +51,7 @@ class Conversation:
             prompt = self._responder.prompt_of(question)
             if len(prompt) <= room or len(self._messages) < 3:
                 return prompt
+            # A question goes with its answer.
             del self._messages[:2]
 
     def answered(self, text: str) -> None:
@@ -92,6 +93,7 @@ def chat(result: Result, options: ChatOptions) -> int:
             continue
         answer = Answer()
         try:
+            # At most 256 tokens are kept free, so that a high limit does not shorten the history.
             prompt = conversation.ask(line, min(options.max_new_tokens, 256))
             for piece in responder.stream(prompt, answer):
                 print(shown(piece), end="", flush=True)

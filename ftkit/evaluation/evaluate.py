@@ -86,6 +86,7 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
             "Try --data JSON --data.path FILE."
         )
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
+    # Other data are evaluated alone: the run's sets would be rendered like them.
     sets = "null" if options.data and options.sets is None else options.sets
     asked = [
         ("eval.sets", sets),

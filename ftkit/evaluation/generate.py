@@ -98,6 +98,7 @@ def _answer_all(
         seconds=sum(answer.seconds for answer in answers),
     )
     print_notice(f"{result.name}: {total.speed_text}", sys.stderr)
+    # The next model needs the memory, which reference cycles would hold.
     del responder
     gc.collect()
     free_cached_memory()
@@ -114,6 +115,7 @@ def _records(options: GenerateOptions) -> list[Record]:
     if (kind := format_of(file)) is not None and kind is not FORMATS[".txt"]:
         return read_records(file, answered=False)
     try:
+        # Not splitlines(), which also cuts at separators that prompts may hold.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {file} cannot be read ({error}). Name a text file.") from None

@@ -113,6 +113,7 @@ class TaskSet:
         loaded = {"tasks": self._tasks, "groups": self._groups, "group_map": {}}
         for task in self._tasks.values():
             task._instances = None
+            # The same examples in the prompts before and after training.
             task.set_fewshot_seed(seed=FEW_SHOT_SEED)
         uses_template = self._options.chat_template is not None
         with _quietly(), _seeded():

@@ -75,7 +75,10 @@ def plan_use(
     )
     devices = find_devices(recipe, here=True)
     half: Precision = "bf16-true" if devices.bf16_native else "16-true"
+    # As the run computed, so that losses are those that it reported and answers those it has
+    # learned.
     default = result.precision or ("32-true" if devices.accelerator == HOST_KIND else half)
+    # CPUs have no fast kernels of float16.
     if devices.accelerator == "cpu" and default.startswith("16"):
         default = "32-true"
     recipe = dataclasses.replace(recipe, precision=precision or default)

@@ -169,6 +169,8 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
         UserError: a file that says it cannot be read.
     """
     directory = result.template_directory
+    # The template beside the result, not what its recipe would come to: the data need not be here,
+    # and other programs prompt by it too.
     if directory is not None and (source := template_of(directory)) is not None:
         name = f"of {result.name}"
         template = ChatTemplate(source, name, base.tokenizer.special_tokens)

@@ -125,6 +125,8 @@ class Scorer:
         alike: dict[tuple[int, ...], list[int]] = {}
         for number, (sequence, _) in enumerate(scored):
             alike.setdefault(tuple(sequence[:-1]), []).append(number)
+        # Longest first: a batch is as wide as its first row, and one that does not fit fails at
+        # once.
         rows = sorted(alike, key=lambda row: (-len(row), row))
         self._extend_positions(len(rows[0]) if rows else 0)
         sums = torch.zeros(len(scored), 2, dtype=sum_dtype(self._device), device=self._device)
@@ -145,6 +147,7 @@ class Scorer:
                 sums.index_add_(0, torch.tensor(owners, device=self._device), found.to(sums.dtype))
         totals = sum_over_ranks(sums).tolist()
         return [
+            # round(): counts are added up over ranks as floats.
             (total, round(likeliest) == count)
             for (total, likeliest), (_, count) in zip(totals, scored, strict=True)
         ]
@@ -169,6 +172,8 @@ class Scorer:
         longest = max((len(prompt) for prompt in batch.prompts), default=0)
         self._extend_positions(longest + batch.max_new_tokens)
         order = sorted(range(len(batch.prompts)), key=lambda i: (-len(batch.prompts[i]), i))
+        # Each rank fills rows of its own, the sum over ranks has all. The first column counts
+        # tokens.
         table = torch.zeros(
             len(order), batch.max_new_tokens + 1, dtype=torch.long, device=self._device
         )
@@ -186,6 +191,7 @@ class Scorer:
     def _answered(self, batch: PromptBatch, numbers: Sequence[int]) -> list[Tensor]:
         """Answer some prompts in tokens; without any, run the passes that other ranks need."""
         prompts = [batch.prompts[number] for number in numbers] or [[0]]
+        # A generator for each answer, which is then the same in any batch.
         generators = [
             torch.Generator().manual_seed(batch.sampling.seed + number) for number in numbers
         ]

@@ -74,6 +74,7 @@ class Scoring:
         """Records to score by exact match."""
         self.records = max(exact_match, rouge_l, own_records)
         """Records to answer."""
+        # Exact match needs an answer up to its first mistake, the others need all of it.
         self.whole_records = max(rouge_l, own_records)
         """Records whose answers are generated to their end."""
         self.max_new_tokens = max_new_tokens
@@ -102,6 +103,8 @@ def _rouge_l(answer: str, expected: str, _: object, __: int) -> float:
     return rouge_l(answer, expected)
 
 
+# Our own few lines: the package rouge-score brings nltk and absl for a stemmer that is not used.
+# 20,000 random pairs of ASCII texts have the same numbers in both.
 def rouge_l(answer: str, expected: str) -> float:
     """ROUGE-L: the F-measure of the longest common subsequence of words, from 0 to 1.
 

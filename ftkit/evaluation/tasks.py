@@ -306,6 +306,7 @@ class Code:
         return (self.written_in.parent / f"{module}.py").resolve()
 
 
+# The loader of libyaml, which is faster, where PyYAML was built with it.
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

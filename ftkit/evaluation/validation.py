@@ -215,6 +215,7 @@ def answer_scores(
     """
     expected = [question.expected.strip() for question in questions]
     exact = [_letters(text) for text in expected[: scoring.exact_match]]
+    # One token more than the expected text has, so that a longer answer shows as one.
     longest = max((len(tokenizer.encode(text)) for text in expected[: len(exact)]), default=-1) + 1
     most = scoring.max_new_tokens
     values: list[list[float]] = [[] for _ in scoring.metrics]

@@ -50,6 +50,7 @@ def export(result: Result, options: ExportOptions) -> int:
     if options.check is not None:
         return _check(result)
     out, is_adapter = options.directory, result.kind == "adapter"
+    # One command makes models of adapters, ftkit merge: it says into which base weights.
     if is_adapter and options.format not in ("peft", "gguf"):
         to_litgpt = f", then ftkit export {out} --format litgpt" * (options.format == "litgpt")
         raise UserError(
@@ -119,6 +120,7 @@ def _next_steps(file: Path, *, is_adapter: bool) -> str:
     if is_adapter:
         return f"llama.cpp: llama-cli -m BASE.gguf --lora {file}"
     kind, _, numbers = file.stem.partition("-")
+    # llama-quantize takes weights that are in blocks already with this option alone.
     from_blocks = "--allow-requantize " * (numbers == "q8_0")
     smaller = f"{from_blocks}{file} {file.with_name(f'{kind}-q4_k_m.gguf')} Q4_K_M"
     own = file.with_name(MODELFILE)
@@ -136,6 +138,7 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     base = with_rest(open_result(result), result, options.checkpoint_dir, "--checkpoint_dir")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     shapes = parameter_shapes(base)
+    # The first tensor stands for all of them: its number format is for the size alone.
     _, first = next(full_weights(result, base))
     numbers = sum(shape.numel() for shape in shapes.values())
     check_space(out, numbers * (dtype or first.dtype).itemsize + base.extra_weights_bytes)

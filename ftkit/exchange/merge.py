@@ -176,6 +176,9 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
     check_apart(out, result.directory, base.directory)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     choices: dict[str, Quantization | None] = {"original": None}
+    # Dequantised weights come first, as the default: the adapter was trained to correct exactly
+    # these. On the quickstart logits then differ by 2e-6 in the mean, with the original weights by
+    # 0.9.
     if result.quantize is not None:
         choices = {"quantized": result.quantize, "original": None}
     chosen: str = options.base or next(iter(choices))
@@ -208,6 +211,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
         values = _adapted_values(adapter)
         expected = logits_of(adapter.model, values, sequences, partial(progress, 0))
         for number, (name, one) in enumerate(merged.items(), start=1):
+            # Not tied: an adapted head has weights of its own.
             plain = outline_plain(base, torch.float32, tied=False)
             found = logits_of(plain, one, sequences, partial(progress, number))
             differences[name] = _difference(found, expected)

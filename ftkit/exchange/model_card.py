@@ -316,6 +316,7 @@ def _licence_text(kind: CardKind, base: BaseOrigin) -> str:
     says = f"its card says {base.licence}" if base.licence else "its licence is not known"
     if base.licence_files:
         says += f", and its terms are in {', '.join(base.licence_files)}"
+        # Licence files go with weights: an adapter holds none of its base model, and names it.
         says += " beside this file" * (kind != "adapter")
     return f"The terms of the base model hold for what was made from it: {says}.\n"
 

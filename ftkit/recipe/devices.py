@@ -117,6 +117,7 @@ def find_devices(
             on_asking()
         return _of_another_kind(recipe, _current() if here else _current_once())
     cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1)
+    # Device files of NVIDIA's driver and of WSL: they tell of a GPU without importing torch.
     native, windows = (Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
     native = native or (is_for_rocm() and Path("/dev/kfd").exists())
     asked_for = recipe.accelerator == "cuda"

@@ -80,6 +80,7 @@ def read_recipe(
     for file in files:
         path = local_path(file)
         if is_url(file):
+            # The file may have changed since it was fetched.
             path.unlink(missing_ok=True)
             fetch_missing(path.parent, [path.name])
         for key, value in flatten(load_yaml(path, "--config ")):

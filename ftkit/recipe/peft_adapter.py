@@ -41,6 +41,7 @@ _AGAIN = "Take it from where it was saved again."
 HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """First values (init_lora_weights) that leave the base model's weights as they are."""
 
+# Above the width of any model: such a rank comes from a damaged file.
 _MOST_RANK = 2**16
 _LOG = logging.getLogger(__name__)
 
@@ -208,6 +209,8 @@ def with_adapter(recipe: Recipe) -> Recipe:
             f"lora_init is {recipe.lora_init}, but the first values come from the adapter "
             f"{recipe.adapter}. Try --lora_init default."
         )
+    # Written into the recipe, so that checkpoints and results say it whatever becomes of the
+    # adapter.
     return dataclasses.replace(recipe, **keys)
 
 

@@ -142,6 +142,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     """
     check_ranges(recipe)
     count = devices.count if recipe.devices == "auto" else recipe.devices
+    # One process on CPUs: torch uses all of their cores in it.
     if recipe.devices == "auto" and devices.accelerator == HOST_KIND:
         count = 1
     if devices.accelerator != HOST_KIND and count > devices.count:
@@ -530,6 +531,7 @@ def check_kernels_installed(recipe: Recipe, accelerator: str) -> None:
             "kernels is liger, but Liger-Kernel is not installed. Try pip install "
             "'liger-kernel>=0.8.5', or --kernels torch."
         )
+    # torch.compile writes C++ for CPUs; Triton compiles its launchers, which are C.
     variable, usual = ("CXX", "g++") if accelerator == "cpu" else ("CC", "gcc")
     compiler = os.environ.get(variable, usual)
     needs_compiler = recipe.compile or recipe.kernels == "liger"

@@ -230,6 +230,7 @@ class DeepSpeedRules(StrategyRules):
             )
 
     def environment(self, accelerator: str) -> dict[str, str]:
+        # DeepSpeed chooses the device itself when it is imported, unless this is set.
         return {"DS_ACCELERATOR": "cpu"} if accelerator == "cpu" else {}
 
 

@@ -155,6 +155,7 @@ def runs_of_keys(
 def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
     """Keys in which a recorded recipe differs from the current one, with both values."""
     there = read_recipe([recorded], method=FINETUNE[run.command])
+    # A recorded recipe has the number that auto came to.
     key = asked.train.auto_key
     if key is not None and there.train.auto_key is None:
         train = dataclasses.replace(asked.train, **{key: getattr(there.train, key)})
@@ -204,6 +205,7 @@ def _names(found: Sequence[Sequence[Override]]) -> list[str]:
     names: list[str] = []
     for varied in found:
         parts = (f"{head}={value}" for head, (_, value) in zip(heads, varied, strict=True))
+        # 120 characters: names of directories have at most 255 bytes.
         name = re.sub(r"[^\w.,+=-]+", "_", ",".join(parts))[:120]
         same = sum(other.partition("~")[0] == name for other in names)
         names.append(f"{name}~{same + 1}" if same else name)

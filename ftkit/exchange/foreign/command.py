@@ -162,6 +162,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
     check_data(recipe.data, recipe.eval.sets)
     with without_limits():  # those are for the checkpoint
         base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
+    # The limits are for the checkpoint; the base model, whose size is checked, comes on top.
     if base.directory is not None:
         extend_limits(2 * checked_size(base.directory))
     adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
@@ -209,6 +210,7 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
         validation_loss=None,
         max_seq_length=max_seq_length,
         optimizer=recipe.optimizer["class_path"],
+        # A fresh optimizer counts its own steps from 0, whatever the step of the run.
         optimizer_scalars=dict(state.scalars) if state.moments is not None else {"step": 0.0},
         rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
         base=of_base,

@@ -246,6 +246,7 @@ class ZeroFiles:
             if (match := _OPTIMIZER.fullmatch(file.name))
         }
         world = self._model.get("dp_world_size", len(numbered))
+        # type(): isinstance would take True for a number.
         if type(world) is not int or world < 1:
             raise UserError(
                 f"{self._model_file} says that {world!r:.100} ranks have written the checkpoint "
@@ -487,6 +488,8 @@ class ZeroFiles:
             parts.append(flat[where.start : where.start + where.numel])
         if sum(part.numel() for part in parts) < shape.numel():
             raise self._incomplete(f"all of {name} ({kind})")
+        # An empty piece first: torch.cat refuses an empty list, and a parameter may have no
+        # numbers.
         values = torch.cat([self._flat[0][kind][0].view(-1)[:0], *parts])
         return values[: shape.numel()].view(shape)
 

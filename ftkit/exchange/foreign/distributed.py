@@ -110,6 +110,7 @@ class DistributedFiles:
                 (self._values[place],) = chunks[name].values()
                 continue
             shape = torch.Size(_whole_numbers(entry["size"]))
+            # TensorProperties pickles its fields as a tuple, and the number format is the first.
             dtype = entry["properties"].state[0]
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"the properties of {name} begin with {type(dtype).__name__}")

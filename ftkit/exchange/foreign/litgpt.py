@@ -148,6 +148,7 @@ class LitgptRun(ForeignRun):
                 )
             rows = [shapes[f"{part}.weight"][0] for part in of_parts]
             if matrix == "lora_A":
+                # A has the rows of one rank for each part.
                 rows = [tensor.shape[0] // len(parts)] * len(parts)
             if sum(rows) != tensor.shape[0]:
                 raise self.broken(

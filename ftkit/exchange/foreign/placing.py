@@ -111,6 +111,7 @@ def _of_adapter(
 
 
 def _itself(tensor: Tensor) -> Callable[[], Tensor]:
+    # A function of its own: a lambda in the loop would return the last tensor.
     return lambda: tensor
 
 

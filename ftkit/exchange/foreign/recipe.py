@@ -62,6 +62,7 @@ class ImportRecipe:
         Raises:
             UserError: it is not valid, or says neither base model nor data.
         """
+        # As a file, so that one rule merges its keys with those of the user.
         with tempfile.TemporaryDirectory() as directory:
             told = Path(directory) / "told.yaml"
             with self._run.reading():
@@ -103,6 +104,7 @@ def optimizer_told(state: ForeignState) -> dict[str, Any]:
             momentum = {"momentum": settings.get("momentum", 0.9)}
             return {"optimizer": {"class_path": "torch.optim.SGD", "init_args": momentum}}
         return {}
+    # torch's Adam and AdamW keep the same state: this setting alone tells them apart.
     is_adam = settings.get("decoupled_weight_decay") is False
     name = "Adam" if is_adam else "AdamW"
     return {"optimizer": {"class_path": f"torch.optim.{name}", "init_args": arguments}}

@@ -112,6 +112,8 @@ def names_by_shape(
     Raises:
         UserError: none of them agrees.
     """
+    # The optimizer has numbers in place of names, so the shapes have to tell; the first order that
+    # fits is taken.
     groups, states = groups_in(content, file), mapping_in(content, "state", file)
     with reading(file, _EXPECTED, advice="Copy the whole checkpoint again."):
         for order in orders:

@@ -108,6 +108,7 @@ _VALUES: Mapping[str, Any] = MappingProxyType(
 _WRITTEN = "a file as torch.save has written it since torch 1.6"
 _BLOCK_BYTES = 2**20
 _METADATA = "the .metadata of torch.distributed.checkpoint"
+# How the messages of torch's restricted loader name what it refuses.
 _NAMED = re.compile(r"(?:GLOBAL |[Uu]nsupported (?:global|class|operand)[^\w]*)([\w.]+\.[\w.]+)")
 
 
@@ -184,6 +185,7 @@ def _check_tensors(content: Any, stored: Counter[int]) -> None:
                     f"a tensor of shape {list(value.shape)} has {storage.nbytes():,} bytes"
                 )
             if storage.nbytes():
+                # By address, because tensors may share a storage.
                 storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, dict | list | tuple | set | Inert) and id(value) not in seen:
             seen.add(id(value))

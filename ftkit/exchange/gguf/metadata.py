@@ -124,6 +124,7 @@ def model_metadata(settings: Mapping[str, Any]) -> GgufMetadata:
         "attention.layer_norm_rms_epsilon": float(settings["rms_norm_eps"]),
     }
     theta = float(rope.get("rope_theta") or _DEFAULT_THETA)
+    # Keys are left out where llama.cpp's converter leaves them out: tests compare the files.
     if family != "gemma2" or theta != _DEFAULT_THETA:
         of_layers["rope.freq_base"] = theta
     width_of_heads = settings["hidden_size"] // settings["num_attention_heads"]
@@ -160,6 +161,7 @@ def _of_phi3(settings: Mapping[str, Any]) -> GgufMetadata:
     }
     if rope.get("rope_type") == "longrope":
         scale = longest / first
+        # The attention factor of LongRoPE, as transformers computes it.
         factor = math.sqrt(1 + math.log(scale) / math.log(first)) if scale > 1 else 1.0
         found["rope.scaling.attn_factor"] = factor
     return found
@@ -194,6 +196,7 @@ def rotary_factors(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
     positions = rope["original_max_position_embeddings"]
     lengths = 2 * math.pi / frequencies
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    # Llama 3's rule: high frequencies stay, low ones are divided by the factor, others are mixed.
     smooth = (positions / lengths - low) / (high - low)
     between = 1 / ((1 - smooth) / rope["factor"] + smooth)
     factors = np.where(lengths > positions / low, rope["factor"], between)
@@ -285,6 +288,9 @@ def _refusal(name: str, problem: str) -> UserError:
 
 
 def _byte_level(tokenizer: Tokenizer, files: Mapping[str, bytes], name: str) -> GgufMetadata:
+    # The rule itself is compared. llama.cpp's converter knows a tokenizer by the hash of a text's
+    # tokens, which changes with every vocabulary, so that a model with added tokens would have no
+    # name.
     rule = rule_of(tokenizer.processor)
     if rule is None:
         raise _refusal(name, "cuts texts by a rule of its own")
@@ -334,6 +340,7 @@ def _pieces(
         scores[number] = 0.0 if is_byte else float(-len(content["merges"]) - number)
     if (unknown := content.get("unk_token")) in numbers:
         kinds[numbers[unknown]] = _UNKNOWN
+    # Reversed: where several merges make a token, the first of them gives the score.
     for rank in reversed(range(len(content["merges"]))):
         merge = content["merges"][rank]
         made = merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)

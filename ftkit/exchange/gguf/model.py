@@ -268,6 +268,7 @@ def _factors(directory: Path, stored: Mapping[str, Tensor]) -> dict[str, float]:
             layer = name.removeprefix(_PREFIX).removesuffix(".lora_B.weight")
             own = patterns.get(get_pattern_key(list(patterns), layer), alpha)
             rank = tensor.shape[1]
+            # rsLoRA scales by alpha / sqrt(rank), which is alpha / rank times sqrt(rank).
             root = math.sqrt(rank) if config.get("use_rslora") else 1.0
             found[name] = own / alpha * root
     return found

@@ -80,6 +80,8 @@ def file_bytes(tensors: Mapping[str, PlannedTensor]) -> int:
     return sum(_padded(tensor.nbytes) for tensor in tensors.values())
 
 
+# Our own: the package gguf knows no models, and llama.cpp's converter is no package, holds no
+# streams of tensors, and needs the model as a directory on the disk.
 def write_file(
     file: Path,
     architecture: str,
@@ -137,6 +139,7 @@ def _write_header(
         writer.add_tensor_info(
             name,
             tensor.shape,
+            # float32 for every format: of uint8 gguf would take the shape for bytes.
             np.dtype(np.float32),
             tensor.nbytes,
             GGMLQuantizationType[tensor.kind],
@@ -177,6 +180,7 @@ def _row_chunks(values: Tensor) -> Iterator[Tensor]:
 
 
 def _require_numbers(name: str, values: np.ndarray, kind: str) -> None:
+    # NaN and infinity come through the maximum.
     largest = float(np.abs(values).max())
     if not math.isfinite(largest):
         raise UserError(
