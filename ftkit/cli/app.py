@@ -27,12 +27,15 @@ def main(verbosity: Verbosity = "full") -> None:
     """
     set_verbosity(verbosity)
     sys.stderr = redacted_output(sys.stderr)  # results on standard output stay as they are
+    # Before torch is imported: its OpenMP reads the variable once.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(turns_before_sleep()))
     without_hub_kernels()
     postpone_modules()
     try:
         code = run(sys.argv[1:])
+        # Here, where a closed pipe can still be handled; at the exit Python would print a
+        # traceback.
         sys.stdout.flush()
     except UserError as error:
         print_line(f"ftkit: {error}")
@@ -117,6 +120,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
         arguments.insert(0, _load(command.opens)(getattr(arguments[0], first_word)))
     with loading_shown(sys.stderr), Interrupts() as interrupts, quick_imports():
         function = _load(command.function)
+    # Python may have dropped a Ctrl+C that came in the middle of an import.
     interrupts.check()
     code: int = function(*arguments)
     return code

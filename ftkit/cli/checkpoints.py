@@ -280,6 +280,7 @@ def _kept_for_good(place: RunCheckpoints) -> tuple[KeepEvery, int]:
     every, best = (recipe.get(f"checkpoint.{name}") for name in ("keep_every", "keep_best"))
     numbers = [n for pair in every.items() for n in pair] if isinstance(every, dict) else [every]
     for name, value, parts in (("keep_every", every, numbers), ("keep_best", best, [best])):
+        # type(): isinstance would take true for a number.
         if any(part is not None and (type(part) is not int or part < 0) for part in parts):
             raise UserError(
                 f"checkpoint.{name} in the recipe of {display_path(place.path)} is {value!r}, but "

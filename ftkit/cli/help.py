@@ -30,6 +30,7 @@ _KNOWN_WITHOUT_IMPORTS = (("data", "JSON"), ("strategy", "fsdp"), ("strategy", "
 """Components and names whose keys are known before torch is loaded."""
 _NOUNS = {"data": "data module", "optimizer": "optimizer", "strategy": "strategy"}
 _GIVEN_BY_FTKIT = {"params", "model_params", "args", "kwargs"}
+# Docstrings of torch and bitsandbytes repeat the default, which help shows by itself.
 _SIGNATURE_DEFAULT = re.compile(r"[\s,;]*\(default: [^()]*(\([^()]*\))?[^()]*\)")
 _NO_BREAK = "\xa0"
 

@@ -72,6 +72,7 @@ _STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E6E6E6",
+    # The browser may not have the font.
     "svg.fonttype": "path",
     "svg.hashsalt": "ftkit",  # the same file each time
 }
@@ -165,6 +166,7 @@ def _drawing() -> Iterator[None]:
 def svg(drawn: "Figure") -> str:
     """Return a figure as an SVG element for a page."""
     text = io.StringIO()
+    # Without these the same runs give the same file.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     drawn.savefig(text, format="svg", metadata=nothing)
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -210,6 +212,7 @@ def figure(runs: list[ComparedRun]) -> "Figure":
     _draw_bars(speed, runs, "Throughput", "tokens_per_s")
     handles, labels = memory.get_legend_handles_labels()
     _legend(below, handles, labels, 5)
+    # A name may have dollar signs, between which matplotlib reads formulas.
     memory.set_yticks(range(len(runs)), names, parse_math=False)
     memory.set_ylim(len(runs) - 0.4, -0.6)
     for axes in (memory, speed):

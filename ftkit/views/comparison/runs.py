@@ -101,6 +101,7 @@ class ComparedRun:
         elapsed_s = 0.0
         for row in rows:
             tokens, speed = row.get("tokens"), row.get("tokens_per_s")
+            # Rows have no time of their own: this is what the step took.
             elapsed_s += tokens / speed if tokens and speed else 0.0
             loss, step = row.get("loss"), row.get("step")
             if step is not None and loss is not None and math.isfinite(loss):
@@ -246,6 +247,7 @@ def _find(path: Path) -> Iterator[Path]:
         return
     for directory, below, _ in os.walk(path):
         if RunDirectory(Path(directory)).is_run():
+            # os.walk goes into what this list still has: a run holds no further runs.
             below.clear()
             yield Path(directory)
         below[:] = sorted(name for name in below if not name.startswith("."))

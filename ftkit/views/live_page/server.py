@@ -85,9 +85,12 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _ASSETS = {"/page.js": "text/javascript", "/page.css": "text/css"}
+# A connection that sends nothing for so long is closed.
 _PATIENCE_S = 30.0
 
 
+# The standard library's server: for a few paths that are only read, by one person, a framework
+# would be more code to trust than all of this.
 class PageServer(ThreadingHTTPServer):
     """HTTP server on the loopback address."""
 
@@ -134,6 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         address = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(address.query).items()}
+        # A port of this machine is open to all its users and to every page that a browser shows:
+        # the token is in the link, and then in a cookie that no other site can use.
         by_link = address.path == "/" and self._is_token(query.get("token", ""))
         if not by_link and not self._is_token(self._cookie()):
             self._refuse(403, "Open the link that ftkit watch has printed: it has the token.")
@@ -152,6 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request of another method, or a malformed one."""
         self.command = getattr(self, "command", None) or "GET"
+        # http.server answers 501 to methods that the handler does not have.
         self._refuse(405 if code == 501 else code, message or "This is not a valid request.")
 
     def log_message(self, *_: object) -> None:
@@ -168,6 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
             asset = files(__package__) / "assets" / path[1:]
             self._send(200, _ASSETS[path], asset.read_text(encoding="utf-8"))
         elif path == "/runs.json":
+            # JSON.parse of browsers takes no NaN.
             as_json(json.dumps(snapshots.all_runs(), allow_nan=False))
         elif path == "/run.json" and (shown := snapshots.run(run)) is not None:
             as_json(json.dumps(shown, allow_nan=False))
@@ -187,6 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         return f"ftkit-{self.server.server_port}"  # a browser sends cookies to every port
 
     def _is_token(self, text: str) -> bool:
+        # The time does not tell how much of the token is right.
         return hmac.compare_digest(text.encode(), self.server.token.encode())
 
     def _refuse(self, status: int, reason: str) -> None:

@@ -52,6 +52,7 @@ class RunSnapshots:
         """
         self._directory = directory
         self._copies = None if copy_at is None else UrlCopies(directory, copy_at)
+        # The server answers each request in a thread of its own.
         self._lock = threading.Lock()
         self._watchers: dict[Path, Watcher] = {}
         self._entries: dict[Path, CheckpointEntry] = {}

@@ -184,6 +184,7 @@ class Run(os.PathLike[str]):
             report = self._look().report
         except UserError:
             return False
+        # Times in UTC in ISO format compare as texts.
         return report is not None and report.started_at >= self._started_at
 
     def _printed(self) -> str:
@@ -280,6 +281,7 @@ def start(
         parsed = follow_moved(parsed, Path(files[-1]))
     words = [command, *(f"--config={file}" for file in files)]
     words += [f"--{key}={text}" for key, text in overrides]
+    # A file, because the run would stop at a full pipe that nobody reads.
     output = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the run
     with PassingOn(signal.SIGINT) as signals:
         run = Run(parsed.out_dir.expanduser().absolute())

@@ -60,6 +60,7 @@ def place(ended: Callable[[RunState], str] | None = None) -> OutputPlace:
 
 def in_notebook() -> bool:
     """Whether this process is a notebook kernel."""
+    # Looked up and not imported: a kernel has it already, and others may lack it.
     shell: Any = sys.modules.get("IPython")
     return shell is not None and hasattr(shell.get_ipython(), "kernel")
 

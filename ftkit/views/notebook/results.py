@@ -66,6 +66,7 @@ def generate(
         return _answer_of(json.loads(output_of([*words, f"--prompt={prompt}"])))
     if not prompt:
         return []
+    # Records and not lines of text, because a prompt may have several lines.
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
         file.writelines(json.dumps({"instruction": text}) + "\n" for text in prompt)
         file.flush()
@@ -158,6 +159,8 @@ def chat(result: str | os.PathLike[str], /, **options: Any) -> Chat:
     Raises:
         UserError: as the command would.
     """
+    # A child that reads and writes lines of JSON: the model stays loaded between turns, the kernel
+    # imports no torch, and texts may hold any line break.
     words = ["chat", os.fspath(result), "--format=json", *option_words(options)]
     said = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the conversation
     child = start_command(words, said, result=subprocess.PIPE, stdin=subprocess.PIPE)
