@@ -90,8 +90,8 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     else:
         assert device.host_bytes is not None
         needed = (
-            f"{bytes_text(found['host_low_bytes'])} of host memory for each rank, but the machine "
-            f"has {bytes_text(device.host_bytes)}"
+            f"{bytes_text(found['host_low_bytes'])} of host memory for each rank, but each has "
+            f"{bytes_text(device.host_bytes)}"
         )
     lines = [
         f"This run needs at least {needed}.",
@@ -113,7 +113,7 @@ def _possible_shortages(
     there, where = device.memory_bytes, "on each GPU"
     if device.name == HOST:
         there = free_here(recipe, devices).memory_bytes
-        where = "of host memory that each rank may take now"
+        where = "of host memory that is free for each rank now"
         if there < device.memory_bytes and device.swap_bytes:
             where += ", and swap is slow"
     if found["high_bytes"] > there and (device.name == HOST or found["fits"] is None):
@@ -126,7 +126,7 @@ def _possible_shortages(
 
 def _each_has(device: Gpu, there: str) -> str:
     if device.name == HOST:
-        return f"of host memory for each rank, but the machine has {there}"
+        return f"of host memory for each rank, but each has {there}"
     return f"on each GPU, which has {there}"
 
 

@@ -370,7 +370,7 @@ def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> Non
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
             {},
-            "has a part that is 'image_url', but ftkit trains on parts of texts alone",
+            "has a part that is 'image_url', but ftkit only trains on text parts",
         ),
         ({"role": "user", "content": ["a"]}, {}, "has a part that is 'a text'"),
         ({"role": "user", "content": "a", "name": 5}, {}, "name is a number"),
