@@ -2,8 +2,7 @@
 
 An entry is a directory `ADDRESS/SPLIT` with the arrays of the samples, which are mapped into memory
 and so shared by all processes of a machine, the records to ask questions of, and `entry.json` with
-a checksum of every file and of itself. It is written beside its place and renamed, so that it is
-whole or not there; what is damaged later is found when it is opened.
+a checksum of every file and of itself; what is damaged is found when it is opened.
 """
 
 import contextlib
@@ -242,6 +241,7 @@ class SampleCache:
             OSError: it cannot be written.
         """
         directory = self._directory / address / split
+        # Written beside its place and renamed: an entry is whole or not there.
         with new_directory(directory, overwrite=True) as partial:
             # Records are kept of validation alone, where an evaluation prompts with them.
             _write(partial, entry, with_records=split != "train")

@@ -1,9 +1,7 @@
 """Fused kernels of Liger-Kernel in place of torch's operations, with the same parameters.
 
 Hsu et al. 2024, https://arxiv.org/abs/2410.10989. Private parts that are used here, as they are in
-Liger-Kernel 0.8.5: `liger_cross_entropy_kernel` with its arguments. Its own fused linear
-cross-entropy waits for the GPU twice in each call, and takes rows by the width of the model alone:
-with few labels and a large vocabulary, a handful at once.
+Liger-Kernel 0.8.5: `liger_cross_entropy_kernel` with its arguments.
 """
 
 from collections.abc import Iterable
@@ -79,7 +77,9 @@ def _loss_and_grad(logits: Tensor, wanted: Tensor, softcap: float | None) -> tup
 
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    # Only this kernel, within our head, which takes 512 to 1,024 rows at a time.
+    # Only this kernel, within our head, which takes 512 to 1,024 rows at a time. Liger's own fused
+    # linear cross-entropy waits for the GPU twice in each call, and takes rows by the width of the
+    # model: with few labels and a large vocabulary, a handful at once.
     liger_cross_entropy_kernel[(rows,)](
         X_ptr=logits,
         X_stride=logits.stride(0),

@@ -3,9 +3,8 @@
 QLoRA: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314. LLM.int8: Dettmers et al. 2022,
 https://arxiv.org/abs/2208.07339.
 
-The packed weight is a plain integer parameter: every strategy replicates or shards it as any
-other, and gathers it for a forward or backward pass. What turns it back into numbers (the scales,
-about 0.016 to 0.06 bytes per weight) is whole on every rank.
+The packed weight is a parameter. What turns it back into numbers (the scales, about 0.016 to 0.06
+bytes per weight) is whole on every rank.
 """
 
 from collections.abc import Container
@@ -93,6 +92,7 @@ class FourBit(Linear4bit):
         # and training would continue with wrong gradients.
         self.support_avx512bf16_for_cpu = False
         bytes_ = (layer.in_features * layer.out_features + 1) // 2
+        # Plain integers, which every strategy replicates, shards and gathers like any parameter.
         weight = torch.empty((bytes_, 1), dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
 

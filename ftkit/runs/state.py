@@ -2,10 +2,6 @@
 
 Nothing is written, so any number of processes may look, also from another machine with the same
 disk.
-
-A rank writes its report every few seconds, but each row of metrics.csv and each checkpoint at once.
-So the report of a killed rank is older than the rows and checkpoints beside it, and steps, losses,
-tokens and saved checkpoints are taken from these.
 """
 
 import dataclasses
@@ -181,6 +177,8 @@ def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
         noted: the report of rank 0 as it last wrote it.
         run: its directory, as the session has left it.
     """
+    # A rank writes its report every few seconds, but rows of metrics.csv and checkpoints at once: of
+    # a killed rank these are newer.
     report = _with_checkpoints(noted, run)
     if report.files is not None and run.final.is_dir():  # it is renamed once it is complete
         files = dataclasses.replace(report.files, final=run.final.name)

@@ -2,8 +2,7 @@
 
 A file of a few bytes can demand terabytes of memory, or hours. Sizes are compared with the file
 wherever a reader meets them; what a reader overlooks, or a library does inside, ends at these
-limits. They count processor time and anonymous memory, so that neither a slow disk nor the
-pages of a mapped file of 100 GB come near them.
+limits.
 """
 
 import json
@@ -86,6 +85,7 @@ def extend_limits(memory_bytes: int) -> None:
 def _set_data_limit(limit_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (limit_bytes, hard) if limit != resource.RLIM_INFINITY]
+    # RLIMIT_DATA counts anonymous memory: pages of a mapped file of 100 GB are none.
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits, default=resource.RLIM_INFINITY), hard))
 
 

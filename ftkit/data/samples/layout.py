@@ -1,9 +1,7 @@
 """The layout of a step: which samples share a micro-batch, and on which rank and when it runs.
 
-Padded micro-batches are made of neighbours by length. Those without padding are made to cost the
-same. In both, micro-batches of like cost run together, because FSDP and ZeRO wait for each other in
-every micro-step, and the largest comes first, so that a step that does not fit into memory fails in
-its first micro-step.
+Padded micro-batches are made of neighbours by length, those without padding are made to cost the
+same. In both, micro-batches of like cost run together, and the largest comes first.
 """
 
 import heapq
@@ -139,10 +137,12 @@ def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
     def cost(row: IntArray) -> float:
         return float(costs[row].sum())
 
+    # Rows of like cost run together: FSDP and ZeRO wait for each other in every micro-step.
     rows.sort(key=cost, reverse=True)
     ranks = layout.world_size
     micro_steps = [rows[first : first + ranks] for first in range(0, len(rows), ranks)]
-    # By tokens and not by cost, because memory follows tokens.
+    # The largest first, so that a step that does not fit fails at once; by tokens and not by cost,
+    # because memory follows tokens.
     micro_steps.sort(key=lambda some: -max(int(lengths[row].sum()) for row in some))
     return _balance(micro_steps, cost, ranks)
 
@@ -219,7 +219,8 @@ def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> 
     # Neighbours by length become micro-batches, as many as there are places for.
     sizes = _cut(lengths[by_length_desc].tolist(), micro_steps * ranks, layout.micro_batch_size)
     runs = np.split(by_length_desc, np.cumsum(sizes)[:-1]) if sizes else []
-    # The first sample of each is its longest: this is its size after padding.
+    # The first sample of each is its longest: this is its size after padding. Runs of like size go
+    # together, as above, and the largest first.
     runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))
     groups = [runs[first : first + ranks] for first in range(0, micro_steps * ranks, ranks)]
     return _balance(groups, lambda run: int(lengths[run].sum()), ranks)

@@ -1,11 +1,8 @@
 """Claim on a url: one run at a time holds it, through an object that the run keeps renewing.
 
-Claims are numbered objects below .run, and the highest number counts. Each is created on the
-condition that it does not exist yet, which the storage decides: of two runs that want the same
-number one gets it. A run that finds a claim which nobody renews takes the next number; a holder
-that comes back after a long time sees that it has lost. Renewals are counted in polls of this
-process, so a wrong clock of another machine ends no run. A claim that cannot be read is watched
-like any other, since a run may be running behind it.
+Claims are numbered objects below .run, and the highest number counts. A run that finds a claim
+which nobody renews takes the next number; a holder that comes back after a long time sees that it
+has lost.
 """
 
 import json
@@ -141,6 +138,8 @@ class RemoteClaim:
                 self._refuse_living(number, content, on_waiting)
                 self.former = ClaimHolder.parse(content)
             name = _name_of(number + 1)
+            # Created on the condition that it does not exist: of two runs that want the same number
+            # the storage gives it to one.
             if self._create(name):
                 break
         self._name = name
@@ -218,6 +217,7 @@ class RemoteClaim:
         place = f"{self._objects.url}/{_name_of(number)}"
         who = str(holder or f"a process that {place} does not name (it is damaged)")
         is_here = holder is not None and holder.machine == _machine()
+        # One that cannot be read is watched like any other: a run may be behind it.
         if not is_here:
             on_waiting(
                 f"{self._objects.url} is claimed by {who}: watching for up to {EXPIRES_S:g} s "
@@ -234,8 +234,8 @@ class RemoteClaim:
 
     def _is_silent(self, number: int, content: bytes, on_waiting: Callable[[str], None]) -> bool:
         """Whether a claim stays unchanged for longer than a living run would leave it."""
-        # Polls are counted, not seconds: a process that was suspended must not take others for
-        # dead.
+        # Polls of this process are counted, not seconds: a process that was suspended must not take
+        # others for dead, and a wrong clock of another machine ends no run.
         looks = math.ceil(EXPIRES_S / _LOOK_S)
         for look in range(1, looks + 1):
             time.sleep(_LOOK_S)

@@ -1,9 +1,8 @@
 """Mirror of a run: uploads its directory to its url while it is running.
 
 The supervisor uploads, so the processes that train spend nothing on it. A complete checkpoint is
-uploaded file by file, its metadata last: objects cannot be renamed, so that is the moment at which
-it counts. A checkpoint that goes loses its metadata first. What cannot be uploaded is reported,
-stays here like every checkpoint, and is tried again until newer ones have replaced it.
+uploaded file by file, its metadata last. What cannot be uploaded is reported, stays here like every
+checkpoint, and is tried again until newer ones have replaced it.
 """
 
 import threading
@@ -376,6 +375,7 @@ class Mirror:
         except (CheckpointError, OSError):  # deleted just now, or damaged: not to be spread
             return
         if step in self._committed and not self._has_files_of(step, metadata):
+            # A checkpoint that goes loses its metadata first: from then on it does not count.
             self._delete([f"{name}/{METADATA}"])
             self._committed.discard(step)
         self._started.add(step)
@@ -400,6 +400,7 @@ class Mirror:
         # A run that has taken over meanwhile has deleted files of this incomplete checkpoint.
         self._require_claim()
         metadata_name = f"{name}/{METADATA}"
+        # Last, because objects cannot be renamed: from here on the checkpoint counts.
         self._objects.write(metadata_name, content)
         self._committed.add(step)
         self._seen.add(step)

@@ -4,9 +4,7 @@ transformers reads GGUF too (`gguf_file`, seen in 5.24), but holds the whole deq
 memory, where this module holds some rows of one tensor. It reads no Gemma 1, no biases of Llama, no
 head size of Qwen3 and no scaled positions, and ignores tensors that it does not know.
 
-It lies in ``checkpoints/gguf/KEY/NAME``, beside what is downloaded. The key is a digest of the
-file's name, size, time of change and first MiB: a file that is replaced is converted again, and so
-is a copy of it with another time.
+It lies in ``checkpoints/gguf/KEY/NAME``, beside what is downloaded.
 """
 
 import hashlib
@@ -99,7 +97,8 @@ def conversion_place(file: Path, root: Path) -> Path:
         raise UserError(
             f"checkpoint_dir {file} cannot be read ({error.strerror}). Check the file."
         ) from error
-    # Not a digest of the content: 40 GB would take half a minute at every start.
+    # Not a digest of the content: 40 GB would take half a minute at every start. A file that is
+    # replaced is converted again, and so is a copy with another time of change.
     facts = (_VERSION, file.stem, status.st_size, status.st_mtime_ns)
     digest = hashlib.sha256(json.dumps(facts).encode() + beginning)
     return root / DIRECTORY / digest.hexdigest()[:16] / file.stem
