@@ -177,8 +177,8 @@ def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
         noted: the report of rank 0 as it last wrote it.
         run: its directory, as the session has left it.
     """
-    # A rank writes its report every few seconds, but rows of metrics.csv and checkpoints at once: of
-    # a killed rank these are newer.
+    # A rank writes its report every few seconds, but rows of metrics.csv and checkpoints at once:
+    # those of a killed rank are newer.
     report = _with_checkpoints(noted, run)
     if report.files is not None and run.final.is_dir():  # it is renamed once it is complete
         files = dataclasses.replace(report.files, final=run.final.name)
