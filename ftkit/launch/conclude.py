@@ -94,6 +94,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
                 write_report(report, out_dir)
         if run.final.is_dir():
             with suppress(OSError):  # the result is complete without it
+                # Here, from the report as it ends: no rank knows the last of its numbers.
                 write_card(report, Path(job.base), run.final)
         with suppress(OSError):
             _collect_output(run, world_size)

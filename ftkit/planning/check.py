@@ -72,6 +72,7 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    # What was imported is never garbage.
     gc.freeze()
     gc.enable()
     _file, _gpu, _failed = sys.argv[1:]

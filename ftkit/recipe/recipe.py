@@ -137,6 +137,7 @@ class Eval:
     """Validate before the first step."""
     final_validation: bool = True
     """Validate after the last step."""
+    # A key for each score and not a list of names, which would need the number of records besides.
     exact_match: int = 0
     """Generate greedy answers to this many validation records before and after training, and report
     how many equal the expected text."""

@@ -25,6 +25,8 @@ _GROWTH = 1.25
 """Growth of the interval: 8 samples in 2 s, 14 in 8 s, then one every 2 s."""
 _PATIENCE_S = 10.0
 _PREFIX = "system/"
+# Rows of time in a file of their own: a step may take minutes or milliseconds, and a run that
+# continues on other devices gets further columns.
 _FIRST_COLUMNS = ("step", "time_s")
 
 

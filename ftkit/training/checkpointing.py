@@ -374,6 +374,7 @@ def write_companions(
         return [own, *others.iterdir()]
     others.mkdir()
     save_without_weights(base, others)
+    # Beside base/ and not in it: there, chat_template tokenizer has to mean the base model's own.
     prompting = [directory / name for name in (CHAT_TEMPLATE, GENERATION)]
     for file in prompting:
         file.write_bytes(chat_files[file.name])

@@ -96,6 +96,7 @@ class Evaluator:
             self._evaluate(step, validation=validation, scores=scores, example=example)
 
     def _evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
+        # Before and after training alone: tasks take minutes where a validation takes seconds.
         if scores and self._settings.tasks:
             self._run_tasks(step)
         if not len(self._setup.data.val):

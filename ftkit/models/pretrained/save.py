@@ -40,6 +40,7 @@ def layout_of(base: BaseModel) -> ModelLayout:
 
     Where it is not, the model came from a LitGPT directory, and can be written as one again.
     """
+    # It came in LitGPT's layout then, and a run must not end with nothing.
     if base.architecture.naming_in("hf") is None:
         return "litgpt"
     is_described = base.layout == "hf" or bool(base.settings)

@@ -155,6 +155,8 @@ class Run(os.PathLike[str]):
         if self._child is not None and not self._has_reported():
             place.note(self._printed().strip())  # such as: nothing to do
         place.conclude(snapshot.run)
+        # After the first interrupt the run is returned: its report, and how to continue, are wanted
+        # then.
         if len(signals.received) > 1:
             raise KeyboardInterrupt
         return self
