@@ -7,6 +7,7 @@ import signal
 
 from ftkit.redaction import redacted
 
+# A code of its own, by which sweeps and scripts know it.
 EXIT_OUT_OF_MEMORY = 3
 
 

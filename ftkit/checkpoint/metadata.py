@@ -19,6 +19,7 @@ from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
 from ftkit.utils.remote.ranges import BlockChecksums
 
+# Raised when this version would misread older checkpoints.
 FORMAT_VERSION = 1
 METADATA = "metadata.json"
 """Written last: a checkpoint without it is not complete."""

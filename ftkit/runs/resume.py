@@ -34,6 +34,7 @@ from ftkit.utils.remote.urls import display_path, local_path
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""
+# No row is as long, however many sources the data have.
 _LONGEST_ROW_BYTES = 2**16
 
 

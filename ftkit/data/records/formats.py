@@ -321,6 +321,7 @@ def _renamed(file: Path, ending: str) -> str:
     return Path(file.name.removesuffix(packed)).with_suffix(ending).name + packed
 
 
+# Rows of a batch: as Python objects, all rows would take many times the file.
 _AT_ONCE = 1000
 _STATE = "state.json"
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+# The mask of 32 bits.
 _ONES = 2**32 - 1
 _NUMBERS_AT_ONCE = 2**20
 """Numbers of noise made at once: a few integer tensors of 8 MiB, which fit caches."""

@@ -29,6 +29,7 @@ from ftkit.utils.remote.background import begun, ends
 from ftkit.utils.remote.objects import Objects, StorageError
 from ftkit.utils.remote.replica import Listing
 
+# Four times before it expires: a renewal that fails costs nothing.
 RENEWED_EVERY_S = 15.0
 EXPIRES_S = 60.0
 """A claim that was not renewed for this long has lost its holder."""

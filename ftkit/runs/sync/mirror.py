@@ -382,6 +382,8 @@ class Mirror:
         if step not in self._committed:
             files = {
                 file: entry.sha256
+                # The largest first: several are sent at once, and none of them should be left for
+                # the end.
                 for file, entry in sorted(
                     metadata.files.items(), key=lambda item: -item[1].size_bytes
                 )

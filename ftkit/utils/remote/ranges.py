@@ -16,7 +16,9 @@ from ftkit.utils.remote.urls import url_of
 
 BLOCK_BYTES = 8 * 2**20
 """Size of a block, which is fetched and verified as a whole."""
+# Hexadecimal digits of an XXH3-64.
 _DIGITS = 16
+# A safetensors file begins with the length of its header.
 _LENGTH_BYTES = 8
 _KEPT_BLOCKS = 8
 """Blocks in memory: small tensors lie side by side in one, but parameters and each kind of their

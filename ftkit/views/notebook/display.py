@@ -152,6 +152,7 @@ _VISIBLE = 1 / 500
 """Smallest share of a peak at which a part of it has a column."""
 _BAR_WIDTH, _BAR_HEIGHT = 120, 12
 _CURVE = 300, 50
+# A point for every two pixels.
 _CURVE_POINTS = 150
 _FEWEST_SAMPLES = 5
 """Fewest samples of a curve."""

@@ -47,12 +47,15 @@ BLOCKS = {
 
 _ADVICE = "Download or convert it again."
 _MAGIC = b"GGUF"
+# Version 1 counts in 32 bits, and was soon replaced.
 _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 2**28
 """A vocabulary of a million tokens takes a tenth of it."""
 _MOST_KEYS, _MOST_TENSORS, _MOST_TEXTS = 2**16, 2**17, 2**21
 """Empty texts and tensors take hardly any bytes of the file, but as much time as others."""
+# GGML_MAX_DIMS of ggml.
 _MOST_DIMENSIONS = 4
+# Bytes; the first is GGUF's own, where general.alignment is missing.
 _DEFAULT_ALIGNMENT, _MOST_ALIGNMENT = 32, 2**20
 _NUMBERS = {
     0: "<u1",
@@ -68,8 +71,11 @@ _NUMBERS = {
     12: "<f8",
 }
 """Types of values in files, as numpy has them."""
+# GGUF's numbers of these types.
 _STRING, _ARRAY = 8, 9
+# Length of the key, type, and a value of one byte.
 _LEAST_PAIR_BYTES = 8 + 4 + 1
+# Length of the name, number of dimensions, one dimension, type and offset.
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 _KIND_OF_NUMBER = {number: kind for kind, (number, _, _) in BLOCKS.items()}
 

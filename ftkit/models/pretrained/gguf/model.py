@@ -29,6 +29,7 @@ _WORK_BYTES = 16
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F32"}
 """Kinds of plain numbers, and what they are written as; all others are written as F16."""
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+# All ones in these bits mean infinity or NaN.
 _EXPONENT_OF_BF16 = 0x7F80
 
 
