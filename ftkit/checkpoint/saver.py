@@ -58,7 +58,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints are kept; see `Store.kept`."""
+    """Rules for keeping checkpoints; see `Store.kept`."""
 
     keep_last: int
     keep_every: KeepEvery

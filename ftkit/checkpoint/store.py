@@ -35,7 +35,7 @@ LATEST = "latest"
 PROGRESS_INTERVAL_S = 0.2
 
 KeepEvery = int | Mapping[int, int] | None
-"""Which steps are kept forever; see `is_milestone`."""
+"""Steps whose checkpoints are kept forever; see `is_milestone`."""
 
 # Eight digits with leading zeros sort as text; from 100,000,000 on there are no leading zeros, so
 # each step has exactly one name.

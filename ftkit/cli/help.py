@@ -190,7 +190,7 @@ def _usage(command: Command) -> str:
 
 
 def _usage_lines(usage: str) -> list[str]:
-    """As many lines as a usage takes on the terminal; what is in brackets stays together."""
+    """Wrap a usage to the terminal; text in brackets stays together."""
     width = shutil.get_terminal_size().columns - len("usage: ") - 1
     whole = re.sub(r"\[[^]]*\]", lambda bracket: bracket[0].replace(" ", _NO_BREAK), usage)
     lines = textwrap.wrap(

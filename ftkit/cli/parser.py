@@ -63,7 +63,7 @@ class Declared:
 
     @property
     def placeholder(self) -> str:
-        """What stands for its value in help; "": derived from its type."""
+        """Placeholder of its value in help; "": derived from its type."""
         return str(self.rules.get("placeholder", ""))
 
     @property

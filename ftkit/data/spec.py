@@ -21,8 +21,8 @@ from ftkit.utils.names import nearest
 OWN_DATA = "--data JSON --data.path FILE"
 """Options by which records of one's own are given."""
 Overlong = Literal["truncate", "drop", "split"]
-"""What is done with a sample longer than max_seq_length: its end is cut off, it is left out, or it
-is cut into several."""
+"""Handling of a sample longer than max_seq_length: its end is cut off, it is dropped, or it is cut
+into several."""
 
 
 @dataclass(frozen=True, kw_only=True)

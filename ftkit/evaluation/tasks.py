@@ -46,7 +46,7 @@ class TaskFiles:
     files: dict[str, Path] = field(default_factory=dict)
     """The file of every task and group, members of groups included, by its name."""
     groups: set[str] = field(default_factory=set)
-    """Which of these are groups."""
+    """Names of groups among these."""
     tags: dict[str, list[str]] = field(default_factory=dict)
     """Names of the tasks with a tag, for each tag that is a member of a group."""
     tasks: list[str] = field(default_factory=list)
@@ -295,7 +295,7 @@ class Code:
     """A function or class that a task file names by `!function`."""
 
     name: str
-    """As it is written: utils.process_docs."""
+    """Name of the function as the file has it: utils.process_docs."""
     written_in: Path
     """The task file."""
 

@@ -313,7 +313,7 @@ class LeadRelay:
         return "; ".join(found)
 
     def gone(self) -> str:
-        """Which other host will upload nothing any more; empty: none."""
+        """Another host that will upload nothing any more; empty: none."""
         with self._lock:
             found = [
                 self._indices[f].host for f, looks in self._silent.items() if looks > _SILENT_LOOKS

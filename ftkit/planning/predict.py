@@ -35,8 +35,8 @@ ResultLayout = ModelLayout | Literal["peft"]
 # Recipes without LoRA keys mean full fine-tuning unless the command says more: the tutorial's
 # recipes are written so.
 MethodSource = Literal["command", "recipe", "default"]
-"""What says how the model is adapted: the command, the keys of a recipe (any LoRA key or quantize
-means LoRA), or nothing, which means LoRA, as `ftkit finetune` does."""
+"""Source of the method: the command, the keys of a recipe (any LoRA key or quantize means LoRA), or
+neither, which means LoRA, as with `ftkit finetune`."""
 _TOKENS_APART = 128
 """Numbers of tokens that are tried for a micro-batch are multiples of this."""
 

@@ -54,7 +54,7 @@ class Cuda:
     torch: str
     """Its version."""
     gpus: tuple[VisibleGpu, ...] = ()
-    """Those that CUDA_VISIBLE_DEVICES shows, in CUDA's order."""
+    """GPUs that CUDA_VISIBLE_DEVICES shows, in CUDA's order."""
     architectures: tuple[str, ...] = ()
     """Targets of its kernels: sm_90 is machine code, compute_90 is compiled by the driver."""
     error: str = ""

@@ -31,7 +31,7 @@ class OwnMetric:
     """Absolute path."""
     function: str
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
 
     def __str__(self) -> str:
         return f"--metric {Path(self.file).name}:{self.function}"

@@ -28,14 +28,14 @@ BASE_KEY = "ftkit_base"
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 _NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
-"""What ftkit notes beside the parts, with its kinds."""
+"""Keys that ftkit stores beside the parts, with their types."""
 _ARGUMENTS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "modules_to_save"),
     *("rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "fan_in_fan_out"),
 )
 """Settings of which PEFT makes the layers of an adapter."""
 _OF_LAYER = ".weight"
-"""What the name of a parameter that is the weight of a linear layer ends with."""
+"""End of the name of a parameter that is the weight of a linear layer."""
 
 _AGAIN = "Take it from where it was saved again."
 HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -102,7 +102,7 @@ _USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "fan_in_fan_out": (_is_flag, "true or false"),
     "init_lora_weights": (_is_start, "true, false or a text"),
 }
-"""What ftkit uses, with the kind of its values; null is as if the key were not there."""
+"""Keys that ftkit uses, with the types of their values; null is as if the key were not there."""
 
 _CHANGING: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),

@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def sharding(self) -> str:
-        """What is sharded over the ranks, in words."""
+        """Sharded state of training, in words."""
         return self.rules.sharding(self.options)
 
     @property

@@ -19,7 +19,7 @@ LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 MicroBatchKey = Literal["micro_batch_size", "micro_batch_tokens"]
-"""What bounds a micro-batch: its sequences or its tokens."""
+"""Key that limits a micro-batch, by its sequences or by its tokens."""
 
 
 class Component(TypedDict):

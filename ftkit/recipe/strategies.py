@@ -78,7 +78,7 @@ class StrategyRules:
     """Whether a rank updates matrices that it has whole."""
 
     def sharding(self, options: Any) -> str:
-        """What is sharded over the ranks, in words."""
+        """Return which state is sharded over the ranks, in words."""
         return "nothing"
 
     def offloads(self, options: Any) -> bool:

@@ -18,7 +18,7 @@ from ftkit.utils.names import leaves
 from ftkit.utils.yaml_files import STANDARD_INPUT, load_yaml
 
 _NAME = re.compile(r"[\w+=-][\w.,+=-]*")
-"""What can be the name of a run, and of its directory."""
+"""Allowed names of a run, and of its directory."""
 _EXAMPLE = (
     "runs:\n  - {name: small, command: finetune, config: recipe.yaml, train.micro_batch_size: 1}"
 )

@@ -22,7 +22,7 @@ class RunCheckpoints:
     """The checkpoints that a path stands for: those of a run, or one of them."""
 
     path: Path
-    """As given."""
+    """Path as given."""
     store: Store
     """Holds the checkpoints."""
     single: Path | None = None

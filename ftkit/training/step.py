@@ -24,7 +24,7 @@ from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.accelerators.use import sum_dtype
 
 Batch = dict[str, Any]
-"""As `ftkit.data.samples.loader.collate` returns it."""
+"""Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:

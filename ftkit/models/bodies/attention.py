@@ -206,7 +206,7 @@ class AttentionLayer:
     attend: Callable[..., Tensor] = staticmethod(attend)
     """Replaced by an uncompiled version if blocks are compiled."""
     rotation: Literal["halves", "pairs"] = "halves"
-    """Which numbers of a head are rotated together: those half a head apart, or neighbours."""
+    """Pairs of numbers of a head that are rotated together: half a head apart, or neighbours."""
     rotate: Rotation | None = None
     """Fused rotation of query and key; None: torch's operations."""
 

@@ -55,7 +55,7 @@ class Attended:
     """State that all attention layers of a model share."""
 
     sequences: Sequences | None = None
-    """Which tokens belong together, if there is no cache."""
+    """Tokens that belong together, if there is no cache."""
     cache: KeyValueCache | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:

@@ -3,7 +3,7 @@
 from typing import Literal
 
 TrainOn = Literal["assistant", "last", "all"]
-"""Which tokens carry loss: every turn of the assistant, only its last turn, or all tokens."""
+"""Tokens that carry loss: every turn of the assistant, only its last turn, or all tokens."""
 
 Reasoning = Literal["split", "refuse"]
-"""What to do with a conversation whose later turns change how earlier ones are rendered."""
+"""Handling of conversations whose later turns change how earlier ones are rendered."""

@@ -23,7 +23,7 @@ from ftkit.models.chat_templates.sandbox import NotRendered
 from ftkit.utils.process import stop_with_parent
 
 _MOST_BYTES = 2**30
-"""Of address space, beyond what the process has when it starts."""
+"""Most address space beyond what the process has when it starts."""
 
 
 def serve(connection: "Connection[Any, Any]") -> None:

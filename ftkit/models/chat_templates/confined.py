@@ -20,15 +20,15 @@ from ftkit.errors import UserError
 from ftkit.models.chat_templates.sandbox import NotRendered
 
 MOST_SECONDS = 10.0
-"""Of CPU time for one rendering; real ones take less than a thousandth."""
+"""Most CPU time for one rendering; real ones take less than a thousandth."""
 _TIMES_OF_CONVERSATION = 6
 """How many times that all renderings of a conversation may take: there are two for each turn."""
 _MOST_BYTES_OF_CALL = 2**27
-"""Of a conversation: it has its place in the memory of the process."""
+"""Most bytes of a conversation, which has to fit in the memory of the process."""
 _MOST_BYTES_AT_ONCE, _MOST_CALLS = 2**20, 256
 """Sent before the replies are read."""
 _MOST_TRIES = 2
-"""Of a call whose process ends: something else may have ended the first one."""
+"""Most attempts of a call whose process ends: something else may have ended the first one."""
 
 
 class Exceeded(NotRendered):
@@ -157,7 +157,7 @@ class _State:
     lock = threading.Lock()
     process: _Process | None = None
     seconds_here: float | None = None
-    """Of the bounded process itself."""
+    """CPU time of the bounded process itself."""
 
 
 def _results(function: Callable[..., Any], calls: list[bytes]) -> list[Any | NotRendered]:

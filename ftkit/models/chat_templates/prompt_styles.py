@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 from typing import NamedTuple, Protocol
 
 PLACES = ("instruction", "input", "sys_prompt")
-"""What a prompt written as a text has places for."""
+"""Placeholders of a prompt that is given as a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class PromptStyle:
     """The texts around a system prompt, an instruction and its input."""
 
     class_name: str
-    """Of the class in `litgpt.prompts`, as recipes and prompt_style.yaml name it."""
+    """Name of the class in `litgpt.prompts`, as recipes and prompt_style.yaml have it."""
     start: str = ""
     """Before the system prompt."""
     before_system: str = ""

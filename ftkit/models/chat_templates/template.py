@@ -22,7 +22,7 @@ Span = tuple[int, int]
 """First character and end."""
 
 _MOST_CHARACTERS = 2**22
-"""Of a template's file; real ones have a few thousand."""
+"""Most characters of a template's file; real ones have a few thousand."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 OF_TOKENIZER = "tokenizer"

@@ -66,7 +66,8 @@ class _Turn(NamedTuple):
     space_end: int
     """With the token that ends it, and the white space that the template writes behind it."""
     generated: list[Span]
-    """What the template marks of it and of the white space behind it; without marks, the turn."""
+    """Spans of the turn, and of the white space behind it, that the template marks; without marks,
+    the turn."""
 
 
 class TurnFinder:

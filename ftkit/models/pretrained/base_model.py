@@ -82,9 +82,9 @@ class BaseModel:
     tied: bool
     """Embedding and head are shared: there is no lm_head.weight."""
     dtype: torch.dtype
-    """Of the embedding on disk."""
+    """Number format of the embedding on disk."""
     layout: ModelLayout
-    """Of its files; of random weights, the one that holds every model."""
+    """Layout of its files; for random weights, the one that can hold every model."""
     settings: Mapping[str, Any]
     """The content of config.json; {} where there is none."""
     companions: Mapping[str, bytes] | None = None
@@ -93,8 +93,8 @@ class BaseModel:
     known_as: str | None = None
     """ORG/NAME whose sizes come from LitGPT; None: from its own settings, or it is random."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
-    """What its files hold beside the language model, by their names: the result has it again. The
-    files are open from the start, so that nothing is lost if they are deleted meanwhile."""
+    """Tensors of its files beside the language model, by name: the result has them again. The files
+    are open from the start, so that nothing is lost if they are deleted meanwhile."""
 
     @property
     def extra_weights_bytes(self) -> int:
@@ -537,7 +537,7 @@ def fingerprint(base: BaseModel) -> str:
 
 
 def implementation_of(known: str) -> Implementation:
-    """Whose code computes the model of a fingerprint; those of LitGPT's do not say so."""
+    """Implementation of the model of a fingerprint; fingerprints of LitGPT's do not name it."""
     return "transformers" if known.startswith("transformers:") else "litgpt"
 
 

@@ -58,7 +58,7 @@ _SETTINGS_FILES = (
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of transformers: the first that is there, alone or in shards, is the model."""
 _DOWNLOADED = Path(".cache/huggingface")
-"""What huggingface_hub leaves in a directory that it has filled."""
+"""Directory that huggingface_hub leaves where it has downloaded."""
 _SETTINGS_TIMEOUT_S = 5.0
 """For an answer of the hub to what can be done without."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -67,7 +67,7 @@ _QUANTIZED_NOTES = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""What quantisers write beside a config.json, in which older ones say nothing."""
+"""Files that quantisers write beside a config.json, because older ones write nothing into it."""
 
 _SUFFIXES = (".safetensors", ".bin")
 

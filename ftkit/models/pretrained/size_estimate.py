@@ -29,12 +29,12 @@ class RoughModel:
     layers: int
     width: int
     inner_width: int
-    """Of the MLP."""
+    """Width of the MLP."""
     vocabulary: int
     context: int
     """Positions that the model was built for."""
     experts: int
-    """Of a layer; 1 of a model without."""
+    """Experts of a layer; 1 without experts."""
     experts_per_token: int
     """How many of them a token passes."""
 

@@ -18,7 +18,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 tied if, and only if, lm_head.weight is not among them."""
 
 _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
-"""What old checkpoints hold beside parameters, by the ends of the names."""
+"""Ends of the names of buffers that old checkpoints hold beside parameters."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class HeldParameter:
     """The stored tensors that contain a parameter, and how to read it."""
 
     names: tuple[str, ...]
-    """Of the stored tensors."""
+    """Names of the stored tensors."""
     dtype: torch.dtype
-    """Of the first of them."""
+    """Number format of the first of them."""
     read: Callable[[], Tensor]
     """The parameter: a view of mapped files where one tensor is one parameter."""
 

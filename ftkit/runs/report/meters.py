@@ -166,7 +166,7 @@ class SourceMeter:
 
     @property
     def carried(self) -> dict[str, Any]:
-        """What a checkpoint carries, for `from_carried`."""
+        """Values that a checkpoint carries, for `from_carried`."""
         return {name: dataclasses.asdict(source) for name, source in self.sources.items()}
 
     def prepare(self, counts: Mapping[str, Source]) -> None:

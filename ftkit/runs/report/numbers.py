@@ -52,9 +52,9 @@ class ReportNumber:
     text: Callable[[Any], str]
     """Formats a value with its unit."""
     definition: str = ""
-    """What it measures, in a sentence; empty: the text below the field at `path`."""
+    """Its meaning in a sentence; empty: the text below the field at `path`."""
     better: Better | None = None
-    """Which values are good; None: neither."""
+    """Whether lower or higher values are better; None: neither."""
     measure: Callable[[Report], float | None] | None = None
     """Measures it on rank 0, called every few seconds of training and at the end with the report so
     far; report.json has the last value as numbers.KEY. None: it is elsewhere in the report."""
@@ -63,7 +63,7 @@ class ReportNumber:
     value: Callable[[Report], float | None] | None = None
     """Computes it from the report."""
     up_to: Callable[[Report], float | None] | None = None
-    """What it counts up to; shown after a slash until it is reached."""
+    """Total that it counts up to; shown after a slash until it is reached."""
     row: str = ""
     """Label of the row of the report's table that it is part of; empty: it has a row of its own."""
     phrase: str = "{}"
@@ -103,7 +103,7 @@ class ReportNumber:
 
     @functools.cached_property
     def meaning(self) -> str:
-        """What it measures: `definition`, or the text below its field."""
+        """Its meaning: `definition`, or the text below its field."""
         return self.definition or _text_below(self.path)
 
 

@@ -54,9 +54,9 @@ class Resolved:
     strategy: str | None = None
     """single, ddp, fsdp or deepspeed."""
     sharding: str | None = None
-    """Which of parameters, gradients and optimizer state are split, and what is in host memory."""
+    """Shares of parameters, gradients and optimizer state, and which of them are in host memory."""
     communication: str | None = None
-    """What carries messages between ranks: nccl or gloo; None: there is one rank."""
+    """Library that carries messages between ranks: nccl or gloo; None: there is one rank."""
     precision: str | None = None
     """Number format of training."""
     quantize: str | None = None
@@ -70,7 +70,7 @@ class Resolved:
     kept_bytes: int | None = None
     """Size of what the base model has beside its language model, which is kept; None: nothing."""
     chat_template: str | None = None
-    """Whose chat template makes prompts of records, in training and for the result."""
+    """Chat template that makes prompts of records, in training and for the result."""
     max_seq_length: int | None = None
     """Sequences are cut to this many tokens."""
     longest_sample_tokens: int | None = None

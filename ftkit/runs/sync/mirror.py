@@ -63,7 +63,7 @@ class OtherHosts(Protocol):
         """Errors of their last uploads; empty: none."""
 
     def gone(self) -> str:
-        """Which of them will upload nothing any more; empty: none."""
+        """One of them that will upload nothing any more; empty: none."""
 
 
 class CheckpointUploads:

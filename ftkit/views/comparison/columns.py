@@ -36,7 +36,7 @@ class Column:
     best: frozenset[int] = frozenset()
     """Indices of the runs with the best value."""
     better: Better | None = None
-    """Which values are good."""
+    """Whether lower or higher values are better."""
     priority: int = LAST
     """Tables that are too narrow keep the columns of the lowest priorities."""
     is_setting: bool = False
@@ -46,7 +46,7 @@ class Column:
 
     @property
     def meaning(self) -> str:
-        """What the values are, in a sentence; empty: it is a name or a setting."""
+        """Meaning of the values in a sentence; empty: it is a name or a setting."""
         return "" if self.number is None else self.number.meaning
 
     @cached_property

@@ -230,7 +230,7 @@ def _blocks(columns: list[Column], width: int) -> list[list[int]]:
 
 
 def _narrowed(columns: list[Column], width: int) -> list[Column]:
-    """As many columns as fit, chosen by priority, in their order."""
+    """Return the columns that fit, chosen by priority, in their order."""
     kept: list[Column] = []
     for column in sorted(columns, key=lambda column: column.priority):
         if not kept or _width([*kept, column]) <= width:

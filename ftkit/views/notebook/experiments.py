@@ -189,7 +189,7 @@ class Difference:
     """A key of a recipe with another value than in the experiment before."""
 
     key: str
-    """As on the command line."""
+    """Key as on the command line."""
     before: Any
     """Value in the experiment before; None: not set."""
     now: Any

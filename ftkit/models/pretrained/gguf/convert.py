@@ -28,10 +28,10 @@ from ftkit.utils.files import free_disk_bytes, new_directory
 from ftkit.utils.progress import OnProgress
 
 DIRECTORY = "gguf"
-"""Of all conversions, beside the downloads."""
+"""Directory of all conversions, beside the downloads."""
 
 _VERSION = 1
-"""Of what a conversion writes; another one has another key."""
+"""Version of the written content; another version has another key."""
 _KEY_BYTES = 2**20
 # The size of shards that save_pretrained wrote for years.
 _MAX_SHARD_BYTES = 5 * 10**9
@@ -48,7 +48,7 @@ class Conversion:
     place: Path
     """Its directory."""
     disk_bytes: int
-    """Of the weights in it."""
+    """Bytes of its weights on disk."""
     memory_bytes: int
     """Most host memory used by the conversion."""
     is_made: bool

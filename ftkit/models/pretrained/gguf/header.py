@@ -86,7 +86,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """As torch has it: numbers of the last dimension lie beside each other."""
+    """Shape in torch's order: numbers of the last dimension are adjacent."""
     kind: str
     """A key of `BLOCKS`."""
     start: int

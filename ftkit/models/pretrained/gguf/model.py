@@ -237,9 +237,9 @@ class ConvertedTensor:
     dtype: str
     """F32, F16 or BF16."""
     change: Callable[[np.ndarray], np.ndarray] | None
-    """What makes the numbers in Hugging Face's order and convention of those in the file."""
+    """Converts numbers of the file to Hugging Face's order and convention."""
     rows_together: int
-    """Which `change` has to see at one time."""
+    """Number of rows that `change` has to see at one time."""
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from ftkit.utils.damaged_files import reading
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Kinds of tokens that are not found by merging; 1 are words, 5 is not used."""
 _SPACE = "▁"
-"""What SentencePiece writes for a space."""
+"""Character that SentencePiece writes for a space."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -30,7 +30,7 @@ _PATTERNS = {
 }
 """How texts are cut before tokens are merged, by tokenizer.ggml.pre."""
 _WRITTEN = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx")
-"""Of the names for each way of cutting, the one that is written."""
+"""Name that is written for each way of splitting text."""
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
