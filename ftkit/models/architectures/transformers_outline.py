@@ -107,6 +107,7 @@ def freeze_stored_buffers(model: PreTrainedModel) -> None:
         if name not in computed and buffer.is_floating_point():
             owner, _, kind = name.rpartition(".")
             module = model.get_submodule(owner)
+            # register_parameter refuses the name of a buffer.
             del module._buffers[kind]
             module.register_parameter(kind, nn.Parameter(buffer, requires_grad=False))
     for name, parameter in list(model.named_parameters()):

@@ -38,6 +38,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
+        # Safe to unpickle: at the other end of the connection is the process that started this one.
         seconds, function, calls = pickle.loads(request)  # noqa: S301
         for arguments in calls:
             begin_call(seconds)

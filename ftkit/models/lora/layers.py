@@ -55,6 +55,7 @@ def _inject(model: nn.Module, recipe: LoraRecipe, targets: list[str]) -> None:
 
     config = LoraConfig(
         r=recipe.lora_r,
+        # PEFT's annotation is int, but it only divides by the rank.
         lora_alpha=recipe.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=recipe.lora_dropout,
         use_rslora=recipe.lora_variant == "rslora",

@@ -127,6 +127,7 @@ def _steps(cut: Any) -> list[dict[str, Any]]:
             return [step for part in content["pretokenizers"] for step in flat(part)]
         return [{key: value for key, value in content.items() if key != "trim_offsets"}]
 
+    # What pickling takes is its JSON: a pre-tokenizer shows its settings in no other way.
     return [] if cut is None else flat(json.loads(cut.__getstate__()))
 
 
