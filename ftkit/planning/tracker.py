@@ -274,7 +274,7 @@ class LiveTensors(TorchDispatchMode):
         self, storage: torch.UntypedStorage, category: Category, *, is_new: bool
     ) -> _Storage:
         """Follow a storage; one that no operation has made here was there from the start."""
-        # The address in C++: each access to a tensor's storage makes another Python object.
+        # The address in C++: a key that does not keep the storage alive.
         key = storage._cdata
         entered = self._alive[key] = _Storage(self._forward_passes if is_new else 0)
 
