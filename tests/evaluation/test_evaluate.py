@@ -143,7 +143,7 @@ def test_answers_are_scored_by_rouge_l_and_a_function_of_ones_own(
     assert [row for row in rows if row.startswith("ROUGE-L")] == [
         f"ROUGE-L     {rouge['score']:.3g} on 5 answers"
     ]
-    assert [row for row in rows if row.startswith("option")] == ["asked       1 on 5 answers"]
+    assert [row for row in rows if row.startswith("asked")] == ["asked       1 on 5 answers"]
 
 
 # --- Other data -----------------------------------------------------------------------------------
