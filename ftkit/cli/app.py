@@ -43,9 +43,8 @@ def main(verbosity: Verbosity = "full") -> None:
     except KeyboardInterrupt:
         _ignore_interrupts()
         code = 130
-    except (
-        BrokenPipeError
-    ):  # `| head` has ended; see docs.python.org/3/library/signal.html#note-on-sigpipe
+    # `| head` has ended; see docs.python.org/3/library/signal.html#note-on-sigpipe
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:

@@ -104,9 +104,7 @@ def _open_s3(options: dict[str, Any]) -> Any:
 
 def _open_gs(options: dict[str, Any]) -> Any:
     import aiohttp
-    from gcsfs.core import (
-        GCSFileSystem,
-    )  # gcsfs's default class needs gRPC to find the kind of a bucket
+    from gcsfs.core import GCSFileSystem
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would print a stack of each error
     if os.environ.get("STORAGE_EMULATOR_HOST"):
