@@ -94,7 +94,7 @@ def print_component_help(component: str, name: str) -> None:
 
     Args:
         component: data, optimizer or strategy.
-        name: which one, as a recipe names it; "": the names alone are listed.
+        name: which one, as a recipe names it; "": only the names are listed.
 
     Raises:
         UserError: there is none of this name.
@@ -281,8 +281,8 @@ def _component_class(component: str, name: str) -> type:
         close = nearest(name.rpartition(".")[2], by_last)
         advice = f"Try --{component}.help {by_last[close]}. " if close else ""
         raise UserError(
-            f"--{component}.help is {name!r}, but no {_NOUNS[component]} has this name. {advice}"
-            f"--{component}.help alone lists the names."
+            f"--{component}.help is {name!r}, but no {_NOUNS[component]} has this name. "
+            f"{advice}--{component}.help without a name lists them."
         )
     return found
 

@@ -261,7 +261,7 @@ def _of_another_kind(recipe: Recipe, current: Current) -> Devices:
     """Devices of a kind that is neither the CPU nor CUDA."""
     asked = recipe.accelerator
     if current.name != asked or not current.devices:
-        has = "cpu alone" if current.name in (None, asked) else f"cpu and {current.name}"
+        has = "cpu" if current.name in (None, asked) else f"cpu and {current.name}"
         why = f": {current.error}" if current.error else ""
         other = "cpu" if current.name in (None, asked) else f"{current.name} or cpu"
         raise UserError(

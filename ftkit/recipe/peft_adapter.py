@@ -209,7 +209,7 @@ def with_adapter(recipe: Recipe) -> Recipe:
             f"lora_init is {recipe.lora_init}, but the first values come from the adapter "
             f"{recipe.adapter}. Try --lora_init default."
         )
-    # Written into the recipe, so that checkpoints and results say it whatever becomes of the
+    # Written into the recipe, so that checkpoints and results have it whatever happens to the
     # adapter.
     return dataclasses.replace(recipe, **keys)
 

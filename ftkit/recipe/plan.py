@@ -604,6 +604,6 @@ def _check_lora_of_experts(recipe: LoraRecipe) -> None:
     ):
         if value not in known:
             raise UserError(
-                f"{key} is {value}, but lora_experts is true, and a PEFT adapter of experts knows "
-                f"{' and '.join(known)} alone. Try --{key} {known[0]}, or --lora_experts false."
+                f"{key} is {value}, but lora_experts is true, and a PEFT adapter of experts only "
+                f"supports {' and '.join(known)}. Try --{key} {known[0]}, or --lora_experts false."
             )

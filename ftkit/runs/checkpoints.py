@@ -206,7 +206,7 @@ def size_of(path: Path) -> int:
     for file in [path, *path.rglob("*")]:
         try:
             found += file.lstat().st_size if not file.is_dir() else 0
-        # A run at work may delete files between listing and stat.
+        # An active run may delete files between listing and stat.
         except OSError:
             continue
     return found

@@ -213,7 +213,7 @@ def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -
         if is_state_file(run, name) and entry.size_bytes <= SMALL_BYTES:
             path = run.killed / name.removeprefix(inside)
             objects.download(name, path)
-            # The end of a killed session is told from the time of its files.
+            # The end of a killed session is known from the time of its files.
             os.utime(path, (heard_s, heard_s))
 
 
