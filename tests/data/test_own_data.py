@@ -252,8 +252,16 @@ def test_columns_are_named_on_the_command_line() -> None:
         ({"path": "a", "train_on": "user"}, "assistant, last, all", "--data.train_on "),
         ({"path": "a", "reasoning": "keep"}, "one of split, refuse", "--data.reasoning refuse"),
         ({"path": "a", "overlong": "cut"}, "truncate, drop, split", "--data.overlong "),
-        ({"path": "a", "columns": ["a"]}, "names of keys by ours", "instruction: question"),
-        ({"path": "a", "columns": {"output": 5}}, "names of keys by ours", "output: answer"),
+        (
+            {"path": "a", "columns": ["a"]},
+            "a mapping from ftkit's keys to those of the records",
+            "instruction: question",
+        ),
+        (
+            {"path": "a", "columns": {"output": 5}},
+            "a mapping from ftkit's keys to those of the records",
+            "output: answer",
+        ),
         (
             {"path": "a", "columns": {"instructions": "q"}},
             "data.columns.instructions is q, but records have no instructions",

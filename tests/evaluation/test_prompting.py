@@ -310,7 +310,7 @@ def test_what_the_system_says_is_never_left_out_in_silence(
     file.write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     )
-    with pytest.raises(UserError, match="does not take this conversation: no system"):
+    with pytest.raises(UserError, match="does not accept this conversation: no system"):
         run([*words, "--chat_template", str(file)])
     with pytest.raises(UserError, match="--raw and --system exclude each other"):
         run([*words, "--raw"])

@@ -262,7 +262,7 @@ def test_what_llama_cpp_does_not_take_from_an_adapter_is_refused_with_what_works
     name = "base_model.model.model.norm.weight"
     save_file(weights | {name: torch.ones(64)}, adapter / "adapter_model.safetensors")
     text = mistake(adapter, "--checkpoint_dir", base, *out)
-    assert f"holds {name}, which llama.cpp does not take" in text
+    assert f"holds {name}, which llama.cpp does not support" in text
     assert not (tmp_path / "out").exists()
 
 

@@ -287,7 +287,7 @@ def test_a_push_that_others_could_not_use_is_refused_with_a_remedy(
     assert "ftkit merge" in mistake(lora, NAME) and "--base ORG/NAME" in mistake(lora, NAME)
     checkpoint = next((full / "checkpoints").glob("step-*"))
     assert "ftkit export" in mistake(checkpoint, NAME)
-    assert "base model that nothing was trained in" in mistake("embedded:quickstart", NAME)
+    assert "base model without training" in mistake("embedded:quickstart", NAME)
     assert "must be ORG/NAME" in mistake(full, "model")
     assert hub.private is None, "nothing was asked of the hub"
     hub.private = False

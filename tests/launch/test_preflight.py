@@ -222,7 +222,7 @@ def test_memory_of_other_processes_on_cpus_only_warns(
     gpu.answer["fits"] = fits
     preflight.require_room(recipe(), CPUS, COMMAND)
     said = capsys.readouterr().out
-    needs = "this run needs 40.0 GiB to 50.0 GiB of 45.0 GiB of host memory that each rank may take"
+    needs = "this run needs 40.0 GiB to 50.0 GiB of 45.0 GiB of host memory that is free"
     assert (needs in said) == warns
     assert ("swap is slow" in said) == (warns and swap_gib > 0)
 

@@ -93,7 +93,7 @@ def test_a_drivers_message_without_sizes_is_shown_with_known_sizes(
     assert report.exit_reason == "RuntimeError: CUDA error: out of memory"
     missing = report.shortage
     assert missing and missing.held_bytes and missing.available_bytes and not missing.asked_bytes
-    assert "are free for each rank\nthe driver had no more to give" in attempt.output
+    assert "are free for each rank\nthe driver had no memory left" in attempt.output
 
 
 @pytest.mark.parametrize("words", [None, "CUDA error: out of memory"])

@@ -639,7 +639,7 @@ def test_shorter_samples_are_the_last_advice_and_warn_of_their_effect(long_data:
 
     (only,) = changes_that_fit(asked, attempt)
     assert only.overrides == (("train.max_seq_length", "128"),) and only.planned.fits
-    assert only.title == "samples cut to 128 tokens, which changes what is learned"
+    assert only.title == "samples cut to 128 tokens, which changes training"
 
 
 def test_fit_names_updates_in_the_backward_pass_where_they_are_enough() -> None:

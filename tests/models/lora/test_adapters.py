@@ -439,7 +439,7 @@ def test_an_adapter_that_lacks_a_tensor_or_has_one_too_many_is_refused(
         build(llama, lora_recipe(llama, adapter=adapter))
     tensors |= {name: tensor, name.replace("q_proj", "k_proj"): tensor.clone()}
     save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"k_proj\.lora_B\S* is not among the layers"):
+    with pytest.raises(UserError, match=r"k_proj\.lora_B\S* is not among its target modules"):
         build(llama, lora_recipe(llama, adapter=adapter))
 
 

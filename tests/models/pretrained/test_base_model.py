@@ -630,7 +630,7 @@ def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(
     for read in (weights, fingerprint):
         with pytest.raises(UserError, match="holds the settings of llama, but not its weights"):
             read(outlined)
-    with pytest.raises(UserError, match="no complete base model"):
+    with pytest.raises(UserError, match="not a complete base model"):
         open_base(str(tmp_path / "base"))
 
 

@@ -474,7 +474,7 @@ def test_a_repository_without_weights_to_read_is_refused(
 
 @pytest.mark.parametrize("name", ["tiny-llama-1.1b", "../outside", "a/b/c"])
 def test_only_names_of_the_hub_are_downloaded(name: str, served: Hub, root: Path) -> None:
-    assert "is no model of the hub" in failure(root, repository=name)
+    assert "is not a model on the hub" in failure(root, repository=name)
     assert not served.requests and not root.exists()
 
 
@@ -521,7 +521,7 @@ def test_an_incomplete_directory_of_ones_own_is_refused_naming_what_is_missing(
     directory = make_directory(tmp_path / "model", *files)
     if (index := directory / "model.safetensors.index.json").exists():
         index.write_bytes(SHARDED[index.name])
-    with pytest.raises(UserError, match=f"no complete base model: {missing}"):
+    with pytest.raises(UserError, match=f"not a complete base model: {missing}"):
         find_or_download(str(directory))
     assert not served.requests
 

@@ -155,7 +155,7 @@ def test_a_checkpoint_has_the_language_model_alone_and_says_so(gemma: Path, tmp_
     save_without_weights(base, tmp_path)
     outlined = open_without_weights(tmp_path)
     assert (tmp_path / "preprocessor_config.json").is_file()
-    with pytest.raises(UserError, match=r"more than its language model.*--checkpoint_dir"):
+    with pytest.raises(UserError, match=r"parts beside its language model.*--checkpoint_dir"):
         save_hf(outlined, tensors, tmp_path / "out")
     save_hf(dataclasses.replace(outlined, rest=base.rest), tensors, tmp_path / "out")
     assert load_file(tmp_path / "out" / WEIGHTS).keys() == load_file(gemma / WEIGHTS).keys()
@@ -325,7 +325,7 @@ def test_a_full_run_that_goes_on_and_an_export_need_the_base_for_the_rest(
         *("--precision", "32-true", "--eval.final_validation", "false"),
     ]
     begun = ftkit("finetune_full", gemma, *run, "--stop_after", "1")
-    assert "the language model alone is trained; " in begun.stdout, begun.stderr
+    assert "only the language model is trained; " in begun.stdout, begun.stderr
     moved = gemma.rename(tmp_path / "moved")
     export = ("export", "out/checkpoints", "--format", "hf", "--out", "exported")
     for refused in (ftkit("finetune_full", gemma, *run, "--resume", "auto"), ftkit(*export)):
