@@ -272,7 +272,7 @@ def test_force_starts_a_run_on_cpus_that_is_predicted_not_to_fit(
     monkeypatch.setattr(gpus, "host_limit", lambda ranks: HostLimit(2**18, 0))
     monkeypatch.setattr(gpus, "available_host_bytes", lambda ranks: 2**18)
     words = ["finetune", *common, "--train.max_steps", "1", "--out_dir", str(tmp_path / "out")]
-    with pytest.raises(DoesNotFit, match=r"of which there are 0.2 MiB"):
+    with pytest.raises(DoesNotFit, match=r"but each has 0.2 MiB"):
         run(words)
     assert not list(tmp_path.iterdir())
     assert run([*words, "--force"]) == 0

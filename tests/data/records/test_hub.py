@@ -274,7 +274,7 @@ class TestOffline:
             read(revision=revision)
 
     def test_what_is_not_there_is_said(self, offline: Hub) -> None:
-        with pytest.raises(UserError, match=r"a/b is no file .*\n.*HF_HUB_OFFLINE"):
+        with pytest.raises(UserError, match=r"a/b is not a local file .*\n.*HF_HUB_OFFLINE"):
             read_hub(HubName(name="a/b"), None)
 
 

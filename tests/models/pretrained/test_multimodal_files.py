@@ -300,7 +300,7 @@ def test_a_package_that_a_model_needs_is_named(
 def test_a_language_model_without_the_rest_that_its_settings_name_is_refused(gemma: Path) -> None:
     stored = {n: t for n, t in load_file(gemma / WEIGHTS).items() if "language_model" in n}
     save_file(stored, gemma / WEIGHTS)
-    with pytest.raises(UserError, match=r"a language model alone.*whole Gemma3For"):
+    with pytest.raises(UserError, match=r"only a language model.*whole Gemma3For"):
         open_base(str(gemma))
 
 
