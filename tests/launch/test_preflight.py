@@ -201,7 +201,7 @@ def test_on_cpus_a_run_that_cannot_fit_in_the_host_memory_is_refused_likewise(
     text = str(refused.value)
     assert refused.value.exit_code == 3
     assert "at least 40.0 GiB of host memory for each rank" in text, "two share it"
-    assert "there are 30.0 GiB and 2.0 GiB of swap" in text and "--force" in text
+    assert "each has 30.0 GiB and 2.0 GiB of swap" in text and "--force" in text
     assert "LoRA: ftkit finetune --config mine.yaml --lora_r 8" in text
 
 
