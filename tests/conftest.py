@@ -225,6 +225,12 @@ def _children() -> set[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
+def _full_verbosity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command with --quiet sets it for the whole process."""
+    monkeypatch.setattr("ftkit.utils.progress._verbosity", "full")
+
+
+@pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """Fails a test that leaves a process running or an environment variable changed."""
     environment, children = _environment(), _children()

@@ -222,9 +222,7 @@ def test_a_log_has_one_line_about_the_upload_and_with_quiet_none(
     hub: Hub,
     ended: dict[str, Ended],
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
     push(ended["full"].out_dir, NAME)
     begun, done = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"sending \d+ files, [\d.]+ MiB \.\.\.", begun)

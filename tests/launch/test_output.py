@@ -77,7 +77,6 @@ def test_every_command_that_ends_by_itself_may_be_quiet(name: str) -> None:
 def test_errors_are_shown_as_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
     monkeypatch.setattr("sys.argv", ["ftkit", "finetune", "--quiet", "--train.max_stepz", "1"])
     with pytest.raises(SystemExit):
         main()

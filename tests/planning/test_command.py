@@ -30,7 +30,6 @@ from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe_keys import LORA_KEYS
 from ftkit.strategies.optim.schedule import make_schedule
-from ftkit.utils import progress
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.hardware import HostLimit
 from ftkit.views.notebook import plans
@@ -246,7 +245,6 @@ def test_the_command_decides_the_method_and_else_the_recipe(
     monkeypatch.chdir(tmp_path)
     Path("full.yaml").write_text(f"checkpoint_dir: {MODEL}\ntrain: {{max_seq_length: 64}}")
     Path("lora.yaml").write_text(f"checkpoint_dir: {MODEL}\nquantize: bnb.nf4")
-    monkeypatch.setattr(progress, "_verbosity", "full")
     assert run(["plan", *words]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"plan: {method} on {MODEL}")
@@ -752,10 +750,7 @@ def test_a_plan_ends_with_the_next_command(
     assert capsys.readouterr().out.endswith(f"\nnext:\n  {following.format(MODEL)}\n")
 
 
-def test_several_plans_or_quiet_print_no_next_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "_verbosity", "full")  # as it is after the test
+def test_several_plans_or_quiet_print_no_next_command(capsys: pytest.CaptureFixture[str]) -> None:
     run(["plan", MODEL, "--gpu", "80GiB", "--sweep", "lora_r=4,8"])
     run(["plan", MODEL, "--gpu", "80GiB", "--quiet"])
     assert "next:" not in capsys.readouterr().out
