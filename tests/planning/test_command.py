@@ -351,7 +351,7 @@ def test_steps_are_known_where_the_data_is(tmp_path: Path) -> None:
     assert planned(train__max_steps=7).steps == 7
 
 
-def test_a_gpu_is_given_by_name_or_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_given_by_name_or_by_size() -> None:
     assert find_gpu("A100-80GB") is GPUS["a100-80gb"]
     assert find_gpu("24GiB").memory_bytes == 24 * 2**30
     with pytest.raises(UserError, match=r"--gpu 24GiB"):
