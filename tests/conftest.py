@@ -26,6 +26,7 @@ from command import Command, Start, command_environment, command_line, start_up_
 from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
 
 from ftkit.utils.imports import quick_imports
+from ftkit.utils.progress import set_verbosity
 
 if TYPE_CHECKING:
     from preloaded import Preloaded
@@ -225,9 +226,11 @@ def _children() -> set[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def _full_verbosity(monkeypatch: pytest.MonkeyPatch) -> None:
+def _full_verbosity() -> Iterator[None]:
     """A command with --quiet sets it for the whole process."""
-    monkeypatch.setattr("ftkit.utils.progress._verbosity", "full")
+    # Without monkeypatch, which must be undone before the environment is compared below.
+    yield
+    set_verbosity("full")
 
 
 @pytest.fixture(autouse=True)
