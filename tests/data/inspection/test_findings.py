@@ -305,7 +305,7 @@ def test_a_style_without_a_place_for_system_messages_drops_them(
     records = [record | {"sys_prompt": "Answer in rhyme."} for record in questions(40)]
     data = write_records(tmp_path / "data.jsonl", records)
     found = only(look(model, data, data__prompt_style="phi-1"), "system_message_dropped")
-    assert found.text.startswith("2 of 2 system messages")
+    assert "2 of 2" in found.text and "system messages" in found.text
     again = look_again(model, data, found)
     assert kinds(again) == set() == kinds(look(model, data, data__prompt_style="qwen2.5"))
 
@@ -321,7 +321,7 @@ def test_a_template_that_drops_system_messages_is_told_with_one_that_does_not(
     )
     data = write_records(tmp_path / "data.jsonl", chats(60, system="Answer in rhyme."))
     found = only(look(model, data, data__chat_template=str(template)), "system_message_dropped")
-    assert found.text.startswith("3 of 3 system messages")
+    assert "3 of 3" in found.text and "system messages" in found.text
     assert kinds(look_again(model, data, found)) == set()
     without = write_records(tmp_path / "without.jsonl", chats(60))
     assert kinds(look(model, without, data__chat_template=str(template))) == set()

@@ -235,7 +235,7 @@ PREFERENCE = "preference optimisation"
         ),
         (chat(content=part(0, weight=0.5)), "message 2, part 1: weight is 0.5", "Make weight 0"),
         (chat(loss=True, weight=0), "weight is 0, but loss is True", "Remove one of the two"),
-        (chat(train=False, content=part(0, train=True)), "train says", "Remove one of the two"),
+        (chat(train=False, content=part(0, train=True)), "train excludes", "Remove one of the two"),
         (
             {"messages": [ASKED | {"loss": True}, SAID]},
             "message 1 is to be trained on, but only turns of the assistant",
