@@ -597,8 +597,8 @@ class TestModulesOfLitgpt:
         ("name", "works"),
         [
             ("Alpaca", "data/alpaca/alpaca_data_cleaned_archive.json"),
-            ("Alpaca2k", "copy data/alpaca2k here"),
-            ("LongForm", "copy data/longform here"),
+            ("Alpaca2k", "copy data/alpaca2k"),
+            ("LongForm", "copy data/longform"),
         ],
     )
     def test_without_network_the_error_says_where_to_put_the_data(

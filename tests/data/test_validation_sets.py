@@ -126,7 +126,7 @@ def test_no_sets_are_none(tokenizer: Tokenizer, files: tuple[str, str, str]) -> 
         ({"code": {"path": "FILE", "weight": 2}}, r"eval.sets.code has no key weight"),
         (
             {"code": {"path": "FILE", "split": "test"}},
-            r"code.split is test, but .* is here.*\nRemove split \(--eval.sets.code.split null\)",
+            r"code.split is test, but .*\nRemove split \(--eval.sets.code.split null\)",
         ),
         (
             {"code": {"path": "FILE", "columns": {"asked": "q"}}},

@@ -395,7 +395,7 @@ def test_a_recipe_that_contradicts_its_adapter_is_refused(
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"bias": "all"}, 'has bias "all"'),
         ({"use_dora": True, "use_rslora": True}, "DoRA and rsLoRA in one"),
-        ({"r": None}, "does not say lora_r"),
+        ({"r": None}, "lacks lora_r"),
     ],
 )
 def test_adapters_that_cannot_be_trained_on_are_refused(
