@@ -158,7 +158,7 @@ CHANGES: dict[str, tuple[str, str, Change, str]] = {
     "10**9 ranks": ("deepspeed-zero1", MODEL, setting("dp_world_size", value=10**9), r"of 10{9} "),
     "no ranks": ("deepspeed-zero1", MODEL, setting("dp_world_size", value=[]), r"dp_world_size"),
     "no mapping": ("deepspeed-zero1", MODEL, lambda _: [1], r"holds a list"),
-    "not the state": ("deepspeed-zero1", MODEL, setting("global_steps", value=None), r"None steps"),
+    "no steps": ("deepspeed-zero1", MODEL, setting("global_steps", value=None), r"None steps"),
     "a negative shape": (
         "deepspeed-zero1",
         MODEL,
@@ -179,7 +179,12 @@ CHANGES: dict[str, tuple[str, str, Change, str]] = {
         setting("optimizer_state_dict", "fp32_flat_groups", value=[3]),
         r"rank_1\S+ is damaged: AttributeError",
     ),
-    "a group without numbers": ("trainer", OPTIMIZER, setting(*GROUP, "params", value=3), "not the state"),
+    "a group without numbers": (
+        "trainer",
+        OPTIMIZER,
+        setting(*GROUP, "params", value=3),
+        "not the st",
+    ),
     "state that is a list": ("trainer", OPTIMIZER, setting(*STEPS, value=[3]), r"AttributeError"),
     "a step in lists": (
         "trainer",
