@@ -86,7 +86,7 @@ def remote_problem(
     """Problem of a file that is stored at a url; None: there is none.
 
     Args:
-        path: its local path, where there is no file.
+        path: local path that stands for the shard; the shard itself is at the url.
         entry: its expected size and checksums.
         on_block: called with the length of each block that is done.
         fetching: always read the whole file; otherwise only if it has no block checksums, by which

@@ -178,7 +178,7 @@ class _Loading:
                 turn = self._cache.building(self._address, self._progress)
                 try:
                     building = stack.enter_context(turn)
-                # filelock 3.16 raises the second where a file system has no flock.
+                # NotImplementedError: filelock 3.16 raises it on file systems without flock.
                 except (OSError, NotImplementedError) as error:
                     self._warn_unwritable(error)
             yield building

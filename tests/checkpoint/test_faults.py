@@ -302,8 +302,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         done = subprocess.run(mount, capture_output=True, text=True)
     except FileNotFoundError:
+        # A full disk is a tmpfs here, which only root on Linux can mount.
         pytest.skip("there is no mount command")
     if done.returncode:
+        # As above: without root, and in some containers.
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
     try:
         yield disk

@@ -239,6 +239,7 @@ def params() -> list[object]:
         more = pytest.mark.slow if name in ONE_OF_EACH_KIND else pytest.mark.matrix
         marks = [] if name in QUICK else [more]
         if uses_deepspeed and not HAS_DEEPSPEED:
+            # DeepSpeed is built from source, which needs g++; the set-up continues without it.
             marks.append(pytest.mark.skip(reason="deepspeed is not installed: scripts/setup_env"))
         found.append(pytest.param(name, marks=marks))
     return found

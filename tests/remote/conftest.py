@@ -42,6 +42,7 @@ def azure() -> Iterator[Proxy]:
     """Azure Blob Storage, as its emulator has it."""
     pytest.importorskip("adlfs", reason="the extra dev is not installed")
     if not has_azurite():
+        # An npm package, which pip cannot install; stand-ins still cover errors of Azure.
         pytest.skip(f"{AZURITE} is not on the PATH; see CONTRIBUTING.md")
     with az_server() as proxy:
         yield proxy

@@ -101,6 +101,7 @@ def installed(version: str, wheel: Path, place: Path) -> Path:
     """The ftkit command of a bare environment with the wheel and the libraries of the tests."""
     python = interpreter(version)
     if python is None:
+        # A machine need not have every supported version of Python.
         pytest.skip(f"there is no Python {version}")
     if python == sys.executable:
         venv.create(place, with_pip=False)
@@ -188,6 +189,7 @@ def test_pip_installs_the_wheel_with_its_libraries_and_the_quick_start_runs(
     (wheel,) = released[1].glob("*.whl")
     python = interpreter(version)
     if python is None:
+        # A machine need not have every supported version of Python.
         pytest.skip(f"there is no Python {version}")
     place = tmp_path / "environment"
     assert ended(python, "-m", "venv", place, cwd=tmp_path).returncode == 0

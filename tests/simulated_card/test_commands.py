@@ -172,6 +172,7 @@ def ranks_of(case: Case) -> int:
 
 def skip_without_deepspeed(words: tuple[str, ...]) -> None:
     if "deepspeed" in words and not HAS_DEEPSPEED:
+        # DeepSpeed is built from source, which needs g++; the set-up continues without it.
         pytest.skip("deepspeed is not installed: scripts/setup_env")
 
 

@@ -72,6 +72,7 @@ def counted(
     machine: OnCard, place: str, *kinds: str, faults: tuple[str, ...] = ()
 ) -> dict[str, int]:
     if "ZeRO" in place and not HAS_DEEPSPEED:
+        # DeepSpeed is built from source, which needs g++; the set-up continues without it.
         pytest.skip("deepspeed is not installed: scripts/setup_env")
     ranks = 1 if place == "single" else 2
     found = machine.completed("finetune", *PLACES[place], ranks=ranks, faults=faults)

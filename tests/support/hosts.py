@@ -240,6 +240,7 @@ class Host:
 def network(count: int) -> Iterator[tuple[Host, list[Host]]]:
     """The hub, which is a host too, and others around it; nothing of them is left."""
     if (reason := missing()) is not None:
+        # Network namespaces need root and iproute2.
         pytest.skip(reason)
     prefix = f"ftkit-{os.getpid()}-{next(_NUMBERS)}"
     hub = Host(f"{prefix}-hub", "hub", HUB, ("", ""))

@@ -99,6 +99,7 @@ def of_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """vLLM's module that checks adapters, without the rest, which needs its devices."""
     found = importlib.util.find_spec("vllm")
     if found is None or not found.submodule_search_locations:
+        # Half a gigabyte, not in the extra dev; the rules themselves are tested without it.
         pytest.skip("vllm is not installed")
     file = Path(found.submodule_search_locations[0]) / "lora" / "peft_helper.py"
     stubs: dict[str, dict[str, Any]] = {
