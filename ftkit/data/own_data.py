@@ -401,7 +401,8 @@ class OwnData(DataSource):
                 name=name,
                 where=str(source.path),
                 read=partial(self._part, source, name),
-                # The files of a hub data set are only known after a request, so its records give the address.
+                # The files of a hub data set are only known after a request, so its records
+                # give the address.
                 content=None if is_hub_name(source.path) else self._content(source),
                 weight=source.weight,
                 samples=source.samples,
