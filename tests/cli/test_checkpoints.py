@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from checkpoints import FILES, RECIPE, save, write_partial
+from messages import says
 
 from ftkit.checkpoint.store import Store
 from ftkit.cli import checkpoints as manage
@@ -229,7 +230,7 @@ def test_a_directory_that_may_not_be_read_is_a_mistake(
     out_dir: Path, monkeypatch: pytest.MonkeyPatch, forbidden: str
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: path != Path(forbidden))
-    assert mistake("list", out_dir) == f"{forbidden} cannot be read. Check who owns it."
+    assert says(mistake("list", out_dir), f"{forbidden} ... Check who owns")
 
 
 def test_what_is_deleted_meanwhile_is_not_listed(
@@ -263,7 +264,9 @@ def test_looking_changes_nothing(said: Callable[..., tuple[int, str]], out_dir: 
 # --- show -----------------------------------------------------------------------------------------
 
 
-def test_show_tells_all_of_the_newest(said: Callable[..., tuple[int, str]], out_dir: Path) -> None:
+def test_show_describes_the_newest_checkpoint(
+    said: Callable[..., tuple[int, str]], out_dir: Path
+) -> None:
     code, out = said("show", out_dir)
     assert code == 0
     assert out.startswith(f"{out_dir}/checkpoints/step-00001500 ---")
@@ -323,10 +326,10 @@ def test_show_says_what_is_wrong(said: Callable[..., tuple[int, str]], out_dir: 
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_step_that_is_not_there_is_a_mistake(out_dir: Path, command: str) -> None:
+def test_a_missing_step_is_refused(out_dir: Path, command: str) -> None:
     message = mistake(command, out_dir, 700)
-    assert message == f"{out_dir} holds no checkpoint of step 700. Try one of 500, 1000, 1500."
-    assert mistake(command, out_dir, "last") == "STEP is 'last', but must be a number. Try 1500."
+    assert says(message, f"{out_dir} ... step 700 ... 500, 1000, 1500")
+    assert says(mistake(command, out_dir, "last"), "STEP is 'last' ... Try 1500")
     shutil.rmtree(out_dir / "checkpoints")
     assert mistake(command, out_dir).startswith(f"{out_dir} holds no checkpoint.")
 
@@ -380,7 +383,7 @@ def test_verify_finds_a_checkpoint_under_the_name_of_another_step(
     store.path(500).rename(store.path(600))
     code, out = said("verify", store.path(600))
     assert code == 1
-    assert "holds the checkpoint of step 500." in out
+    assert says(out, "checkpoint of step 500")
 
 
 def test_verify_passes_over_what_a_run_deletes_meanwhile(
@@ -494,7 +497,7 @@ def test_clean_leaves_a_damaged_checkpoint_and_says_so(
     code, out = said("clean", out_dir, "--keep_last", 1)
     assert code == 0
     assert store.steps() == [500, 1500]
-    assert "step-00000500 is damaged and stays: " in out
+    assert says(out, "step-00000500 is damaged")
 
 
 @pytest.mark.usefixtures("at_work")
@@ -503,7 +506,7 @@ def test_clean_leaves_a_run_at_work_alone(out_dir: Path, switches: list[Any]) ->
     write_partial(store_of(out_dir), 2000)
     before = everything(Path("out"))
     message = mistake("clean", out_dir, "--keep_last", 1, *switches)
-    assert message == f"{out_dir} belongs to a run that is still running. Wait for it."
+    assert says(message, f"{out_dir} ... running ... Wait")
     assert everything(Path("out")) == before
 
 
@@ -585,7 +588,7 @@ def test_clean_says_what_it_cannot_remove(out_dir: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Store, "delete", failing)
     message = mistake("clean", out_dir, "--keep_last", 1)
-    assert "step-00000500 cannot be removed (Permission denied)" in message
+    assert says(message, "step-00000500 ... Permission denied")
     assert not (out_dir / ".run").exists()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chats import THINKING, TOOLS, TURNS, said, write_chat_tokenizer
+from messages import key_words, says
 
 from ftkit.data.advice import advice_for
 from ftkit.data.chat_rendering import LOST, OTHERS_SAID
@@ -79,12 +80,12 @@ def options(advice: str) -> dict[str, str]:
     ("template", "record", "reason", "rules"),
     [
         ("alternating", TWICE, REFUSED + "roles must alternate", {}),
-        ("zephyr", TOOLS, REFUSED + "zephyr has no place for tools; qwen has", {}),
+        ("zephyr", TOOLS, REFUSED + "zephyr ... tools ... qwen", {}),
         ("plain", TOOLS, NO_TOOLS, {}),
         ("plain", THINKING, NO_REASONING, {}),
         ("opens a thought", TURNS, OTHER_PROMPT, {}),
         ("marks nothing", TURNS, NOT_MARKED, {}),
-        ("marks in macros", TURNS, "the template's generation blocks are in macros", {}),
+        ("marks in macros", TURNS, "generation ... macros", {}),
         ("glued", TWICE, LOST, {}),
         ("system behind", TURNS, OTHERS_SAID, {}),
         ("qwen", THINKING, CHANGED, {"reasoning": "refuse"}),
@@ -108,7 +109,7 @@ def test_what_is_advised_takes_the_records(
     before = part(str(file) if template in SOURCES else template, **rules)
     made = rendering(before, record, tokenizer)
     found = made.refused or (NO_REASONING if made.omits_reasoning else "")
-    assert found.startswith(reason)
+    assert says(found, reason)
     advice = advice_for(found, [record], before, tokenizer)
     assert set(options(advice)) <= {"chat_template", "reasoning", "train_on"}
     after = {"chat_template": str(before.rules.chat_template), **rules} | options(advice)
@@ -123,7 +124,7 @@ def test_a_template_that_loses_what_is_trained_on_is_not_advised(tokenizer: Toke
     assert options(advice)["chat_template"] in ("qwen", "llama3", "mistral")
 
 
-def test_where_no_template_of_ours_suits_none_is_named(tokenizer: Tokenizer) -> None:
+def test_without_a_suitable_template_none_is_suggested(tokenizer: Tokenizer) -> None:
     for reason in (NO_TOOLS, NO_REASONING, NOT_MARKED, REFUSED + "no", LOST):
         advice = advice_for(reason, [{"messages": [QUESTION]}], part("chatml"), tokenizer)
         assert advice.endswith("--data.chat_template FILE.")
@@ -146,21 +147,21 @@ def data_of(tmp_path: Path, records: Sequence[Record], **more: Any) -> Component
     return Component(class_path="JSON", init_args=init_args)
 
 
-def test_data_that_a_template_refuses_are_refused_with_its_words_and_with_what_works(
+def test_data_that_a_template_refuses_are_refused_with_its_reason_and_a_remedy(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(UserError) as error:
         load_data(data_of(tmp_path, [TWICE] * 4, chat_template="gemma"), tokenizer, 1000)
     message = str(error.value)
-    assert "2 are left out (the template refuses it: gemma wants user and assistant" in message
+    assert says(message, "2 are left out ... gemma ... user and assistant")
     assert "output" not in message
     loaded = load_data(data_of(tmp_path, [TWICE] * 4, **options(message)), tokenizer, 1000)
     assert len(loaded.train) == len(loaded.val) == 2
 
 
-def test_conversations_in_which_nobody_answers_are_refused_with_what_to_add(
+def test_conversations_without_an_answer_are_refused_with_what_to_add(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    asked = {"messages": [QUESTION]}
-    with pytest.raises(UserError, match=r"no turn to train on.*\n.*Add an answer of the assistant"):
-        load_data(data_of(tmp_path, [asked] * 4, chat_template="chatml"), tokenizer, 100)
+    unanswered = {"messages": [QUESTION]}
+    with pytest.raises(UserError, match=key_words("no turn to train on ... assistant")):
+        load_data(data_of(tmp_path, [unanswered] * 4, chat_template="chatml"), tokenizer, 100)

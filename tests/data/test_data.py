@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import key_words, says
 from orders import make_elastic_order
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -202,13 +203,13 @@ class TestTokens:
         with pytest.raises(UserError, match="names no eos_token"):
             load_data(data, tokenizer, 100)
 
-    def test_progress_is_told_every_thousand_records(
+    def test_progress_is_reported_every_thousand_records(
         self, tmp_path: Path, tokenizer: Tokenizer
     ) -> None:
         data = json_data(json_directory(tmp_path, numbered(2500), numbered(10)))
-        told = []
-        load_data(data, tokenizer, 100, progress=lambda *args: told.append(args))
-        assert told == [
+        reports = []
+        load_data(data, tokenizer, 100, progress=lambda *args: reports.append(args))
+        assert reports == [
             *[("train", done, 2500) for done in (0, 1000, 2000, 2500)],
             ("val", 0, 10),
             ("val", 10, 10),
@@ -343,7 +344,7 @@ class TestJson:
         ("name", "text", "place", "reason"),
         [
             ("a.json", '[{"instruction": "a", "output": "b"}, 5]', "record 2", "is a number"),
-            ("a.json", '[{"instruction": "a"}]', "record 1", "has no output; its keys: instr"),
+            ("a.json", '[{"instruction": "a"}]', "record 1", "output ... instr"),
             ("a.json", '[{"output": "a"}]', "record 1", "has no instruction"),
             ("a.json", '[{"instruction": 1, "output": "a"}]', "record 1", "instruction is a num"),
             ("a.json", '[{"instruction": "", "output": null}]', "record 1", "output is null"),
@@ -351,7 +352,7 @@ class TestJson:
             ("a.json", '[{"instruction": "\\ud800", "output": ""}]', "1", "character 1 is half"),
             ("a.json", '[{"instruction": "a",\n "output" "b"}]', "line 2, column 11", "':'"),
             ("a.json", '{"instruction": "a", "output": "b"}', "a.json", "holds an object"),
-            ("a.json", '{"a": "b"}\n{"a": "b"}', "line 2, column 1", r"rename it to end in .jsonl"),
+            ("a.json", '{"a": "b"}\n{"a": "b"}', "line 2, column 1", "rename ... .jsonl"),
             ("a.json", "[]", "a.json", "empty list"),
             ("a.json", "", "a.json", "is empty"),
             ("a.json", "[" * 100_000, "a.json", "nested too deeply"),
@@ -368,15 +369,8 @@ class TestJson:
     ) -> None:
         file = tmp_path / name
         file.write_text(text)
-        with pytest.raises(UserError, match=reason) as error:
+        with pytest.raises(UserError, match=key_words(file, place, reason)):
             read_records(file)
-        assert str(file) in str(error.value)
-        assert place in str(error.value)
-
-    def test_a_file_in_another_encoding_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "a.json").write_bytes('[{"instruction": "ü"}]'.encode("latin-1"))
-        with pytest.raises(UserError, match=r"a.json is not UTF-8 text: byte 18 is 0xfc"):
-            read_records(tmp_path / "a.json")
 
     @pytest.mark.parametrize(("count", "works"), [(9, 0.5), (15, 0.1)])
     def test_a_split_that_leaves_nothing_is_refused_with_one_that_works(
@@ -414,27 +408,27 @@ class TestChecks:
             ("LitData", "streams unlabelled text for pretraining"),
             ("alpaca2K", "Try --data Alpaca2k"),
             ("litgpt.data.Alpacca", "Try --data Alpaca"),
-            ("litgpt.data.base.SFTDataset", "it has to be one of"),
+            ("litgpt.data.base.SFTDataset", "one of"),
             ("os.system", "Try --data JSON --data.path FILE"),
             ("my.package.Alpaca", "Try --data Alpaca."),
         ],
     )
     def test_other_classes_are_refused(self, class_path: str, message: str) -> None:
-        with pytest.raises(UserError, match=message) as error:
+        with pytest.raises(UserError, match=key_words(message)) as error:
             check_data(Component(class_path=class_path, init_args={}))
         assert class_path in str(error.value)
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"json_pth": "x"}, "data.json_pth is not an option of JSON.*\n.*--data.json_path"),
+            ({"json_pth": "x"}, "data.json_pth ... JSON ... --data.json_path"),
             ({"json_path": None}, "data.json_path is missing"),
             ({"json_path": 5}, "data.json_path is 5"),
-            ({"val_split_fraction": 0}, "data.val_split_fraction is 0, but has to be between"),
+            ({"val_split_fraction": 0}, "data.val_split_fraction is 0 ... between"),
             ({"val_split_fraction": 1.0}, "data.val_split_fraction is 1.0"),
             ({"val_split_fraction": "half"}, "data.val_split_fraction is 'half'"),
-            ({"mask_prompt": "false"}, "data.mask_prompt is 'false'.*true or false"),
-            ({"ignore_index": 0}, "data.ignore_index is 0, but has to be -100"),
+            ({"mask_prompt": "false"}, "data.mask_prompt is 'false' ... true or false"),
+            ({"ignore_index": 0}, "data.ignore_index is 0 ... -100"),
             ({"seed": -1}, "data.seed is -1"),
             ({"num_workers": 1.5}, "data.num_workers is 1.5"),
         ],
@@ -444,27 +438,13 @@ class TestChecks:
     ) -> None:
         data = json_data(write_json(tmp_path / "a.json", numbered(5)))
         data["init_args"] |= options
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=key_words(message)):
             check_data(data)
 
     def test_a_fraction_is_refused_where_there_is_a_validation_file(self, tmp_path: Path) -> None:
         data = json_data(json_directory(tmp_path, numbered(5)), val_split_fraction=0.1)
-        with pytest.raises(UserError, match=r"data.val_split_fraction is 0.1, but .* directory"):
+        with pytest.raises(UserError, match=key_words("val_split_fraction is 0.1 ... directory")):
             check_data(data)
-
-    def test_missing_files_are_refused_with_what_there_is(self, tmp_path: Path) -> None:
-        write_json(tmp_path / "train.json", numbered(5))
-        with pytest.raises(UserError, match=r"has no val.json or val.jsonl"):
-            check_data(json_data(tmp_path))
-        with pytest.raises(UserError, match=f"Try --data.json_path {tmp_path / 'train.json'}"):
-            check_data(json_data(tmp_path / "tran.json"))
-        with pytest.raises(UserError, match="no such file"):
-            check_data(json_data(tmp_path / "none" / "x.json"))
-
-    def test_other_kinds_of_file_are_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "a.docx").write_text("instruction,output")
-        with pytest.raises(UserError, match=r"only .json, .jsonl, .csv, .*directories can be read"):
-            check_data(json_data(tmp_path / "a.docx"))
 
     def test_options_of_other_modules_are_checked_too(self) -> None:
         data = Component(class_path="Alpaca2k", init_args={"val_split_fraction": 2})
@@ -496,7 +476,7 @@ class TestPromptStyle:
     @pytest.mark.parametrize(
         ("style", "message"),
         [
-            ("alpacca", "data.prompt_style is alpacca.*\n.*--data.prompt_style alpaca"),
+            ("alpacca", "data.prompt_style is alpacca ... --data.prompt_style alpaca"),
             ("Llama3", "--data.prompt_style llama3"),
             ("litgpt.prompts.Phi22", "--data.prompt_style phi-2"),
             ("litgpt.prompts.Config", "has to be one of"),
@@ -509,7 +489,7 @@ class TestPromptStyle:
         self, tmp_path: Path, tokenizer: Tokenizer, style: str | dict[str, Any] | int, message: str
     ) -> None:
         data = json_data(json_directory(tmp_path, numbered(3)), prompt_style=style)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=key_words(message)):
             load_data(data, tokenizer, 1000)
 
 
@@ -554,14 +534,14 @@ class TestModulesOfLitgpt:
         import datasets
 
         table = datasets.Dataset.from_list([record | {"text": "-"} for record in numbered(40)])
-        asked = []
+        calls = []
         monkeypatch.setattr(
             "datasets.load_dataset",
-            lambda *args, **kwargs: asked.append((args, kwargs)) or {"train": table},  # type: ignore[func-returns-value]
+            lambda *args, **kwargs: calls.append((args, kwargs)) or {"train": table},  # type: ignore[func-returns-value]
         )
         loaded = self.load("Alpaca2k", tokenizer, val_split_fraction=0.5, download_dir="here")
         assert (len(loaded.train), len(loaded.val)) == (20, 20)
-        assert asked[0] == (("mhenrichsen/alpaca_2k_test",), {"cache_dir": Path("here")})
+        assert calls[0] == (("mhenrichsen/alpaca_2k_test",), {"cache_dir": Path("here")})
         split = table.train_test_split(test_size=0.5, seed=42)
         questions = [question.instruction for question in loaded.questions]
         assert questions == list(split["test"]["instruction"])
@@ -606,7 +586,7 @@ class TestModulesOfLitgpt:
     ) -> None:
         with pytest.raises(UserError, match=works) as error:
             self.load(name, tokenizer)
-        assert f"data is {name}, which could not be loaded: ConnectionError" in str(error.value)
+        assert says(str(error.value), f"data is {name} ... ConnectionError")
         assert "--data JSON --data.path FILE" in str(error.value)
 
     def test_a_broken_download_is_to_be_deleted(self, tokenizer: Tokenizer) -> None:
@@ -615,14 +595,14 @@ class TestModulesOfLitgpt:
         with pytest.raises(UserError, match="Delete data/alpaca"):
             self.load("Alpaca", tokenizer)
 
-    def test_lima_asks_for_a_token(self, tokenizer: Tokenizer) -> None:
+    def test_lima_needs_a_token(self, tokenizer: Tokenizer) -> None:
         with pytest.raises(UserError, match="HF_TOKEN"):
             self.load("LIMA", tokenizer, access_token=None)
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"val_split": 0.5}, "val_split is not an option of Alpaca.*\n.*val_split_fraction"),
+            ({"val_split": 0.5}, "val_split ... Alpaca ... val_split_fraction"),
             ({"prompt_style": "alpacca"}, "--data.prompt_style alpaca"),
             ({"download_dir": 5}, "its options are refused"),
         ],
@@ -630,7 +610,7 @@ class TestModulesOfLitgpt:
     def test_options_are_checked_before_anything_is_downloaded(
         self, tokenizer: Tokenizer, options: dict[str, Any], message: str
     ) -> None:
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=key_words(message)):
             self.load("Alpaca", tokenizer, **options)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages import key_words
 from tiny import make_tokenizer
 
 from ftkit.data.dataset import DataSets, load_data
@@ -53,7 +54,7 @@ def test_a_weight_is_how_often_an_epoch_takes_the_samples(
     assert set(data.repetitions[:32]) == {0.5} and set(data.repetitions[32:]) == {3.0}
 
 
-def test_a_result_is_asked_as_the_conversations_among_its_sources(
+def test_a_result_is_prompted_like_the_conversations_among_its_sources(
     tokenizer: Tokenizer, paths: list[str], tmp_path: Path
 ) -> None:
     chats = tmp_path / "chats.json"
@@ -71,7 +72,7 @@ def test_samples_are_a_number_of_their_own(tokenizer: Tokenizer, paths: list[str
 
 
 def test_a_weight_that_takes_nothing_is_refused(tokenizer: Tokenizer, paths: list[str]) -> None:
-    with pytest.raises(UserError, match=r"weight of others.json is 0.01.*\n.*samples: 1"):
+    with pytest.raises(UserError, match=key_words("others.json is 0.01 ... samples: 1")):
         load(tokenizer, {"path": paths[0]}, {"path": paths[1], "weight": 0.01})
 
 
@@ -151,9 +152,9 @@ def test_a_batch_of_a_validation_is_of_one_source(
 
 def test_questions_are_of_all_sources(tokenizer: Tokenizer, paths: list[str]) -> None:
     data = load(tokenizer, {"path": paths[0]}, {"path": paths[1], "prompt_style": "phi-2"})
-    asked = [question.instruction for question in data.questions]
-    assert len(asked) == len(data.questions) == 12
-    assert {text.split()[0] for text in asked[:2]} == {"some", "others"}
+    prompts = [question.instruction for question in data.questions]
+    assert len(prompts) == len(data.questions) == 12
+    assert {text.split()[0] for text in prompts[:2]} == {"some", "others"}
     texts = [tokenizer.decode(np_tensor(question.prompt)) for question in data.questions[:2]]
     assert sum(text.startswith("Instruct:") for text in texts) == 1
 

@@ -97,7 +97,7 @@ RECORDS: list[Record] = [
         ("split", Counts(used=3, samples=7, split=2)),
     ],
 )
-def test_what_became_of_records_is_counted(overlong: Overlong, expected: Counts) -> None:
+def test_used_cut_and_dropped_records_are_counted(overlong: Overlong, expected: Counts) -> None:
     found = counts(RECORDS, overlong)
     assert (found.records, found.skipped_empty_output) == (6, 1)
     assert found.refused == {"thinking changes earlier turns": 2}

@@ -78,13 +78,13 @@ def test_an_untrained_part_carries_no_loss(
 def test_where_everything_is_learned_what_others_say_may_be_kept_from_it(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    asked = said("user", "Red or blue?", weight=0)
+    question = said("user", "Red or blue?", weight=0)
     (text,) = rendered(
-        tokenizer, MARKED, [asked, said("assistant", "Red")], tmp_path, train_on="all"
+        tokenizer, MARKED, [question, said("assistant", "Red")], tmp_path, train_on="all"
     )
     assert text == "⟦<|user|>⟧Red or blue?⟦<|end|><|assistant|>Red<|end|>⟧"
-    asked = said("user", "Red or blue?", weight=0)
-    (text,) = rendered(tokenizer, MARKED, [asked, said("assistant", "Red")], tmp_path)
+    question = said("user", "Red or blue?", weight=0)
+    (text,) = rendered(tokenizer, MARKED, [question, said("assistant", "Red")], tmp_path)
     assert text == "<|user|>Red or blue?<|end|><|assistant|>⟦Red<|end|>⟧"
 
 
@@ -109,7 +109,7 @@ def test_each_turn_of_a_conversation_that_is_split_keeps_its_parts(
         (MARKED, [PARTS[0]], "no turn to train on"),
     ],
 )
-def test_a_part_that_cannot_be_told_from_the_rest_is_not_guessed(
+def test_an_ambiguous_part_is_not_guessed(
     template: str, content: list[Record], reason: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     messages = [CHAT[0], {"role": "assistant", "content": content}]

@@ -1,4 +1,4 @@
-"""Results of chats: trained in a template, they are asked in it by ftkit and by transformers."""
+"""Results of chats: trained in a template, they are prompted in it by ftkit and by transformers."""
 
 import json
 import random
@@ -27,8 +27,8 @@ def conversation(rng: random.Random) -> dict[str, Any]:
     """A conversation of two turns, half of them with a system message."""
     messages = [{"role": "system", "content": "say words"}] * rng.randint(0, 1)
     for _ in range(2):
-        asked, said = (" ".join(rng.choices(WORDS, k=3)) for _ in range(2))
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        question, said = (" ".join(rng.choices(WORDS, k=3)) for _ in range(2))
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
     return {"messages": messages}
 
 
@@ -135,7 +135,7 @@ def text_of(messages: list[dict[str, str]], name: str) -> str:
 
 @pytest.mark.parametrize("name", ["named", "own"])
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
-def test_generate_and_chat_ask_as_in_training(
+def test_generate_and_chat_prompt_as_in_training(
     trained: dict[str, Outcome],
     said: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from evaluating import mistake, values_from
+from messages import says
 from results import Ended
 from tiny import make_records
 
@@ -65,11 +66,11 @@ def test_the_loss_on_a_set_is_that_on_its_records_alone(
     assert "losses" not in values(run_.out_dir, *few, "--sets", "null")
 
 
-def test_a_set_that_is_not_there_is_named(ended: dict[str, Ended]) -> None:
+def test_a_missing_set_is_named(ended: dict[str, Ended]) -> None:
     said = mistake(ended["full"].out_dir, "--sets", "{mine: none.json}")
-    assert "eval.sets.mine.path is none.json, but there is no such file" in said
+    assert says(said, "eval.sets.mine.path is none.json")
     said = mistake(ended["full"].out_dir, "--tasks", "x", "--sets", "null")
-    assert "--tasks and --sets exclude each other" in said
+    assert says(said, "--tasks and --sets")
 
 
 def test_another_storage_of_the_base_gives_other_numbers(
@@ -123,27 +124,27 @@ def test_answers_are_scored_by_rouge_l_and_a_function_of_ones_own(
 
     file = tmp_path / "mine.py"
     file.write_text(
-        "def asked(answer, expected, record):\n"
+        "def begun(answer, expected, record):\n"
         "    print('scored')\n"
         "    return expected.startswith(answer) and expected in record['output']\n"
     )
     monkeypatch.setattr("ftkit.evaluation.validation.answer_records", half)
     words = ["--exact_match", 0, "--max_new_tokens", 7]
     assert values(ended["lora"].out_dir, *words, "--rouge_l", 0)["scores"] == []
-    words += ["--rouge_l", 5, "--metric", f"{file}:asked"]
+    words += ["--rouge_l", 5, "--metric", f"{file}:begun"]
     rouge, own = values(ended["lora"].out_dir, *words)["scores"]
     assert (rouge["name"], rouge["records"]) == ("rouge_l", 5)
     assert 0 < rouge["score"] < 1
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    told = {"name": "asked", "records": 5, "score": 1.0, "file": "mine.py", "sha256": sha256}
-    assert own == told
+    expected = {"name": "begun", "records": 5, "score": 1.0, "file": "mine.py", "sha256": sha256}
+    assert own == expected
     path = str(ended["lora"].out_dir)
     assert run(["evaluate", path, "--accelerator", "cpu", *map(str, words)]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [row for row in rows if row.startswith("ROUGE-L")] == [
         f"ROUGE-L     {rouge['score']:.3g} on 5 answers"
     ]
-    assert [row for row in rows if row.startswith("asked")] == ["asked       1 on 5 answers"]
+    assert [row for row in rows if row.startswith("begun")] == ["begun       1 on 5 answers"]
 
 
 # --- Other data -----------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def held_out(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_loss_on_each_of_several_sources_is_told(
+def test_the_loss_on_each_of_several_sources_is_reported(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.json"
@@ -241,11 +242,11 @@ def test_a_table_shows_the_same_numbers(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--data.json_path", "none.json"], "there is no such file or directory"),
+        (["--data.json_path", "none.json"], "no such file or directory"),
         (["--data", "Nonsense"], "data is litgpt.data.Nonsense"),
         (["--data.val_split_fraction", "2"], "between 0 and 1"),
         (["--micro_batch_size", "0"], "a whole number of at least 1"),
-        (["--max_iters", "x"], "a whole number of at least 1. Try --max_iters 100."),
+        (["--max_iters", "x"], "at least 1 ... --max_iters 100"),
         (["--exact_match", "-1"], "a whole number of at least 0"),
         (["--rouge_l", "-1"], "a whole number of at least 0"),
         (["--max_new_tokens", "0"], "a whole number of at least 1"),
@@ -256,4 +257,4 @@ def test_a_table_shows_the_same_numbers(
 def test_a_mistake_names_what_works(
     ended: dict[str, Ended], options: list[str], words: str
 ) -> None:
-    assert words in mistake(ended["lora"].out_dir, *options)
+    assert says(mistake(ended["lora"].out_dir, *options), words)

@@ -8,6 +8,7 @@ import pytest
 from command import Command
 from evaluating import mistake, values_from
 from local_tasks import ALL, LETTERS, SUMS, write_tasks
+from messages import says
 from results import Ended
 
 from ftkit.cli.app import run
@@ -51,7 +52,7 @@ def test_the_table_has_a_row_for_each_number_and_nothing_else_is_printed(
     assert all(line.endswith(" of 5 records") for line in lines[base + 1 :])
 
 
-def test_the_chat_template_of_the_result_is_used_if_asked_for(
+def test_the_chat_template_of_the_result_is_used_on_request(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     tasks = write_tasks(tmp_path, {**SUMS, "num_fewshot": 1})
@@ -73,7 +74,7 @@ def test_a_task_is_refused_before_the_result_is_loaded(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--limit", 3), "--limit is for tasks. Add --tasks NAME"),
+        (("--limit", 3), "--limit ... tasks ... --tasks NAME"),
         (("--trust_task_code", "."), "--trust_task_code is for tasks"),
         (("--tasks", "arc_easy", "--exact_match", 3), "--tasks and --exact_match exclude"),
         (("--tasks", "arc_easy", "--data.path", "x.json"), "--tasks and --data exclude"),
@@ -83,7 +84,7 @@ def test_a_task_is_refused_before_the_result_is_loaded(
 def test_options_that_mean_nothing_are_refused(
     ended: dict[str, Ended], words: tuple[object, ...], text: str
 ) -> None:
-    assert text in mistake(ended["lora"].out_dir, *words)
+    assert says(mistake(ended["lora"].out_dir, *words), text)
 
 
 def test_the_harness_is_quiet_in_a_process_of_its_own(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from answers import PROMPT, alpaca, expected_answer, typed
 from command import command_environment, command_line
+from messages import says
 from results import Ended
 from runs import DEFAULT_SIGNALS, TIMEOUT_S
 
@@ -117,7 +118,7 @@ def test_the_same_seed_draws_the_same_answer(
     assert answered(path, *drawn, "--seed", 7)["answer"] != first
 
 
-def test_precision_is_that_of_the_run_or_the_one_asked(
+def test_the_precision_is_that_of_the_run_or_of_the_option(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]]
 ) -> None:
     for options in ([], ["--precision", "bf16-true"]):
@@ -208,13 +209,13 @@ def test_an_answer_does_not_hang_on_the_prompts_before(
     assert second["answer"] == answered(path, "--prompt", PROMPT, *drawn)["answer"]  # type: ignore[index]
 
 
-def test_a_file_of_answers_is_only_replaced_if_asked(
+def test_a_file_of_answers_is_only_replaced_with_overwrite(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
     out = tmp_path / "answers.jsonl"
     out.write_text("precious")
     options = ["generate", ended["lora"].out_dir, "--prompt", PROMPT, "--out", out]
-    assert mistake(*options) == f"--out {out} exists. Try another name, or --overwrite."
+    assert says(mistake(*options), f"--out {out} ... --overwrite")
     assert out.read_text() == "precious"
     said(*options, "--overwrite", "--max_new_tokens", 1)
     assert json.loads(out.read_text())["instruction"] == PROMPT
@@ -228,7 +229,7 @@ def test_a_file_of_answers_is_only_replaced_if_asked(
     [
         ([], "--prompt is missing"),
         (["--prompt", "a", "--prompts", "b"], "exclude each other"),
-        (["--prompts", "none.txt"], "--prompts none.txt is not a file"),
+        (["--prompts", "none.txt"], "--prompts none.txt"),
         (["--prompt", "a", "--out", "none/a"], "there is no directory none"),
         (["--prompt", "a", "--raw", "--input", "b"], "Leave out --input or --raw"),
         (["--prompt", "a", "--raw", "--prompt_style", "alpaca"], "exclude each other"),
@@ -250,7 +251,7 @@ def test_a_mistake_names_what_works(
     assert words in mistake("generate", "out", *options)
 
 
-def test_a_result_has_to_be_named() -> None:
+def test_a_result_must_be_named() -> None:
     assert mistake("generate", "--prompt", "a").startswith("RESULT is missing: A run")
     assert "does not exist" in mistake("generate", "./none", "--prompt", "a")
 
@@ -258,12 +259,12 @@ def test_a_result_has_to_be_named() -> None:
 def test_a_prompt_has_to_leave_room_for_an_answer(tiny_base: Path) -> None:
     words = ["--prompt", "word " * 300, "--raw", "--accelerator", "cpu"]
     message = mistake("generate", tiny_base, *words)
-    assert "but must have from 1 to 255" in message
+    assert says(message, "1 to 255")
 
 
 def test_a_base_model_has_none_to_compare_with(tiny_base: Path) -> None:
     message = mistake("generate", tiny_base, "--prompt", "a", "--compare_base")
-    assert "does not say which base model it was made from" in message
+    assert says(message, "which base model")
 
 
 # --- Chat -----------------------------------------------------------------------------------------
@@ -276,8 +277,8 @@ def test_chat_answers_line_by_line_and_remembers(
     typed(monkeypatch, PROMPT, "", "the sun")
     out, err = said("chat", path, "--max_new_tokens", 8)
     first = expected_answer(path, alpaca(PROMPT))
-    asked = "### Instruction:\nthe sun\n\n### Response:\n"
-    second = expected_answer(path, f"{alpaca(PROMPT)}{first.strip()}</s>{asked}")
+    turn = "### Instruction:\nthe sun\n\n### Response:\n"
+    second = expected_answer(path, f"{alpaca(PROMPT)}{first.strip()}</s>{turn}")
     assert out == f"{first}\n{second}\n"
     assert "no history" not in err
 

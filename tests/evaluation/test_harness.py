@@ -120,8 +120,8 @@ def test_numbers_and_every_record_are_those_of_the_harness_own_model(
 ) -> None:
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # of bootstrapping, which is not compared
     template = ChatTemplate(TEMPLATE, "own", {"eos_token": "</s>"}) if chat else None
-    asked = task_set(loaded, local, chat_template=template)
-    results = asked.evaluate(scorer_of(loaded))
+    task_list = task_set(loaded, local, chat_template=template)
+    results = task_list.evaluate(scorer_of(loaded))
     expected: Any = lm_eval.evaluator.simple_evaluate(
         theirs,
         tasks=[str(file) for file in sorted(local.glob("*.yaml"))],
@@ -130,7 +130,7 @@ def test_numbers_and_every_record_are_those_of_the_harness_own_model(
         bootstrap_iters=2,
         task_manager=TaskManager(include_defaults=False),
     )
-    assert asked.names == ["answers", "letters", "sums", "texts"]
+    assert task_list.names == ["answers", "letters", "sums", "texts"]
     for result in results:
         numbers = expected["results"][result.task]
         assert result.value == pytest.approx(numbers[f"{result.metric},none"], rel=1e-5)
@@ -147,7 +147,7 @@ def test_numbers_and_every_record_are_those_of_the_harness_own_model(
         ("texts", "bits_per_byte"),
     }
     (ours,) = kept
-    for name in asked.names:
+    for name in task_list.names:
         for found, wanted in zip(ours["samples"][name], expected["samples"][name], strict=True):
             assert found["arguments"] == wanted["arguments"]
             assert_close(found["filtered_resps"], wanted["filtered_resps"])
@@ -168,12 +168,12 @@ def test_texts_are_longer_than_the_model_takes_and_answers_are_cut(
 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_the_size_of_batches_changes_nothing(loaded: Loaded, local: Path, rows: int) -> None:
-    asked = task_set(loaded, local)
-    first, second = (asked.evaluate(scorer_of(loaded, size)) for size in (3, rows))
+    task_list = task_set(loaded, local)
+    first, second = (task_list.evaluate(scorer_of(loaded, size)) for size in (3, rows))
     assert [one.value for one in first] == pytest.approx([one.value for one in second], rel=1e-5)
 
 
-def test_a_task_is_asked_so_many_records_with_so_many_examples(
+def test_a_task_uses_the_given_numbers_of_records_and_examples(
     loaded: Loaded, local: Path, kept: list[dict[str, Any]]
 ) -> None:
     results = task_set(loaded, local / "sums.yaml", limit=3, num_fewshot=1).evaluate(
@@ -224,9 +224,9 @@ def test_drawn_answers_follow_from_the_seed_whatever_the_batches(
 ) -> None:
     drawn = {"until": ["e"], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0, "top_k": 50}
     write_tasks(tmp_path, {**ANSWERS, "generation_kwargs": drawn})
-    asked = task_set(loaded, tmp_path)
+    task_list = task_set(loaded, tmp_path)
     for rows in (1, 4):
-        asked.evaluate(scorer_of(loaded, rows))
+        task_list.evaluate(scorer_of(loaded, rows))
     first, second = ([s["filtered_resps"] for s in one["samples"]["answers"]] for one in kept)
     assert first == second and len({one[0] for one in first}) > 1
 
@@ -296,7 +296,7 @@ def test_templates_of_tasks_reach_no_code(loaded: Loaded, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_task_that_cannot_be_asked_is_refused_by_name(
+def test_a_task_that_cannot_run_is_refused_by_name(
     loaded: Loaded, tmp_path: Path, changes: dict[str, Any], text: str
 ) -> None:
     write_tasks(tmp_path, {**LETTERS, **changes})

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 from local_tasks import ALL, LETTERS, SUMS, write_tasks
+from messages import says
 
 from ftkit.errors import UserError
 from ftkit.evaluation.tasks import Code, TaskFiles, find_tasks, read_task_file
@@ -81,15 +82,15 @@ def test_an_include_gives_what_a_file_does_not_say_itself(tmp_path: Path) -> Non
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
     assert "Did you mean arc_easy?" in mistake("arc_esay")
-    assert "there is no such task file" in mistake("missing/task.yaml")
+    assert says(mistake("missing/task.yaml"), "no such task file")
 
 
-def test_a_task_is_asked_once(tmp_path: Path) -> None:
-    assert "has the task arc_easy twice" in mistake("arc_easy", "ai2_arc")
-    assert "has the task mmlu_anatomy twice" in mistake("mmlu_anatomy", "mmlu")
+def test_a_task_named_twice_is_refused(tmp_path: Path) -> None:
+    assert says(mistake("arc_easy", "ai2_arc"), "arc_easy twice")
+    assert says(mistake("mmlu_anatomy", "mmlu"), "mmlu_anatomy twice")
 
 
-def test_without_the_harness_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "Try pip install 'ftkit[tasks]'." in mistake("arc_easy")
     assert found() == []
@@ -109,7 +110,7 @@ def test_without_the_harness_it_is_said_how_to_get_it(monkeypatch: pytest.Monkey
 def test_a_file_with_more_than_plain_values_is_refused(tmp_path: Path, line: str) -> None:
     mark = tmp_path / "mark"
     (tmp_path / "evil.yaml").write_text(f"task: evil\n{line.format(mark=mark)}\n")
-    assert "holds more than plain values" in mistake(tmp_path / "evil.yaml")
+    assert says(mistake(tmp_path / "evil.yaml"), "plain values")
     assert not mark.exists()
 
 
@@ -128,7 +129,7 @@ def test_python_code_runs_only_where_its_directory_is_trusted(tmp_path: Path) ->
     assert not (tmp_path / "mark").exists()  # nothing is imported to look at it
 
 
-def test_a_function_of_another_directory_is_none_of_the_trusted_one(tmp_path: Path) -> None:
+def test_a_function_outside_of_the_trusted_directory_is_refused(tmp_path: Path) -> None:
     file = with_file(tmp_path / "own")
     file.write_text(file.read_text() + "process_docs: !function ..other.code.run\n")
     assert "lies outside of" in mistake(file, trusted=tmp_path / "own")
@@ -139,7 +140,7 @@ def test_a_function_of_another_directory_is_none_of_the_trusted_one(tmp_path: Pa
 @pytest.mark.parametrize("name", ["hellaswag", "squadv2", "wikitext"])
 def test_the_harness_own_code_is_refused_by_name_and_the_way_out_works(name: str) -> None:
     message = mistake(name)
-    assert f"The task {name} needs Python code" in message
+    assert says(message, f"{name} ... Python code")
     directory = message.rpartition("--trust_task_code ")[2].removesuffix(".")
     assert found(name, trusted=Path(directory)) == [name]
 
@@ -147,9 +148,9 @@ def test_the_harness_own_code_is_refused_by_name_and_the_way_out_works(name: str
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"unsafe_code": True}, "runs programs that the model wrote"),
+        ({"unsafe_code": True}, "runs programs"),
         ({"doc_to_image": "picture"}, "needs images"),
-        ({"use_prompt": "promptsource:*"}, "takes its prompts from another package"),
+        ({"use_prompt": "promptsource:*"}, "another package"),
         ({"dataset_path": "owner/data.py"}, "reads its data by a program"),
         ({"metric_list": [{"metric": "f1", "hf_evaluate": True}]}, "loads the metric f1"),
         ({"dataset_kwargs": {"trust_remote_code": True}}, "says trust_remote_code"),
@@ -176,7 +177,7 @@ def test_a_file_elsewhere_is_not_included(tmp_path: Path, name: str) -> None:
         ("task: [", "is not valid YAML"),
         ("- task\n", "holds no keys"),
         ("include: own.yaml\ntask: own\n", "includes itself"),
-        ("doc_to_text: x\n", "does not say which task it is"),
+        ("doc_to_text: x\n", "which task"),
         ("group: own\ntask: [own]\n", "is in itself"),
         ("group: own\ntask: [nothing_known]\n", "which is not a task"),
         ("group: own\ntask: [{num_fewshot: 1}]\n", "a member without a name"),
@@ -187,5 +188,5 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, text: str, message:
     assert message in mistake(tmp_path / "own.yaml")
 
 
-def test_the_trusted_directory_has_to_be_there(tmp_path: Path) -> None:
+def test_the_trusted_directory_must_exist(tmp_path: Path) -> None:
     assert "is not a directory" in mistake("arc_easy", trusted=tmp_path / "missing")

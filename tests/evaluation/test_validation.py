@@ -124,7 +124,7 @@ def test_each_metric_has_the_value_that_it_has_alone(
     assert together == exact | rouge | length
 
 
-def test_a_prompt_that_is_longer_than_what_is_trained_is_asked_whole(loaded: Loaded) -> None:
+def test_a_prompt_longer_than_the_samples_is_not_cut(loaded: Loaded) -> None:
     body, context_length = loaded.model.body, loaded.base.architecture.context_length
     prompts = [PROMPT * 4, PROMPT * (context_length // len(PROMPT) + 1), PROMPT]
     questions = [Example(prompt, "", frozenset({9999}), {}, "") for prompt in prompts]

@@ -20,7 +20,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TOLD = (
+DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}"
     "{{ '<|im_start|>system\nYou are a model.<|im_end|>\n' }}{% endif %}"
 )
@@ -41,8 +41,8 @@ INSTRUCTIONS = (
 TEMPLATES = {
     "chatml": CHATML,
     "begun": "{{ bos_token }}" + CHATML,
-    "told": TOLD + CHATML,
-    "begun and told": "{{ bos_token }}" + TOLD + CHATML,
+    "with system": DEFAULT_SYSTEM + CHATML,
+    "begun with system": "{{ bos_token }}" + DEFAULT_SYSTEM + CHATML,
     "without system": WITHOUT_SYSTEM,
     "instructions": INSTRUCTIONS,
     "quotes": CHATML.replace("m.content", "'\"' + m.content + '\"'"),
@@ -98,10 +98,10 @@ def _unquoted(value: str) -> str | None:
 
 def prompt(template: str, messages: Sequence[dict[str, str]]) -> str:
     """What Ollama makes of a conversation; of Go's templates, what ftkit writes is known."""
-    told = any(message["role"] == "system" for message in messages)
+    with_system = any(message["role"] == "system" for message in messages)
     template = re.sub(
         r"\{\{ if not \.System \}\}(.*?)\{\{ end \}\}",
-        lambda found: "" if told else found.group(1),
+        lambda found: "" if with_system else found.group(1),
         template,
         flags=re.DOTALL,
     )
@@ -134,15 +134,20 @@ def written(base: BaseModel, source: str) -> tuple[dict[str, str], ChatTemplate]
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [(name, told) for name in TEMPLATES for told in (False, True) if not (told and name in ALONE)],
+    ("name", "with_system"),
+    [
+        (name, with_system)
+        for name in TEMPLATES
+        for with_system in (False, True)
+        if not (with_system and name in ALONE)
+    ],
 )
 def test_ollama_renders_the_prompts_of_the_chat_template(
-    base: BaseModel, name: str, told: bool, count: int
+    base: BaseModel, name: str, with_system: bool, count: int
 ) -> None:
     found, template = written(base, TEMPLATES[name])
     assert found["FROM"] == "./m.gguf"
-    messages = [SYSTEM, *SAID[:count]] if told else SAID[:count]
+    messages = [SYSTEM, *SAID[:count]] if with_system else SAID[:count]
     expected = template.render(messages, add_generation_prompt=True)
     bos = base.tokenizer.special_tokens["bos_token"]
     if base.tokenizer.use_bos:  # llama.cpp puts it there

@@ -71,7 +71,7 @@ def test_a_rank_without_any_heartbeat_is_missed() -> None:
     assert looks == [None] * MISSED_BEATS + [1]
 
 
-def test_a_rank_that_has_ended_is_not_missed() -> None:
+def test_a_rank_that_has_ended_is_not_reported_missing() -> None:
     silence = Silence()
     for _ in range(MISSED_BEATS):
         assert silence.look({1: 7, 2: 7}) is None
@@ -86,11 +86,11 @@ class Silent:
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
-        self.told = Event()
+        self.reported = Event()
 
     def __call__(self, rank: int, text: str) -> None:
         self.found.append((rank, text))
-        self.told.set()
+        self.reported.set()
 
 
 @pytest.fixture
@@ -104,13 +104,15 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:  # type: ignore[nam
 def test_heartbeats_that_stop_without_a_word_are_reported_once(store: dist.TCPStore) -> None:  # type: ignore[name-defined]
     silent = Silent()
     with Heartbeats(store, 0, {1: "node1", 2: "node2"}, silent):
-        while not silent.told.wait(0.02):
+        while not silent.reported.wait(0.02):
             store.add("beats-2", 1)
     ((rank, text),) = silent.found
     assert (rank, text[:34]) == (1, "node1 has sent no heartbeat for 0.")
 
 
-def test_a_supervisor_that_ended_in_an_orderly_way_is_not_missed(store: dist.TCPStore) -> None:  # type: ignore[name-defined]
+def test_a_supervisor_that_ended_in_an_orderly_way_is_not_reported_missing(
+    store: dist.TCPStore,
+) -> None:  # type: ignore[name-defined]
     silent = Silent()
     with Heartbeats(store, 1, {0: "node0"}, silent):
         wait_for(lambda: store.add("beats-1", 0) > 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from elastic import ElasticRun, end
 from hosts import INTERFACE, PATIENCE_S, STORE, Host, network
+from messages import says
 from rank_jobs import needs_deepspeed
 from runs import command_of, losses, losses_of_one, rows, wait_for
 
@@ -144,10 +145,10 @@ def test_a_run_continues_without_a_lost_host_and_with_it_again(
     first, second = report.restarts
     assert first.reason.startswith("rank 1: ")
     assert (first.from_step, first.from_step % SAVED) == (resumed, 0)
-    assert second.reason == "SIGTERM, for machines that have joined"
+    assert says(second.reason, "SIGTERM ... machines ... joined")
     assert (second.from_step, second.steps_lost) == (resumed_again, 0)
-    told = "".join(out for _, out, _ in ended)
-    assert f"from step {second.from_step:,} on 2 ranks (1 before)" in told
+    output = "".join(out for _, out, _ in ended)
+    assert says(output, f"from step {second.from_step:,} on 2 ranks (1 before)")
 
 
 @pytest.mark.matrix
@@ -162,9 +163,9 @@ def test_a_run_continues_without_the_host_of_rank_0(
     report = assert_complete(elastic.out_dir, alone)
     (restart,) = report.restarts
     assert ranks_of([restart]) == [(2, 1)]
-    assert f"rank 0 on {zero.name} was killed with its supervisor" in restart.reason
+    assert says(restart.reason, f"rank 0 on {zero.name} was killed")
     assert restart.from_step >= SAVED and restart.from_step % SAVED == 0
-    assert f"from step {restart.from_step:,} on 1 rank (2 before)" in out
+    assert says(out, f"from step {restart.from_step:,} on 1 rank (2 before)")
 
 
 @pytest.mark.matrix
@@ -237,24 +238,18 @@ def started_by_slurm(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        (
-            {GLOO: "eth9"},
-            [
-                f"${GLOO} is eth9, but host1 has no such network interface. There are: lo (127",
-                f", {INTERFACE} (10.213.7.1",
-            ],
-        ),
+        ({GLOO: "eth9"}, [f"${GLOO} is eth9 ... host1 ... lo (127", f", {INTERFACE} (10.213.7.1"]),
         (
             {GLOO: "lo"},
             [
                 "host1 does not reach 127.0.0.1:",
-                " (lo of host2): Connection refused. Other machines never reach a loopback",
-                f"Set ${GLOO} (and $NCCL_SOCKET_IFNAME with GPUs) on host2 to",
+                "lo of host2 ... Connection refused ... loopback",
+                f"${GLOO} (and $NCCL_SOCKET_IFNAME with GPUs) on host2",
             ],
         ),
     ],
 )
-def test_hosts_that_do_not_reach_each_other_say_so_once(
+def test_hosts_that_do_not_reach_each_other_report_it_once(
     variables: dict[str, str],
     said: list[str],
     hosts: tuple[Host, Host],
@@ -265,8 +260,7 @@ def test_hosts_that_do_not_reach_each_other_say_so_once(
     words = command_of(out_dir, common, **KEYS)
     ended = started_by_slurm(hosts, words, **variables)
     assert [code for code, _, _ in ended] == [2, 2], ended
-    (told,) = [err for _, _, err in ended if err]
-    assert told.startswith("ftkit: ") and told.count("\n") == 1, told
-    for text in said:
-        assert text in told
+    (message,) = [err for _, _, err in ended if err]
+    assert message.startswith("ftkit: ") and message.count("\n") == 1, message
+    assert says(message, *said)
     assert not out_dir.exists()

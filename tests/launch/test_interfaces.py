@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from command import command_environment, command_line
+from messages import says
 from runs import TIMEOUT_S, command_of, start
 
 from ftkit.errors import UserError
@@ -28,7 +29,7 @@ from ftkit.launch.interfaces import GLOO, NCCL, check_interfaces, reached_within
         (None, GLOO, "eth9", True),
     ],
 )
-def test_an_interface_that_is_not_there_is_refused_by_the_name_of_the_variable(
+def test_a_missing_interface_is_refused_by_the_name_of_its_variable(
     communication: str | None,
     variable: str,
     value: str,
@@ -51,9 +52,9 @@ def test_a_wait_is_reported_once_with_its_reason(
     monkeypatch.setattr("ftkit.launch.interfaces._CONNECT_S", 0)
     monkeypatch.setattr("ftkit.launch.interfaces._BETWEEN_TRIES_S", 0)
     monkeypatch.setattr("ftkit.launch.interfaces._reason_not_reached", lambda *_: "no answer")
-    told: list[str] = []
-    assert reached_within(0.1, "10.0.0.1", 29500, told.append) == "no answer"
-    assert told == ["no answer"]
+    reasons: list[str] = []
+    assert reached_within(0.1, "10.0.0.1", 29500, reasons.append) == "no answer"
+    assert reasons == ["no answer"]
 
 
 def test_a_process_that_does_not_reach_rank_0_reports_the_address_in_one_line(
@@ -76,7 +77,7 @@ def test_a_process_that_does_not_reach_rank_0_reports_the_address_in_one_line(
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (2, "")
     assert err.startswith("ftkit: ") and err.count("\n") == 1, err
-    assert f"127.0.0.1:{port}: {socket.gethostname()} did not get through in 1 s (" in err
+    assert says(err, f"127.0.0.1:{port} ... {socket.gethostname()} ... 1 s (")
     for name in ("Connection refused", "MASTER_ADDR", f"${GLOO}", f"${NCCL}"):
         assert name in err
     assert list(tmp_path.iterdir()) == []

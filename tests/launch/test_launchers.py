@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launchers import slurm
+from messages import says
 from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Process, command_of, rows, wait_for
 
 from ftkit.launch.launchers import requeue_if_out_of_time
@@ -67,7 +68,7 @@ def test_a_failed_requeue_is_reported(
     monkeypatch.setenv("PATH", f"{file.parent / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     requeue_if_out_of_time(138, [USR1])
-    assert "job 7 was not requeued (scontrol requeue 7:" in capsys.readouterr().err
+    assert says(capsys.readouterr().err, "job 7 ... scontrol requeue 7")
 
 
 def of_session(number: int, called: Path) -> Callable[[int], dict[str, str]]:

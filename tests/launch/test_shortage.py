@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from messages import says
 from preloaded import SUPERVISOR, Attempt, Preloaded
 from runs import WITHOUT_EVALUATION, options
 from tiny import make_llama
@@ -90,14 +91,14 @@ def test_a_drivers_message_without_sizes_is_shown_with_known_sizes(
     words = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions."
     attempt, report = run({SUPERVISOR: ["no_advice"], 0: ["out_of_memory", "backward", words]})
     assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
-    assert report.exit_reason == "RuntimeError: CUDA error: out of memory"
+    assert says(report.exit_reason, "CUDA error: out of memory")
     missing = report.shortage
     assert missing and missing.held_bytes and missing.available_bytes and not missing.asked_bytes
     assert "are free for each rank\nthe driver had no memory left" in attempt.output
 
 
 @pytest.mark.parametrize("words", [None, "CUDA error: out of memory"])
-def test_memory_that_runs_out_while_the_optimizer_is_made_is_no_wrong_argument(
+def test_running_out_of_memory_in_the_optimizer_is_not_a_wrong_argument(
     run: Callable[..., tuple[Attempt, Report]], words: str | None
 ) -> None:
     faults = {SUPERVISOR: ["no_advice"], 0: ["out_of_memory", "optimizer", words]}
@@ -120,5 +121,5 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_out_of_memory(
     faults = {SUPERVISOR: ["kernel_that_kills_for_memory"], 0: ["killed_in_training"]}
     attempt, report = run(faults)
     assert (attempt.code, report.outcome, report.phase) == (3, "out_of_memory", "training")
-    assert report.exit_reason.startswith("the kernel killed the training process, because host")
+    assert says(report.exit_reason, "kernel killed ... host")
     assert report.shortage and report.shortage.available_bytes

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from command import ROOT, command_environment, command_line, start_up_of_ranks
 from compared_runs import at_work, make_run, note_in_ranks
+from messages import key_words, says
 from rank_jobs import HAS_DEEPSPEED
 from runs import DEFAULT_SIGNALS, rows, wait_for, watched
 
@@ -55,9 +56,8 @@ def test_every_combination_of_values_is_a_run_with_a_name_of_its_own(
         "finetune", "--config", "r.yaml", "--sweep", "train.micro_batch_size=1,2",
         "--sweep", "optimizer=AdamW,SGD", "--seed", "7", "--dry_run",
     )  # fmt: skip
-    assert lines[0] == (
-        "1 of 4: start micro_batch_size=1,optimizer=AdamW "
-        "(train.micro_batch_size 1, optimizer AdamW)"
+    assert says(
+        lines[0], "1 of 4 ... micro_batch_size=1,optimizer=AdamW (train.micro_batch_size 1,"
     )
     assert lines[1] == (
         "  ftkit finetune --config=r.yaml --train.micro_batch_size=1 --optimizer=AdamW --seed=7 "
@@ -103,14 +103,14 @@ def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(
     ("content", "message"),
     [
         ({"runs": []}, "must hold a list of runs"),
-        ({"runs": [SMALL], "seed": 1}, "has the key 'seed', but holds out_dir and runs only"),
-        ({"runs": ["small"]}, "'small' is not a run with a name and a command"),
-        ({"runs": [SMALL | {"name": "../up"}]}, "the name of a run is '../up'"),
-        ({"runs": [SMALL | {"command": "train"}]}, "the command of small is 'train'"),
+        ({"runs": [SMALL], "seed": 1}, "'seed' ... out_dir and runs"),
+        ({"runs": ["small"]}, "'small' ... name and a command"),
+        ({"runs": [SMALL | {"name": "../up"}]}, "name of a run ... '../up'"),
+        ({"runs": [SMALL | {"command": "train"}]}, "command of small is 'train'"),
         ({"runs": [SMALL | {"resume": "auto"}]}, "small has the key resume"),
         ({"runs": [SMALL, SMALL]}, "2 runs have the name small"),
-        ({"runs": [SMALL | {"train.micro_batch": 1}]}, "small: train.micro_batch is not a key"),
-        ({"runs": [SMALL | {"config": "no.yaml"}]}, "small: --config no.yaml does not exist"),
+        ({"runs": [SMALL | {"train.micro_batch": 1}]}, "small ... train.micro_batch"),
+        ({"runs": [SMALL | {"config": "no.yaml"}]}, "small ... --config no.yaml"),
         ({"runs": [SMALL | {"devices": 0}]}, "small: devices is 0"),
     ],
 )
@@ -120,20 +120,20 @@ def test_a_mistake_in_the_last_run_is_reported_before_the_first_one_starts(
     Path("s.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(UserError) as error:
         said("s.yaml")
-    assert message in str(error.value)
+    assert says(str(error.value), message)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.yaml", "s.yaml"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml"),
+        ([], "Name a file ... ftkit sweep"),
         (["finetune", "--config", "r.yaml"], "--sweep is missing"),
-        (["finetune", "--config", "r.yaml", "--sweep", "seed"], "must be a key and its values"),
+        (["finetune", "--config", "r.yaml", "--sweep", "seed"], "key and its values"),
         (["finetune", "--config", "r.yaml", "--sweep", "out_dir=a,b"], "which is set already"),
-        (["s.yaml", "--sweep", "seed=1"], "--config and --sweep go with a command"),
+        (["s.yaml", "--sweep", "seed=1"], "--config and --sweep"),
         (["s.yaml", "--resume", "auto"], "--resume is not for sweeps"),
-        (["s.yaml", "--only", "larg*"], "--only is 'larg*', but no run is called so"),
+        (["s.yaml", "--only", "larg*"], "--only is 'larg*'"),
         (["s.yaml", "--plot", "a.txt"], "--plot is 'a.txt'"),
         (["none.yaml"], "none.yaml does not exist"),
     ],
@@ -144,7 +144,7 @@ def test_a_mistake_on_the_command_line_is_reported_with_a_remedy(
     write_sweep(tmp_path / "s.yaml", SMALL)
     with pytest.raises(UserError) as error:
         said(*words)
-    assert message in str(error.value)
+    assert says(str(error.value), message)
 
 
 # --- What is skipped, and what goes on ----------------------------------------------------------
@@ -166,8 +166,8 @@ def action(said: Callable[..., list[str]], tmp_path: Path) -> Callable[..., str]
 
 def record(tmp_path: Path, **keys: object) -> None:
     """The recipe of the run, as the run itself writes it."""
-    asked = {"checkpoint_dir": BASE, "accelerator": "cpu", "train": {"micro_batch_size": 2}}
-    (tmp_path / "o/small/recipe.yaml").write_text(yaml.safe_dump(asked | keys))
+    settings = {"checkpoint_dir": BASE, "accelerator": "cpu", "train": {"micro_batch_size": 2}}
+    (tmp_path / "o/small/recipe.yaml").write_text(yaml.safe_dump(settings | keys))
 
 
 @pytest.mark.parametrize("outcome", ["completed", "out_of_memory"])
@@ -180,7 +180,7 @@ def test_complete_runs_are_skipped(
     assert action("--overwrite").startswith("start again small: ")
 
 
-def test_a_resolved_auto_value_is_no_other_recipe(
+def test_a_resolved_auto_value_is_the_same_recipe(
     action: Callable[..., str], tmp_path: Path
 ) -> None:
     make_run(tmp_path / "o/small")
@@ -193,18 +193,18 @@ def test_a_run_that_ended_early_continues_from_its_checkpoint_or_starts_again(
     action: Callable[..., str], tmp_path: Path, outcome: OutcomeName
 ) -> None:
     make_run(tmp_path / "o/small", outcome)
-    assert action() == f"start again small: {outcome} before, nothing was saved"
+    assert says(action(), f"start again small ... {outcome}")
     checkpoint = tmp_path / "o/small/checkpoints/step-00000030"
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text("{}")
-    assert action() == f"resume small: {outcome} before, from step 30"
+    assert says(action(), f"resume small ... {outcome} ... step 30")
 
 
 def test_a_run_that_could_not_write_its_report_starts_again(
     action: Callable[..., str], tmp_path: Path
 ) -> None:
     make_run(tmp_path / "o/small", write=False)
-    assert action() == "start again small: failed before, nothing was saved"
+    assert says(action(), "start again small ... failed")
 
 
 def test_a_run_at_work_is_left_alone(action: Callable[..., str], tmp_path: Path) -> None:
@@ -214,12 +214,12 @@ def test_a_run_at_work_is_left_alone(action: Callable[..., str], tmp_path: Path)
         assert action("--overwrite") == "skip small: running"
 
 
-def test_a_result_of_other_settings_is_not_taken_for_that_of_these(
+def test_a_result_of_other_settings_is_not_reused(
     action: Callable[..., str], tmp_path: Path
 ) -> None:
     make_run(tmp_path / "o/small")
     record(tmp_path, seed=7)
-    with pytest.raises(UserError, match=r"with other settings: seed is 7 there and 1337 here\."):
+    with pytest.raises(UserError, match=key_words("seed is 7 ... 1337")):
         action()
 
 
@@ -228,7 +228,7 @@ def test_a_directory_of_something_else_is_refused(
 ) -> None:
     (tmp_path / "o/small").mkdir(parents=True)
     (tmp_path / "o/small/thesis.tex").touch()
-    with pytest.raises(UserError, match="o/small is where small belongs, but holds something else"):
+    with pytest.raises(UserError, match=key_words("o/small ... something else")):
         action()
 
 
@@ -273,9 +273,7 @@ def test_a_sweep_continues_after_an_out_of_memory_and_after_an_interrupt(
         sweep.process.send_signal(signal.SIGINT)
         code, out, _ = sweep.end()
     assert code == 130
-    assert out.splitlines()[-1] == (
-        "stopped by Ctrl+C: 1 of 4 runs are done; the same command continues the sweep"
-    )
+    assert says(out.splitlines()[-1], "stopped by Ctrl+C ... 1 of 4 ... continues")
     assert read_report(tmp_path / "o/memory").outcome == "out_of_memory"
     steps = len(rows(long))
     assert read_report(long).outcome == "interrupted" and steps < 30
@@ -290,7 +288,7 @@ def test_a_sweep_continues_after_an_out_of_memory_and_after_an_interrupt(
         f"3 of 4: resume long (train.max_steps 30): interrupted before, from step {steps}" in lines
     )
     assert "ftkit: train.max_seq_length is 5000" in err
-    assert lines[-1] == "wrong: not started; the error is above"
+    assert says(lines[-1], "wrong ... not started")
     assert len(rows(long)) == 30 and len(rows(tmp_path / "o/last")) == 2
     compared = out[out.rindex("ftkit lora on") :]
     assert all(name in compared for name in ("memory", "long", "last", "out of memory"))

@@ -238,7 +238,7 @@ def test_steps_before_the_start_are_not_measured() -> None:
     assert found == {5}
 
 
-def test_a_single_step_is_measured_and_no_step_is_no_error() -> None:
+def test_a_single_step_is_measured_and_no_step_is_allowed() -> None:
     assert steps_to_measure(order([10] * 20, steps=1)) == {0}
     assert steps_to_measure(order([10] * 20, steps=4, start=4)) == set()
 

@@ -141,7 +141,7 @@ def test_what_was_there_before_counts_from_the_start_once_it_is_shown() -> None:
     assert whole.start.bytes["unattributed"] == 40
 
 
-def test_memory_that_torch_has_not_allocated_is_not_looked_for() -> None:
+def test_memory_outside_of_torch_is_not_tracked() -> None:
     mapped = torch.frombuffer(mmap.mmap(-1, 400), dtype=torch.float32)
     own = torch.randn(10)
     live = LiveTensors(torch.device("cpu"))
@@ -151,7 +151,7 @@ def test_memory_that_torch_has_not_allocated_is_not_looked_for() -> None:
     assert live.now().bytes["parameters"] == 400, "what a step is known to need counts"
 
 
-def test_a_buffer_for_gradients_that_is_made_in_a_forward_pass_is_no_activation() -> None:
+def test_a_gradient_buffer_made_in_a_forward_pass_is_not_an_activation() -> None:
     with LiveTensors(torch.device("cpu")) as live:
         live.restart()
         live.begin_forward()

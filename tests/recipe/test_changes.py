@@ -56,8 +56,8 @@ def test_a_missing_argument_of_data_is_litgpts_default(module: str) -> None:
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_recipe_does_not_differ_from_its_copy(method: Method) -> None:
-    asked = recipe(method)
-    assert recipe_changes(asked, from_dict(to_dict(asked), method)) == ([], [])
+    original = recipe(method)
+    assert recipe_changes(original, from_dict(to_dict(original), method)) == ([], [])
 
 
 def test_a_checkpoint_of_a_version_without_a_key_goes_on() -> None:
@@ -181,14 +181,14 @@ def test_the_state_of_an_optimizer_goes_on_within_its_family(
 def test_what_an_epoch_takes_of_a_source_stays(
     before: dict[str, object], now: dict[str, object], line: str
 ) -> None:
-    saved, asked = (
+    saved, new = (
         recipe(data="JSON", data__sources=[{"path": "a.json"}, {"path": "b.json", **shares}])
         for shares in (before, now)
     )
-    assert refused(saved, asked) == [line]
+    assert refused(saved, new) == [line]
 
 
-def test_a_weight_of_1_may_be_said_or_not_and_a_source_may_move() -> None:
+def test_a_weight_of_1_may_be_left_out_and_a_source_may_move() -> None:
     saved = recipe(data="JSON", data__sources=[{"path": "a.json"}, {"path": "b.json"}])
     entries = [{"path": "x/a.json", "weight": 1}, {"path": "b.json", "weight": 1.0}]
     assert recipe_changes(saved, recipe(data="JSON", data__sources=entries)) == ([], [])

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from messages import key_words, says
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
@@ -50,13 +51,13 @@ def test_micro_steps_cover_the_global_batch(batch: int, micro: int, steps: int) 
     assert made.notices == ()
 
 
-def test_a_micro_batch_larger_than_the_global_batch_is_cut_and_told() -> None:
+def test_a_micro_batch_larger_than_the_global_batch_is_cut_with_a_notice() -> None:
     made = plan(train__global_batch_size=4, train__micro_batch_size=8)
     assert (made.micro_batch_size, made.micro_steps) == (4, 1)
     assert made.notices == ("train.micro_batch_size 8 is more than the global batch: 4 is used.",)
 
 
-def test_a_micro_batch_has_one_sequence_unless_something_else_is_asked() -> None:
+def test_a_micro_batch_has_one_sequence_by_default() -> None:
     made = plan(train__global_batch_size=16)
     assert (made.micro_batch_size, made.micro_batch_tokens, made.micro_steps) == (1, None, 16)
 
@@ -83,20 +84,13 @@ def test_with_a_number_of_tokens_a_step_of_few_sequences_has_one_micro_step() ->
     assert (made.micro_steps, made.accumulates, made.notices) == (1, False, ())
 
 
-def test_a_number_of_tokens_that_does_nothing_is_told() -> None:
+def test_a_token_limit_without_effect_has_a_notice() -> None:
     made = plan(
         train__global_batch_size=16, train__micro_batch_size=1, train__micro_batch_tokens=1000
     )
     assert made.micro_steps == 16
     (notice,) = made.notices
     assert "--train.micro_batch_size null" in notice
-
-
-def test_a_number_of_tokens_is_refused_where_micro_batches_are_padded() -> None:
-    with pytest.raises(UserError) as refused:
-        plan(train__micro_batch_tokens=1000, train__padding_free=False)
-    assert "train.micro_batch_tokens is 1000, but train.padding_free is false" in str(refused.value)
-    assert "--train.padding_free null" in str(refused.value)
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
@@ -119,15 +113,15 @@ def test_the_default_precision_is_what_the_device_is_good_at(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-def test_a_precision_that_was_asked_for_is_kept(precision: str) -> None:
+def test_a_requested_precision_is_kept(precision: str) -> None:
     assert plan(precision=precision).precision == precision
 
 
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision: str) -> None:
     message = refusal(precision=precision)
-    assert message.startswith(f"precision is {precision}, but float16 training needs a CUDA GPU")
-    assert message.endswith(f"Try --precision b{precision.replace('16', 'f16')}.")
+    instead = f"b{precision.replace('16', 'f16')}"
+    assert says(message, f"precision is {precision} ... CUDA ... --precision {instead}")
     assert plan(GPU, precision="16-mixed").precision == "16-mixed"
 
 
@@ -147,8 +141,7 @@ def test_training_in_float16_alone_is_refused_with_a_precision_that_trains(
 ) -> None:
     keys = {"strategy": strategy, "optimizer": optimizer, "method": method}
     message = refusal(machine, precision="16-true", **keys)
-    assert message.startswith(f"precision is 16-true, but {strategy} would update weights in")
-    assert message.endswith(f"Try --precision {instead}.")
+    assert says(message, f"precision is 16-true ... {strategy} ... --precision {instead}")
     assert plan(machine, precision=instead, **keys).precision == instead
 
 
@@ -184,8 +177,8 @@ def test_one_device_needs_no_strategy(strategy: str) -> None:
 
 
 def test_more_devices_than_gpus_are_refused() -> None:
-    assert refusal(GPU, devices=2) == (
-        "devices is 2, but this machine shows 1 GPU(s). Try --devices 1 or --accelerator cpu."
+    assert says(
+        refusal(GPU, devices=2), "devices is 2 ... 1 GPU ... --devices 1 ... --accelerator cpu"
     )
 
 
@@ -207,20 +200,17 @@ class TestSeveralGpusWithoutBfloat16:
         assert (made.strategy, made.precision) == ("deepspeed", "16-mixed")
         assert made.options == DeepSpeedOptions(stage=3, offload_optimizer=False)
         (notice,) = made.notices
-        assert notice == (
-            "V100 has no bfloat16 hardware, and fsdp has no loss scaling for 16-mixed: deepspeed "
-            "with 16-mixed is used."
-        )
+        assert says(notice, "V100 ... bfloat16 ... fsdp ... 16-mixed ... deepspeed with 16-mixed")
 
     @pytest.mark.parametrize(
         ("keys", "installed", "advice"),
         [
             ({}, False, "--strategy deepspeed with DeepSpeed installed"),
-            ({"optimizer": EIGHT_BIT}, True, "--strategy ddp, if the model fits on each GPU"),
+            ({"optimizer": EIGHT_BIT}, True, "--strategy ddp"),
             ({"strategy": "fsdp"}, True, "--strategy deepspeed"),
             ({"strategy.cpu_offload": True}, True, "--strategy deepspeed"),
         ],
-        ids=["no DeepSpeed", "an optimizer it cannot take", "fsdp asked for", "an option of fsdp"],
+        ids=["no DeepSpeed", "an optimizer it cannot take", "fsdp set", "an option of fsdp"],
     )
     def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(
         self, keys: dict[str, Any], installed: bool, advice: str
@@ -229,8 +219,7 @@ class TestSeveralGpusWithoutBfloat16:
         made = plan(machine, method="full", devices=4, **keys)
         assert (made.strategy, made.precision) == ("fsdp", "32-true")
         (notice,) = made.notices
-        assert "V100 has no bfloat16 hardware" in notice
-        assert notice.endswith(f"several times slower. Try {advice}.")
+        assert says(notice, f"V100 ... bfloat16 ... slower ... {advice}")
 
     def test_the_plan_is_the_same_wherever_it_is_made_again(self) -> None:
         once = plan(FOUR_OLD_GPUS, method="full", devices=4)
@@ -287,104 +276,60 @@ def test_a_strategy_without_options_has_its_defaults(
     [
         (
             {"strategy": "fsdp", "strategy.stage": 3},
-            (
-                "strategy.stage is not an option of fsdp. It takes sharding, cpu_offload, "
-                "prefetch, sync_every_micro_step."
-            ),
+            "strategy.stage ... fsdp ... sharding, cpu_offload, prefetch, sync_every_micro_step",
         ),
-        (
-            {"strategy": "ddp", "strategy.stage": 3},
-            "strategy.stage is not an option of ddp. It takes none; remove it.",
-        ),
+        ({"strategy": "ddp", "strategy.stage": 3}, "strategy.stage ... ddp ... none ... remove it"),
         (
             {"strategy": "deepspeed", "strategy.stage": 4},
-            "strategy.stage is 4, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+            "strategy.stage is 4 ... 1, 2, 3 ... --strategy.stage 1",
         ),
         (
             {"strategy": "deepspeed", "strategy.stage": True},
-            "strategy.stage is True, but must be one of: 1, 2, 3. Try --strategy.stage 1.",
+            "strategy.stage is True ... 1, 2, 3 ... --strategy.stage 1",
         ),
         (
             {"strategy": "fsdp", "strategy.cpu_offload": 1},
-            (
-                "strategy.cpu_offload is 1, but must be one of: true, false. "
-                "Try --strategy.cpu_offload true."
-            ),
+            "strategy.cpu_offload is 1 ... true, false ... --strategy.cpu_offload true",
         ),
         (
             {"strategy": "fsdp", "precision": "16-mixed"},
-            (
-                "precision is 16-mixed, but fsdp has no loss scaling in ftkit. "
-                "Try --precision bf16-mixed, or --strategy deepspeed."
-            ),
+            "precision is 16-mixed ... fsdp ... --precision bf16-mixed, or --strategy deepspeed",
         ),
         (
             {"strategy": "deepspeed", "optimizer": "bitsandbytes.optim.AdamW8bit"},
-            (
-                "optimizer is bitsandbytes.optim.AdamW8bit, but DeepSpeed keeps its own optimizer "
-                "state. Try --optimizer AdamW, or --strategy fsdp."
-            ),
+            "optimizer is bitsandbytes ... DeepSpeed ... --optimizer AdamW, or --strategy fsdp",
         ),
         (
             {"strategy": "fsdp", "optimizer": "bitsandbytes.optim.LAMB8bit"},
-            (
-                "optimizer is bitsandbytes.optim.LAMB8bit, but it scales by the norm of whole "
-                "parameters, while with fsdp a rank only has some of their rows. "
-                "Try --optimizer bitsandbytes.optim.AdamW8bit, or --strategy ddp."
-            ),
+            "LAMB8bit ... fsdp ... --optimizer bitsandbytes.optim.AdamW8bit, or --strategy ddp",
         ),
         (
             {"strategy": "fsdp", "quantize": "bnb.int8"},
-            (
-                "quantize is bnb.int8, but fsdp shards the base model and only supports the 4-bit "
-                "kinds. Try --quantize bnb.nf4-dq, or --strategy ddp."
-            ),
+            "quantize is bnb.int8 ... fsdp ... --quantize bnb.nf4-dq, or --strategy ddp",
         ),
         (
             {"strategy": "fsdp", "strategy.sharding": "HYBRID_SHARD"},
-            (
-                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
-                "but devices is 2 and num_nodes is 1: both must be at least 2. "
-                "Try --strategy.sharding FULL_SHARD."
-            ),
+            "HYBRID_SHARD ... devices is 2 and num_nodes is 1 ... --strategy.sharding FULL_SHARD",
         ),
         (
             {"method": "full", "strategy": "fsdp", "optimizer": "Muon"},
-            (
-                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
-                "while with fsdp a rank only has a part of them. Try --optimizer AdamW, or "
-                "--strategy ddp."
-            ),
+            "optimizer is torch.optim.Muon ... fsdp ... --optimizer AdamW, or --strategy ddp",
         ),
         (
             {"method": "full", "strategy": "deepspeed", "optimizer": "Muon"},
-            (
-                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
-                "while with deepspeed a rank only has a part of them. Try --optimizer AdamW, or "
-                "--strategy ddp."
-            ),
+            "torch.optim.Muon ... deepspeed ... --optimizer AdamW, or --strategy ddp",
         ),
         (
             {"strategy": "ddp", "optimizer": "Muon"},
-            (
-                "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, "
-                "but LoRA trains two factors of each. Try --optimizer AdamW, or ftkit "
-                "finetune_full."
-            ),
+            "torch.optim.Muon ... LoRA ... --optimizer AdamW, or ftkit finetune_full",
         ),
         (
             {"strategy": "deepspeed", "quantize": "bnb.int8"},
-            (
-                "quantize is bnb.int8, but deepspeed shards the base model and only supports the "
-                "4-bit kinds. Try --quantize bnb.nf4-dq, or --strategy ddp."
-            ),
+            "quantize is bnb.int8 ... deepspeed ... --quantize bnb.nf4-dq, or --strategy ddp",
         ),
         (
             {"strategy": "ddp", "optimizer": "deepspeed.ops.adam.DeepSpeedCPUAdam"},
-            (
-                "optimizer is deepspeed.ops.adam.DeepSpeedCPUAdam, but the strategy is ddp. "
-                "Try --optimizer AdamW, or --strategy deepspeed."
-            ),
+            "DeepSpeedCPUAdam ... ddp ... --optimizer AdamW, or --strategy deepspeed",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -392,18 +337,18 @@ def test_a_strategy_without_options_has_its_defaults(
 def test_what_a_strategy_cannot_run_is_refused_with_what_to_use_instead(
     keys: dict[str, Any], message: str
 ) -> None:
-    assert refusal(FOUR_GPUS, devices=2, **keys) == message
+    assert says(refusal(FOUR_GPUS, devices=2, **keys), message)
 
 
 def test_single_on_several_devices_is_a_contradiction() -> None:
     message = refusal(FOUR_GPUS, strategy="single", devices=4)
-    assert message.startswith("strategy is single, but devices x num_nodes is 4.")
+    assert says(message, "strategy is single ... devices x num_nodes is 4")
 
 
 def test_an_unknown_strategy_names_those_there_are() -> None:
-    assert refusal(strategy="dpp") == (
-        "strategy is 'dpp', but must be one of: auto, single, ddp, fsdp, deepspeed. "
-        "Try --strategy auto."
+    assert says(
+        refusal(strategy="dpp"),
+        "strategy is 'dpp' ... auto, single, ddp, fsdp, deepspeed ... --strategy auto",
     )
 
 
@@ -441,46 +386,52 @@ def test_an_unknown_strategy_names_those_there_are() -> None:
 def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
     name = key.replace(".", "__")
     message = refusal(**{name: least - 1})
-    assert message.startswith(f"{key} is {least - 1}, but must be at least {least}. Try --{key} ")
+    assert says(message, f"{key} is {least - 1} ... at least {least} ... --{key}")
     assert plan(**{name: least})
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"train__max_time": 0}, "train.max_time is 0, but must be above 0."),
+        ({"train__max_time": 0}, "train.max_time is 0 ... above 0"),
         (
             {"eval__rouge_l": 8, "eval__max_new_tokens": 0},
-            "eval.rouge_l is 8, but eval.max_new_tokens is 0: how long may answers be? Try ",
+            "eval.rouge_l is 8 ... eval.max_new_tokens is 0 ... Try",
         ),
-        ({"train__max_time": ".nan"}, "train.max_time is nan, but must be above 0."),
-        ({"train__max_norm": -1}, "train.max_norm is -1, but must be above 0."),
-        ({"lora_alpha": 0}, "lora_alpha is 0, but must be above 0."),
-        ({"lora_plus_ratio": 0}, "lora_plus_ratio is 0, but must be above 0."),
-        ({"lora_plus_ratio": ".inf"}, "lora_plus_ratio is inf, but must be above 0."),
-        ({"lora_targets": "[]"}, "lora_targets is empty: no layer is adapted."),
+        ({"train__max_time": ".nan"}, "train.max_time is nan ... above 0"),
+        ({"train__max_norm": -1}, "train.max_norm is -1 ... above 0"),
+        ({"lora_alpha": 0}, "lora_alpha is 0 ... above 0"),
+        ({"lora_plus_ratio": 0}, "lora_plus_ratio is 0 ... above 0"),
+        ({"lora_plus_ratio": ".inf"}, "lora_plus_ratio is inf ... above 0"),
+        ({"lora_targets": "[]"}, "lora_targets is empty"),
         (
             {"lora_variant": "dora", "lora_init": "pissa"},
-            "lora_init is pissa, but lora_variant dora starts from the lengths",
+            "lora_init is pissa ... lora_variant dora",
         ),
-        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef is -0.1, but must be finite"),
-        ({"router_aux_loss_coef": ".inf"}, "router_aux_loss_coef is inf, but must be finite"),
-        ({"optimizer__lr": -1}, "optimizer.lr is -1, but must be a number of at least 0."),
-        ({"optimizer__lr": ".nan"}, "optimizer.lr is nan, but must be a number of at least 0."),
-        ({"optimizer__lr": ".inf"}, "optimizer.lr is inf, but must be a number of at least 0."),
-        ({"optimizer__lr": "fast"}, "optimizer.lr is 'fast', but must be a number of at least 0."),
-        ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05, but must be a number of at least 0."),
-        ({"train__min_lr": ".nan"}, "train.min_lr is nan, but must be a number of at least 0."),
-        ({"train__min_lr": ".inf"}, "train.min_lr is inf, but must be a number of at least 0."),
-        ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5, but must lie"),
-        ({"train__lr_warmup_fraction": -0.1}, "train.lr_warmup_fraction is -0.1, but must lie"),
-        ({"train__epochs": "null"}, "train.epochs and train.max_steps are both empty"),
-        ({"train__max_tokens": 5}, "train.max_tokens is 5, but fine-tuning counts epochs"),
-        ({"eval__evaluate_example": "last"}, "eval.evaluate_example is 'last', but must be"),
-        ({"checkpoint__save_every": "15m"}, "checkpoint.save_every is '15m', but must be a number"),
-        ({"seed": 2**63}, f"seed is {2**63}, but must be below 2**63."),
-        ({"lora_dropout": 1}, "lora_dropout is 1, but must lie in [0, 1)."),
-        ({"lora_dropout": -0.1}, "lora_dropout is -0.1, but must lie in [0, 1)."),
+        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef is -0.1 ... finite"),
+        ({"router_aux_loss_coef": ".inf"}, "router_aux_loss_coef is inf ... finite"),
+        ({"optimizer__lr": -1}, "optimizer.lr is -1 ... at least 0"),
+        ({"optimizer__lr": ".nan"}, "optimizer.lr is nan ... at least 0"),
+        ({"optimizer__lr": ".inf"}, "optimizer.lr is inf ... at least 0"),
+        ({"optimizer__lr": "fast"}, "optimizer.lr is 'fast' ... at least 0"),
+        ({"train__min_lr": -1e-5}, "train.min_lr is -1e-05 ... at least 0"),
+        ({"train__min_lr": ".nan"}, "train.min_lr is nan ... at least 0"),
+        ({"train__min_lr": ".inf"}, "train.min_lr is inf ... at least 0"),
+        ({"train__neftune_noise_alpha": 0}, "train.neftune_noise_alpha is 0 ... above 0"),
+        ({"train__neftune_noise_alpha": ".inf"}, "train.neftune_noise_alpha is inf ... above 0"),
+        ({"train__ema_decay": 0}, "train.ema_decay is 0 ... between 0 and 1"),
+        ({"train__ema_decay": 1}, "train.ema_decay is 1 ... between 0 and 1"),
+        ({"train__ema_decay": ".nan"}, "train.ema_decay is nan ... between 0 and 1"),
+        ({"train__label_smoothing": 1}, "train.label_smoothing is 1 ... [0, 1)"),
+        ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5"),
+        ({"train__lr_warmup_fraction": -0.1}, "train.lr_warmup_fraction is -0.1"),
+        ({"train__epochs": "null"}, "train.epochs ... train.max_steps ... empty"),
+        ({"train__max_tokens": 5}, "train.max_tokens is 5"),
+        ({"eval__evaluate_example": "last"}, "eval.evaluate_example is 'last'"),
+        ({"checkpoint__save_every": "15m"}, "checkpoint.save_every is '15m'"),
+        ({"seed": 2**63}, f"seed is {2**63} ... below 2**63"),
+        ({"lora_dropout": 1}, "lora_dropout is 1 ... [0, 1)"),
+        ({"lora_dropout": -0.1}, "lora_dropout is -0.1 ... [0, 1)"),
         ({"lora_query": "false", "lora_value": "false"}, "No layer is adapted"),
     ],
 )
@@ -488,8 +439,8 @@ def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
     keys: dict[str, Any], message: str
 ) -> None:
     text = refusal(**keys)
-    assert text.startswith(message)
-    suggested = re.findall(r"--(\S+) (\S+?)\.?(?= |$)", text.rpartition("Try ")[2])
+    assert says(text, message)
+    suggested = re.findall(r"--(\S+) (\S+?)[.,]?(?= |$)", text.rpartition("Try ")[2])
     assert suggested
     assert plan(**keys | {key.replace(".", "__"): value for key, value in suggested})
 
@@ -513,27 +464,9 @@ def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> 
     assert plan(eval__evaluate_example=value)
 
 
-@pytest.mark.parametrize("alpha", [0, -5, ".inf"])
-def test_noise_is_above_zero(alpha: object) -> None:
-    assert "must be above 0" in refusal(train__neftune_noise_alpha=alpha)
-
-
-@pytest.mark.parametrize("decay", [0, 1, 1.5, ".nan"])
-def test_a_decay_of_an_average_lies_between_0_and_1(decay: object) -> None:
-    assert "but must lie between 0 and 1. Try --train.ema_decay 0.999" in refusal(
-        train__ema_decay=decay
-    )
-
-
-def test_label_smoothing_is_a_fraction_and_not_that_of_liger() -> None:
-    assert "must lie in [0, 1)" in refusal(train__label_smoothing=1)
-    message = refusal(GPU, train__label_smoothing=0.1, kernels="liger")
-    assert "kernels is liger, whose loss" in message
-
-
-def test_patience_that_cannot_end_a_run_is_told_with_an_interval_that_can() -> None:
+def test_patience_that_cannot_end_a_run_suggests_an_interval_that_can() -> None:
     (notice,) = check_validations(recipe(eval__patience=3, eval__interval=40), 100)
-    assert "eval.patience 3 cannot end this run of 100 steps" in notice
+    assert says(notice, "eval.patience 3 ... 100 steps")
     suggested = int(notice.rpartition("--eval.interval ")[2].removesuffix("."))
     assert check_validations(recipe(eval__patience=3, eval__interval=suggested), 100) == []
 
@@ -541,19 +474,13 @@ def test_patience_that_cannot_end_a_run_is_told_with_an_interval_that_can() -> N
 def test_the_best_checkpoint_can_only_be_the_result_if_one_is_validated() -> None:
     keys = {"checkpoint__result": "best", "eval__interval": 100}
     assert check_validations(recipe(**keys), 100) == []
-    asked = recipe(**keys, eval__final_validation="false")
-    assert check_validations(asked, 101) == []
-    with pytest.raises(UserError, match="none of the 100 steps is validated: "):
-        check_validations(asked, 100)
+    unvalidated = recipe(**keys, eval__final_validation="false")
+    assert check_validations(unvalidated, 101) == []
+    with pytest.raises(UserError, match=key_words("none of the 100 steps")):
+        check_validations(unvalidated, 100)
     best = {"checkpoint__result": "best"}
     assert "checkpoint.save is false" in refusal(**best, checkpoint__save="false")
     assert "Try --out_dir on a disk" in refusal(**best, num_nodes=2, out_dir="s3://bucket/run")
-
-
-def test_patience_needs_validations_to_count() -> None:
-    message = refusal(eval__patience=3, eval__interval=0)
-    assert "eval.patience is 3, but eval.interval is 0" in message
-    assert plan(eval__patience=3, eval__interval=100)
 
 
 def test_an_interval_of_zero_never_validates() -> None:
@@ -568,82 +495,96 @@ IN_BACKWARD = {"train__optimizer_in_backward": True, "train__global_batch_size":
 @pytest.mark.parametrize(
     ("machine", "keys", "words"),
     [
-        (CPU, {"devices": 2, "strategy": "ddp"}, "ddp keeps memory for all gradients.*fsdp"),
-        (CPU, {"devices": 2, "strategy": "deepspeed"}, "deepspeed updates slices.*fsdp"),
+        (CPU, {"devices": 2, "strategy": "ddp"}, "ddp ... gradients ... fsdp"),
+        (CPU, {"devices": 2, "strategy": "deepspeed"}, "deepspeed ... slices ... fsdp"),
         (
             CPU,
             {"devices": 2, "strategy": "fsdp", "strategy__cpu_offload": True},
-            "fsdp keeps all gradients in host memory.*--strategy.cpu_offload false",
+            "fsdp ... host memory ... --strategy.cpu_offload false",
         ),
-        (CPU, {"train__max_norm": 1}, "train.max_norm is 1, and clipping.*--train.max_norm null"),
+        (CPU, {"train__max_norm": 1}, "train.max_norm is 1 ... --train.max_norm null"),
         (
             CPU,
             {"train__micro_batch_size": "null", "train__micro_batch_tokens": 900},
-            "several micro-batches.*--train.micro_batch_tokens null",
+            "several micro-batches ... --train.micro_batch_tokens null",
         ),
-        (CPU, {"train__micro_batch_size": 2}, "2 micro-batches.*--train.micro_batch_size 4"),
-        (OLD_GPU, {"precision": "16-mixed"}, "16-mixed leaves an update out.*--precision"),
+        (CPU, {"train__micro_batch_size": 2}, "2 micro-batches ... --train.micro_batch_size 4"),
+        (OLD_GPU, {"precision": "16-mixed"}, "16-mixed ... --precision"),
     ],
 )
 def test_updates_in_the_backward_pass_are_refused_where_all_gradients_come_first(
     machine: Devices, keys: dict[str, object], words: str
 ) -> None:
     whole = {"train__micro_batch_size": 4, "train__max_norm": "null"}
-    told = refusal(machine, **IN_BACKWARD | whole | keys)
-    assert re.search(words, told, re.DOTALL)
-    assert told.startswith("train.optimizer_in_backward is true, but ")
-    assert told.endswith(", or --train.optimizer_in_backward false.")
+    message = refusal(machine, **IN_BACKWARD | whole | keys)
+    key = "train.optimizer_in_backward"
+    assert says(message, words, f"{key} is true ... --{key} false")
 
 
 @pytest.mark.parametrize("keys", [{}, {"devices": 2, "strategy": "fsdp"}])
 def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object]) -> None:
-    asked = IN_BACKWARD | {"train__micro_batch_size": 4} | keys
-    assert plan(CPU, **asked).micro_steps == 1
-    evaluated = recipe(**asked | {"train__micro_batch_size": 1})
+    settings = IN_BACKWARD | {"train__micro_batch_size": 4} | keys
+    assert plan(CPU, **settings).micro_steps == 1
+    evaluated = recipe(**settings | {"train__micro_batch_size": 1})
     assert make_plan(evaluated, CPU, trains=False).micro_steps == (4 if not keys else 2)
 
 
-# --- Offloading ---------------------------------------------------------------------------------
+# --- Settings that exclude each other -----------------------------------------------------------
 
 
-def test_inputs_that_nothing_keeps_are_not_offloaded() -> None:
-    told = refusal(GPU, memory__offload_activations=True)
-    assert told.endswith("Try --memory.activation_checkpointing true.")
+@pytest.mark.parametrize(
+    ("machine", "keys", "message"),
+    [
+        (
+            CPU,
+            {"train__micro_batch_tokens": 1000, "train__padding_free": False},
+            "train.micro_batch_tokens is 1000 ... train.padding_free is false",
+        ),
+        (
+            CPU,
+            {"eval__patience": 3, "eval__interval": 0},
+            "eval.patience is 3 ... eval.interval is 0",
+        ),
+        (GPU, {"memory__offload_activations": True}, "memory.offload_activations is true"),
+        (CPU, {"kernels": "liger"}, "kernels is liger ... CUDA"),
+        (GPU, {"kernels": "liger", "compile": "true"}, "kernels is liger ... compile is true"),
+        (GPU, {"kernels": "liger", "train__label_smoothing": 0.1}, "kernels is liger"),
+        (CPU, {"compile": "true", "strategy": "deepspeed"}, "compile is true ... deepspeed"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_with_options_that_work(
+    machine: Devices, keys: dict[str, Any], message: str
+) -> None:
+    text = refusal(machine, **keys)
+    assert says(text, message)
+    suggested = re.findall(r"--(\S+) (\S+?)[.,]?(?= |$)", text.rpartition("Try ")[2])
+    assert suggested
+    for key, value in suggested:
+        assert plan(machine, **keys | {key.replace(".", "__"): value})
 
 
-def test_on_cpus_it_is_told_that_offloading_has_no_effect() -> None:
+def test_on_cpus_a_notice_says_that_offloading_has_no_effect() -> None:
     keys = {"memory__offload_activations": True, "memory__activation_checkpointing": 2}
-    assert any("offload_activations has no effect" in told for told in plan(CPU, **keys).notices)
-    assert not any("offload" in told for told in plan(GPU, **keys).notices)
+    assert any(
+        "offload_activations has no effect" in notice for notice in plan(CPU, **keys).notices
+    )
+    assert not any("offload" in notice for notice in plan(GPU, **keys).notices)
 
 
 # --- Kernels ------------------------------------------------------------------------------------
 
 
-def test_kernels_for_cuda_are_refused_on_cpus() -> None:
-    assert refusal(kernels="liger").endswith("for CUDA. Try --kernels torch.")
+def test_kernels_for_cuda_run_on_gpus() -> None:
     assert plan(GPU, kernels="liger").recipe.kernels == "liger"
-
-
-def test_kernels_of_two_kinds_are_refused() -> None:
-    words = refusal(GPU, kernels="liger", compile="true")
-    assert words.endswith("Try --kernels torch, or --compile false.")
-
-
-def test_deepspeed_does_not_compile() -> None:
-    words = refusal(compile="true", strategy="deepspeed")
-    assert words.startswith("compile is true, but deepspeed")
-    assert words.endswith("Try --strategy fsdp, or --compile false.")
-    assert plan(compile="true", strategy="fsdp").recipe.compile
 
 
 def test_without_its_package_or_a_compiler_a_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ftkit.recipe.plan.has_liger", lambda: False)
-    with pytest.raises(UserError, match=r"Liger-Kernel is not installed. Try pip install"):
+    with pytest.raises(UserError, match=key_words("Liger-Kernel ... pip install")):
         check_kernels_installed(recipe("full", kernels="liger"), "cuda")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"no no-such-compiler. .* --compile false"):
+    with pytest.raises(UserError, match=key_words("no-such-compiler ... --compile false")):
         check_kernels_installed(recipe("full", compile="true"), "cpu")
     check_kernels_installed(recipe("full"), "cpu")

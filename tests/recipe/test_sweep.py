@@ -41,7 +41,7 @@ def test_a_comma_in_brackets_or_quotes_belongs_to_its_value(text: str, values: l
         (["seed=1", "seed=2"], "--sweep seed=1,2."),
     ],
 )
-def test_what_is_no_list_of_different_values_is_refused_with_one_that_works(
+def test_a_sweep_without_different_values_is_refused_with_a_remedy(
     sweeps: list[str], advice: str
 ) -> None:
     with pytest.raises(UserError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import command_environment, command_line
+from messages import key_words, says
 from object_servers import (
     AZURE_KEY,
     BROKEN,
@@ -107,7 +108,7 @@ def test_a_second_run_at_an_az_url_is_refused_by_the_storage(begin: Ftkit, az: P
     try:
         assert claim.is_certain
         code, said = ended(begin("a", url))
-        assert code == 2 and f"out_dir {url} belongs to a run that is still running" in said
+        assert code == 2 and says(said, f"out_dir {url} belongs to a run")
         name, *more = Objects(url).listing()
         az.requests.clear()
         assert not more and not Objects(url).create(name, b"another's")
@@ -176,7 +177,7 @@ def test_a_copy_is_there_when_azure_has_ended_it(played: Proxy) -> None:
     objects = Objects("az://bucket/move", patience_s=0)
     objects.copy("a", "b")
     assert [request.method for request in played.requests] == ["PUT", "HEAD", "HEAD", "HEAD"]
-    with pytest.raises(StorageError, match="copying a failed: the copy is failed"):
+    with pytest.raises(StorageError, match=key_words("copying a ... failed")):
         objects.copy("a", "b")
 
 
@@ -196,10 +197,10 @@ def test_no_key_and_no_part_of_a_token_is_in_a_message(
     ("variables", "said"),
     [
         ({}, "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_CONNECTION_STRING are both unset"),
-        ({"AZURE_STORAGE_CONNECTION_STRING": "text"}, "Connection string is either blank or malfo"),
+        ({"AZURE_STORAGE_CONNECTION_STRING": "text"}, "blank or malfo"),
         (
             {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "abc"},
-            "the account key is not in base64. Check the url, the network and the cred",
+            "base64 ... network",
         ),
         (
             {
@@ -214,13 +215,13 @@ def test_no_key_and_no_part_of_a_token_is_in_a_message(
 def test_missing_credentials_are_reported_in_one_line(
     variables: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    """Azure's libraries print nothing beside it, and nobody is asked."""
+    """Azure's libraries print nothing beside it, and wait for no input."""
     environment = {k: v for k, v in command_environment().items() if not k.startswith("AZURE_")}
     environment |= variables | {"FTKIT_CACHE_DIR": str(tmp_path), "PATH": str(tmp_path)}
     words = command_line("checkpoints", "list", "az://container/run")
     result = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert result.returncode == 2 and result.stdout == ""
-    assert said in result.stderr and "abc" not in result.stderr
+    assert says(result.stderr, said) and "abc" not in result.stderr
     assert result.stderr.startswith("ftkit: az://") and result.stderr.count("\n") == 1
 
 
@@ -255,12 +256,12 @@ def test_objects_of_azure_are_as_those_of_s3(az: Proxy, tmp_path: Path) -> None:
         lambda: elsewhere.write("name", b""),
         lambda: elsewhere.upload(large, "a"),
     ):
-        with pytest.raises(StorageError, match="there is no such container"):
+        with pytest.raises(StorageError, match=key_words("no such container")):
             ask()
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_a_fault_of_azure_that_passes_is_not_noticed(
+def test_a_passing_fault_of_azure_does_not_show(
     az: Proxy, waits: Waits, tmp_path: Path, fault: Fault
 ) -> None:
     """Also in the middle of a file that is sent in parts."""

@@ -37,7 +37,7 @@ def test_after_a_failure_no_work_is_started_and_the_first_error_is_raised() -> N
     assert sorted(done) == list(range(100))
 
 
-def test_a_signal_that_ends_a_preparation_is_no_fault_of_the_storage(
+def test_a_signal_that_ends_a_preparation_is_not_a_storage_error(
     s3: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its handler raises in whatever the main thread does, which may be waiting for an answer."""

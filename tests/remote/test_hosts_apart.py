@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, command_environment, command_line
 from hosts import IMPATIENT, STORE, Host, network
+from messages import says
 from object_servers import INTERNAL, Bucket, Proxy, behind_proxy, is_write
 from runs import TIMEOUT_S, Process, command_of, losses, losses_of_one, rows, wait_for, watched
 
@@ -256,8 +257,8 @@ def test_a_run_without_a_shared_disk_survives_the_loss_of_any_host(
     assert sizes == [(2, 1), (1, 2), (2, 1)]
     first, second, third = report.restarts
     assert first.reason.startswith("rank 1: ") and first.from_step == 4
-    assert second.reason == "SIGTERM, for machines that have joined"
-    assert f"rank 0 on {zero.name} was killed with its supervisor" in third.reason
+    assert says(second.reason, "SIGTERM ... machines ... joined")
+    assert says(third.reason, f"rank 0 on {zero.name} was killed")
     assert not any(name.startswith(".run/") for name in bucket.names("lost"))
 
 
@@ -291,8 +292,8 @@ def test_a_mistake_on_one_host_is_reported_once_with_its_name_and_leaves_nothing
         started.append(host.run(hide * task + ALONE, words, **variables))
     ended = [end(process) for process in started]
     assert [code for code, _ in ended] == [2, 2], ended
-    (told,) = [said for _, said in ended if "ftkit: " in said]
-    assert "ftkit: host2: " in told and str(tiny_base) in told, told
+    (message,) = [said for _, said in ended if "ftkit: " in said]
+    assert "ftkit: host2: " in message and str(tiny_base) in message, message
     assert bucket.names("lacks") == []
     left = [path for host in hosts for path in (tmp_path / host.name / "runs").rglob("lacks")]
     assert left == []

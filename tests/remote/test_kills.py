@@ -57,7 +57,7 @@ class Killed:
 
         Args:
             name: of the case.
-            moment: asked of each request that changes something.
+            moment: called with each request that changes something.
             arrives: whether the storage gets the request; nobody gets its answer.
             elsewhere: whether another machine goes on.
         """

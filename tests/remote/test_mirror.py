@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import checkpoints
 import pytest
+from messages import key_words
 from object_servers import Bucket, Fault, Proxy, writes
 
 from ftkit.runs.directory import RunDirectory
@@ -67,7 +68,7 @@ def test_a_run_that_lost_its_claim_completes_no_checkpoint(
             bucket.delete(f"{there}/{name}")
 
     met = s3.fails(Fault(when_whole=take_over), writes("/step-00000004/shard-00001"), times=1)
-    with pytest.raises(UploadFailed, match="was taken over by process"):
+    with pytest.raises(UploadFailed, match=key_words("taken over by")):
         Mirror(run, claim, Objects(URL).listing()).finish()
     assert len(met) == 1 and claim.lost_to is not None
     assert 4 not in bucket.steps("mirrored")

@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from messages import says
 
 from ftkit.utils.remote import replica
 from ftkit.utils.remote.objects import Objects
@@ -12,16 +13,16 @@ from ftkit.utils.remote.objects import Objects
 def test_a_long_download_of_one_file_reports_progress(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     twice = threading.Event()
 
     def notice(text: str, _: object) -> None:
-        told.append(text)
-        if len(told) == 2:
+        lines.append(text)
+        if len(lines) == 2:
             twice.set()
 
     def download(_: Objects, name: str, path: Path) -> None:
-        assert twice.wait(10), "it is not told"
+        assert twice.wait(10), "no progress is reported"
         path.write_text(name)
 
     monkeypatch.setattr(replica, "print_notice", notice)
@@ -30,6 +31,6 @@ def test_a_long_download_of_one_file_reports_progress(
     monkeypatch.setattr(Objects, "download", download)
     before = threading.active_count()
     replica.download_files(tmp_path, Objects("s3://bucket/model"), ["weights"])
-    assert told[0] == "ftkit: fetching s3://bucket/model: 0 of 1 files, 0 s"
+    assert says(lines[0], "fetching s3://bucket/model ... 0 of 1 files")
     assert (tmp_path / "weights").read_text() == "weights"
-    assert threading.active_count() == before, "nothing is told of what has ended"
+    assert threading.active_count() == before, "nothing is reported after the end"

@@ -1,4 +1,4 @@
-"""Faults of storage: tried again where that helps, told in few words, never taken for good."""
+"""Faults of storage: tried again where that helps, reported in few words, never taken for good."""
 
 from collections.abc import Callable
 from pathlib import Path

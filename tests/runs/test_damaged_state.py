@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from messages import says
 from rich.console import Console
 from saved_runs import ended, recipe, save_run
 
@@ -50,13 +51,13 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     """A run that was killed with its supervisor after a session that had ended."""
-    asked = recipe(tmp_path / "out", resume="auto", accelerator="cpu", precision="bf16-mixed")
-    save_run(asked, 5, 10)
-    ended(asked.out_dir, "interrupted", 12)
-    run = RunDirectory(asked.out_dir)
+    resumed = recipe(tmp_path / "out", resume="auto", accelerator="cpu", precision="bf16-mixed")
+    save_run(resumed, 5, 10)
+    ended(resumed.out_dir, "interrupted", 12)
+    run = RunDirectory(resumed.out_dir)
     run.rank(0).path.mkdir(parents=True)
     job = Job(
-        recipe=asked,
+        recipe=resumed,
         devices=Devices(accelerator="cpu", count=1),
         base="base",
         command=("ftkit",),
@@ -92,10 +93,10 @@ def test_a_damaged_file_of_a_run_is_named_or_passed_over(
     call(lambda: RankError.read(run.rank(0)))
     call(lambda: Job.read(run.job))
     Supervisor.of(run.path)
-    asked = recipe(run.path, resume="auto", accelerator="cpu", precision="bf16-mixed")
+    resumed = recipe(run.path, resume="auto", accelerator="cpu", precision="bf16-mixed")
     with claim(run.path, "go_on"):
         last_session(run)
-        restarts_of(run, find_start(asked), world_size=1, started_at_s=1_900_000_000.0)
+        restarts_of(run, find_start(resumed), world_size=1, started_at_s=1_900_000_000.0)
     assert not [text for text in said if len(text) > 600]
 
 
@@ -103,7 +104,7 @@ def test_a_damaged_error_file_of_a_rank_is_an_error_itself(run: RunDirectory) ->
     run.rank(0).error.write_bytes(b"[" * 100_000)
     found = RankError.read(run.rank(0))
     assert found is not None and found.kind == "failed"
-    assert "error.json is damaged: nested too deeply" in found.message
+    assert says(found.message, "error.json is damaged")
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b'{"a": 5}', b"\xff", b""])

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command import command_environment, command_line
+from messages import says
 from runs import DEFAULT_SIGNALS, FOREVER, Run, command_of, rows, watched
 
 from ftkit.checkpoint.store import Store
@@ -125,7 +126,7 @@ class Runs:
         said = subprocess.run(
             watch, capture_output=True, text=True, env=command_environment(), timeout=120
         )
-        assert "killed before it could write a report" in " ".join(said.stdout.split()), said
+        assert says(" ".join(said.stdout.split()), "killed ... report"), said
 
     def _check_report(self, code: int, out: str) -> None:
         report = read_report(self.out_dir)

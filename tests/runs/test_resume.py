@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import save
 from command import NO_TORCH, Command
+from messages import says
 from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
@@ -50,15 +51,15 @@ def steps_in(file: Path) -> list[int]:
     return [int(row["step"]) for row in csv.DictReader(io.StringIO(file.read_text()))]
 
 
-def found(asked: Recipe) -> Start:
-    start = find_start(asked)
+def found(new_recipe: Recipe) -> Start:
+    start = find_start(new_recipe)
     assert start is not None
     return start
 
 
-def refusal(asked: Recipe) -> str:
+def refusal(new_recipe: Recipe) -> str:
     with pytest.raises(UserError) as error:
-        find_start(asked)
+        find_start(new_recipe)
     return str(error.value)
 
 
@@ -116,16 +117,16 @@ def test_auto_begins_where_there_is_nothing(out: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"resume": "true"}, "has no checkpoint. Try --resume auto"),
-        ({"resume": 5}, "resume is 5, but {out} has no checkpoint of this step. There are none."),
-        ({"resume": "atuo"}, "resume is 'atuo', but there is no such directory."),
-        ({"resume": "hf://b/x"}, "ftkit reads and writes s3://, gs://, az:// and directories"),
+        ({"resume": "true"}, "checkpoint ... --resume auto"),
+        ({"resume": 5}, "resume is 5 ... {out} ... none"),
+        ({"resume": "atuo"}, "resume is 'atuo' ... directory"),
+        ({"resume": "hf://b/x"}, "s3://, gs://, az://"),
     ],
     ids=str,
 )
 def test_missing_checkpoints_are_refused(out: Path, keys: dict[str, Any], message: str) -> None:
     out.mkdir()
-    assert message.format(out=out) in refusal(recipe(out, **keys))
+    assert says(refusal(recipe(out, **keys)), message.format(out=out))
     assert content(out) == {}
 
 
@@ -136,7 +137,7 @@ def test_an_unknown_step_names_those_there_are(out: Path) -> None:
 
 def test_a_directory_without_a_checkpoint_is_refused(out: Path, tmp_path: Path) -> None:
     save_run(recipe(out))
-    assert "there is no checkpoint in it" in refusal(recipe(tmp_path / "b", resume=out))
+    assert says(refusal(recipe(tmp_path / "b", resume=out)), "no checkpoint in it")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_every_fixed_value_that_differs_is_refused_with_a_remedy(out: Path) -> N
     save_run(recipe(out), 5)
     message = refusal(recipe(out, resume="auto", lora_r=16, seed=1))
     assert "lora_r 8 -> 16" in message and "seed 1337 -> 1" in message
-    assert "Go back to the first value" in message and "another --out_dir" in message
+    assert says(message, "Go back ... first value") and "another --out_dir" in message
 
 
 @pytest.mark.parametrize(("saved", "now"), [("lora", "full"), ("full", "lora")])
@@ -179,20 +180,20 @@ def test_tunable_values_are_noted(out: Path) -> None:
     assert start.changes == ("train.epochs 2 -> 3", "optimizer.lr empty -> 0.001")
 
 
-def test_setting_a_resolved_default_is_no_change(out: Path) -> None:
+def test_setting_a_resolved_default_is_not_a_change(out: Path) -> None:
     save_run(recipe(out), 5)
-    asked = recipe(out, resume="auto", precision="bf16-mixed", train__max_seq_length=512)
-    assert found(asked).changes == ()
-    asked = recipe(out, resume="auto", precision="32-true")
-    assert found(asked).changes == ("precision bf16-mixed -> 32-true",)
+    new_recipe = recipe(out, resume="auto", precision="bf16-mixed", train__max_seq_length=512)
+    assert found(new_recipe).changes == ()
+    new_recipe = recipe(out, resume="auto", precision="32-true")
+    assert found(new_recipe).changes == ("precision bf16-mixed -> 32-true",)
 
 
 # --- Complete runs ------------------------------------------------------------------------------
 
 
-def completion(asked: Recipe) -> str:
+def completion(new_recipe: Recipe) -> str:
     with pytest.raises(Completed) as end:
-        find_start(asked)
+        find_start(new_recipe)
     return str(end.value)
 
 
@@ -203,7 +204,7 @@ def test_a_complete_run_is_reported_with_the_option_that_prolongs_it(
     save_run(recipe(out), LAST)
     ended(out, "completed", LAST, result=True)
     text = completion(recipe(out, resume=resume))
-    assert f"{out} is complete at step 2,000; the result is in {out / 'final'}\n" in text
+    assert says(text, f"{out} is complete at step 2,000 ... {out / 'final'}")
     command = text.rpartition("train on with: ")[2]
     assert command == f"{continue_command(out, 'lora')} --train.epochs 3"
     options = parse(COMMANDS["finetune"], shlex.split(command)[2:])
@@ -226,11 +227,11 @@ def test_a_complete_run_continues_if_it_is_prolonged(
 ) -> None:
     save_run(recipe(out, **before), LAST)
     ended(out, "completed", LAST, result=True)
-    asked = recipe(out, resume="auto", **now)
+    new_recipe = recipe(out, resume="auto", **now)
     if goes_on:
-        assert found(asked).metadata.step == LAST
+        assert found(new_recipe).metadata.step == LAST
     else:
-        assert "is complete" in completion(asked)
+        assert "is complete" in completion(new_recipe)
 
 
 def test_a_run_that_its_time_ended_is_complete_until_it_gets_more(out: Path) -> None:
@@ -262,9 +263,9 @@ def test_a_run_whose_result_is_missing_is_not_complete(out: Path) -> None:
 
 
 def test_a_run_that_writes_no_result_is_complete_without_one(out: Path) -> None:
-    asked = recipe(out, checkpoint_dir="random:pythia-14m", resume="auto")
-    save_run(asked, LAST)
-    assert "is complete at step 2,000\n" in completion(asked)
+    new_recipe = recipe(out, checkpoint_dir="random:pythia-14m", resume="auto")
+    save_run(new_recipe, LAST)
+    assert "is complete at step 2,000\n" in completion(new_recipe)
 
 
 def test_the_report_of_an_earlier_session_does_not_count(out: Path) -> None:
@@ -276,7 +277,7 @@ def test_the_report_of_an_earlier_session_does_not_count(out: Path) -> None:
 def test_a_complete_run_without_checkpoints_is_not_repeated(out: Path) -> None:
     save_run(recipe(out))
     ended(out, "completed", 7, result=True)
-    assert "has no checkpoint to train on from" in completion(recipe(out, resume="auto"))
+    assert says(completion(recipe(out, resume="auto")), "no checkpoint")
 
 
 @pytest.mark.parametrize("outcome", ["interrupted", "failed", "out_of_memory"])
@@ -295,10 +296,10 @@ def test_damage_is_reported_and_a_sound_checkpoint_is_offered(out: Path) -> None
     file = store.path(15) / "shard-00000-of-00001.safetensors"
     file.write_bytes(b"")
     message = refusal(recipe(out, resume="true"))
-    assert f"{store.path(15)} cannot be continued from: {file} has 0 bytes instead of" in message
-    assert message.endswith("Try --resume auto, which continues from the newest intact one.")
+    assert says(message, f"{store.path(15)} ... {file} has 0 bytes")
+    assert says(message, "--resume auto")
     message = refusal(recipe(out, resume=15))
-    assert message.endswith("Try the one before it: --resume 5.")
+    assert says(message, "one before ... --resume 5")
     assert found(recipe(out, resume=5))
 
 
@@ -307,9 +308,9 @@ def test_resume_auto_continues_from_the_newest_sound_checkpoint(out: Path, tmp_p
     (store.path(20) / "recipe.yaml").unlink()
     damage(store.path(15) / "adapter/adapter_model.safetensors")
     damage(store.path(10) / "metadata.json")
-    asked = recipe(out, resume="auto")
+    new_recipe = recipe(out, resume="auto")
     with Display(tmp_path) as display:
-        start = verify_start(found(asked), asked, display)
+        start = verify_start(found(new_recipe), new_recipe, display)
     assert start.metadata.step == 5
     said = [re.sub(r" cannot be continued from: .*", "", why) for why in start.passed_over]
     assert said == [str(store.path(step)) for step in (20, 15, 10)]
@@ -321,7 +322,7 @@ def test_without_a_sound_checkpoint_each_problem_is_reported(out: Path) -> None:
         (store.path(step) / "recipe.yaml").unlink()
     newer, older = refusal(recipe(out, resume="auto")).splitlines()
     assert newer.startswith(f"{store.path(10)} cannot") and older.startswith(f"{store.path(5)} can")
-    assert older.endswith("try --overwrite without --resume to start again.")
+    assert says(older, "--overwrite without --resume")
 
 
 def test_a_complete_run_does_not_go_back_by_itself(out: Path) -> None:
@@ -337,7 +338,7 @@ def test_files_that_are_read_first_are_checked_first(out: Path, name: str) -> No
     damage(store.path(5) / name)
     message = refusal(recipe(out, resume="auto"))
     assert str(store.path(5) / name) in message
-    assert message.endswith("try --overwrite without --resume to start again.")
+    assert says(message, "--overwrite without --resume")
 
 
 def test_a_file_that_cannot_be_read_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,19 +348,19 @@ def test_a_file_that_cannot_be_read_is_named(out: Path, monkeypatch: pytest.Monk
     store = save_run(recipe(out), 5)
     monkeypatch.setattr("ftkit.runs.resume.hash_file", fail)
     message = refusal(recipe(out, resume="auto"))
-    assert f"{store.path(5) / 'recipe.yaml'} cannot be read (Permission denied)." in message
+    assert says(message, f"{store.path(5) / 'recipe.yaml'} ... Permission denied")
 
 
 def test_a_changed_byte_anywhere_is_detected_before_ranks_start(out: Path, tmp_path: Path) -> None:
     store = save_run(recipe(out), 5, 10)
     damage(store.path(10) / "adapter/adapter_model.safetensors")
-    for asked, option in (
+    for new_recipe, option in (
         (recipe(out, resume=10), "--resume 5."),
         (recipe(tmp_path / "b", resume=out), f"--resume {store.path(5).resolve()}."),
     ):
-        start = found(asked)
+        start = found(new_recipe)
         with Display(tmp_path) as display, pytest.raises(UserError) as error:
-            verify_start(start, asked, display)
+            verify_start(start, new_recipe, display)
         assert "adapter_model.safetensors is damaged" in str(error.value)
         assert str(error.value).endswith(option)
 
@@ -371,15 +372,15 @@ def test_the_check_ends_when_the_run_is_to_end(
     damage(store.path(5) / "adapter/adapter_model.safetensors")
     monkeypatch.setattr("ftkit.checkpoint.store.PROGRESS_INTERVAL_S", 0)
     monkeypatch.setattr("ftkit.checkpoint.store.hash_file", lambda *_: time.sleep(0.1))
-    asked = recipe(out, resume="auto")
+    new_recipe = recipe(out, resume="auto")
     with Display(tmp_path) as display:
-        verify_start(found(asked), asked, display, interrupted=lambda: True)
+        verify_start(found(new_recipe), new_recipe, display, interrupted=lambda: True)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(out: Path) -> None:
     store = save_run(recipe(out), 5)
     store.path(5).rename(store.path(6))
-    assert "holds the checkpoint of step 5" in refusal(recipe(out, resume="auto"))
+    assert says(refusal(recipe(out, resume="auto")), "checkpoint of step 5")
 
 
 def test_a_pickle_is_refused_and_does_not_run(out: Path, tmp_path: Path) -> None:
@@ -405,8 +406,8 @@ def test_a_pickle_is_refused_and_does_not_run(out: Path, tmp_path: Path) -> None
 
 
 def test_the_exit_summary_shows_what_is_saved_and_how_to_continue(out: Path) -> None:
-    assert exit_summary(out, "lora", 0) == "stopped before the first step; nothing was saved"
-    assert exit_summary(out, "lora", 3) == "stopped after step 3; nothing was saved"
+    assert says(exit_summary(out, "lora", 0), "before the first step ... nothing was saved")
+    assert says(exit_summary(out, "lora", 3), "step 3 ... nothing was saved")
     store = save_run(recipe(out), 5, 1500)
     go_on = f"\ncontinue with: ftkit finetune --config {out / 'recipe.yaml'} --resume auto"
     where = store.path(1500)
@@ -447,15 +448,15 @@ def test_a_moved_run_continues_where_its_recipe_is(
 
 def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
-    asked = recipe(out, resume="auto")
-    assert follow_moved(asked, tmp_path / "recipe.yaml") == asked
+    new_recipe = recipe(out, resume="auto")
+    assert follow_moved(new_recipe, tmp_path / "recipe.yaml") == new_recipe
 
 
 # --- The supervisor's part ----------------------------------------------------------------------
 
 
 @pytest.fixture
-def asked(tiny_base: Path, tiny_data: Path, out: Path) -> Callable[..., Recipe]:
+def make_recipe(tiny_base: Path, tiny_data: Path, out: Path) -> Callable[..., Recipe]:
     """A recipe that could run here."""
 
     def make(method: Method = "lora", **keys: object) -> Recipe:
@@ -487,11 +488,11 @@ def mistake(recipe: Recipe, **options: bool) -> str:
 
 
 def test_the_job_has_the_start_and_the_stop(
-    asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
+    make_recipe: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = save_run(asked(), 5)
+    store = save_run(make_recipe(), 5)
     stop = StopAfter(seconds=60)
-    with prepared(asked(resume="auto", train__epochs=3), stop_after=stop) as job:
+    with prepared(make_recipe(resume="auto", train__epochs=3), stop_after=stop) as job:
         assert Job.read(out / ".run/job.json") == job
         assert (job.start, job.start_step) == (str(store.path(5).resolve()), 5)
         assert (job.stop_after, job.changes) == (stop, ("train.epochs 2 -> 3",))
@@ -503,11 +504,11 @@ def test_the_job_has_the_start_and_the_stop(
 
 
 def test_a_run_continues_in_place_and_keeps_everything_up_to_its_start(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    save_run(asked(), 5, 10)
+    save_run(make_recipe(), 5, 10)
     (out / "notes.txt").write_text("mine")
-    with prepared(asked(resume="auto")) as job:
+    with prepared(make_recipe(resume="auto")) as job:
         assert job.recipe.out_dir == out
         assert Store(out / "checkpoints").steps() == [5, 10]
         assert steps_in(out / "metrics.csv") == list(range(1, 11))
@@ -518,11 +519,11 @@ def test_a_run_continues_in_place_and_keeps_everything_up_to_its_start(
 
 
 def test_files_later_than_a_step_are_set_aside_and_never_deleted(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    store = save_run(asked(), 5, 10, 15)
+    store = save_run(make_recipe(), 5, 10, 15)
     ended(out, "completed", 15, result=True)
-    with prepared(asked(resume=5)):
+    with prepared(make_recipe(resume=5)):
         assert store.steps() == [5]
         assert steps_in(out / "metrics.csv") == [1, 2, 3, 4, 5]
         assert not (out / "final").exists() and not (out / "report.json").exists()
@@ -531,18 +532,18 @@ def test_files_later_than_a_step_are_set_aside_and_never_deleted(
     assert steps_in(backup / "metrics.csv") == list(range(6, 18))
     assert (backup / "final/model").read_text() == "result" and (backup / "report.json").exists()
     save(store, 10)
-    with prepared(asked(resume=5)):
+    with prepared(make_recipe(resume=5)):
         assert Store(out / "set_aside/2/checkpoints").steps() == [10]
     assert steps_in(backup / "metrics.csv") == list(range(6, 18))
 
 
 def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_again(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    save_run(asked())
+    save_run(make_recipe())
     ended(out, "failed", 2)
     (out / "slurm.out").write_text("of the scheduler")
-    with prepared(asked(resume="auto")) as job:
+    with prepared(make_recipe(resume="auto")) as job:
         assert job.recipe.out_dir == out and job.start is None
         there = sorted(path.name for path in out.iterdir())
         assert there == [".run", "recipe.yaml", "run.log", "set_aside", "slurm.out"]
@@ -552,11 +553,11 @@ def test_an_attempt_that_saved_nothing_is_set_aside_and_the_directory_is_used_ag
 
 
 def test_a_damaged_newest_checkpoint_is_kept_beside_the_continued_run(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    store = save_run(asked(), 5, 10)
+    store = save_run(make_recipe(), 5, 10)
     damage(store.path(10) / "adapter/adapter_model.safetensors")
-    with prepared(asked(resume="auto")) as job:
+    with prepared(make_recipe(resume="auto")) as job:
         assert (job.start_step, store.steps()) == (5, [5])
         assert steps_in(out / "metrics.csv") == [1, 2, 3, 4, 5]
     assert Store(out / "set_aside/1/checkpoints").steps() == [10]
@@ -569,53 +570,55 @@ def test_a_damaged_newest_checkpoint_is_kept_beside_the_continued_run(
     [
         (10, ""),
         (12, ""),
-        (9, "rows of the steps 10 to 10 are lost"),
-        (3, "rows of the steps 4 to 10 are lost"),
-        (0, "rows of the steps 1 to 10 are lost"),
-        (None, "rows of the steps 1 to 10 are lost"),
+        (9, "steps 10 to 10 ... lost"),
+        (3, "steps 4 to 10 ... lost"),
+        (0, "steps 1 to 10 ... lost"),
+        (None, "steps 1 to 10 ... lost"),
     ],
 )
 def test_lost_rows_are_reported_and_the_run_continues(
-    asked: Callable[..., Recipe], out: Path, left: int | None, said: str
+    make_recipe: Callable[..., Recipe], out: Path, left: int | None, said: str
 ) -> None:
-    save_run(asked(), 10, carried={"tokens": 1})
+    save_run(make_recipe(), 10, carried={"tokens": 1})
     if left is None:
         (out / "metrics.csv").unlink()
     else:
         write_rows(out, range(1, left + 1))
     with (out / "metrics.csv").open("a") as file:
         file.write("11,1" if left else "")
-    with prepared(asked(resume="auto")) as job:
+    with prepared(make_recipe(resume="auto")) as job:
         assert job.start_step == 10
     log = (out / "run.log").read_text()
-    assert said in log and ("metrics.csv was cut" in log) == bool(said)
+    assert says(log, said) and ("metrics.csv was cut" in log) == bool(said)
 
 
-def test_auto_takes_a_new_directory_as_it_is(asked: Callable[..., Recipe], out: Path) -> None:
-    with prepared(asked(resume="auto")) as job:
+def test_auto_takes_a_new_directory_as_it_is(make_recipe: Callable[..., Recipe], out: Path) -> None:
+    with prepared(make_recipe(resume="auto")) as job:
         assert job.recipe.out_dir == out and job.start is None
         assert not (out / "set_aside").exists()
 
 
-def test_leftovers_of_a_crash_are_removed_first(asked: Callable[..., Recipe], out: Path) -> None:
-    store = save_run(asked(), 5)
+def test_leftovers_of_a_crash_are_removed_first(
+    make_recipe: Callable[..., Recipe], out: Path
+) -> None:
+    store = save_run(make_recipe(), 5)
     store.path(5).rename(store.directory / ".step-00000005.replaced")
     store.partial(10).mkdir()
-    with prepared(asked(resume="auto")) as job:
+    with prepared(make_recipe(resume="auto")) as job:
         assert job.start_step == 5
         assert sorted(p.name for p in store.directory.glob(".*")) == []
 
 
 @pytest.mark.parametrize("keys", [{"resume": "auto"}, {"resume": 5}, {"resume": 10}], ids=str)
-def test_a_mistake_found_later_leaves_everything_as_it_was(
-    asked: Callable[..., Recipe], out: Path, keys: dict[str, Any]
+def test_a_later_mistake_leaves_everything_as_it_was(
+    make_recipe: Callable[..., Recipe], out: Path, keys: dict[str, Any]
 ) -> None:
-    save_run(asked(), 5, 10)
+    save_run(make_recipe(), 5, 10)
     ended(out, "completed", 10, result=True)
     before = content(out)
 
     def fail() -> None:
-        with prepared(asked(train__epochs=3, **keys)):
+        with prepared(make_recipe(train__epochs=3, **keys)):
             (out / "metrics.csv").write_text("")
             (out / "run.log").write_text("more")
             (out / "tensorboard").mkdir()
@@ -628,26 +631,26 @@ def test_a_mistake_found_later_leaves_everything_as_it_was(
 
 
 def test_a_failure_while_later_things_are_set_aside_is_undone(
-    asked: Callable[..., Recipe], out: Path, monkeypatch: pytest.MonkeyPatch
+    make_recipe: Callable[..., Recipe], out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    save_run(asked(), 5, 10)
+    save_run(make_recipe(), 5, 10)
     ended(out, "completed", 10, result=True)
     before = content(out)
     monkeypatch.setattr("ftkit.runs.resume.cut_rows", fail)
-    assert "cannot be written: No space left on device" in mistake(asked(resume=5))
+    assert says(mistake(make_recipe(resume=5)), "No space left")
     assert content(out) == before
 
 
 def test_a_failure_after_training_takes_nothing_back(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    store = save_run(asked(), 5, 10)
+    store = save_run(make_recipe(), 5, 10)
 
     def fail() -> None:
-        with prepared(asked(resume=5)) as job:
+        with prepared(make_recipe(resume=5)) as job:
             leave(job, 7)
             save(store, 7)
             write_rows(out, range(1, 8))
@@ -660,13 +663,13 @@ def test_a_failure_after_training_takes_nothing_back(
 
 
 def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    save_run(asked())
+    save_run(make_recipe())
     before = content(out)
 
     def fail() -> None:
-        with prepared(asked(resume="auto")):
+        with prepared(make_recipe(resume="auto")):
             (out / "report.json").write_text("new")
             raise UserError("x")
 
@@ -680,35 +683,37 @@ def test_a_mistake_leaves_an_attempt_that_saved_nothing_as_it_was(
     [{"resume": 7}, {"resume": "auto", "lora_r": 2}, {"checkpoint_dir": "no-where"}],
     ids=str,
 )
-def test_a_mistake_found_at_once_changes_nothing(
-    asked: Callable[..., Recipe], out: Path, keys: dict[str, Any]
+def test_an_immediate_mistake_changes_nothing(
+    make_recipe: Callable[..., Recipe], out: Path, keys: dict[str, Any]
 ) -> None:
-    save_run(asked(), 5)
+    save_run(make_recipe(), 5)
     before = content(out)
-    mistake(asked(**{"resume": "auto"} | keys))
+    mistake(make_recipe(**{"resume": "auto"} | keys))
     assert content(out) == before
 
 
-def test_a_damaged_file_changes_nothing_either(asked: Callable[..., Recipe], out: Path) -> None:
-    store = save_run(asked(), 5, 10)
+def test_a_damaged_file_changes_nothing_either(
+    make_recipe: Callable[..., Recipe], out: Path
+) -> None:
+    store = save_run(make_recipe(), 5, 10)
     damage(store.path(5) / "adapter/adapter_model.safetensors")
     before = content(out)
-    assert "is damaged" in mistake(asked(resume=5))
+    assert "is damaged" in mistake(make_recipe(resume=5))
     assert content(out) == before
 
 
 def test_a_run_that_does_not_exist_leaves_no_directory(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    assert "has no checkpoint" in mistake(asked(resume="true"))
+    assert "has no checkpoint" in mistake(make_recipe(resume="true"))
     assert not out.exists()
 
 
-def test_a_complete_run_is_left_alone(asked: Callable[..., Recipe], out: Path) -> None:
-    save_run(asked(), LAST)
+def test_a_complete_run_is_left_alone(make_recipe: Callable[..., Recipe], out: Path) -> None:
+    save_run(make_recipe(), LAST)
     ended(out, "completed", LAST, result=True)
     before = content(out)
-    with pytest.raises(Completed), prepared(asked(resume="auto")):
+    with pytest.raises(Completed), prepared(make_recipe(resume="auto")):
         pass
     assert content(out) == before
 
@@ -716,61 +721,65 @@ def test_a_complete_run_is_left_alone(asked: Callable[..., Recipe], out: Path) -
 # --- Directories --------------------------------------------------------------------------------
 
 
-def test_an_unfinished_run_is_not_overwritten(asked: Callable[..., Recipe], out: Path) -> None:
-    save_run(asked(), 5)
+def test_an_unfinished_run_is_not_overwritten(
+    make_recipe: Callable[..., Recipe], out: Path
+) -> None:
+    save_run(make_recipe(), 5)
     before = content(out)
-    message = mistake(asked())
-    assert f"{out} holds a run that stopped at step 5 and can be continued" in message
+    message = mistake(make_recipe())
+    assert says(message, f"{out} ... stopped at step 5")
     assert continue_command(out, "lora") in message and "--overwrite" in message
     assert content(out) == before
 
 
-def test_unless_it_is_asked_for(asked: Callable[..., Recipe], out: Path) -> None:
-    save_run(asked(), 5)
-    with prepared(asked(), overwrite=True) as job:
+def test_an_unfinished_run_is_overwritten_on_request(
+    make_recipe: Callable[..., Recipe], out: Path
+) -> None:
+    save_run(make_recipe(), 5)
+    with prepared(make_recipe(), overwrite=True) as job:
         assert job.recipe.out_dir == out and Store(out / "checkpoints").steps() == []
 
 
 @pytest.mark.parametrize("outcome", ["completed", None])
 def test_a_new_run_goes_beside_a_complete_one_or_one_that_saved_nothing(
-    asked: Callable[..., Recipe], out: Path, outcome: str | None
+    make_recipe: Callable[..., Recipe], out: Path, outcome: str | None
 ) -> None:
-    save_run(asked(), *([5] if outcome else []))
+    save_run(make_recipe(), *([5] if outcome else []))
     if outcome:
         ended(out, outcome, 5)
-    with prepared(asked()) as job:
+    with prepared(make_recipe()) as job:
         assert job.recipe.out_dir == out.with_name("out-2")
 
 
 def test_overwriting_and_going_on_exclude_each_other(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    save_run(asked(), 5)
-    assert "--overwrite would remove" in mistake(asked(resume="auto"), overwrite=True)
+    save_run(make_recipe(), 5)
+    assert "--overwrite would remove" in mistake(make_recipe(resume="auto"), overwrite=True)
 
 
 def test_the_directory_of_a_run_at_work_is_refused_or_left_alone(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    save_run(asked(), 5)
+    save_run(make_recipe(), 5)
     (out / ".run").mkdir()
     with (out / ".run/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = content(out)
-        assert "still running" in mistake(asked(resume="auto"))
-        with prepared(asked()) as job:
+        assert "still running" in mistake(make_recipe(resume="auto"))
+        with prepared(make_recipe()) as job:
             assert job.recipe.out_dir == out.with_name("out-2")
         assert content(out) == before
 
 
 def test_a_branch_gets_a_directory_of_its_own_with_the_rows_so_far(
-    asked: Callable[..., Recipe], out: Path, tmp_path: Path
+    make_recipe: Callable[..., Recipe], out: Path, tmp_path: Path
 ) -> None:
-    save_run(asked(), 5, 10)
+    save_run(make_recipe(), 5, 10)
     before = content(out)
     other = tmp_path / "other"
     path = out / "checkpoints/step-00000005"
-    with prepared(asked(resume=path, out_dir=other)) as job:
+    with prepared(make_recipe(resume=path, out_dir=other)) as job:
         assert job.recipe.out_dir == other
         assert (job.start, job.start_step) == (str(path.resolve()), 5)
         assert steps_in(other / "metrics.csv") == [1, 2, 3, 4, 5]
@@ -779,10 +788,10 @@ def test_a_branch_gets_a_directory_of_its_own_with_the_rows_so_far(
 
 
 def test_a_branch_never_takes_the_place_of_a_run(
-    asked: Callable[..., Recipe], out: Path, tmp_path: Path
+    make_recipe: Callable[..., Recipe], out: Path, tmp_path: Path
 ) -> None:
-    save_run(asked(), 5)
-    other = asked(out_dir=tmp_path / "other", resume=out)
+    save_run(make_recipe(), 5)
+    other = make_recipe(out_dir=tmp_path / "other", resume=out)
     save_run(other, 6)
     assert "can be continued" in mistake(other)
     ended(tmp_path / "other", "completed", 6)
@@ -794,19 +803,21 @@ def test_a_branch_never_takes_the_place_of_a_run(
 
 
 def test_a_full_fine_tune_continues_without_its_base_model(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    save_run(asked("full"), 5)
-    with prepared(asked("full", checkpoint_dir="no-where", resume="auto")) as job:
+    save_run(make_recipe("full"), 5)
+    with prepared(make_recipe("full", checkpoint_dir="no-where", resume="auto")) as job:
         assert job.base == str(out / ".run/base")
         assert (Path(job.base) / "config.json").read_text() == "{}"
 
 
-def test_lora_needs_its_base_model_and_names_it(asked: Callable[..., Recipe], out: Path) -> None:
-    save_run(asked(), 5)
-    message = mistake(asked(checkpoint_dir="no-where", resume="auto"))
-    assert message.startswith("checkpoint_dir no-where does not exist.")
-    assert "continues from the base model base/tiny: give its path with --checkpoint_dir" in message
+def test_lora_needs_its_base_model_and_names_it(
+    make_recipe: Callable[..., Recipe], out: Path
+) -> None:
+    save_run(make_recipe(), 5)
+    message = mistake(make_recipe(checkpoint_dir="no-where", resume="auto"))
+    assert says(message, "checkpoint_dir no-where")
+    assert says(message, "base/tiny ... --checkpoint_dir")
 
 
 # --- The end of a session -----------------------------------------------------------------------
@@ -824,10 +835,10 @@ def leave(job: Job, steps: int, error: RankError | None = None, **changes: objec
 
 
 def test_an_interrupted_session_shows_how_to_continue(
-    asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
+    make_recipe: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = save_run(asked(), 5)
-    with prepared(asked(resume="auto")) as job:
+    store = save_run(make_recipe(), 5)
+    with prepared(make_recipe(resume="auto")) as job:
         leave(job, 7, RankError(kind="interrupted", message="SIGINT", happened_at_s=1.0))
         save(store, 7)
         assert conclude(job, [signal.SIGINT]) == 130
@@ -840,11 +851,11 @@ def test_an_interrupted_session_shows_how_to_continue(
     assert read_report(out).outcome == "interrupted"
 
 
-def test_a_session_stopped_by_stop_after_is_no_failure(
-    asked: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
+def test_a_session_stopped_by_stop_after_is_not_a_failure(
+    make_recipe: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = save_run(asked(), 5)
-    with prepared(asked(resume="auto"), stop_after=StopAfter(steps=2)) as job:
+    store = save_run(make_recipe(), 5)
+    with prepared(make_recipe(resume="auto"), stop_after=StopAfter(steps=2)) as job:
         leave(job, 7, outcome="stopped", exit_code=0, exit_reason=str(job.stop_after))
         save(store, 7)
         assert conclude(job, []) == 0
@@ -853,23 +864,23 @@ def test_a_session_stopped_by_stop_after_is_no_failure(
     assert "continue with: " in capsys.readouterr().out
 
 
-def test_a_complete_run_has_nothing_to_go_on_with(
-    asked: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+def test_a_complete_run_is_not_continued(
+    make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with prepared(asked()) as job:
+    with prepared(make_recipe()) as job:
         leave(job, 7, outcome="completed", exit_code=0, exit_reason="train.epochs of 2 reached")
         assert conclude(job, []) == 0
     assert "continue with" not in capsys.readouterr().out
 
 
 def test_a_mistake_that_a_rank_finds_before_its_first_step_changes_nothing(
-    asked: Callable[..., Recipe], out: Path
+    make_recipe: Callable[..., Recipe], out: Path
 ) -> None:
-    save_run(asked(), 5)
+    save_run(make_recipe(), 5)
     before = content(out)
 
     def fail() -> None:
-        with prepared(asked(resume="auto")) as job:
+        with prepared(make_recipe(resume="auto")) as job:
             leave(job, 5, RankError(kind="user", message="other data", happened_at_s=1.0))
             conclude(job, [])
 

@@ -1,4 +1,4 @@
-"""System metrics: what is asked of host and devices, and the file they make."""
+"""System metrics: what host and devices report, and the file of it."""
 
 import sys
 from pathlib import Path

@@ -172,7 +172,7 @@ def test_the_calibration_runs_its_tiny_recipes(
 
 
 def calibrated(predicted: int, reserved: int) -> dict[str, object]:
-    """A row of the calibration: 1000 bytes were asked for, and given in blocks of 1016."""
+    """A row of the calibration: 1000 bytes were requested, and given in blocks of 1016."""
     return {
         "model": "tiny",
         "micro_batch_size": 1,

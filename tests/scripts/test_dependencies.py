@@ -77,7 +77,7 @@ def test_the_workflow_runs_the_scripts_that_everybody_runs() -> None:
     assert all(job["timeout-minutes"] for job in jobs)
 
 
-def test_what_litgpt_imports_when_it_is_installed_alone_is_a_dependency_of_ours() -> None:
+def test_the_imports_of_litgpt_without_its_dependencies_are_ours() -> None:
     """The set-up installs it without its libraries."""
     without_extras = [one for one in requires("litgpt") or [] if "extra ==" not in one]
     assert names(without_extras) <= names(PROJECT["dependencies"])

@@ -33,7 +33,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Namespace:
+def arguments(tmp_path: Path) -> Namespace:
     return Namespace(out=tmp_path, dry_run=True, wheels=None)
 
 
@@ -64,19 +64,19 @@ def test_the_recipes_of_the_calibration_are_all_in_one_part(suite: ModuleType) -
 
 
 def test_a_part_that_is_done_is_not_run_again_and_one_that_cannot_run_is_named(
-    suite: ModuleType, asked: Namespace, monkeypatch: pytest.MonkeyPatch
+    suite: ModuleType, arguments: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(suite.subprocess, "Popen", lambda *words, **_: started.append(words))
     tests, *_, peers = suite.PARTS
-    suite.write_result(asked.out, tests.name, result("done", True))
-    suite.run_part(tests, asked, gpus=1)
-    suite.run_part(peers, asked, gpus=1)
+    suite.write_result(arguments.out, tests.name, result("done", True))
+    suite.run_part(tests, arguments, gpus=1)
+    suite.run_part(peers, arguments, gpus=1)
     two = next(part for part in suite.PARTS if part.gpus == 2)
-    suite.run_part(two, asked, gpus=1)
+    suite.run_part(two, arguments, gpus=1)
     assert started == []
-    assert suite.read_result(asked.out, peers.name)["outcome"] == "needs --wheels"
-    assert suite.read_result(asked.out, two.name)["outcome"] == "needs 2 GPUs"
+    assert suite.read_result(arguments.out, peers.name)["outcome"] == "needs --wheels"
+    assert suite.read_result(arguments.out, two.name)["outcome"] == "needs 2 GPUs"
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_a_part_that_is_done_is_not_run_again_and_one_that_cannot_run_is_named(
         ("import time; time.sleep(600)", "not done after 1 s"),
     ],
 )
-def test_a_part_that_fails_or_hangs_keeps_what_it_had_found(
+def test_a_part_that_fails_or_hangs_keeps_its_results(
     suite: ModuleType,
-    asked: Namespace,
+    arguments: Namespace,
     monkeypatch: pytest.MonkeyPatch,
     program: str,
     outcome: str,
@@ -96,15 +96,15 @@ def test_a_part_that_fails_or_hangs_keeps_what_it_had_found(
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     def begin(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
-        suite.write_result(asked.out, "tests", result("under way", True, None))
+        suite.write_result(arguments.out, "tests", result("under way", True, None))
         return start([sys.executable, "-c", program], **more)
 
     monkeypatch.setattr(suite.subprocess, "Popen", begin)
     part = suite.dataclasses.replace(suite.PARTS[0], limit_s=1)
     if "SystemExit" in program:
         part = suite.PARTS[0]
-    suite.run_part(part, asked, gpus=1)
-    found = suite.read_result(asked.out, "tests")
+    suite.run_part(part, arguments, gpus=1)
+    found = suite.read_result(arguments.out, "tests")
     assert found["outcome"] == outcome
     assert [check["passed"] for check in found["checks"]] == [True, None]
     assert suite.is_wrong(found)

@@ -43,8 +43,8 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """Of an expression of JavaScript on the page."""
-        told = self._tell("Runtime.evaluate", expression=expression, returnByValue=True)
-        return told["result"].get("value")
+        answer = self._tell("Runtime.evaluate", expression=expression, returnByValue=True)
+        return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
         """Its value once that is true; what the page says if it never is."""
@@ -93,12 +93,12 @@ def browser(profile: Path) -> Iterator[Page]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     loop = asyncio.new_event_loop()
     try:
-        told = profile / "DevToolsActivePort"
+        port_file = profile / "DevToolsActivePort"
         end_s = time.monotonic() + _PATIENCE_S
-        while not (told.exists() and "\n" in told.read_text()):
+        while not (port_file.exists() and "\n" in port_file.read_text()):
             assert process.poll() is None and time.monotonic() < end_s, "Chromium did not start"
             time.sleep(0.05)
-        port = told.read_text().splitlines()[0]
+        port = port_file.read_text().splitlines()[0]
         with urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
             (target,) = (one for one in json.load(answer) if one["type"] == "page")
         address = target["webSocketDebuggerUrl"]

@@ -60,8 +60,8 @@ def make_run(
     **keys: Any,
 ) -> Report:
     """A run with rows and, but for write, its report; dots of keys are two underscores."""
-    asked = RECIPE_OF[method](checkpoint_dir="base", out_dir=out)
-    recipe = recipe_as_dict(asked) | {"precision": keys.pop("precision", None)}
+    initial = RECIPE_OF[method](checkpoint_dir="base", out_dir=out)
+    recipe = recipe_as_dict(initial) | {"precision": keys.pop("precision", None)}
     for key, value in keys.items():
         section, _, name = key.partition("__")
         place = recipe[section].get("init_args", recipe[section]) if name else recipe

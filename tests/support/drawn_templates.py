@@ -140,12 +140,12 @@ class DrawnTemplate:
             yield Piece("<s>", "other", None)
         if self.tools and record.get("tools"):
             yield Piece(f"<tools>{_json(record['tools'])}\n", "other", None)
-        asked = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         systems = [m["content"] for m in messages if m["role"] == "system"]
         system = systems[-1] if systems else ""
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                yield from self._turn_pieces(message, i, i > asked, i + 1 == len(messages))
+                yield from self._turn_pieces(message, i, i > last_question, i + 1 == len(messages))
                 continue
             if message["role"] == "system" and self.system != "as_others":
                 continue

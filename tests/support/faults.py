@@ -151,7 +151,7 @@ def little_memory(more: int) -> None:
 
 
 def kernel_that_kills_for_memory() -> None:
-    """The kernel's count of processes that it killed for memory grows each time it is asked."""
+    """The kernel's count of processes that it killed for memory grows each time it is read."""
     counts = itertools.count(7)
     ranks.processes_killed_for_memory = lambda: next(counts)  # type: ignore[attr-defined, misc]
     no_advice()

@@ -55,8 +55,8 @@ def chats(count: int, system: str = "") -> list[dict[str, Any]]:
 
 def look(model: Path, data: Path, *, show: int = 0, **keys: object) -> Inspection:
     """What there is to see of records in a file; `data__seed=1` stands for data.seed."""
-    asked = {"checkpoint_dir": str(model), "data": "JSON", "data.path": str(data)}
-    overrides = [*asked.items()]
+    defaults = {"checkpoint_dir": str(model), "data": "JSON", "data.path": str(data)}
+    overrides = [*defaults.items()]
     overrides += [(key.replace("__", "."), as_text(value)) for key, value in keys.items()]
     return inspect_data([], overrides, show=show, progress=lambda *_: None)
 

@@ -1,4 +1,4 @@
-"""A recorder that is told of steps that nobody has trained."""
+"""A recorder that is fed with steps that no run has trained."""
 
 import time
 from pathlib import Path

@@ -17,7 +17,7 @@ OUTPUTS = ("stream", "display_data", "update_display_data", "execute_result", "e
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """Where a server is, and what it wants to be told."""
+    """The address of a server and its token."""
 
     url: str
     token: str

@@ -20,21 +20,21 @@ def recipe(out: Path, method: Method = "lora", **keys: object) -> Recipe:
     return read_recipe([], pairs, method=method)
 
 
-def save_run(asked: Recipe, *steps: int, **changes: object) -> Store:
+def save_run(saved: Recipe, *steps: int, **changes: object) -> Store:
     """Checkpoints and rows of a run, as it leaves them."""
-    out = asked.out_dir
+    out = saved.out_dir
     store = Store(out / "checkpoints")
     files = {
-        "recipe.yaml": to_yaml(asked).encode(),
+        "recipe.yaml": to_yaml(saved).encode(),
         "shard-00000-of-00001.safetensors": safetensors(1000),
         "adapter/adapter_model.safetensors": safetensors(100),
     }
-    if asked.method == "full":
+    if saved.method == "full":
         files["base/config.json"] = b"{}"
     out.mkdir(exist_ok=True)
     for step in steps:
-        save(store, step, files, method=asked.method, **changes)
-    (out / "recipe.yaml").write_text(to_yaml(asked))
+        save(store, step, files, method=saved.method, **changes)
+    (out / "recipe.yaml").write_text(to_yaml(saved))
     (out / "run.log").write_text("log\n")
     write_rows(out, range(1, max(steps, default=0) + 3))
     return store

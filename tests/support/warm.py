@@ -80,30 +80,30 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """
 
     def _execute_child(self, *arguments: Any) -> None:
-        asked = _execute.bind(self, *arguments).arguments
-        words = asked["args"]
-        if not isinstance(words, list | tuple) or str(words[0]) != sys.executable or asked["shell"]:
+        call = _execute.bind(self, *arguments).arguments
+        words = call["args"]
+        if not isinstance(words, list | tuple) or str(words[0]) != sys.executable or call["shell"]:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
-        ends = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        ends = [call[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             if stream is not None:
                 stream.flush()
         self.pid = os.fork()
         if not self.pid:
-            _leave_with(lambda: _become(asked, ends))
+            _leave_with(lambda: _become(call, ends))
         self._child_created = True
         self._close_pipe_fds(  # type: ignore[attr-defined]
-            *(asked[n] for n in ("p2cread", "p2cwrite", "c2pread", "c2pwrite")),
-            *(asked[n] for n in ("errread", "errwrite")),
+            *(call[n] for n in ("p2cread", "p2cwrite", "c2pread", "c2pwrite")),
+            *(call[n] for n in ("errread", "errwrite")),
         )
 
 
-def _become(asked: Mapping[str, Any], ends: list[int]) -> None:
+def _become(call: Mapping[str, Any], ends: list[int]) -> None:
     """Be the program, from where a new interpreter would begin."""
-    if asked["process_group"] >= 0:
-        os.setpgid(0, asked["process_group"])
-    if asked["start_new_session"]:
+    if call["process_group"] >= 0:
+        os.setpgid(0, call["process_group"])
+    if call["start_new_session"]:
         os.setsid()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -116,18 +116,18 @@ def _become(asked: Mapping[str, Any], ends: list[int]) -> None:
         if end is not None:
             os.dup2(end, number)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a kernel has others in their place
-    kept = {0, 1, 2, *asked["pass_fds"]}
+    kept = {0, 1, 2, *call["pass_fds"]}
     for link in list(Path("/proc/self/fd").iterdir()):
         if int(link.name) not in kept:
             with suppress(OSError):  # that of the list itself
                 os.close(int(link.name))
-    environment = asked["env"]
+    environment = call["env"]
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)
-    if asked["cwd"] is not None:
-        os.chdir(asked["cwd"])
-    words = [str(word) for word in asked["args"]]
+    if call["cwd"] is not None:
+        os.chdir(call["cwd"])
+    words = [str(word) for word in call["args"]]
     _show(words, dict(os.environ))
     for finaliser in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finaliser.atexit = False  # of the libraries, which the program may never import
@@ -214,7 +214,7 @@ def _write(address: int, text: bytes) -> None:
 
 
 def _serve(requests: socket.socket) -> NoReturn:
-    """Start what is asked for; say its process id, and how it ended."""
+    """Start the requested processes; send back their ids and exit codes."""
     from ftkit.utils.imports import hidden, quick_imports, without_hub_kernels
 
     subprocess.Popen = Popen  # type: ignore[misc]
@@ -233,21 +233,21 @@ def _serve(requests: socket.socket) -> NoReturn:
         readable, _, _ = select.select([requests, ended], [], [])  # type: ignore[type-var]
         if ended in readable:
             os.read(ended, 1000)
-            for process, told in list(running):
+            for process, status in list(running):
                 if process.poll() is not None:
-                    os.write(told, f"{process.returncode}\n".encode())
-                    os.close(told)
-                    running.remove((process, told))
+                    os.write(status, f"{process.returncode}\n".encode())
+                    os.close(status)
+                    running.remove((process, status))
         if requests in readable:
             text, files, _, _ = socket.recv_fds(requests, 2**20, 3)
             if not text:
                 sys.exit()
-            out, err, told = files
+            out, err, status = files
             process = Popen(**json.loads(text), stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-            os.write(told, f"{process.pid}\n".encode())
+            os.write(status, f"{process.pid}\n".encode())
             os.close(out)
             os.close(err)
-            running.append((process, told))
+            running.append((process, status))
 
 
 _IMPORTED: dict[str, ModuleType] = {}
@@ -263,8 +263,8 @@ _OWN_PATH = [
 class Process:
     """A program that the server has started, with the part of Popen's interface that tests use."""
 
-    def __init__(self, pid: int, told: IO[str], outputs: Sequence[IO[str]]) -> None:
-        self.pid, self._told, self._outputs = pid, told, outputs
+    def __init__(self, pid: int, status: IO[str], outputs: Sequence[IO[str]]) -> None:
+        self.pid, self._told, self._outputs = pid, status, outputs
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -320,7 +320,7 @@ class Server:
         """
         outputs = [] if log else [tempfile.TemporaryFile("w+") for _ in "12"]  # noqa: SIM115
         reading, telling = os.pipe()
-        asked = {
+        request = {
             "args": [str(word) for word in command],
             "env": dict(environment) | QUIET,
             "cwd": str(cwd or Path.cwd()),
@@ -329,10 +329,10 @@ class Server:
         with self._lock:
             requests = self._requests or self._begin()
         out, err = (file.fileno() for file in outputs or (log, log))
-        socket.send_fds(requests, [json.dumps(asked).encode()], [out, err, telling])
+        socket.send_fds(requests, [json.dumps(request).encode()], [out, err, telling])
         os.close(telling)
-        told = os.fdopen(reading)
-        return Process(int(told.readline()), told, outputs)
+        status = os.fdopen(reading)
+        return Process(int(status.readline()), status, outputs)
 
     def _begin(self) -> socket.socket:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

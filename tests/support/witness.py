@@ -15,7 +15,7 @@ FORWARD, UPDATED, MOVED = "forward", "updated", "moved"
 
 
 class Watched(torch.Tensor):
-    """Tells when it is asked to go elsewhere."""
+    """Records each move to another device."""
 
     tell: Callable[[str], None]
 
@@ -35,11 +35,11 @@ def watch(directory: Path) -> None:
             file.write(f"{what}\n")
 
     def telling(name: str, do: Callable[..., Any]) -> Callable[..., Any]:
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             tell(name)
             return do(*args, **kwargs)
 
-        return told
+        return recording
 
     update = TrainStep.update
 
@@ -58,6 +58,6 @@ def watch(directory: Path) -> None:
     TrainStep.update = update_and_watch
 
 
-def told(directory: Path, of_rank: int = 0) -> list[str]:
+def recorded(directory: Path, of_rank: int = 0) -> list[str]:
     """The lines of a rank."""
     return (directory / f"witness-{of_rank}.log").read_text().split()

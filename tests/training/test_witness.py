@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from preloaded import Preloaded
 from runs import WITHOUT_EVALUATION, options
-from witness import FORWARD, MOVED, UPDATED, told
+from witness import FORWARD, MOVED, UPDATED, recorded
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_ranks_exchange_no_word_between_the_micro_steps_of_a_step(
     batch = {"train__global_batch_size": 8, "train__micro_batch_size": 1}
     assert run(**layout, **batch) == 0
     for rank in range(2):
-        done = told(tmp_path, rank)
+        done = recorded(tmp_path, rank)
         first, last = done.index(FORWARD), len(done) - done[::-1].index(UPDATED)
         for step in " ".join(done[first:last]).split(UPDATED):
             micro_steps = step[step.find(FORWARD) :].split()
@@ -45,5 +45,5 @@ def test_optimizer_state_stays_where_it_is_when_a_run_ends(
     layout = {"devices": devices, "strategy": "ddp" if devices == 2 else "auto"}
     batch = {"train__global_batch_size": 2 * devices, "train__micro_batch_size": 1}
     assert run(**layout, **batch, ends_at=ends_at) == code
-    done = told(tmp_path)
+    done = recorded(tmp_path)
     assert UPDATED in done and MOVED not in done[done.index(UPDATED) :]

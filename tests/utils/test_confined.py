@@ -106,7 +106,7 @@ def test_the_size_of_a_file_raises_the_limits(tmp_path: Path) -> None:
     assert call("allocate", file=large) == 2**28
 
 
-def test_what_is_no_reading_of_files_counts_for_no_limit() -> None:
+def test_only_reading_of_files_counts_for_the_limit() -> None:
     assert call("allocate_at_ease") == 2**28 + 2**24
 
 

@@ -1,4 +1,4 @@
-"""Postponed modules: whose own code runs when something of it is asked for."""
+"""Postponed modules: their code runs when a name of theirs is first used."""
 
 import importlib
 import subprocess
@@ -57,7 +57,7 @@ def test_a_module_is_found_in_its_package_by_any_way_of_importing(ran: list[str]
     assert ran == []
 
 
-def test_the_code_of_a_package_runs_once_when_a_name_of_it_is_asked_for(ran: list[str]) -> None:
+def test_the_code_of_a_package_runs_once_when_a_name_of_it_is_used(ran: list[str]) -> None:
     package = importlib.import_module("made_package")
     assert (package.ANSWER, package.ANSWER) == (42, 42)
     assert ran == ["package"]
@@ -73,7 +73,7 @@ def test_a_function_of_a_postponed_module_runs_it_when_it_is_called(ran: list[st
     assert ran == ["helpers"]
 
 
-def test_a_package_is_asked_for_its_version_without_its_code(
+def test_the_version_of_a_package_needs_none_of_its_code(
     ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: f"1.2 of {name}")

@@ -76,7 +76,7 @@ def test_a_secret_is_taken_out_of_a_text_and_the_rest_stays(text: str) -> None:
     assert redacted(redacted(text)) == redacted(text)
 
 
-def test_the_host_stays_to_be_found() -> None:
+def test_the_host_is_not_redacted() -> None:
     assert redacted(f"http://user:{SECRET}@host:8080/a?token={SECRET}&b=1") == (
         "http://***@host:8080/a?token=***&b=1"
     )

@@ -18,7 +18,7 @@ from ftkit.utils.process import AT_REST, BUSY, turns_before_sleep
         (2, 2, 40, BUSY),
     ],
 )
-def test_it_depends_on_the_cores_that_nobody_else_uses(
+def test_spinning_depends_on_the_idle_cores(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     cores: int,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from messages import key_words
 
 from ftkit.errors import UserError
 from ftkit.utils.yaml_files import load_yaml, parse_yaml
@@ -27,12 +28,12 @@ def repeated(first: str, rest: str, levels: int = 30) -> str:
         ("a: " + "[" * 100_000, "nested too deeply"),
         ("a: " + "{a: " * 50_000, "nested too deeply"),
         ("\n".join(" " * level + "a:" for level in range(500)), "nested too deeply"),
-        ("a: !!int foo", "'foo' cannot be read as int"),
-        ("a: !!bool foo", "'foo' cannot be read as bool"),
+        ("a: !!int foo", "'foo' ... int"),
+        ("a: !!bool foo", "'foo' ... bool"),
         ("a: !!float foo", "cannot be read as float"),
         ("a: !!timestamp foo", "cannot be read as timestamp"),
         ("a: !!int ''", "cannot be read as int"),
-        ("a: " + "9" * 5000, "9 ... cannot be read as int"),
+        ("a: " + "9" * 5000, "cannot be read as int"),
         ("a: 0x" + "f" * 5000, "cannot be read as int"),
         ("a: 1" + ":1" * 100_000, "cannot be read as int"),
         ("a: 1" + ":1" * 400 + ".5", "cannot be read as float"),
@@ -45,11 +46,11 @@ def repeated(first: str, rest: str, levels: int = 30) -> str:
     ],
 )
 def test_what_is_damaged_or_explodes_is_not_valid(text: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(yaml.YAMLError, match=reason):
+    with pytest.raises(yaml.YAMLError, match=key_words(reason)):
         parse_yaml(text)
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=rf"^--config {file} is not valid YAML: [\s\S]*{reason}"):
+    with pytest.raises(UserError, match=key_words(f"--config {file} ... YAML", reason)):
         load_yaml(file, "--config ")
 
 
@@ -78,7 +79,7 @@ class TestFilesThatAreNone:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(tmp_path / "socket"))
             for path in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/zero"), tmp_path):
-                with pytest.raises(UserError, match=f"^--config {path} is not a regular file"):
+                with pytest.raises(UserError, match=key_words(f"--config {path} ... regular file")):
                     load_yaml(path, "--config ")
 
     def test_a_file_that_is_too_large_for_a_recipe_is_refused(self, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from checkpoints import save
 from command import Start, command_environment, command_line
 from compared_runs import at_work, make_run, note_in_ranks
+from messages import says
 from runs import FOREVER, content, wait_for
 
 from ftkit.checkpoint.store import Store
@@ -100,7 +101,7 @@ def test_a_run_that_has_ended_shows_its_outcome_and_nothing_is_waited_for(
 ) -> None:
     make_run(out, "out_of_memory", steps=12)
     lines = said(out)
-    assert lines[0] == "out/lora  out of memory  CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert says(lines[0], "out/lora  out of memory  CUDA out of memory ... 2.00 GiB")
     assert lines[1].startswith("step 12/40 ") and lines[1].endswith("elapsed 0:11")
 
 
@@ -109,7 +110,7 @@ def test_a_run_that_was_killed_is_known_by_its_lock(
 ) -> None:
     noted(out)
     (line,) = (line for line in said(out) if "killed" in line)
-    assert line.startswith("out/lora  killed  the process was killed before it could write")
+    assert says(line, "out/lora  killed")
 
 
 def test_a_run_that_has_just_been_started_is_in_set_up(
@@ -130,11 +131,11 @@ def test_the_newest_checkpoint_is_shown_with_its_age(
         assert "checkpoint   step 20, 5 s ago" in said(out, "--once")
 
 
-def test_a_run_that_stands_still_is_told(said: Callable[..., list[str]], out: Path) -> None:
+def test_a_stalled_run_is_reported(said: Callable[..., list[str]], out: Path) -> None:
     noted(out)
     os.utime(out / "metrics.csv", (NOW_S - 300, NOW_S - 300))
     with at_work(out):
-        assert "silent       no step for 5 min 00 s" in said(out, "--once")
+        assert says(said(out, "--once"), "no step for 5 min")
 
 
 def test_a_run_in_validation_does_not_stand_still(
@@ -173,24 +174,18 @@ def test_nothing_is_written(said: Callable[..., list[str]], out: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said_"),
     [
-        (
-            [],
-            "OUT_DIR is missing: out_dir of the run: a directory, s3://, gs:// or az://. Try",
-        ),
-        (["none"], "none holds no run. Name the out_dir of a run, such as out/finetune/lora."),
-        (
-            [".", "--interval", "2"],
-            "interval is '2', but must be a number above 0 with s, min or h",
-        ),
-        ([".", "--one"], "--one is not an option of ftkit watch. Did you mean --once?"),
+        ([], "OUT_DIR is missing ... out_dir ... s3:// ... Try"),
+        (["none"], "none holds no run ... out/finetune/lora"),
+        ([".", "--interval", "2"], "interval is '2' ... s, min or h"),
+        ([".", "--one"], "--one ... Did you mean --once"),
         ([".", "--interval"], "--interval needs a value: --interval VALUE."),
-        ([".", "--intervall", "2s"], "is not an option of ftkit watch. Did you mean --interval?"),
+        ([".", "--intervall", "2s"], "Did you mean --interval"),
     ],
 )
 def test_a_mistake_is_one_clear_error(out: Path, arguments: list[Any], said_: str) -> None:
     with pytest.raises(UserError) as error:
         run(["watch", *arguments])
-    assert said_ in str(error.value)
+    assert says(str(error.value), said_)
 
 
 # --- A real run -----------------------------------------------------------------------------------
@@ -312,9 +307,7 @@ def test_a_real_run_is_followed_on_a_terminal_and_in_a_pipe_until_it_ends(
 
 
 @pytest.mark.slow
-def test_a_real_run_that_is_killed_at_once_is_said_to_be_killed(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_real_run_that_is_killed_at_once_is_shown_as_killed(start: Start, tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
     with start(out_dir, **FOREVER) as run_:
         run_.wait_for_steps(2)

@@ -17,7 +17,7 @@ def sample_set(samples: Sequence[Tokens], first_trained: int = 0) -> SampleSet:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_they_are_those_that_a_set_of_tokens_tells(seed: int) -> None:
+def test_duplicates_are_those_of_a_set_of_tokens(seed: int) -> None:
     rng = np.random.default_rng(seed)
 
     def draw(count: int) -> list[Tokens]:
@@ -35,7 +35,7 @@ def test_they_are_those_that_a_set_of_tokens_tells(seed: int) -> None:
         assert in_train.count(train[source][number]) > 1
 
 
-def test_samples_that_differ_in_one_token_anywhere_are_none() -> None:
+def test_samples_that_differ_in_one_token_are_not_duplicates() -> None:
     whole = tuple(range(200))
     others = [(*whole[:i], 999, *whole[i + 1 :]) for i in range(200)]
     found = find_duplicates([sample_set([whole, *others])], [sample_set([(*whole, 7)])])

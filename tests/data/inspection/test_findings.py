@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chats import TOOLS, write_chat_tokenizer
 from looks import chats, kinds, look, make_settings, questions, write_records
+from messages import says
 
 from ftkit.data.inspection.collect import inspect_data
 from ftkit.data.inspection.findings import TOLD_BY_COUNTS
@@ -56,7 +57,7 @@ def test_answers_that_bring_their_own_end_are_trained_without_one(
     assert "Remove </s> from the end of the outputs" in found.advice
 
 
-def test_some_answers_without_an_end_are_no_finding(model: Path, tmp_path: Path) -> None:
+def test_some_answers_without_an_end_raise_no_finding(model: Path, tmp_path: Path) -> None:
     records = questions(60)
     records[3]["output"] += "</s>"
     assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
@@ -77,11 +78,11 @@ def test_a_template_that_marks_answers_without_their_end_teaches_no_end(
     data = write_records(tmp_path / "data.jsonl", chats(40))
     template = str(tmp_path / "mine.jinja")
     found = only(look(model, data, data__chat_template=template), "no_end_of_turn")
-    assert "put the end of the turn inside {% generation %}" in found.advice
+    assert says(found.advice, "{% generation %}")
     assert kinds(look_again(model, data, found)) == set()
 
 
-def test_an_end_that_is_no_token_of_the_model_ends_nothing(model: Path, tmp_path: Path) -> None:
+def test_an_end_outside_the_vocabulary_ends_nothing(model: Path, tmp_path: Path) -> None:
     """<|im_end|> is some letters for a model that does not have it."""
     data = write_records(tmp_path / "data.jsonl", chats(40))
     found = only(look(model, data, data__chat_template="chatml"), "no_end_of_turn")
@@ -96,7 +97,7 @@ def test_bos_in_a_record_is_one_too_many(model: Path, tmp_path: Path) -> None:
     data = write_records(tmp_path / "data.jsonl", records)
     style = {"data__prompt_style": "litgpt.prompts.Default"}
     found = only(look(model, data, **style), "bos_twice")
-    assert found.text == "38 of 38 samples begin with <s> twice."
+    assert says(found.text, "38 of 38 ... <s> twice")
     records = [record | {"instruction": record["instruction"][6:]} for record in records]
     good = write_records(tmp_path / "good.jsonl", records)
     assert kinds(look(model, good, **style)) == set()
@@ -121,14 +122,14 @@ def test_records_without_an_answer_are_counted_with_their_reason(
     assert text in found.text
 
 
-def test_a_few_records_without_an_answer_are_no_finding(model: Path, tmp_path: Path) -> None:
+def test_a_few_records_without_an_answer_raise_no_finding(model: Path, tmp_path: Path) -> None:
     records = questions(300)
     records[7]["output"] = ""
     records[8]["output"] = ""
     assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
 
 
-def test_answers_behind_the_limit_are_told_with_a_limit_that_holds_them(
+def test_answers_beyond_the_limit_suggest_a_limit_that_holds_them(
     model: Path, tmp_path: Path
 ) -> None:
     records = questions(40)
@@ -142,7 +143,7 @@ def test_answers_behind_the_limit_are_told_with_a_limit_that_holds_them(
     assert again.sources[0].train.left_out == []
 
 
-def test_refusals_of_a_template_are_told_in_its_words_with_a_template_that_takes_them(
+def test_a_refusal_of_a_template_is_quoted_with_a_template_that_works(
     model: Path, tmp_path: Path
 ) -> None:
     records = chats(60)
@@ -150,7 +151,7 @@ def test_refusals_of_a_template_are_told_in_its_words_with_a_template_that_takes
         record["messages"].insert(0, {"role": "user", "content": "Hello."})
     data = write_records(tmp_path / "data.jsonl", records)
     found = only(look(model, data, data__chat_template="gemma"), "nothing_trained")
-    assert "the template refuses it: gemma wants user and assistant by turns" in found.text
+    assert says(found.text, "gemma ... user and assistant by turns")
     assert kinds(look_again(model, data, found)) == set()
 
 
@@ -162,7 +163,7 @@ def test_answers_behind_what_the_model_takes_need_shorter_records(
         record["instruction"] += " red" * 300
     data = write_records(tmp_path / "data.jsonl", records)
     found = only(look(model, data, data__mask_prompt=True), "nothing_trained")
-    assert found.advice == "The model takes 256 tokens at most: shorten the records."
+    assert says(found.advice, "256 ... shorten")
 
 
 # --- tools and reasoning --------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def with_reasoning(count: int, *, turn: int) -> list[dict[str, Any]]:
     ("kind", "records"),
     [("tools_dropped", with_tools(60)), ("reasoning_dropped", with_reasoning(60, turn=3))],
 )
-def test_a_template_that_leaves_something_out_is_told_with_one_that_does_not(
+def test_a_template_that_leaves_something_out_suggests_one_that_does_not(
     kind: FindingKind, records: list[dict[str, Any]], chat_model: Path, tmp_path: Path
 ) -> None:
     data = write_records(tmp_path / "data.jsonl", records)
@@ -235,9 +236,7 @@ def test_reasoning_of_turns_that_are_not_trained_may_be_left_out(
 # --- many cut -------------------------------------------------------------------------------------
 
 
-def test_many_samples_cut_off_are_told_with_a_limit_that_cuts_none(
-    model: Path, tmp_path: Path
-) -> None:
+def test_many_samples_cut_off_suggest_a_limit_that_cuts_none(model: Path, tmp_path: Path) -> None:
     records = questions(40)
     for record in records[::2]:
         record["output"] += " blue" * 60
@@ -263,7 +262,7 @@ def test_samples_longer_than_the_model_takes_are_better_dropped(
     assert "takes 256 tokens at most" in only(again, "many_cut").advice
 
 
-def test_a_few_samples_cut_off_are_no_finding(model: Path, tmp_path: Path) -> None:
+def test_a_few_samples_cut_off_raise_no_finding(model: Path, tmp_path: Path) -> None:
     records = questions(100)
     records[50]["output"] += " blue" * 300
     assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
@@ -310,7 +309,7 @@ def test_a_style_without_a_place_for_system_messages_drops_them(
     assert kinds(again) == set() == kinds(look(model, data, data__prompt_style="qwen2.5"))
 
 
-def test_a_template_that_drops_system_messages_is_told_with_one_that_does_not(
+def test_a_template_that_drops_system_messages_suggests_one_that_does_not(
     model: Path, tmp_path: Path
 ) -> None:
     template = tmp_path / "mine.jinja"
@@ -334,7 +333,7 @@ OWN = """{{- bos_token }}{%- for message in messages -%}
 {% endfor -%}{%- if add_generation_prompt %}[assistant] {% endif -%}"""
 
 
-def test_a_base_model_with_a_template_that_is_not_used_is_told_with_the_key(
+def test_an_unused_chat_template_of_the_base_model_is_named_with_its_key(
     tmp_path: Path,
 ) -> None:
     model = make_settings(tmp_path / "model")
@@ -353,7 +352,7 @@ def test_a_base_model_with_a_template_that_is_not_used_is_told_with_the_key(
 # --- ends that are not known ----------------------------------------------------------------------
 
 
-def test_an_end_that_the_base_model_does_not_know_is_told(tmp_path: Path) -> None:
+def test_an_end_token_unknown_to_the_base_model_is_a_finding(tmp_path: Path) -> None:
     model = make_settings(tmp_path / "model", eos_token_id=7)
     data = write_records(tmp_path / "data.jsonl", questions(40))
     found = only(look(model, data), "end_of_turn_not_known")

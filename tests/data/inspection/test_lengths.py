@@ -35,5 +35,5 @@ def test_one_long_sample_leaves_the_bars_of_all_others_apart() -> None:
     assert (found.bars[-1].last, found.bars[-1].over) == (50_000, 1)
 
 
-def test_nothing_is_said_of_no_samples() -> None:
+def test_without_samples_there_are_no_lengths() -> None:
     assert lengths_of(np.array([], dtype=np.int32), 10) is None

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from messages import key_words
 
 from ftkit.data.records.paths import find_files
 from ftkit.data.records.read import read_files, read_records
@@ -88,7 +89,7 @@ def test_zstandard_is_read_where_its_package_is(tmp_path: Path) -> None:
     file.write_bytes(b"".join(frames))
     assert read_records(file) == ROWS
     file.write_bytes(b"".join(frames)[:-5])
-    with pytest.raises(UserError, match="cannot be decompressed: its end is missing"):
+    with pytest.raises(UserError, match=key_words("cannot be decompressed")):
         read_records(file)
     file.write_bytes(frames[0][:5] + b"\xff" * 30)
     with pytest.raises(UserError, match="cannot be decompressed"):
@@ -159,7 +160,7 @@ def test_a_list_under_a_key_is_read(tmp_path: Path, key: str) -> None:
 
 def test_several_lists_under_keys_become_files(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"train": ROWS, "val": ROWS}))
-    with pytest.raises(UserError, match="lists under the keys train, val") as error:
+    with pytest.raises(UserError, match=key_words("lists ... train, val")) as error:
         read_records(tmp_path / "a.json")
     assert f"such as {tmp_path / 'train.json'} and {tmp_path / 'val.json'}" in str(error.value)
 
@@ -173,21 +174,21 @@ PARQUET, GZIP = b"PAR1....PAR1", gzip.compress(b"[]", mtime=0)
         ("a.json", PARQUET, "a parquet file", "Rename it to a.parquet"),
         ("a.jsonl", GZIP, "compressed with gzip", "Rename it to a.jsonl.gz"),
         ("a.csv", b"\x28\xb5\x2f\xfd..", "compressed with Zstandard", "Rename it to a.csv.zst"),
-        ("a.csv", b"PK\x03\x04..", "a zip archive, such as an Excel sheet", "as CSV"),
+        ("a.csv", b"PK\x03\x04..", "zip archive ... Excel", "as CSV"),
         ("a.csv", b"\xd0\xcf\x11\xe0..", "an Excel sheet", "as CSV"),
         ("a.json", b"\n<!DOCTYPE html><p>", "a web page", "/resolve/"),
         ("a.parquet", b"version https://git-lfs.github.com", "Git LFS", "git lfs pull"),
         ("a.parquet", b'{"instruction": "a"}', "does not match its name", "a.jsonl"),
-        ("a.jsonl.gz", b'{"instruction": "a"}', "does not match its name", "to .* a.jsonl"),
+        ("a.jsonl.gz", b'{"instruction": "a"}', "does not match its name", "to ... a.jsonl"),
         ("a.jsonl.gz", GZIP[:-4], "cannot be decompressed", "download it again"),
         ("a.jsonl.gz", GZIP[:12] + b"\xff" * 9, "cannot be decompressed", "download it again"),
         ("a.parquet", PARQUET, "is damaged", "download it again"),
-        ("a.csv", b'{"instruction": "a", "output": "b"}', "holds JSON", r".json \(a list"),
+        ("a.csv", b'{"instruction": "a", "output": "b"}', "holds JSON", ".json (a list"),
         ("a.json", b"instruction,output\na,b", "not valid JSON", ".csv"),
         ("a.csv", b"instruction;output\na;b", "with ';' inside", "with commas"),
-        ("a.csv", b"instruction\toutput\na\tb", r"with '\\t' inside", "Name the file .tsv"),
-        ("a.csv", b"instruction,output\na,b\nc\n", "record 2.*line 3, has 1 values", "quotes"),
-        ("a.csv", b"instruction,output\na,b,c\n", "record 1.*has 3 values.*2 names", "quotes"),
+        ("a.csv", b"instruction\toutput\na\tb", r"with '\t' inside", "Name the file .tsv"),
+        ("a.csv", b"instruction,output\na,b\nc\n", "record 2 ... line 3, has 1 values", "quotes"),
+        ("a.csv", b"instruction,output\na,b,c\n", "record 1 ... 3 values ... 2 names", "quotes"),
         ("a.csv", b'instruction,output\n"a,b\n', "line 2, is not valid CSV", "Correct it"),
         ("a.csv", b"output,output\na,b", "two columns named 'output'", "Rename or remove"),
         ("a.csv", b"instruction,output\n", "is empty", "a file with records"),
@@ -195,20 +196,20 @@ PARQUET, GZIP = b"PAR1....PAR1", gzip.compress(b"[]", mtime=0)
         ("a.txt", b" \n", "is empty", "a file with records"),
         ("a.csv", b"instruction,output\na,\xfc", "byte 21 is 0xfc", "UTF-8"),
         ("a.jsonl", b'{"instruction": "a", "output": "\xfc"}', "byte 32 is 0xfc", "UTF-8"),
+        ("a.json", '[{"instruction": "ü"}]'.encode("latin-1"), "byte 18 is 0xfc", "UTF-8"),
         ("a.json", "[]".encode("utf-16"), "byte 0 is 0xff", "UTF-8"),
     ],
 )  # fmt: skip
-def test_a_file_of_another_kind_is_told_with_what_works(
+def test_a_file_of_another_kind_is_refused_with_a_remedy(
     tmp_path: Path, name: str, content: bytes, reason: str, works: str
 ) -> None:
     file = tmp_path / name
     file.write_bytes(content)
-    with pytest.raises(UserError, match=rf"(?s){reason}.*{works}") as error:
+    with pytest.raises(UserError, match=key_words(file, reason, works)):
         read_records(file)
-    assert str(file) in str(error.value)
 
 
-def test_a_missing_file_of_an_arrow_directory_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_of_an_arrow_directory_is_named(tmp_path: Path) -> None:
     directory = write_arrow_directory(tmp_path / "a", ROWS * 2, shards=2)
     (directory / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(UserError, match=r"a cannot be read: .*data-00001"):
@@ -301,21 +302,22 @@ def test_arrow_directories_of_splits_are_a_data_set(here: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "path", "message"),
     [
-        (["data.jsonl"], "dta.jsonl", "no such file or directory.\nTry --data.path data.jsonl"),
+        (["data.jsonl"], "dta.jsonl", "no such file ... --data.path data.jsonl"),
         ([], "d/*.jsonl", "no such file or directory"),
         (["d/x.jsonl"], "d/*.json", "no such file or directory"),
         (["d/val.json"], "d", "has no train.json or train.jsonl"),
         (["d/train.json"], "d", "has no val.json or val.jsonl"),
-        (["d/a.md"], "d", r"no file in it can be read.*\nAdd d/train.json"),
-        (["d/x/a.jsonl"], "d", r"no file in it can be read.*\nTry --data.path 'd/\*/\*.jsonl'"),
-        (["a.ndjson"], "a.ndjson", "Try renaming the file to a.jsonl"),
-        (["a.xlsx"], "a.xlsx", r"Save the sheet as CSV.*\n.*--data.path a.csv"),
-        (["d/a.md"], "d/*", "which means d/a.md, but only .json"),
+        (["d/a.md"], "d", "can be read ... Add d/train.json"),
+        (["d/x/a.jsonl"], "d", "can be read ... --data.path 'd/*/*.jsonl'"),
+        (["a.ndjson"], "a.ndjson", "Try ... a.jsonl"),
+        (["a.docx"], "a.docx", ".json, .jsonl, .csv ... directories"),
+        (["a.xlsx"], "a.xlsx", "CSV ... --data.path a.csv"),
+        (["d/a.md"], "d/*", "d/a.md ... .json"),
     ],
 )
 def test_a_path_that_means_nothing_is_refused(
     here: Path, files: list[str], path: str, message: str
 ) -> None:
     write(*files)
-    with pytest.raises(UserError, match=f"(?s)data.path is .*{message}"):
+    with pytest.raises(UserError, match=key_words("data.path is", message)):
         read(path)

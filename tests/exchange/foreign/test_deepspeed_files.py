@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe, stored_of
+from messages import key_words
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
@@ -30,8 +31,8 @@ KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 def imported(source: Path, out: Path, base: Path = BASE) -> dict[str, dict[str, Tensor]]:
     """What an import has made of a checkpoint of three steps: its tensors by kind and our names."""
     out.mkdir()
-    asked = recipe(out, base)
-    import_run(ImportOptions(source=source, out=out / "run", config=(str(asked),)))
+    config = recipe(out, base)
+    import_run(ImportOptions(source=source, out=out / "run", config=(str(config),)))
     checkpoint = Store(out / "run/checkpoints").path(3)
     assert read_metadata(checkpoint).optimizer_scalars == {"step": 3.0}
     return {kind: stored_of(checkpoint, kind) for kind in KINDS}
@@ -154,5 +155,5 @@ def test_files_without_the_shapes_of_parameters_are_refused_with_what_to_do(
         content.pop("param_shapes", None)
 
     source = rewritten(KEPT / "deepspeed-zero1", tmp_path / "older", much_older)
-    with pytest.raises(UserError, match=r"param_shapes.*save it once with a newer DeepSpeed"):
+    with pytest.raises(UserError, match=key_words("param_shapes ... newer DeepSpeed")):
         imported(source, tmp_path / "out")

@@ -21,7 +21,7 @@ from ftkit.recipe.parsing import read_recipe
 @pytest.mark.parametrize(
     ("state", "train", "samples", "batch", "words"),
     [
-        ({}, {}, 18, 6, r"sample 18 \(after 3 epochs; an epoch has 6\)"),
+        ({}, {}, 18, 6, "sample 18 ... 3 epochs ... 6"),
         ({"train_batch_size": 2}, {}, 18, 6, r"sample 18 \(after 3 epochs"),
         # 2 steps of 1 sample, of other data: 16 samples an epoch.
         (
@@ -47,7 +47,7 @@ from ftkit.recipe.parsing import read_recipe
         ({"train_batch_size": None, "epoch": None}, {}, 18, 6, r"3 steps of train\.global_batch"),
     ],
 )
-def test_the_position_follows_from_the_file_and_what_differs_is_said(
+def test_the_position_follows_from_the_file_and_differences_are_reported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     state: Mapping[str, Any],
@@ -60,12 +60,12 @@ def test_the_position_follows_from_the_file_and_what_differs_is_said(
     shutil.copytree(KEPT / "trainer/checkpoint-3", source)
     file = source / "trainer_state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(state)))
-    asked = recipe(tmp_path, **train)
-    content = json.loads(asked.read_text())
+    config = recipe(tmp_path, **train)
+    content = json.loads(config.read_text())
     if train:
         del content["train"]["global_batch_size"], content["train"]["micro_batch_size"]
-    asked.write_text(json.dumps(content))
-    import_run(ImportOptions(source=source, out=run, config=(str(asked),)))
+    config.write_text(json.dumps(content))
+    import_run(ImportOptions(source=source, out=run, config=(str(config),)))
     said = capsys.readouterr().out
     assert re.search(words, said), said
     (step,) = Store(run / "checkpoints").steps()
@@ -87,7 +87,7 @@ def test_the_position_follows_from_the_file_and_what_differs_is_said(
         (0, 0.0, 4, 50, None),
     ],
 )
-def test_an_epoch_tells_how_many_batches_were_accumulated_if_the_data_is_the_same(
+def test_the_accumulated_batches_follow_from_the_epoch_of_equal_data(
     step: int, epochs: float, micro_batch: int, of_epoch: int, accumulated: int | None
 ) -> None:
     assert _accumulated(step, epochs, micro_batch, of_epoch) == accumulated

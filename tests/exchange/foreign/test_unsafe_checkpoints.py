@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from foreign_checkpoints import KEPT, recipe
+from messages import says
 
 from ftkit.errors import UserError
 from ftkit.exchange.foreign.command import import_run
@@ -16,7 +17,7 @@ from ftkit.recipe.options import ImportOptions
 
 
 class Bomb:
-    """What makes a directory when it is unpickled by a loader that calls what it is told."""
+    """What makes a directory when it is unpickled by a loader that calls any function."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -96,4 +97,4 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(
 ) -> None:
     source, _ = copied("trainer", tmp_path)
     shutil.copyfile(KEPT / "trl-lora/checkpoint-3/optimizer.pt", source / "optimizer.pt")
-    assert "is not the optimizer of this model" in mistake(tmp_path, source)
+    assert says(mistake(tmp_path, source), "not the optimizer")

@@ -90,9 +90,7 @@ def test_the_page_of_a_run_at_work_shows_what_its_ranks_have_noted(
     assert shown is not None and "50 in 100" in shown["status"]
 
 
-def test_a_report_that_has_not_the_number_shows_nothing_of_it(
-    declared: ReportNumber, tmp_path: Path
-) -> None:
+def test_a_report_without_the_number_leaves_it_out(declared: ReportNumber, tmp_path: Path) -> None:
     report = make_run(tmp_path / "run")
     assert "label share" not in report_as_html(report)
     assert "label share" not in str(compare([tmp_path]))

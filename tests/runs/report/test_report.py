@@ -297,7 +297,7 @@ class TestFile:
             (json.dumps({**dataclasses.asdict(FAILED), "loss": [1.0]}), "is damaged"),
         ],
     )
-    def test_what_is_no_report_of_this_version_is_refused(
+    def test_a_report_of_another_version_is_refused(
         self, content: str, reason: str, tmp_path: Path
     ) -> None:
         path = tmp_path / "report.json"
@@ -306,7 +306,7 @@ class TestFile:
             read_report(path)
         assert str(path) in str(raised.value)
 
-    def test_a_missing_report_is_the_users_to_mend(self, tmp_path: Path) -> None:
+    def test_a_missing_report_is_a_user_error(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"report\.json cannot be read"):
             read_report(tmp_path)
 
@@ -405,7 +405,7 @@ class TestThroughput:
         assert meter.result(world_size=1).window_steps == window_steps
         assert meter.result(world_size=1).tokens_per_s == pytest.approx(10)
 
-    def test_steps_in_which_memory_was_followed_are_no_speed(self) -> None:
+    def test_steps_with_memory_tracking_do_not_count_for_speed(self) -> None:
         meter = ThroughputMeter()
         for step in range(25):
             followed = step in (1, 20)
@@ -420,14 +420,14 @@ class TestThroughput:
         assert (speed.window_steps, speed.window_s, speed.tokens_per_s) == (21, 10.5, 200.0)
         assert meter.step_times() == StepTimes(forward=0.25, backward=0.25, total=0.5)
 
-    def test_of_two_steps_the_one_whose_memory_was_not_followed_is_the_speed(self) -> None:
+    def test_of_two_steps_the_one_without_memory_tracking_gives_the_speed(self) -> None:
         meter = ThroughputMeter()
         for duration_s in (1.0, 5.0):
             meter.add(duration_s=duration_s, tokens=10, samples=1, follows_memory=duration_s == 5.0)
         assert meter.result(world_size=1).window_steps == 1
         assert meter.result(world_size=1).tokens_per_s == 10
 
-    def test_steps_that_compiled_are_no_speed_and_their_graphs_are_counted(self) -> None:
+    def test_steps_that_compiled_do_not_count_for_speed_and_their_graphs_are_counted(self) -> None:
         meter = ThroughputMeter()
         for step in range(20):
             graphs = {0: 5, 12: 4}.get(step, 0)
@@ -637,7 +637,7 @@ class TestTable:
         assert "throughput" not in shown
         assert "result" not in shown
 
-    def test_a_session_says_where_it_went_on_from_and_what_it_saved(self) -> None:
+    def test_a_session_shows_where_it_continued_and_what_it_saved(self) -> None:
         report = dataclasses.replace(
             COMPLETED,
             outcome="stopped",
@@ -689,14 +689,14 @@ class TestTable:
         assert "validation 4.4207 -> 4.4207" in shown and "4.2500 -> 4.2500" in shown
 
     @pytest.mark.parametrize(
-        ("steps", "samples", "told"),
+        ("steps", "samples", "text"),
         [(1, 1, "\n1 step of 1 sample ("), (106_125, 32, "\n106,125 steps of 32 samples (")],
     )
-    def test_steps_are_counted_in_words(self, steps: int, samples: int, told: str) -> None:
+    def test_steps_are_counted_in_words(self, steps: int, samples: int, text: str) -> None:
         known = COMPLETED.resolved
         assert known is not None
         resolved = dataclasses.replace(known, total_steps=steps, global_batch_size=samples)
-        assert told in summary_text(resolved, "lora")
+        assert text in summary_text(resolved, "lora")
 
     def test_sections_with_nothing_in_them_have_no_row(self) -> None:
         report = dataclasses.replace(

@@ -23,7 +23,7 @@ ROW = {
     "times_events": True,
     "pins_host_memory": True,
 }
-"""All that ftkit is told of them: see ftkit.utils.accelerators.kinds."""
+"""All that ftkit knows of them: see ftkit.utils.accelerators.kinds."""
 
 
 def install(cards: Cards, library: Any) -> None:

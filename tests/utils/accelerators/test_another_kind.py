@@ -1,7 +1,7 @@
 """Another kind of device is a row in a table: runs on one that torch has no build for.
 
 The simulated cards take the device type PrivateUse1 under the name tpu, as a backend out of torch's
-tree would, with a library of their own for messages between ranks; all that ftkit is told of them
+tree would, with a library of their own for messages between ranks; all that ftkit knows of them
 is the row in `simulated_card.private`.
 """
 

@@ -17,6 +17,7 @@ import pytest
 from command import ROOT, Start, command_environment, start_up_of_ranks
 from compared_runs import at_work, make_run, note_in_ranks
 from kernels import Kernel, kernel
+from messages import says
 from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for, watched
 
 import ftkit
@@ -102,18 +103,16 @@ def test_an_interrupt_of_the_kernel_ends_the_run_after_its_step_and_saves(
     assert len(rows(directory / "out/stopped")) == newest + 2
 
 
-def test_bad_input_raises_what_the_command_says(notebook: Kernel) -> None:
+def test_bad_input_raises_the_message_of_the_command(notebook: Kernel) -> None:
     cell = notebook.run('ftkit.finetune(**keys, **{"train.max_stepz": 1})')
-    assert cell.error == (
-        "UserError: train.max_stepz is not a key of a recipe. Did you mean train.max_steps?"
-    )
+    assert says(cell.error, "UserError: train.max_stepz ... Did you mean train.max_steps")
     cell = notebook.run(
         'ftkit.finetune(**keys | {"checkpoint_dir": "nowhere", "out_dir": "out/no"})'
     )
-    assert cell.error.startswith("UserError: checkpoint_dir nowhere does not exist.")
+    assert says(cell.error, "UserError: checkpoint_dir nowhere")
     assert cell.html == cell.printed == ""
     cell = notebook.run('ftkit.attach("out/no")')
-    assert cell.error.startswith("UserError: out/no holds no run.")
+    assert says(cell.error, "UserError: out/no")
 
 
 @pytest.mark.slow
@@ -211,12 +210,12 @@ def test_import_ftkit_imports_nothing_else_of_it_until_it_is_used() -> None:
     assert (done.stdout, done.stderr) == ("['ftkit']\n[]\nTrue\n", "")
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'finetun'"):
         ftkit.finetun  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_type_checkers_see_what_is_there_with_its_parameters() -> None:
+def test_type_checkers_see_all_functions_with_their_parameters() -> None:
     """In the stub beside ftkit/__init__.py; the rest of the package is its own."""
     stub = ast.parse((ROOT / "ftkit/__init__.pyi").read_text(encoding="utf-8"))
     names = {
@@ -275,9 +274,9 @@ def test_what_is_shown_of_a_run_is_escaped_html(
     monkeypatch.chdir(tmp_path)
     make_run(Path("out") / "a", checkpoint_dir=NASTY, out_dir=NASTY)
     run = ftkit.attach("out/a")
-    assert words(run._repr_html_()) == "out/a completed all 2 epochs done"
+    assert says(words(run._repr_html_()), "out/a completed all 2 epochs")
     text = words(run.report._repr_html_())
-    assert text.startswith("ftkit lora on base completed all 2 epochs done")
+    assert says(text, "lora on base completed all 2 epochs")
     assert "10.0 GiB allocated" in text
     assert "10.0 GiB" in words(ftkit.compare([run])._repr_html_())
     assert "10.0 GiB" in str(ftkit.compare([run]))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, browser
 from command import ROOT
+from messages import key_words
 
 import ftkit
 from ftkit.errors import UserError
@@ -109,14 +110,14 @@ def test_all_of_them_are_one_table_of_plans_and_one_comparison(
     assert {run.name for run in experiments.compare().runs} == {"batch-8", "bf16"}
 
 
-def test_what_differs_is_told_key_by_key_and_full_from_lora_by_the_method() -> None:
+def test_differences_are_listed_by_key_and_full_from_lora_by_the_method() -> None:
     full = ftkit.plan(RECIPE, optimizer="SGD").plan.recipe
     lora = ftkit.plan(LORA).plan.recipe
-    told = {difference.key: difference for difference in changed_keys(full, lora)}
-    assert told["method"] == Difference("method", "full", "lora")
-    assert told["optimizer"] == Difference("optimizer", "torch.optim.SGD", "torch.optim.AdamW")
-    assert told["train.micro_batch_size"] == Difference("train.micro_batch_size", 16, 4)
-    assert not {"out_dir", "access_token", "lora_r", "seed"} & told.keys()
+    changes = {difference.key: difference for difference in changed_keys(full, lora)}
+    assert changes["method"] == Difference("method", "full", "lora")
+    assert changes["optimizer"] == Difference("optimizer", "torch.optim.SGD", "torch.optim.AdamW")
+    assert changes["train.micro_batch_size"] == Difference("train.micro_batch_size", 16, 4)
+    assert not {"out_dir", "access_token", "lora_r", "seed"} & changes.keys()
     assert changed_keys(full, full) == []
 
 
@@ -144,8 +145,8 @@ def test_memory_and_use_over_time_are_curves_where_there_are_samples_enough(
     state = RunState(out_dir=tmp_path, state="killed", report=None)
     page = experiment_as_html("x", [], ftkit.plan(RECIPE, gpu="a100-80gb"), state)
     assert page.count(' over time" style') == (2 if samples == 40 else 0)
-    told = [f"{device[1]}: at most 1.0 GiB", f"{device[0]} busy: {busy} on average"]
-    assert all((text in page) == (samples > 0) for text in told)
+    labels = [f"{device[1]}: at most 1.0 GiB", f"{device[0]} busy: {busy} on average"]
+    assert all((text in page) == (samples > 0) for text in labels)
     # 20 times 1.5 s, 18 times 0.5 s, and 2.5 s in place of the night.
     assert page.count("<span>0 s</span><span> time </span><span>41.5 s</span>") == (
         2 if samples == 40 else 0
@@ -153,18 +154,18 @@ def test_memory_and_use_over_time_are_curves_where_there_are_samples_enough(
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("keys", "message"),
     [
-        ({"command": "train"}, r"^command is 'train', but must be one of finetune,"),
-        ({"than": "a"}, r"^than is 'a', but no such experiment ran\. There are: none\.$"),
+        ({"command": "train"}, "command is 'train' ... finetune"),
+        ({"than": "a"}, "than is 'a' ... none"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
-    asked: dict[str, str], message: str, tmp_path: Path
+    keys: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     experiments = ftkit.Experiments(tmp_path / "out")
-    with pytest.raises(UserError, match=message):
-        experiments.run("x", RECIPE, **asked)
+    with pytest.raises(UserError, match=key_words(message)):
+        experiments.run("x", RECIPE, **keys)
     assert len(experiments) == 0 and not (tmp_path / "out").exists()
 
 

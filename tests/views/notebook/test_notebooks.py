@@ -84,7 +84,7 @@ def test_the_calls_of_python_chi_are_those_of_the_installed_one(tmp_path: Path) 
         assert complaint in types_of(program.replace(right, wrong), tmp_path), wrong
 
 
-def test_the_notebook_that_no_test_can_execute_says_so_and_has_no_outputs() -> None:
+def test_the_notebook_that_tests_cannot_execute_says_so_and_has_no_outputs() -> None:
     notebook = nbformat.read(GPU_SERVER, as_version=4)
     assert "not executed" in notebook.cells[0].source
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -117,20 +117,20 @@ def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook: P
 def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep() -> None:
     program = "\n".join(cells(SINGLE_GPU))
     sweep = yaml.safe_load((ROOT / "recipes/sweeps/single_gpu.yaml").read_text())["runs"]
-    asked: list[dict[str, object]] = []
+    calls: list[dict[str, object]] = []
 
     def experiment(name: Any, command: Any, recipe: Any, force: Any = False, **keys: Any) -> None:
-        asked.append({"name": name, "command": command, "config": f"../{recipe}.yaml", **keys})
+        calls.append({"name": name, "command": command, "config": f"../{recipe}.yaml", **keys})
 
     calls = [node for node in ast.parse(program).body if isinstance(node, ast.Expr)]
     calls = [node for node in calls if ast.unparse(node).startswith("experiment(")]
     module = ast.Module(body=list(calls), type_ignores=[])
     exec(compile(module, str(SINGLE_GPU), "exec"), {"experiment": experiment})
-    assert asked == sweep
+    assert calls == sweep
 
 
 @pytest.mark.parametrize("notebook", [GPU_SERVER, *EXECUTED], ids=lambda notebook: notebook.stem)
-def test_a_notebook_says_what_is_learned_and_why_asks_before_it_shows_and_ends_with_exercises(
+def test_a_notebook_has_goals_questions_and_exercises(
     notebook: Path,
 ) -> None:
     read = nbformat.read(notebook, as_version=4)

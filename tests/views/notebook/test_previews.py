@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from looks import look, make_settings, questions, write_records
+from messages import key_words
 
 import ftkit
 from ftkit.errors import UserError
@@ -37,10 +38,8 @@ def test_recipes_and_keys_are_given_as_to_other_functions(tmp_path: Path) -> Non
     assert (seen.base_model, seen.max_seq_length, seen.samples) == ("quickstart", 64, [])
 
 
-def test_bad_input_raises_what_the_command_says(keys: dict[str, object]) -> None:
-    with pytest.raises(
-        UserError, match=r"^data\.pth is not an option of JSON(.|\n)*Try --data\.path"
-    ):
+def test_bad_input_raises_the_message_of_the_command(keys: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=key_words("data.pth ... JSON ... --data.path")):
         ftkit.preview(**keys | {"data.pth": "x"})
 
 

@@ -1,0 +1,25 @@
+"""Key words of messages: tests check what a message names, never its wording."""
+
+import re
+
+
+def key_words(*phrases: object) -> str:
+    """Return a pattern for texts that have all these phrases as whole words, in any order.
+
+    In a phrase, " ... " stands for any text.
+    """
+    return r"(?s)\A" + "".join(f"(?=.*{_pattern(str(phrase))})" for phrase in phrases)
+
+
+def says(text: str, *phrases: object) -> bool:
+    """Return whether a text has all these phrases as whole words; see `key_words`."""
+    return re.search(key_words(*phrases), text) is not None
+
+
+def _pattern(phrase: str) -> str:
+    parts = [re.escape(part) for part in phrase.split(" ... ")]
+    # 5 is neither in 15 nor in 1.5 or 5,000; a part that ends in a sign may go on.
+    return ".*".join(
+        rf"(?<!\w)(?<!\d[.,]){part}" + (r"(?!\w)(?![.,]\d)" if part[-1:].isalnum() else "")
+        for part in parts
+    )
