@@ -344,9 +344,14 @@ class TestJson:
         ("name", "text", "place", "reason"),
         [
             ("a.json", '[{"instruction": "a", "output": "b"}, 5]', "record 2", "is a number"),
-            ("a.json", '[{"instruction": "a"}]', "record 1", "output ... instr"),
+            ("a.json", '[{"instruction": "a"}]', "record 1", "output ... instruction"),
             ("a.json", '[{"output": "a"}]', "record 1", "has no instruction"),
-            ("a.json", '[{"instruction": 1, "output": "a"}]', "record 1", "instruction is a num"),
+            (
+                "a.json",
+                '[{"instruction": 1, "output": "a"}]',
+                "record 1",
+                "instruction is a number",
+            ),
             ("a.json", '[{"instruction": "", "output": null}]', "record 1", "output is null"),
             ("a.json", '[{"instruction": "", "output": "", "input": []}]', "1", "input is a list"),
             ("a.json", '[{"instruction": "\\ud800", "output": ""}]', "1", "character 1 is half"),

@@ -251,7 +251,6 @@ def test_a_table_shows_the_same_numbers(
         (["--rouge_l", "-1"], "a whole number of at least 0"),
         (["--max_new_tokens", "0"], "a whole number of at least 1"),
         (["--metric", "missing.py:score"], "missing.py is not a file"),
-        (["--temperature", "1"], "is not an option of ftkit evaluate"),
     ],
 )
 def test_a_mistake_names_what_works(

@@ -212,7 +212,6 @@ def test_a_layout_that_does_not_suit_is_refused_with_one_that_does(
     assert says(text, f"ftkit export {tmp_path / 'out'} --format litgpt")
     assert says(mistake(full, "--format", "peft", *out), "PEFT's layout ... adapters")
     assert "--format is missing" in mistake(full, *out)
-    assert "--format is 'onnx'" in mistake(full, "--format", "onnx", *out)
     text = mistake(lora, "--format", "peft", "--dtype", "float16", *out)
     assert says(text, "adapter ... as it is")
     assert list(tmp_path.iterdir()) == []

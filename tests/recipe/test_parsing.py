@@ -283,43 +283,6 @@ def test_of_one_option_given_twice_the_last_one_counts() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["SGD", "torch.optim.SGD"])
-def test_another_optimizer_replaces_that_of_the_recipe_wholly(name: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "r.yaml", LITGPT_RECIPE)
-    assert read(file, line=f"--optimizer {name}").optimizer == SGD
-
-
-def test_naming_the_same_class_again_keeps_its_arguments(tmp_path: Path) -> None:
-    file = write(tmp_path / "r.yaml", LITGPT_RECIPE)
-    assert read(file, line="--optimizer AdamW").optimizer == read(file).optimizer
-
-
-@pytest.mark.parametrize(
-    ("line", "field", "class_path", "init_args"),
-    [
-        ("--optimizer.lr 2e-4", "optimizer", "torch.optim.AdamW", {"lr": 2e-4}),
-        ("--optimizer.init_args.lr 1", "optimizer", "torch.optim.AdamW", {"lr": 1}),
-        ("--optimizer.betas [0.9,0.95]", "optimizer", "torch.optim.AdamW", {"betas": [0.9, 0.95]}),
-        ("--data.num_workers 0", "data", "litgpt.data.Alpaca", {"num_workers": 0}),
-        ("--data JSON --data.json_path p", "data", "litgpt.data.JSON", {"json_path": "p"}),
-        ("--strategy fsdp", "strategy", "fsdp", {}),
-        ("--strategy.cpu_offload true", "strategy", "auto", {"cpu_offload": True}),
-        ("--strategy fsdp --strategy.a.b 1", "strategy", "fsdp", {"a": {"b": 1}}),
-        (
-            """--data '{"class_path": "JSON", "init_args": {"json_path": "p"}}'""",
-            "data",
-            "litgpt.data.JSON",
-            {"json_path": "p"},
-        ),
-    ],
-)
-def test_options_of_a_class_land_in_its_arguments(
-    line: str, field: str, class_path: str, init_args: dict[str, Any]
-) -> None:
-    expected = {"class_path": class_path, "init_args": init_args}
-    assert getattr(read(line=line), field) == expected
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [("lr_warmup_steps", "lr_warmup_fraction"), ("lr_warmup_fraction", "lr_warmup_steps")],
@@ -370,10 +333,6 @@ def test_values_of_yaml_anchors_are_merged(tmp_path: Path) -> None:
     )
     recipe = read(write(tmp_path / "r.yaml", text))
     assert recipe.optimizer["init_args"] == {"seed": 1, "num_workers": 2, "lr": 3}
-
-
-def test_litgpts_word_for_8_bit_training_is_understood() -> None:
-    assert value_of(read(line="--quantize bnb.int8-training"), "quantize") == "bnb.int8"
 
 
 @pytest.mark.parametrize(

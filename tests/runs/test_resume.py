@@ -121,6 +121,7 @@ def test_auto_begins_where_there_is_nothing(out: Path) -> None:
         ({"resume": 5}, "resume is 5 ... {out} ... none"),
         ({"resume": "atuo"}, "resume is 'atuo' ... directory"),
         ({"resume": "hf://b/x"}, "s3://, gs://, az://"),
+        ({"resume": "ftp://b/x"}, "s3://, gs://, az://"),
     ],
     ids=str,
 )

