@@ -1,7 +1,6 @@
 """The position in the data at which a foreign run goes on: what its files say, and no more."""
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 from foreign_checkpoints import KEPT, recipe
+from messages import says
 
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
@@ -21,30 +21,27 @@ from ftkit.recipe.parsing import read_recipe
 @pytest.mark.parametrize(
     ("state", "train", "samples", "batch", "words"),
     [
-        ({}, {}, 18, 6, "sample 18 ... 3 epochs ... 6"),
-        ({"train_batch_size": 2}, {}, 18, 6, r"sample 18 \(after 3 epochs"),
+        ({}, {}, 18, 6, "sample 18 (after 3 epochs ... 6"),
+        ({"train_batch_size": 2}, {}, 18, 6, "sample 18 (after 3 epochs"),
         # 2 steps of 1 sample, of other data: 16 samples an epoch.
         (
             {"global_step": 2, "train_batch_size": 1, "epoch": 0.125},
             {},
             *(2, 6),
-            (
-                r"sample 2 \(2 steps of 1, its train_batch_size; an epoch has 6\)\n"
-                r"  differs: .* has 16 steps, but 6 samples in steps of 6 are 1\."
-            ),
+            "sample 2 (2 steps of 1 ... differs ... 16 steps ... 6 samples in steps of 6 are 1",
         ),
         # The recipe leaves the batch open.
-        ({}, {"global_batch_size": None}, 18, 6, r"sample 18"),
-        ({"train_batch_size": 2}, {"global_batch_size": None}, 18, 6, r"sample 18"),
+        ({}, {"global_batch_size": None}, 18, 6, "sample 18"),
+        ({"train_batch_size": 2}, {"global_batch_size": None}, 18, 6, "sample 18"),
         (
             {"global_step": 2, "train_batch_size": 1, "epoch": 0.125},
             {"global_batch_size": None},
             *(2, 1),
-            r"sample 2 .*\n  differs: .* 16 steps, but 6 samples in steps of 1 are 6\.",
+            "sample 2 ... differs ... 16 steps ... 6 samples in steps of 1 are 6",
         ),
         # Files of older versions say less.
-        ({"train_batch_size": None}, {}, 18, 6, r"sample 18 \(after 3 epochs"),
-        ({"train_batch_size": None, "epoch": None}, {}, 18, 6, r"3 steps of train\.global_batch"),
+        ({"train_batch_size": None}, {}, 18, 6, "sample 18 (after 3 epochs"),
+        ({"train_batch_size": None, "epoch": None}, {}, 18, 6, "3 steps ... global_batch_size"),
     ],
 )
 def test_the_position_follows_from_the_file_and_differences_are_reported(
@@ -67,7 +64,7 @@ def test_the_position_follows_from_the_file_and_differences_are_reported(
     config.write_text(json.dumps(content))
     import_run(ImportOptions(source=source, out=run, config=(str(config),)))
     said = capsys.readouterr().out
-    assert re.search(words, said), said
+    assert says(said, words)
     (step,) = Store(run / "checkpoints").steps()
     assert read_metadata(Store(run / "checkpoints").path(step)).samples == samples
     assert read_recipe([run / "recipe.yaml"], [], method="full").train.global_batch_size == batch
