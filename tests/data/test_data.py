@@ -345,28 +345,20 @@ class TestJson:
         [
             ("a.json", '[{"instruction": "a", "output": "b"}, 5]', "record 2", "is a number"),
             ("a.json", '[{"instruction": "a"}]', "record 1", "output ... instruction"),
-            ("a.json", '[{"output": "a"}]', "record 1", "has no instruction"),
             (
                 "a.json",
                 '[{"instruction": 1, "output": "a"}]',
                 "record 1",
                 "instruction is a number",
             ),
-            ("a.json", '[{"instruction": "", "output": null}]', "record 1", "output is null"),
             ("a.json", '[{"instruction": "", "output": "", "input": []}]', "1", "input is a list"),
-            ("a.json", '[{"instruction": "\\ud800", "output": ""}]', "1", "character 1 is half"),
             ("a.json", '[{"instruction": "a",\n "output" "b"}]', "line 2, column 11", "':'"),
             ("a.json", '{"instruction": "a", "output": "b"}', "a.json", "holds an object"),
             ("a.json", '{"a": "b"}\n{"a": "b"}', "line 2, column 1", "rename ... .jsonl"),
             ("a.json", "[]", "a.json", "empty list"),
-            ("a.json", "", "a.json", "is empty"),
-            ("a.json", "[" * 100_000, "a.json", "nested too deeply"),
-            ("a.json", f"[{'9' * 5000}]", "a.json", "cannot be read"),
             ("a.jsonl", "\n\n", "a.jsonl", "is empty"),
-            ("a.jsonl", '\n{"instruction": "a"}', "line 2", "has no output"),
             ("a.jsonl", '\n\n{"instruction": "a" "output"}', "line 3, column 21", "','"),
             ("a.jsonl", '[{"instruction": "a"}]', "a.jsonl", "renaming it to a.json"),
-            ("a.jsonl", '"text"', "line 1", "is a text"),
         ],
     )
     def test_a_bad_file_is_refused_with_place_and_reason(

@@ -93,6 +93,8 @@ def test_a_checkpoint_is_merged_too(ended: dict[str, Ended], tmp_path: Path) -> 
 def test_a_merged_model_is_used_as_its_run_is(
     ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from transformers import AutoTokenizer
+
     merged = merge(ended["lora"].out_dir, tmp_path / "merged")
     printed = capsys.readouterr().out
     assert printed.endswith(f"\nnext:\n  ftkit chat {merged}\n  ftkit push {merged} ORG/NAME\n")
@@ -103,6 +105,10 @@ def test_a_merged_model_is_used_as_its_run_is(
         assert run(["generate", str(path), *words]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
+        file.name for file in merged.iterdir()
+    }
+    assert AutoTokenizer.from_pretrained(merged).encode("red cat")
 
 
 def test_the_number_format_is_that_of_the_base_or_of_the_option(
@@ -125,16 +131,6 @@ def test_weights_are_split_into_files_of_bounded_size(
     largest_parameter = 400 * 64 * 4
     assert all(file.stat().st_size < largest_parameter + 2000 for file in files)
     assert_equal(transformers_logits(merged), own_logits(ended["lora"].out_dir))
-
-
-def test_tokenizer_and_settings_come_along(ended: dict[str, Ended], tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    merged = merge(ended["lora"].out_dir, tmp_path / "merged")
-    assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
-        file.name for file in merged.iterdir()
-    }
-    assert AutoTokenizer.from_pretrained(merged).encode("red cat")
 
 
 # --- QLoRA ----------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ class TestFile:
             (json.dumps({**dataclasses.asdict(FAILED), "loss": [1.0]}), "is damaged"),
         ],
     )
-    def test_a_report_of_another_version_is_refused(
+    def test_a_damaged_report_or_one_of_another_version_is_refused(
         self, content: str, reason: str, tmp_path: Path
     ) -> None:
         path = tmp_path / "report.json"
