@@ -50,7 +50,7 @@ CHECKPOINTS = ["list", "show", "verify", "clean", "diff"]
 def said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Any, str, str]]:
-    """What a command line prints, and its exit code: `code, out, err = said("--version")`."""
+    """Exit code and output of a command line: `code, out, err = said("--version")`."""
     monkeypatch.setenv("COLUMNS", "80")
 
     def run_main(*argv: object) -> tuple[object, str, str]:

@@ -41,7 +41,7 @@ def store_of(out_dir: Path) -> Store:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """What a command prints, and its exit code: `code, out = said("list", out_dir)`."""
+    """Exit code and output of a command: `code, out = said("list", out_dir)`."""
 
     def run_(*argv: object) -> tuple[int, str]:
         code = run(["checkpoints", *map(str, argv)])
@@ -61,7 +61,7 @@ def at_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def values(said: Callable[..., tuple[int, str]]) -> Callable[..., Any]:
-    """What a command prints as JSON."""
+    """JSON that a command prints."""
 
     def run_(*argv: object, code: int = 0) -> object:
         found, out = said(*argv, "--format", "json")

@@ -49,7 +49,7 @@ LINES = sorted({line for file in DOCUMENTS for line in command_lines(file.read_t
 
 
 def anchors(text: str) -> set[str]:
-    """What headings are called in addresses."""
+    """Anchors of the headings of a document."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 

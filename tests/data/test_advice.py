@@ -1,4 +1,4 @@
-"""What is advised about records that are left out works on them, or says that nothing does."""
+"""Advice about records that are left out works on them, or says that nothing does."""
 
 import json
 import re

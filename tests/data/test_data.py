@@ -384,7 +384,7 @@ class TestJson:
 
 
 class TestChecks:
-    """What is refused before anything heavy is imported."""
+    """Data that are refused before anything heavy is imported."""
 
     def test_the_checks_import_neither_torch_nor_litgpt(self) -> None:
         code = (
@@ -450,7 +450,7 @@ class TestChecks:
 
 
 class TestPromptStyle:
-    """How a recipe names it."""
+    """Names of prompt styles in recipes."""
 
     @pytest.mark.parametrize(
         "style",
@@ -491,7 +491,7 @@ class TestPromptStyle:
 
 
 class TestModulesOfLitgpt:
-    """Their records, through the same tokenisation. Nothing is downloaded here."""
+    """Records of LitGPT's modules, through the same tokenisation. Nothing is downloaded here."""
 
     @pytest.fixture(autouse=True)
     def _in_an_empty_directory_without_network(

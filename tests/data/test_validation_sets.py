@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str, str]:
-    """Of the run, and two sets."""
+    """Records of the run, and of two sets."""
     paths = [tmp_path / name for name in ("data.json", "code.json", "french.json")]
     for seed, (path, count) in enumerate(zip(paths, (40, 12, 5), strict=True)):
         path.write_text(json.dumps(make_records(count, seed=seed)))

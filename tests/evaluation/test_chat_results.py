@@ -79,7 +79,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, O
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command prints."""
+    """Output of a command."""
 
     def run_(*argv: object) -> str:
         assert run([*map(str, argv), "--accelerator", "cpu"]) == 0

@@ -22,7 +22,7 @@ NAMES = ["lora", "qlora", "dora", "pissa", "full", "tied", "mixed", "bf16"]
 
 @pytest.fixture
 def values(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """What evaluate prints as JSON."""
+    """JSON that `ftkit evaluate` prints."""
     return values_from(capsys)
 
 

@@ -16,7 +16,7 @@ from ftkit.cli.app import run
 
 @pytest.fixture
 def values(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """What evaluate prints as JSON."""
+    """JSON that `ftkit evaluate` prints."""
     return values_from(capsys)
 
 

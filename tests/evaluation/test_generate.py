@@ -23,7 +23,7 @@ from ftkit.recipe.recipe import Quantization
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
-    """What a command prints: `out, err = said("generate", path, ...)`; it succeeds."""
+    """Output of a command that succeeds: `out, err = said("generate", path, ...)`."""
 
     def run_(*argv: object) -> tuple[str, str]:
         assert run([*map(str, argv), "--accelerator", "cpu"]) == 0
@@ -35,7 +35,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
 
 @pytest.fixture
 def answered(said: Callable[..., tuple[str, str]]) -> Callable[..., dict[str, Any]]:
-    """What generate prints as JSON."""
+    """JSON that `ftkit generate` prints."""
 
     def run_(path: object, *argv: object) -> dict[str, Any]:
         out, _ = said("generate", path, "--max_new_tokens", 8, "--format", "json", *argv)

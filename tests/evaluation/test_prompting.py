@@ -1,4 +1,4 @@
-"""How a result is prompted: as in training, by ftkit and by transformers alike."""
+"""Results are prompted as in training, by ftkit and by transformers alike."""
 
 import json
 import shutil
@@ -191,7 +191,7 @@ def instructed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
-    """What a command prints."""
+    """Output of a command."""
 
     def run_(*argv: object) -> tuple[str, str]:
         words = [*map(str, argv), "--accelerator", "cpu", "--max_new_tokens", "8"]

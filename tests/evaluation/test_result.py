@@ -1,4 +1,4 @@
-"""What a path stands for that is to be used, and whether its weights are what a run has learned."""
+"""Paths of results and the weights that they stand for, which are those that a run has learned."""
 
 import dataclasses
 import json

@@ -43,7 +43,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def answer_of(loaded: Loaded, most: int) -> tuple[torch.Tensor, int]:
-    """What the model answers, and a token that it says late, so that it may end the answer."""
+    """Answer of the model, and a token late in it, which may end the answer."""
     (tokens,) = generation.answer_greedily(
         loaded.model, [torch.tensor(PROMPT)], stop_ids=[-1], max_new_tokens=most
     )

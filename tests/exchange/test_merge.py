@@ -137,12 +137,12 @@ def test_weights_are_split_into_files_of_bounded_size(
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, with lines that were broken for width joined."""
+    """Printed text, with lines that were broken for width joined."""
     return re.sub(r"\n +", " ", capsys.readouterr().out)
 
 
 def differences(text: str) -> dict[str, list[float]]:
-    """What the table says of each base: mean, largest, same token in percent."""
+    """Row of the table for each base: mean, largest, same token in percent."""
     found = {}
     for line in text.splitlines():
         if match := re.match(r"(quantized|original) +(\S+) +(\S+) +(\S+) % +(.*)", line):

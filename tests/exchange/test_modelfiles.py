@@ -87,7 +87,7 @@ def commands(text: str) -> list[tuple[str, str]]:
 
 
 def _unquoted(value: str) -> str | None:
-    """None: the quotes are still open."""
+    """Return the text without its quotes, or None while they are still open."""
     for quotes in ('"""', '"'):
         if value.startswith(quotes):
             size = len(quotes)
@@ -97,7 +97,7 @@ def _unquoted(value: str) -> str | None:
 
 
 def prompt(template: str, messages: Sequence[dict[str, str]]) -> str:
-    """What Ollama makes of a conversation; of Go's templates, what ftkit writes is known."""
+    """Prompt that Ollama renders, by the part of Go's templates that ftkit writes."""
     with_system = any(message["role"] == "system" for message in messages)
     template = re.sub(
         r"\{\{ if not \.System \}\}(.*?)\{\{ end \}\}",
@@ -118,7 +118,7 @@ def prompt(template: str, messages: Sequence[dict[str, str]]) -> str:
 
 @pytest.fixture(scope="module", params=["smollm2", "mistral"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
-    """Whose llama.cpp puts no BOS before a prompt, and whose does."""
+    """A model for which llama.cpp puts no BOS before a prompt, and one for which it does."""
     return open_base(str(make_gguf_model(tmp_path_factory.mktemp("base") / "m", request.param)))
 
 

@@ -42,7 +42,7 @@ LARGE = (".safetensors", ".gguf")
 
 @dataclass
 class Hub:
-    """What the stand-in holds and was sent."""
+    """Files that the stand-in holds, and what it was sent."""
 
     url: str = ""
     private: bool | None = None

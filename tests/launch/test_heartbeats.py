@@ -110,9 +110,7 @@ def test_heartbeats_that_stop_without_a_word_are_reported_once(store: dist.TCPSt
     assert (rank, text[:34]) == (1, "node1 has sent no heartbeat for 0.")
 
 
-def test_a_supervisor_that_ended_in_an_orderly_way_is_not_reported_missing(
-    store: dist.TCPStore,
-) -> None:  # type: ignore[name-defined]
+def test_a_supervisor_that_ended_properly_is_not_missed(store: dist.TCPStore) -> None:  # type: ignore[name-defined]
     silent = Silent()
     with Heartbeats(store, 1, {0: "node0"}, silent):
         wait_for(lambda: store.add("beats-1", 0) > 0)

@@ -172,7 +172,7 @@ def test_a_run_continues_without_the_host_of_rank_0(
 def test_a_run_continues_without_a_host_that_is_disconnected(
     hosts: tuple[Host, Host], store: None, alone: list[float], elastic: ElasticRun
 ) -> None:
-    """Of rank 0: it ends the run there, and the other one goes on with it."""
+    """The host of rank 0 ends the run there, and the other one continues it."""
     zero, left = elastic.begin(hosts, SAVED + 2)
     zero.cut()
     code, out, err = elastic.end_on(left)
@@ -215,7 +215,7 @@ def test_the_loss_of_the_rendezvous_store_ends_a_run_that_can_be_continued(
 def started_by_slurm(
     hosts: tuple[Host, Host], words: list[str], **variables: str
 ) -> list[tuple[int, str, str]]:
-    """How a task of srun on each of two nodes ended."""
+    """Exit code and output of a task of srun on each of two nodes."""
     common = {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "finetune",

@@ -52,7 +52,7 @@ def of_slurm(node: int, recipe: Path, out_dir: Path) -> tuple[str, list[str], di
 
 
 def of_skypilot(node: int, recipe: Path, out_dir: Path) -> tuple[str, list[str], dict[str, str]]:
-    """The same; the variables are SkyPilot's own and those of the file."""
+    """Script, words and variables of SkyPilot's file; some variables are SkyPilot's own."""
     variables = {
         "SKYPILOT_NODE_RANK": str(node),
         "SKYPILOT_NODE_IPS": f"{NODE_0}\n{NODE_1}",
@@ -64,7 +64,7 @@ def of_skypilot(node: int, recipe: Path, out_dir: Path) -> tuple[str, list[str],
 
 
 def of_kubernetes(node: int, recipe: Path, out_dir: Path) -> tuple[str, list[str], dict[str, str]]:
-    """The same; the variables are those of the file and the index that the job gives a pod."""
+    """Script, words and variables of Kubernetes' file, with the index that the job gives a pod."""
     assert CONTAINER["command"] == ["bash", "-c"]
     (script,) = CONTAINER["args"]
     own = {variable["name"]: variable["value"] for variable in CONTAINER["env"]}

@@ -1,4 +1,4 @@
-"""What a run tells beside its result: with --quiet nothing, else also what to do next."""
+"""Output of a run beside its result: with --quiet none, else also the next commands."""
 
 import io
 import shlex

@@ -27,7 +27,7 @@ BASE = "random:pythia-14m"
 def said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[str]]:
-    """What `ftkit sweep` prints, as lines, in an empty directory."""
+    """Lines that `ftkit sweep` prints in an empty directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(f"checkpoint_dir: {BASE}\naccelerator: cpu\nout_dir: out/r\n")
 
@@ -152,7 +152,7 @@ def test_a_mistake_on_the_command_line_is_reported_with_a_remedy(
 
 @pytest.fixture
 def action(said: Callable[..., list[str]], tmp_path: Path) -> Callable[..., str]:
-    """What a sweep would do about its run `small` now."""
+    """Action that a sweep would take for its run `small` now."""
     file = write_sweep(tmp_path / "s.yaml", SMALL, out_dir="o")
 
     def action_(*words: str) -> str:

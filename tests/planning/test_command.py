@@ -1,4 +1,4 @@
-"""What a recipe needs is predicted without weights, downloads or a GPU."""
+"""The memory of a recipe is predicted without weights, downloads or a GPU."""
 
 import functools
 import io
@@ -312,7 +312,7 @@ def test_copies_of_a_model_on_several_nodes_need_what_the_ranks_of_one_node_need
 
 
 def test_inputs_of_checkpointed_blocks_are_in_host_memory_instead() -> None:
-    """Of 6 blocks, 128 wide: 4 sequences of 63 positions, in page-locked memory."""
+    """There are 6 blocks, 128 wide; 4 sequences of 63 positions, in page-locked memory."""
     keys = {"memory__activation_checkpointing": True, "train__micro_batch_size": 4}
     device = planned(precision="32-true", **keys).memory
     host = planned(precision="32-true", **keys, memory__offload_activations=True).memory

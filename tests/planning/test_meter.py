@@ -42,7 +42,7 @@ if HAS_DEEPSPEED:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank of a run has measured, and what the profiler saw."""
+    """Measurements of one rank of a run, and those of the profiler."""
 
     report: Report
     witness: list[dict[str, int]]
@@ -111,7 +111,7 @@ every_case = pytest.mark.parametrize(
 def test_the_peak_equals_the_bytes_that_the_allocator_hands_out(
     single: dict[str, list[Measured]], name: str
 ) -> None:
-    """Of one rank: what threads of gloo give back, the profiler does not see."""
+    """One rank only: the profiler does not see what threads of gloo free."""
     (run,) = single[name]
     assert run.witness
     # On CPU bitsandbytes unpacks 8-bit weights inside an operation.

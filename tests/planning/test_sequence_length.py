@@ -39,7 +39,7 @@ def records(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def lengths(found: list[dict[str, str]], tokenizer: Any, most: int, mask: bool) -> list[int]:
-    """Of every sample, as training makes them."""
+    """Length of every sample, as training makes them."""
     whole = [
         sample
         for rendering in renderer(tokenizer, mask).render(found)

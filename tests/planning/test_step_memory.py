@@ -227,7 +227,7 @@ def test_a_step_whose_first_micro_batch_is_its_largest_is_predicted(tmp_path: Pa
 
 
 def unequal(directory: Path, words: list[int], changes: tuple[tuple[str, Any], ...]) -> StepMemory:
-    """Of a run on records of different lengths."""
+    """Measurements of a run on records of different lengths."""
     base = make_base(directory)
     data = write_records(directory / "records.json", words)
     job = write_job(Case("single", "full", "32-true", STEPS + changes), 1, directory, base, data)

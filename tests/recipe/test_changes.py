@@ -1,4 +1,4 @@
-"""What may differ when a run goes on: the class of every key, and how two recipes compare."""
+"""Keys that may differ when a run continues, and the comparison of two recipes."""
 
 import inspect
 from typing import Any

@@ -66,19 +66,19 @@ def s3(storage: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
 
 @pytest.fixture
 def gs(google: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
-    """The same of Google's."""
+    """A proxy before a stand-in for Google's storage."""
     yield from _used(google, monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture
 def az(azure: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Proxy]:
-    """The same of Azure's."""
+    """A proxy before an emulator of Azure's storage."""
     yield from _used(azure, monkeypatch, tmp_path / "cache")
 
 
 @pytest.fixture
 def bucket(s3: Proxy) -> Bucket:
-    """What lies there."""
+    """Objects in the storage."""
     return Bucket(s3)
 
 
@@ -116,7 +116,7 @@ def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
 
 @pytest.fixture
 def run(begin: Ftkit) -> Callable[..., str]:
-    """The same to its end, which is a good one; what was said."""
+    """Runs a command to its successful end and returns its output."""
 
     def run(*arguments: object, **keys: str) -> str:
         code, said = ended(begin(*arguments, **keys))

@@ -87,7 +87,7 @@ def bucket() -> Bucket:
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[int], None]]:
-    """What happens elsewhere in each second that this process waits, by the number of that second.
+    """Actions elsewhere during each second that this process waits, by its number.
 
     Nobody really waits, and the clocks of this machine stand still.
     """

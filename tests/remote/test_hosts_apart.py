@@ -116,7 +116,7 @@ def by_rank(*hosts: Host) -> list[Host]:
 
 
 def variables_of(host: Host, proxy: Proxy, tmp_path: Path) -> dict[str, str]:
-    """Of the environment of a host: its own cache, and the storage."""
+    """Environment of a host: its own cache, and the storage."""
     return proxy.environment | {"FTKIT_CACHE_DIR": str(tmp_path / host.name)}
 
 

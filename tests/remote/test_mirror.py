@@ -62,7 +62,7 @@ def test_a_run_that_lost_its_claim_completes_no_checkpoint(
     there, next_claim = "mirrored/checkpoints/step-00000004", ".run/claim-000002.json"
 
     def take_over() -> None:
-        """What whoever takes over does, once it has watched for long enough."""
+        """Take over as another machine does, once it has watched for long enough."""
         bucket.write(f"mirrored/{next_claim}", ClaimHolder.here().to_bytes())
         for name in bucket.names(there):
             bucket.delete(f"{there}/{name}")

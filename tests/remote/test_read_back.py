@@ -1,4 +1,4 @@
-"""What was sent counts once the storage has shown that it is there."""
+"""Files that were sent count once the storage has shown that they are there."""
 
 from collections.abc import Callable
 from pathlib import Path

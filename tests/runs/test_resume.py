@@ -1,4 +1,4 @@
-"""Where a run goes on: which checkpoint is found, what is refused, and what goes to the backup."""
+"""Resuming: the checkpoint that is used, refusals, and files that are set aside."""
 
 import csv
 import dataclasses
@@ -825,7 +825,7 @@ def test_lora_needs_its_base_model_and_names_it(
 
 
 def leave(job: Job, steps: int, error: RankError | None = None, **changes: object) -> None:
-    """What rank 0 leaves for the supervisor."""
+    """Write the files that rank 0 leaves for the supervisor."""
     state = job.directory.rank(0)
     state.path.mkdir()
     job.directory.log.touch()

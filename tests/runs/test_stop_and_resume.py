@@ -97,7 +97,7 @@ if {when} and not file.exists():
 
 @dataclass
 class Session:
-    """How one session ended, and what was there then."""
+    """End of one session, and the files there were then."""
 
     code: int
     out: str
@@ -638,7 +638,7 @@ def other_model(directory: Path) -> Path:
 
 @contextmanager
 def refused(run: Sessions, words: list[str]) -> Iterator[str]:
-    """What it says; nothing has changed then."""
+    """Yield the message of a refusal that changes nothing."""
     before = content(run.out_dir) if run.out_dir.exists() else None
     command = command_line(*words, before=DEFAULT_SIGNALS)
     with watched(run.out_dir, command, run.directory, command_environment()) as process:

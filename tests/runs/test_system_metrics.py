@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class NvmlError(Exception):
-    """Of the stand-in."""
+    """The stand-in's error."""
 
 
 def refused(_: int) -> Any:

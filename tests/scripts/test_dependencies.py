@@ -1,4 +1,4 @@
-"""What the package imports is declared in pyproject.toml; tools have one pinned version."""
+"""Imports of the package are declared in pyproject.toml; tools have one pinned version."""
 
 import ast
 import importlib

@@ -11,7 +11,7 @@ TEXT = (ROOT / "docs/models.md").read_text()
 
 
 def lines(*types: str) -> list[str]:
-    """What the script prints."""
+    """Lines that the script prints."""
     script = ROOT / "scripts/list_models"
     ran = subprocess.run(
         [sys.executable, script, *types],

@@ -79,7 +79,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def released(checkout: Path) -> tuple[str, Path]:
-    """What scripts/release says, and where its archives are."""
+    """Output of scripts/release, and the directory of its archives."""
     out = checkout.parent / "archives"
     done = ended(sys.executable, "scripts/release", "--skip_tests", "--out", out, cwd=checkout)
     assert done.returncode == 0, done.stderr
@@ -209,7 +209,7 @@ def test_pip_installs_the_wheel_with_its_libraries_and_the_quick_start_runs(
 
 
 def refused(checkout: Path, *changes: tuple[str, str, str], tag: str = "") -> str:
-    """What scripts/release says to a changed repository, which is as before after that."""
+    """Output of scripts/release in a changed repository, which is restored afterwards."""
     for file, old, new in changes:
         path = checkout / file
         assert old in path.read_text()

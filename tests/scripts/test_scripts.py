@@ -135,7 +135,7 @@ def test_every_source_file_that_a_document_names_is_there() -> None:
 
 
 def _lives(package: Path, names: list[str]) -> bool:
-    """Whether there is such a module, or one before it that has the name."""
+    """Return whether names lead to a module, or to a word in the last module on their way."""
     place = package
     for number, name in enumerate(names):
         if (place / name).is_dir():
@@ -229,7 +229,7 @@ exit 0
         return f"{stand_in.parent}:{os.environ['PATH']}"
 
     def calls(self) -> list[str]:
-        """What was created and installed since the last call."""
+        """Directories created and packages installed since the last call."""
         file = self.root / "calls"
         calls = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)

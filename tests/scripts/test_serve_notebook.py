@@ -75,7 +75,7 @@ class Clone:
 
 
 def of_clone(root: Path, origin: str | None, *command: str) -> "subprocess.CompletedProcess[str]":
-    """What a script says in a clone with the notebooks, at the branch work."""
+    """Output of a script in a clone with the notebooks, at the branch work."""
     if not (root / "notebooks").exists():
         shutil.copytree(ROOT / "notebooks", root / "notebooks")
         subprocess.run(["git", "init", "--quiet", "--initial-branch", "work", root], check=True)

@@ -80,7 +80,7 @@ class Host:
         self.put("apt-get", APT_GET.format(docker=DOCKER, python=PYTHON))
 
     def sees(self, gpus: int) -> None:
-        """How many GPUs torch will see."""
+        """Make torch see this many GPUs."""
         self.put("torch", f"echo {gpus}", into=self.state)
 
     def put(self, name: str, text: str, into: Path | None = None) -> None:
@@ -142,7 +142,7 @@ CONTAINER_CHECKED = [
 
 
 def shortened(calls: list[str]) -> list[str]:
-    """What of long calls differs."""
+    """The part of long calls that differs."""
     return [
         f"{call.split()[0]} ... {call.split('/')[-1] if 'curl' in call else call.split()[-1]}"
         if call.startswith(("curl", "sed"))

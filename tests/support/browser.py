@@ -42,12 +42,12 @@ class Page:
         self._tell("Page.navigate", url=address)
 
     def value(self, expression: str) -> Any:
-        """Of an expression of JavaScript on the page."""
+        """Value of a JavaScript expression on the page."""
         answer = self._tell("Runtime.evaluate", expression=expression, returnByValue=True)
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Its value once that is true; what the page says if it never is."""
+        """Value of an expression once it is true; fails with the text of the page."""
         end_s = time.monotonic() + _PATIENCE_S
         while not (value := self.value(expression)):
             if time.monotonic() > end_s:

@@ -99,7 +99,7 @@ def marked(sample: Rendered, tokenizer: Tokenizer) -> str:
 
 
 def random_conversation(seed: int) -> dict[str, Any]:
-    """Of several turns: any texts, repeated texts, sometimes tools and reasoning."""
+    """A conversation of several turns: any texts, repeated ones, sometimes tools and reasoning."""
     drawn = random.Random(seed)
     words = ["the", " answer", "\n", "  ", "é", "早", "👍🏽", "assistant", "{x}", "<b>", "'", "0"]
 

@@ -34,7 +34,7 @@ def safetensors(size: int) -> bytes:
 
 
 def some_metadata(step: int, **changes: Any) -> Metadata:
-    """What a checkpoint could say about itself."""
+    """Metadata of a made-up checkpoint."""
     values: dict[str, Any] = {
         "method": "lora",
         "step": step,

@@ -40,7 +40,7 @@ def command_environment() -> dict[str, str]:
 
 
 def start_up_of_ranks(directory: Path, statements: str) -> Path:
-    """What to put on a command's PYTHONPATH so that its ranks run statements before all else."""
+    """Return an entry for PYTHONPATH that makes ranks run statements before all else."""
     condition = 'import os, sys\nif "ftkit.training.rank" in sys.orig_argv:\n'
     file = directory / "sitecustomize.py"
     file.write_text(condition + textwrap.indent(statements, "    "))

@@ -158,7 +158,7 @@ def _step_memory(peak_bytes: int) -> StepMemory:
 
 
 def note_in_ranks(out: Path, *reports: Report) -> None:
-    """What the ranks of a run have noted so far, as it lies there while the run is at work."""
+    """Write the reports of the ranks of a run that is at work."""
     run = RunDirectory(out)
     for rank, report in enumerate(reports):
         write_report(report, run.rank(rank).path)

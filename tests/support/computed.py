@@ -1,4 +1,4 @@
-"""What ftkit computes with a model on three sequences, beside what transformers does."""
+"""Logits of ftkit and of transformers for one model on three sequences."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def opened(directory: Path) -> tuple[BaseModel, LanguageModel]:
 
 
 def sequences() -> list[Tensor]:
-    """Of LENGTHS."""
+    """Random sequences of LENGTHS."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
@@ -47,7 +47,7 @@ def logits_by(model: PreTrainedModel, of: Sequence[Tensor]) -> Tensor:
 
 
 def padded_logits(model: LanguageModel, of: Sequence[Tensor]) -> Tensor:
-    """The same by ours, all sequences at once."""
+    """Logits of ftkit's model, all sequences in one padded batch."""
     tokens = pad_sequence(list(of), batch_first=True)
     real = pad_sequence([torch.ones_like(sequence) for sequence in of], batch_first=True)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def padded_logits(model: LanguageModel, of: Sequence[Tensor]) -> Tensor:
 
 
 def row_logits(model: LanguageModel, of: Sequence[Tensor]) -> Tensor:
-    """The same, in a row without padding."""
+    """Logits of ftkit's model, all sequences in a row without padding."""
     row = torch.cat(list(of))[None]
     places = torch.arange(row.size(1))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `ftkit merge` and `ftkit export` write, and its logits by ftkit, transformers and LitGPT."""
+"""Models that `ftkit merge` and `ftkit export` write, and their logits in three libraries."""
 
 from pathlib import Path
 from typing import Any

@@ -85,7 +85,7 @@ class DrawnTemplate:
 
     @property
     def marks_stay_in_turns(self) -> bool:
-        """Whether it marks nothing that the model is given."""
+        """Return whether no token outside of the assistant's turns is marked."""
         return self.marks is not None and (self.marks[0] > 0 or not self.headers["assistant"])
 
     @property
@@ -134,7 +134,7 @@ class DrawnTemplate:
         )
 
     def pieces(self, record: dict[str, Any]) -> Iterator[Piece]:
-        """What it should write of a conversation, without a prompt behind it."""
+        """Pieces that the template should write of a conversation, without a prompt behind it."""
         messages = record["messages"]
         if self.bos:
             yield Piece("<s>", "other", None)
@@ -187,7 +187,7 @@ class DrawnTemplate:
 
 
 def drawn_conversation(seed: int) -> dict[str, Any]:
-    """Of several turns, in which anybody may say what a template writes, or what another says."""
+    """A conversation whose texts may be those that a template writes, or those of other turns."""
     drawn = random.Random(seed)
 
     def text() -> str:

@@ -80,7 +80,7 @@ class ElasticRun:
         return self.job().start_step
 
     def job(self) -> Job:
-        """What the ranks do now, once there are some."""
+        """Current work of the ranks, once there are some."""
         found: list[Job] = []
 
         def read() -> bool:
@@ -92,7 +92,7 @@ class ElasticRun:
         return found[0]
 
     def end_on(self, host: Host) -> tuple[int, str, str]:
-        """How it ended there; nothing is left of it."""
+        """Exit code and output on a host; no process is left there."""
         ended = end(self.torchruns[host])
         host.ends()
         return ended

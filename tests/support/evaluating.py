@@ -1,4 +1,4 @@
-"""What `ftkit evaluate` prints as JSON, and what it says of a mistake."""
+"""JSON and messages of mistakes that `ftkit evaluate` prints."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def values_from(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, A
 
 
 def mistake(*argv: object) -> str:
-    """What it refuses with."""
+    """Message of its refusal."""
     with pytest.raises(UserError) as error:
         run(["evaluate", *map(str, argv)])
     return str(error.value)

@@ -1,4 +1,4 @@
-"""What can go wrong in a rank, put there on purpose; see preloaded.py."""
+"""Faults that are injected into a rank; see preloaded.py."""
 
 import errno
 import itertools
@@ -99,7 +99,7 @@ def killed_in(out_dir: str, number: int) -> None:
 
 
 def _concerns(path: object, out_dir: str) -> bool:
-    """Whether it is something of the run but what ranks and supervisor tell each other."""
+    """Return whether a path is in the run, outside of the messages of ranks and supervisor."""
     if not isinstance(path, str | Path):
         return False
     if not Path(path).is_absolute():  # an entry of a directory that is being deleted
@@ -165,7 +165,7 @@ def no_advice() -> None:
 def on_card(
     counts_in: str, shortage: dict[str, Any] | None, follows_memory: bool, *others: str
 ) -> None:
-    """What may happen to a rank on a simulated card.
+    """Faults of a rank on a simulated card.
 
     Args:
         counts_in: directory for what is counted in it.

@@ -15,7 +15,7 @@ SHALLOW = KEPT / "base-shallow"
 
 
 def recipe(directory: Path, base: Path = BASE, **train: Any) -> Path:
-    """What a person says of a run that goes on: base model, data, batch, clipping."""
+    """Recipe of a run that continues: base model, data, batch, clipping."""
     file = directory / "recipe.yaml"
     content = {
         "checkpoint_dir": str(base),

@@ -195,7 +195,7 @@ class Host:
         return found
 
     def rank(self) -> int | None:
-        """Of the training process on it; None: there is none."""
+        """Rank of the training process on this host, or None if there is none."""
         for process in self.processes():
             with suppress(psutil.Error):
                 if "ftkit.training.rank" in process.cmdline():
@@ -219,7 +219,7 @@ class Host:
             _ip("-n", self._link[0], "link", "set", self._link[1], "up")
 
     def listens(self) -> bool:
-        """Whether a rendezvous store takes connections on it."""
+        """Return whether a rendezvous store takes connections on this host."""
         words = ["ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
         found = subprocess.run(words, capture_output=True, text=True).stdout
         return any(f":{PORT:04X} " in line and " 0A " in line for line in found.splitlines())

@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """The same as words."""
+        """The output as text."""
         return " ".join(re.sub("<[^>]*>", " ", self.html).split())
 
     def wait_for(self, text: str) -> None:

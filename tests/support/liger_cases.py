@@ -217,7 +217,7 @@ def code(capability: int) -> dict[str, float]:
 
 
 def _kind(name: str, argument: str) -> str:
-    """Of a kernel's argument by its name: bfloat16 numbers, float32 sums, labels, or a number."""
+    """Type of a kernel's argument by its name: bfloat16 or float32 numbers, labels, or a number."""
     known = {
         "RSTD_ptr": "*fp32",
         "dW_ptr": "*fp32",

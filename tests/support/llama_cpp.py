@@ -71,7 +71,7 @@ def metadata_of(file: Path) -> dict[str, Any]:
 
 
 def differences(ours: Path, theirs: Path) -> dict[str, Any]:
-    """What two files have of different value: tensors, and keys of the metadata."""
+    """Tensors and metadata keys whose values differ in two files."""
     found: dict[str, Any] = {}
     mine, other = metadata_of(ours), metadata_of(theirs)
     for key in sorted(mine.keys() | other.keys()):

@@ -54,7 +54,7 @@ def chats(count: int, system: str = "") -> list[dict[str, Any]]:
 
 
 def look(model: Path, data: Path, *, show: int = 0, **keys: object) -> Inspection:
-    """What there is to see of records in a file; `data__seed=1` stands for data.seed."""
+    """Inspection of the records in a file; `data__seed=1` stands for data.seed."""
     defaults = {"checkpoint_dir": str(model), "data": "JSON", "data.path": str(data)}
     overrides = [*defaults.items()]
     overrides += [(key.replace("__", "."), as_text(value)) for key, value in keys.items()]

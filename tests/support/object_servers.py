@@ -56,7 +56,7 @@ _SAYS_PORT = re.compile(rb"(?:.*http://127\.0\.0\.1:)?([0-9]+)\n")
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What somebody asks of the storage; another one may ask for the same at the same time."""
+    """A request to the storage; others may be equal at the same time."""
 
     method: str
     path: str
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to requests instead of an answer."""
+    """A fault that requests meet instead of an answer."""
 
     status: int = 0
     """Answer with this status; 0: break the connection off."""
@@ -133,12 +133,12 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the proxy."""
         return f"http://{self.address}:{self.port}"
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to know of it."""
+        """Environment variables with which a process reaches the storage."""
         if self.scheme == "gs":
             return {"STORAGE_EMULATOR_HOST": self.url}
         if self.scheme == "az":
@@ -348,7 +348,7 @@ def az_server() -> Iterator[Proxy]:
 
 
 def has_azurite() -> bool:
-    """Whether it is: a program of npm's, which is not among those of Python."""
+    """Return whether Azurite is installed, a program of npm."""
     return shutil.which(AZURITE) is not None
 
 

@@ -91,14 +91,14 @@ class OnCard:
         return self._ended[key], out
 
     def completed(self, command: str, *words: str, **how: Any) -> Outcome:
-        """What a run that completes leaves behind; `how` as for `run`."""
+        """Run directory of a run that completes; `how` as for `run`."""
         attempt, out = self.run(command, *words, **how)
         assert attempt.code == 0, attempt.output
         assert read_report(out).outcome in ("completed", "stopped")
         return Outcome(out)
 
     def on_cpu(self, command: str, *words: str, precision: str | None = None) -> Outcome:
-        """The same recipe on one CPU."""
+        """Run directory of the same recipe on one CPU."""
         kept: list[str] = []
         for name, value in zip(words[::2], words[1::2], strict=True):
             if not name.startswith(HARDWARE):
@@ -112,7 +112,7 @@ class OnCard:
 
 
 def environment() -> dict[str, str]:
-    """Of processes on a machine with two cards."""
+    """Environment of processes on a machine with two cards."""
     return with_cards(command_environment(), cards(*CARDS))
 
 

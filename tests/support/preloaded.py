@@ -35,11 +35,11 @@ class Attempt:
 
     @property
     def output(self) -> str:
-        """What it showed."""
+        """Output of the attempt."""
         return self._output.read_text()
 
     def ranks(self) -> list[psutil.Process]:
-        """Its ranks by number, once they are there."""
+        """Ranks of the attempt by number, once they are there."""
         try:
             return sorted(psutil.Process(self.pid).children(), key=lambda rank: rank.pid)
         except psutil.NoSuchProcess:

@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind."""
+    """Files and numbers of a finished run."""
 
     out_dir: Path
 
@@ -106,7 +106,7 @@ class Outcome:
         return [float(row["val_loss"] or 0) for row in rows]
 
     def losses_on(self, source: str) -> list[float | None]:
-        """Of each validation; None: it had none of this source or set."""
+        """Loss of each validation, or None if it had none of this source or set."""
         rows = read_validation(self.out_dir / "validation.csv")
         return [row[loss_column(source)] for row in rows]
 

@@ -19,7 +19,7 @@ Ftkit = Callable[..., Attempt]
 
 
 def learned(directory: Path) -> list[tuple[str, ...]]:
-    """What metrics.csv says about each step, times left out."""
+    """Rows of metrics.csv without times."""
     with (directory / "metrics.csv").open() as file:
         return [tuple(row[name] for name in LEARNED) for row in csv.DictReader(file)]
 
@@ -34,7 +34,7 @@ def ended(attempt: Attempt) -> tuple[int, str]:
 def assert_another_machine_goes_on(
     run: Callable[..., str], bucket: Bucket, scheme: str, whole: Path, place: Path
 ) -> None:
-    """What one machine has begun another ends as if nothing had stopped it, and all can read it.
+    """Check that another machine ends a run as if nothing had stopped it, and that all can read it.
 
     Args:
         run: of a machine by its name; "a" has stopped after two steps.

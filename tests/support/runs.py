@@ -82,7 +82,7 @@ class Run:
         return sorted(ranks, key=lambda rank: int(rank.environ()["RANK"]))
 
     def knows_ranks(self) -> bool:
-        """Whether each training process says which rank it is: not before its exec."""
+        """Return whether each training process says which rank it is: not before its exec."""
         children = psutil.Process(self.process.pid).children()
         return all("RANK" in child.environ() for child in children)
 
@@ -131,7 +131,7 @@ def rows(out_dir: Path) -> list[dict[str, str]]:
 
 
 def losses(out_dir: Path) -> list[float]:
-    """Of each step, by metrics.csv."""
+    """Loss of each step, from metrics.csv."""
     return [float(row["loss"]) for row in rows(out_dir)]
 
 

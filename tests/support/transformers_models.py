@@ -165,7 +165,7 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
 
 
 def model_type(model: str) -> str:
-    """Of a key of MODELS or MORE_MODELS."""
+    """Model type of a key of MODELS or MORE_MODELS."""
     return model.split()[0]
 
 

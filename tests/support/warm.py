@@ -141,7 +141,7 @@ def _modules_of_ours() -> dict[str, ModuleType]:
 
 
 def _interpret(words: list[str]) -> None:
-    """What `python` does with such words."""
+    """Run a Python command line as a new interpreter does."""
     sys.orig_argv[:] = words
     rest = words[1:]
     flags = set()

@@ -1,4 +1,4 @@
-"""What host memory processes can hold at most: of the machine, its containers and limits."""
+"""Limits of host memory: of the machine, its containers and processes."""
 
 import resource
 from pathlib import Path

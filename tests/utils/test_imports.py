@@ -126,7 +126,7 @@ print(peft.LoraConfig is LoraConfig, peft.BOFTConfig.__name__, peft.PeftModel.__
 
 
 def run_python(statements: str) -> str:
-    """What a new interpreter prints."""
+    """Output of a new interpreter."""
     found = subprocess.run(
         [sys.executable, "-c", statements],
         env=command_environment(),

@@ -45,7 +45,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """What the command prints as lines: `said(out, "--once")`."""
+    """Lines that the command prints: `said(out, "--once")`."""
 
     def run_(*argv: object) -> list[str]:
         assert run(["watch", *map(str, argv)]) == 0

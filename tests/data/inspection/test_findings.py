@@ -1,4 +1,4 @@
-"""What ruins runs is found where it is, and nowhere else; what is advised mends it."""
+"""Each finding is raised by the data that ruin runs, by no others, and its advice removes it."""
 
 import json
 import re

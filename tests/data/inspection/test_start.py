@@ -1,4 +1,4 @@
-"""What ruins runs is reported when a run starts, once, on the terminal and in the report."""
+"""Data that ruin runs are reported when a run starts, once, on the terminal and in the report."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What people see of an inspection: every token, what is trained without colours too, no tricks."""
+"""The text of an inspection: every token, trained ones in brackets, control characters escaped."""
 
 import dataclasses
 from collections.abc import Sequence

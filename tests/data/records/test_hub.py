@@ -40,7 +40,7 @@ def card(**configs: dict[str, str]) -> bytes:
 
 @dataclass
 class Hub:
-    """What the stand-in serves, and the requests it got."""
+    """Files that the stand-in serves, and the requests it got."""
 
     files: dict[str, bytes] = field(
         default_factory=lambda: {"train.jsonl": lines(6), "test.jsonl": lines(2, "t")}
@@ -258,7 +258,7 @@ def test_a_run_reads_a_gated_data_set_with_its_access_token(served: Hub, tmp_pat
 
 
 class TestOffline:
-    """What has been read once is read from the cache."""
+    """Data that were read once are read from the cache."""
 
     @pytest.fixture
     def offline(self, served: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:

@@ -29,7 +29,7 @@ STATE = "trainer_state.json"
 
 
 def words_of(source: Path, tmp_path: Path, base: Path = BASE) -> str:
-    """What the import of a checkpoint is refused with; nothing is left behind."""
+    """Message that refuses the import of a checkpoint; nothing is left behind."""
     out = tmp_path / "run"
     with pytest.raises(UserError) as error:
         import_run(ImportOptions(source=source, out=out, config=(str(recipe(tmp_path, base)),)))

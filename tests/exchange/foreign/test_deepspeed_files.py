@@ -29,7 +29,7 @@ KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 
 
 def imported(source: Path, out: Path, base: Path = BASE) -> dict[str, dict[str, Tensor]]:
-    """What an import has made of a checkpoint of three steps: its tensors by kind and our names."""
+    """Tensors of an imported checkpoint of three steps, by kind and ftkit's names."""
     out.mkdir()
     config = recipe(out, base)
     import_run(ImportOptions(source=source, out=out / "run", config=(str(config),)))

@@ -59,7 +59,7 @@ def weights_of(run: Path, kept: "Kept") -> dict[str, torch.Tensor]:
 def named_in(
     kept: "Kept", ours: Mapping[str, torch.Tensor], layout: ModelLayout
 ) -> dict[str, torch.Tensor]:
-    """The same by the names of a layout."""
+    """Tensors by the names of a layout."""
     architecture = open_base(str(kept.base), None).architecture
     return dict(storage_of(architecture, layout).written(ours.items()))
 

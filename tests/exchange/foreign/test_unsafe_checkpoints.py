@@ -17,7 +17,7 @@ from ftkit.recipe.options import ImportOptions
 
 
 class Bomb:
-    """What makes a directory when it is unpickled by a loader that calls any function."""
+    """Makes a directory when a loader that calls any function unpickles it."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -206,7 +206,7 @@ COMPLETED = Report(
 
 
 def text_of(report: Report, width: int = 80, **options: object) -> str:
-    """What render shows in a file."""
+    """Text that `render` writes to a file."""
     console = Console(file=io.StringIO(), width=width)
     console.print(render(report, **options))
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -464,7 +464,7 @@ class TestPeakMemory:
 
 
 class TestMachine:
-    """What the run ran on."""
+    """Hardware of the run."""
 
     def test_host_memory_is_read_from_proc(self, tmp_path: Path) -> None:
         status = tmp_path / "status"
@@ -536,7 +536,7 @@ TWO_GPUS = SimpleNamespace(
 
 
 class TestTable:
-    """What people read."""
+    """The report as a table."""
 
     def test_micro_batches_of_a_number_of_tokens_show_how_full_they_were(self) -> None:
         assert COMPLETED.resolved and COMPLETED.throughput

@@ -1,4 +1,4 @@
-"""What is known of each source of the data, where there are several."""
+"""Numbers of each source of the data, where there are several."""
 
 import json
 from pathlib import Path

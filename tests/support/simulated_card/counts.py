@@ -1,4 +1,4 @@
-"""What makes the host wait, what is copied, and what ranks exchange, with the line that did it."""
+"""Waits of the host, copies, and messages of ranks, with the lines that cause them."""
 
 import atexit
 import ctypes
@@ -191,7 +191,7 @@ def forget() -> None:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted in a process."""
+    """Counts in one process."""
 
     contexts: list[int]
     events: dict[Event, int]

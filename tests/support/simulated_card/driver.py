@@ -1,4 +1,4 @@
-"""What the driver's library (NVML) says of the cards, in the place of the module pynvml."""
+"""The driver's library (NVML) for simulated cards, in the place of the module pynvml."""
 
 from types import ModuleType, SimpleNamespace
 

@@ -29,7 +29,7 @@ class GlooInName(ProcessGroupGloo):
 
     @property
     def options(self) -> _Options:  # type: ignore[override]
-        """What it was made with; torch copies it for groups of some of the ranks."""
+        """Options of the group; torch copies them for groups of some of the ranks."""
         return self._own_options
 
     def eager_connect_single_device(self, device: torch.device) -> None:  # type: ignore[override]

@@ -40,7 +40,7 @@ class Machine:
         self._process = process
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns there, as JSON has it.
+        """Result of the function in that process, as JSON has it.
 
         Args:
             function: imports all that it needs, and refers to nothing outside of it.

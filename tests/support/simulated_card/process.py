@@ -67,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             private.install(self._cards, library)
 
     def _around_kinds(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """What ftkit knows of a kind of device is a row in its table."""
+        """Add the row of the simulated kind to ftkit's table of devices."""
         load(module)
         if self._cards.kind != "cuda":
             module.DEVICE_KINDS[self._cards.kind] = module.DeviceKind(
@@ -75,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             )
 
     def _around_bitsandbytes(self, load: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """Its kernels for CPUs are taken, as it would have none for these cards."""
+        """Use bitsandbytes' kernels for CPUs, as it has none for these cards."""
         import torch
 
         from simulated_card import device

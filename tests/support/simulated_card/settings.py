@@ -1,4 +1,4 @@
-"""What the simulated cards pretend, handed to processes in an environment variable."""
+"""Settings of the simulated cards, handed to processes in an environment variable."""
 
 import hashlib
 import json
@@ -54,7 +54,7 @@ class Cards:
     """What torch calls them. Any other is one that torch has no build for: see `private`."""
 
     def environment(self) -> dict[str, str]:
-        """What puts the cards into a process and those that it starts, but for its PYTHONPATH."""
+        """Environment that puts the cards into a process and its children, without PYTHONPATH."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
@@ -71,7 +71,7 @@ class Cards:
         return replace(found, shortage=Shortage(**shortage) if shortage else None)
 
     def uuid(self, index: int) -> str:
-        """Of a card, as the driver writes it."""
+        """UUID of a card, as the driver writes it."""
         digest = hashlib.sha256(f"card {index}".encode()).hexdigest()
         parts = (digest[:8], digest[8:12], digest[12:16], digest[16:20], digest[20:32])
         prefix = "MIG" if KINDS[self.kinds[index]].parent else "GPU"

@@ -100,7 +100,7 @@ def test_a_run_on_another_kind_of_device_learns_what_one_on_a_cpu_learns(
 
 
 def test_its_memory_is_followed_as_that_of_other_devices(kind: OnCard) -> None:
-    """What tensors hold, as followed in a step, is what its allocator counts, within 1 %."""
+    """Bytes of the tracked tensors are those that its allocator counts, within 1 %."""
     _, out = kind.run("finetune_full", *ONE, follows_memory=True)
     measured = read_report(out).step_memory
     assert measured is not None

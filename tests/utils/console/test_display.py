@@ -1,4 +1,4 @@
-"""What a person sees: a live line on a terminal, plain lines elsewhere and in run.log."""
+"""The display: a live line on a terminal, plain lines elsewhere and in run.log."""
 
 import contextlib
 import errno

@@ -38,7 +38,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
-    """What the command prints: `out, err = said("out", "--format", "csv")`."""
+    """Output of the command: `out, err = said("out", "--format", "csv")`."""
 
     def run_(*argv: object) -> tuple[str, str]:
         assert run(["compare", *map(str, argv)]) == 0
@@ -679,7 +679,7 @@ def test_without_matplotlib_the_error_names_the_extra(
 
 
 def test_losses_on_sources_and_sets_are_those_of_the_result(tmp_path: Path) -> None:
-    """Of the last validation, or of the checkpoint that was chosen."""
+    """They are of the last validation, or of the checkpoint that was chosen."""
     chosen = ChosenResult(step=10, validation_loss=0.5, losses={"my_data.json": 4.0, "code": 5.0})
     for name, result in (("last", None), ("best", chosen), ("without", None)):
         report = make_run(tmp_path / name)

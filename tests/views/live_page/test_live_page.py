@@ -39,7 +39,7 @@ EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where runs are."""
+    """Directory of the runs."""
     path = tmp_path / "out"
     path.mkdir()
     return path
@@ -58,7 +58,7 @@ def server(out: Path) -> Iterator[PageServer]:
 def answer(
     server: PageServer, path: str, method: str = "GET", **headers: str
 ) -> tuple[HTTPResponse, str]:
-    """What the server says; Host is the right one unless it is given."""
+    """Response of the server and its body; Host is the right one unless it is given."""
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
     response = connection.getresponse()

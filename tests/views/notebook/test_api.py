@@ -29,7 +29,7 @@ from ftkit.runs.lock import Supervisor
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the kernel works."""
+    """Working directory of the kernel."""
     return tmp_path_factory.mktemp("notebook")
 
 

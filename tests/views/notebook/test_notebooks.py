@@ -45,7 +45,7 @@ for cell in nbformat.read(sys.argv[1], as_version=4).cells:
 
 
 def types_of(program: str, directory: Path) -> str:
-    """What mypy says about a program that uses the installed python-chi, which it reads."""
+    """Types that mypy reports for a program that uses the installed python-chi."""
     found = importlib.util.find_spec("chi")
     assert found is not None, "scripts/setup_env --dev installs python-chi"
     sources = directory / "sources"
@@ -117,16 +117,18 @@ def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook: P
 def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep() -> None:
     program = "\n".join(cells(SINGLE_GPU))
     sweep = yaml.safe_load((ROOT / "recipes/sweeps/single_gpu.yaml").read_text())["runs"]
-    calls: list[dict[str, object]] = []
+    experiments: list[dict[str, object]] = []
 
     def experiment(name: Any, command: Any, recipe: Any, force: Any = False, **keys: Any) -> None:
-        calls.append({"name": name, "command": command, "config": f"../{recipe}.yaml", **keys})
+        experiments.append(
+            {"name": name, "command": command, "config": f"../{recipe}.yaml", **keys}
+        )
 
     calls = [node for node in ast.parse(program).body if isinstance(node, ast.Expr)]
     calls = [node for node in calls if ast.unparse(node).startswith("experiment(")]
     module = ast.Module(body=list(calls), type_ignores=[])
     exec(compile(module, str(SINGLE_GPU), "exec"), {"experiment": experiment})
-    assert calls == sweep
+    assert experiments == sweep
 
 
 @pytest.mark.parametrize("notebook", [GPU_SERVER, *EXECUTED], ids=lambda notebook: notebook.stem)

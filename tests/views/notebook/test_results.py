@@ -1,4 +1,4 @@
-"""What is done with a result from Python: one program does all of it and notes what it saw."""
+"""Results used from Python: one program uses all functions and records what they return."""
 
 import json
 import re
@@ -76,7 +76,7 @@ Path("seen.json").write_text(json.dumps(seen))
 
 @pytest.fixture(scope="module")
 def seen(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the program saw."""
+    """Values that the program recorded."""
     place = tmp_path_factory.mktemp("results")
     keys = {word[2:]: value for word, value in zip(common[::2], common[1::2], strict=True)}
     write_tasks(place / "tasks", SUMS, LETTERS)
