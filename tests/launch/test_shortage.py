@@ -51,7 +51,7 @@ def test_a_limit_on_host_memory_is_named(
     if phase == "training":
         held = report.step_memory
         assert held and held.fullest.peak_breakdown_bytes.parameters > 16 * MIB
-    assert "are free for each rank" in attempt.output
+    assert says(attempt.output, "free for each rank")
     assert "in tensors (sequences: " in attempt.output
     assert missing.predicted_for and missing.predicted_for.endswith("tokens: the longest sample")
 
@@ -94,7 +94,7 @@ def test_a_drivers_message_without_sizes_is_shown_with_known_sizes(
     assert says(report.exit_reason, "CUDA error: out of memory")
     missing = report.shortage
     assert missing and missing.held_bytes and missing.available_bytes and not missing.asked_bytes
-    assert "are free for each rank\nthe driver had no memory left" in attempt.output
+    assert says(attempt.output, "free for each rank ... driver ... no memory")
 
 
 @pytest.mark.parametrize("words", [None, "CUDA error: out of memory"])

@@ -54,7 +54,7 @@ def test_answers_that_bring_their_own_end_are_trained_without_one(
     records = [record | {"output": record["output"] + "</s>"} for record in questions(60)]
     found = only(look(model, write_records(tmp_path / "data.jsonl", records)), "no_end_of_turn")
     assert found.severity == "warning"
-    assert "Remove </s> from the end of the outputs" in found.advice
+    assert says(found.advice, "Remove </s> ... outputs")
 
 
 def test_some_answers_without_an_end_raise_no_finding(model: Path, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_an_unused_chat_template_of_the_base_model_is_named_with_its_key(
     instructions = write_records(tmp_path / "instructions.jsonl", questions(40))
     conversations = write_records(tmp_path / "conversations.jsonl", chats(40))
     found = only(look(model, instructions), "template_not_used")
-    assert found.severity == "notice" and "made by prompt style alpaca" in found.text
+    assert found.severity == "notice" and says(found.text, "prompt style alpaca")
     assert advised(found) == [("data.chat_template", "tokenizer")]
     assert kinds(look_again(model, instructions, found)) == set()
     found = only(look(model, conversations, data__chat_template="zephyr"), "template_not_used")
@@ -370,6 +370,6 @@ def test_each_source_is_named_where_there_are_several(model: Path, tmp_path: Pat
     overrides = [("checkpoint_dir", str(model)), ("data", "JSON"), ("data.sources", str(sources))]
     seen = inspect_data([], overrides, show=4, progress=lambda *_: None)
     assert [source.train.records for source in seen.sources] == [38, 38]
-    assert "No end of an answer of bad" in only(seen, "no_end_of_turn").text
+    assert says(only(seen, "no_end_of_turn").text, "end of an answer of bad")
     assert {sample.source for sample in seen.samples} == {source.name for source in seen.sources}
     assert [sample.number for sample in seen.samples] == [0, 19, 0, 19]

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from messages import says
 from rich.console import Console
 
 from ftkit.errors import UserError
@@ -550,7 +551,7 @@ class TestTable:
         report = dataclasses.replace(COMPLETED, throughput=speed)
         assert "micro-batches" not in text_of(report)
         shown = " ".join(text_of(dataclasses.replace(report, resolved=tokens), width=120).split())
-        assert "micro-batches 3.75 in a step, each of 4,000 tokens (at most 4,096)" in shown
+        assert says(shown, "3.75 in a step ... 4,000 tokens ... 4,096")
 
     def test_a_completed_run_shows_every_measurement(self) -> None:
         shown = " ".join(text_of(COMPLETED, width=120, out_dir=Path("out/run")).split())
@@ -594,7 +595,7 @@ class TestTable:
             "experts 2 in each of 2 layers: 30 % to 70 % of choices (even: 50 %), "
             "layer 0 is the least even"
         ) in shown
-        assert "router loss 1.2500 in the last step" in shown
+        assert says(shown, "router loss 1.2500")
 
     def test_choices_of_ranks_add_up(self) -> None:
         parts = [
@@ -608,7 +609,7 @@ class TestTable:
 
     def test_a_run_that_failed_at_once_shows_its_reason_and_nothing_empty(self) -> None:
         shown = text_of(FAILED)
-        assert "failed  data.json does not exist (during set-up)" in shown
+        assert says(shown, "failed ... data.json does not exist")
         assert "None" not in shown
         assert len(shown.splitlines()) == 2
 
@@ -630,7 +631,7 @@ class TestTable:
             progress=Progress(steps=1, samples=16, epochs=0.01),
         )
         shown = text_of(report)
-        assert "out of memory  rank 2: CUDA out of memory, 2.0 GiB wanted" in shown
+        assert says(shown, "out of memory ... rank 2 ... 2.0 GiB")
         assert "(during training)" in shown
         assert "1 step, 0.01 epochs, 16 samples  " in shown
         assert "loss           2.4131  " in shown
