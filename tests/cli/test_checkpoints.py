@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from checkpoints import FILES, RECIPE, save, write_partial
-from messages import says
+from messages import message_of, says
 
 from ftkit.checkpoint.store import Store
 from ftkit.cli import checkpoints as manage
@@ -72,9 +72,7 @@ def values(said: Callable[..., tuple[int, str]]) -> Callable[..., Any]:
 
 
 def mistake(*argv: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(["checkpoints", *map(str, argv)])
-    return str(error.value)
+    return message_of(run, ["checkpoints", *map(str, argv)])
 
 
 def rows(out: str) -> list[list[str]]:

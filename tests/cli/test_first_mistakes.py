@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from compared_runs import make_run
-from messages import says
+from messages import message_of, says
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
@@ -18,9 +18,7 @@ from ftkit.views.comparison.compare import compare
 
 
 def refusal_of(*words: str) -> str:
-    with pytest.raises(UserError) as error:
-        run(words)
-    return str(error.value)
+    return message_of(run, words)
 
 
 @pytest.mark.parametrize(

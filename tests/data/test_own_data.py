@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import key_words, says
+from messages import key_words, message_of, says
 
 from ftkit.data.records.hub import HubName
 from ftkit.data.records.keys import UnusedKeys
@@ -55,9 +55,7 @@ def part(**options: Any) -> Part:
 
 
 def refusal(**options: Any) -> str:
-    with pytest.raises(UserError) as error:
-        parts(**options)
-    return str(error.value)
+    return message_of(parts, **options)
 
 
 # Shapes

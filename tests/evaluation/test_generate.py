@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from answers import PROMPT, alpaca, expected_answer, typed
 from command import command_environment, command_line
-from messages import says
+from messages import message_of, says
 from results import Ended
 from runs import DEFAULT_SIGNALS, TIMEOUT_S
 
 from ftkit.cli.app import run
-from ftkit.errors import UserError
 from ftkit.evaluation.result import find_result
 from ftkit.recipe.recipe import Quantization
 
@@ -45,9 +44,7 @@ def answered(said: Callable[..., tuple[str, str]]) -> Callable[..., dict[str, An
 
 
 def mistake(*argv: object) -> str:
-    with pytest.raises(UserError) as error:
-        run([*map(str, argv)])
-    return str(error.value)
+    return message_of(run, [*map(str, argv)])
 
 
 # --- One prompt -----------------------------------------------------------------------------------

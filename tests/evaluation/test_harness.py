@@ -15,9 +15,9 @@ from jinja2.exceptions import SecurityError
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from local_tasks import ALL, ANSWERS, LETTERS, write_tasks
+from messages import message_of
 from tiny import make_llama
 
-from ftkit.errors import UserError
 from ftkit.evaluation import harness
 from ftkit.evaluation.harness import TaskOptions, TaskSet
 from ftkit.evaluation.loading import Loaded, load_result
@@ -89,9 +89,7 @@ def task_set(loaded: Loaded, *names: object, trusted: Path | None = None, **aski
 
 
 def mistake(loaded: Loaded, *names: object, **options: Any) -> str:
-    with pytest.raises(UserError) as error:
-        task_set(loaded, *names, **options)
-    return str(error.value)
+    return message_of(task_set, loaded, *names, **options)
 
 
 def assert_close(found: Any, expected: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from litgpt.utils import save_config
-from messages import key_words, says
+from messages import key_words, message_of, says
 from results import CASES, Ended
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
@@ -37,9 +37,7 @@ def logits(of: Loaded) -> torch.Tensor:
 
 
 def mistake(name: object) -> str:
-    with pytest.raises(UserError) as error:
-        loaded(name)
-    return str(error.value)
+    return message_of(loaded, name)
 
 
 def copy_of(directory: Path, to: Path) -> Path:

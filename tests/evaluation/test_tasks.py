@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import yaml
 from local_tasks import ALL, LETTERS, SUMS, write_tasks
-from messages import says
+from messages import message_of, says
 
-from ftkit.errors import UserError
 from ftkit.evaluation.tasks import Code, TaskFiles, find_tasks, read_task_file
 
 
@@ -21,9 +20,7 @@ def found(*names: object, trusted: Path | None = None) -> list[str]:
 
 
 def mistake(*names: object, trusted: Path | None = None) -> str:
-    with pytest.raises(UserError) as error:
-        found(*names, trusted=trusted)
-    return str(error.value)
+    return message_of(found, *names, trusted=trusted)
 
 
 def with_file(directory: Path, **changes: Any) -> Path:

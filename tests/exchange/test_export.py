@@ -11,23 +11,20 @@ import pytest
 import torch
 from conversions import assert_equal, export, litgpt_logits, merge, own_logits, transformers_logits
 from litgpt.utils import save_config
-from messages import says
+from messages import message_of, says
 from results import Ended
 from safetensors.torch import load_file
 from tiny import make_llama, make_tokenizer
 from torch import Tensor
 
 from ftkit.cli.app import run
-from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import fingerprint, open_base, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def mistake(*words: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(["export", *map(str, words)])
-    return str(error.value)
+    return message_of(run, ["export", *map(str, words)])
 
 
 def make_litgpt(directory: Path, *, tied: bool, dtype: torch.dtype) -> Path:

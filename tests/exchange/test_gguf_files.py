@@ -22,7 +22,7 @@ from llama_cpp import (
     metadata_of,
     needs_llama_cpp,
 )
-from messages import says
+from messages import message_of, says
 from results import Ended
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
@@ -60,9 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def mistake(*words: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(["export", *map(str, words), "--format", "gguf"])
-    return str(error.value)
+    return message_of(run, ["export", *map(str, words), "--format", "gguf"])
 
 
 def write(name: object, out: Path, numbers: str = "f32", *words: object) -> Path:

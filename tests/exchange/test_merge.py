@@ -12,13 +12,12 @@ from adapters import ALL, FUSED, MAKERS, VARIANTS, build, logits, lora_recipe, t
 from adapters import export as save
 from command import Command
 from conversions import assert_equal, merge, own_logits, transformers_logits
-from messages import says
+from messages import message_of, says
 from results import Ended
 from runs import DEFAULT_SIGNALS
 from tiny import make_llama
 
 from ftkit.cli.app import run
-from ftkit.errors import UserError
 from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.result import find_result
 from ftkit.exchange.merge import Merged
@@ -38,9 +37,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
 
 
 def mistake(*words: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(["merge", *map(str, words)])
-    return str(error.value)
+    return message_of(run, ["merge", *map(str, words)])
 
 
 # --- The logits of the adapted model --------------------------------------------------------------

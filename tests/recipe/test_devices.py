@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command import ROOT, command_environment
-from messages import key_words, says
+from messages import key_words, message_of, says
 from simulated_card.build import needs_card
 from simulated_card.machine import cards, with_cards
 from simulated_card.machine import machine as process_with
@@ -77,9 +77,7 @@ class Machine:
         self.patch.setattr(devices, "hardware", lambda: known)
 
     def refusal(self, **keys: object) -> str:
-        with pytest.raises(UserError) as error:
-            find_devices(recipe(**keys))
-        return str(error.value)
+        return message_of(find_devices, recipe(**keys))
 
 
 @pytest.fixture

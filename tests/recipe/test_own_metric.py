@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import key_words, says
+from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
 from ftkit.recipe.own_metric import LoadedMetric, own_metrics
@@ -30,9 +30,7 @@ def loaded(file: Path, content: str) -> LoadedMetric:
 
 
 def mistake(*texts: str) -> str:
-    with pytest.raises(UserError) as error:
-        own_metrics(texts)
-    return str(error.value)
+    return message_of(own_metrics, texts)
 
 
 def test_a_file_is_looked_at_without_being_executed(
@@ -129,9 +127,7 @@ def test_a_function_gets_answer_expected_text_and_a_copy_of_the_record(file: Pat
 )
 def test_a_mistake_in_a_function_names_the_record(line: str, words: str, file: Path) -> None:
     metric = loaded(file, f"{SCORE}{line}\n")
-    with pytest.raises(UserError) as error:
-        metric.score("a", "b", {}, 7)
-    text = str(error.value)
+    text = message_of(metric.score, "a", "b", {}, 7)
     assert text.startswith("--metric mine.py:score: for validation record 7 (counted from 0) it ")
     assert says(text, words, "Correct the function ... --metric")
 
@@ -147,9 +143,7 @@ def test_a_mistake_in_a_function_names_the_record(line: str, words: str, file: P
 def test_a_file_that_does_not_run_is_one_clear_error(content: str, words: str, file: Path) -> None:
     file.write_text(f"{content}{SCORE}return 1\n")
     (metric,) = own_metrics([named(file)])
-    with pytest.raises(UserError) as error:
-        LoadedMetric(metric)
-    assert says(str(error.value), words)
+    assert says(message_of(LoadedMetric, metric), words)
 
 
 def test_what_is_executed_is_what_was_named(file: Path) -> None:

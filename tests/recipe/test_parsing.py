@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from command import ROOT
-from messages import key_words, says
+from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import from_dict, read_keys, read_recipe, to_dict, to_yaml
@@ -99,9 +99,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 
 def refusal(*files: Path, line: str = "", method: Method | None = "lora") -> str:
-    with pytest.raises(UserError) as error:
-        read(*files, line=line, method=method)
-    return str(error.value)
+    return message_of(read, *files, line=line, method=method)
 
 
 # --- Recipes ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from messages import key_words, says
+from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
@@ -34,9 +34,7 @@ def plan(machine: Devices = CPU, /, method: Method = "lora", **keys: object) -> 
 
 
 def refusal(machine: Devices = CPU, /, **keys: object) -> str:
-    with pytest.raises(UserError) as error:
-        plan(machine, **keys)
-    return str(error.value)
+    return message_of(plan, machine, **keys)
 
 
 # --- Batches ------------------------------------------------------------------------------------

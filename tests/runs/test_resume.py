@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import save
 from command import NO_TORCH, Command
-from messages import says
+from messages import message_of, says
 from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
@@ -58,9 +58,7 @@ def found(new_recipe: Recipe) -> Start:
 
 
 def refusal(new_recipe: Recipe) -> str:
-    with pytest.raises(UserError) as error:
-        find_start(new_recipe)
-    return str(error.value)
+    return message_of(find_start, new_recipe)
 
 
 def damage(file: Path) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from messages import message_of
 
 from ftkit.cli.app import run
-from ftkit.errors import UserError
 
 
 def values_from(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
@@ -25,6 +25,4 @@ def values_from(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, A
 
 def mistake(*argv: object) -> str:
     """Message of its refusal."""
-    with pytest.raises(UserError) as error:
-        run(["evaluate", *map(str, argv)])
-    return str(error.value)
+    return message_of(run, ["evaluate", *map(str, argv)])

@@ -1,6 +1,18 @@
 """Key words of messages: tests check what a message names, never its wording."""
 
 import re
+from collections.abc import Callable
+
+import pytest
+
+from ftkit.errors import UserError
+
+
+def message_of(call: Callable[..., object], *arguments: object, **keys: object) -> str:
+    """Return the message of the UserError that a call raises."""
+    with pytest.raises(UserError) as error:
+        call(*arguments, **keys)
+    return str(error.value)
 
 
 def key_words(*phrases: object) -> str:

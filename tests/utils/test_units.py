@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from messages import key_words, says
+from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
 from ftkit.runs.job import StopAfter
@@ -20,9 +20,7 @@ def test_a_duration_is_a_number_with_its_unit(text: str, seconds: float) -> None
 
 @pytest.mark.parametrize("text", ["", "60", "15m", "min", "1h30min", "-1h", "0s", "1e3s", "2 days"])
 def test_anything_else_is_refused_with_one_that_works(text: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_duration(text, "checkpoint.save_every")
-    message = str(error.value)
+    message = message_of(parse_duration, text, "checkpoint.save_every")
     assert says(message, f"checkpoint.save_every is {text!r} ... above 0")
     suggested = re.search(r"Try --checkpoint.save_every (\S+)\.$", message)
     assert suggested and parse_duration(suggested[1])

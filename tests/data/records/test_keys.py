@@ -3,12 +3,11 @@
 from typing import Any
 
 import pytest
-from messages import says
+from messages import message_of, says
 
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import RecordReader
-from ftkit.errors import UserError
 
 ASKED: Record = {"role": "user", "content": "?"}
 SAID: Record = {"role": "assistant", "content": "!"}
@@ -27,9 +26,7 @@ def read(*rows: Record, columns: dict[str, str] | None = None, answered: bool = 
 
 
 def refusal(*rows: Record, columns: dict[str, str] | None = None) -> str:
-    with pytest.raises(UserError) as error:
-        read(*rows, columns=columns)
-    return str(error.value)
+    return message_of(read, *rows, columns=columns)
 
 
 def chat(**last: Any) -> Record:

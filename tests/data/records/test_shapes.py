@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import says
+from messages import message_of, says
 
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import Form, RecordReader
-from ftkit.errors import UserError
 
 DATE = datetime.date(2026, 1, 1)
 """As tables have them."""
@@ -26,9 +25,7 @@ def read(
 
 
 def refusal(*rows: Any, **options: Any) -> str:
-    with pytest.raises(UserError) as error:
-        read(*rows, **options)
-    return str(error.value)
+    return message_of(read, *rows, **options)
 
 
 # Recognised

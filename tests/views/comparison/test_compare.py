@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 from compared_runs import GIB, at_work, make_all, make_run, note_in_ranks
-from messages import says
+from messages import message_of, says
 from rich.console import Console
 
 from ftkit.cli.app import run
-from ftkit.errors import UserError
 from ftkit.runs.report.answers import AnswerScore, TaskScore
 from ftkit.runs.report.report import ChosenResult, PeakMemory, Source, read_report, write_report
 from ftkit.strategies.step_memory import StepMemory
@@ -48,9 +47,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
 
 
 def mistake(*argv: object) -> str:
-    with pytest.raises(UserError) as error:
-        run(["compare", *map(str, argv)])
-    return str(error.value)
+    return message_of(run, ["compare", *map(str, argv)])
 
 
 def at_width(width: int, *paths: object, **options: str) -> str:
