@@ -197,7 +197,7 @@ def test_no_key_and_no_part_of_a_token_is_in_a_message(
     ("variables", "said"),
     [
         ({}, "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_CONNECTION_STRING are both unset"),
-        ({"AZURE_STORAGE_CONNECTION_STRING": "text"}, "blank or malfo"),
+        ({"AZURE_STORAGE_CONNECTION_STRING": "text"}, "blank or malformed"),
         (
             {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "abc"},
             "base64 ... network",
