@@ -19,11 +19,17 @@ os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
 # Where bytecode is not kept, as in many containers, each process that a test starts would compile
 # all modules of ours, which takes longer than importing them does otherwise.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# DeepSpeed's optimizer for the host takes a minute to compile. By default torch keeps it apart for
+# each kind of device, so that simulated cards would have it compiled again, with the same words.
+os.environ.setdefault(
+    "TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions/ftkit-tests")
+)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # they share the cache of tokenised data
     os.environ["FTKIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="ftkit-cache-")
 import warm
 from command import Command, Start, command_environment, command_line, start_up_of_ranks
-from runs import DEFAULT_SIGNALS, Run, command_of, options, watched
+from runs import DEFAULT_SIGNALS, TIMEOUT_S, Run, command_of, options, watched
+from runs import start as start_process
 
 from ftkit.utils.imports import quick_imports
 from ftkit.utils.progress import set_verbosity
@@ -82,17 +88,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def ftkit(tmp_path: Path) -> Command:
-    """Runs the command in an empty directory: `ftkit("finetune", "--help")`."""
+    """Runs the command in an empty directory: `ftkit("finetune", "--help")`.
 
-    def run(*arguments: object, before: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command_line(*arguments, before=before),
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=command_environment(),
-            timeout=120,
-        )
+    With `cold` all processes are interpreters of their own; see warm.py.
+    """
+
+    def run(
+        *arguments: object, before: str = "", cold: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        line = command_line(*arguments, before=before)
+        process = start_process(line, tmp_path, command_environment(), cold)
+        try:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(line, process.returncode, out, err)
 
     return run
 

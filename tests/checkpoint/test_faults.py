@@ -647,7 +647,7 @@ def test_the_real_command_refuses_a_payload(
     name = "shard-00000-of-00001.safetensors"
     replace(store_of(out).path(3), name, pickled(tmp_path / "trace"), checksums=True)
     words = ("finetune", "--config", out / "recipe.yaml", "--out_dir", out)
-    done = ftkit(*words, "--resume", 3)
+    done = ftkit(*words, "--resume", 3, cold=True)
     assert done.returncode == 2
     assert str(store_of(out).path(3) / name) in done.stderr and "--resume 2" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """The command line: help, mistakes, completion, and how little it imports."""
 
 import dataclasses
+import functools
 import importlib
 import json
 import re
@@ -44,6 +45,12 @@ OF_COMPONENTS = [
     *("data.help", "optimizer.help", "strategy.help"),
 ]
 CHECKPOINTS = ["list", "show", "verify", "clean", "diff"]
+
+
+@pytest.fixture
+def ftkit(ftkit: Command) -> Command:
+    """Runs the command as a user's shell does."""
+    return functools.partial(ftkit, cold=True)
 
 
 @pytest.fixture

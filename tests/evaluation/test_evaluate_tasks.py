@@ -91,7 +91,7 @@ def test_the_harness_is_quiet_in_a_process_of_its_own(
     ftkit: Command, tiny_base: Path, tmp_path: Path
 ) -> None:
     write_tasks(tmp_path / "tasks", LETTERS)
-    found = ftkit("evaluate", tiny_base, "--tasks", "tasks", "--accelerator", "cpu")
+    found = ftkit("evaluate", tiny_base, "--tasks", "tasks", "--accelerator", "cpu", cold=True)
     assert found.returncode == 0
     assert "letters" in found.stdout
     for word in ("lm_eval", "INFO", "Building contexts", "it/s", "Warning"):

@@ -319,6 +319,7 @@ def write_and_end(self):
     os.kill(os.getpid(), signal.{signal})
 ShardWriter._write_shard = write_and_end
 """,
+        cold=signal == "SIGTERM",  # as a user's is
     )
     assert done.returncode == code, done.stderr
     assert list(tmp_path.iterdir()) == []

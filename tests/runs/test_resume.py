@@ -897,7 +897,7 @@ def test_the_command_on_a_complete_run_ends_well_and_imports_no_torch(
     words = [*common, "--out_dir", str(out), "--resume", "auto"]
     save_run(read_recipe([], parse(COMMANDS["finetune"], words).keys, method="lora"), 5)
     ended(out, "completed", 5, result=True)
-    end = ftkit("finetune", *words, before=NO_TORCH)
+    end = ftkit("finetune", *words, before=NO_TORCH, cold=True)
     assert (end.returncode, end.stderr) == (0, "imported: []\n")
     assert end.stdout == (
         f"{out} is complete at step 5; the result is in {out / 'final'}\n"

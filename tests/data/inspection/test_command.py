@@ -35,7 +35,7 @@ def words(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_text_goes_to_standard_output_and_nothing_is_written(
     words: list[str], ftkit: Command, tmp_path: Path
 ) -> None:
-    ended = ftkit(*words, "--show", 1)
+    ended = ftkit(*words, "--show", 1, cold=True)
     assert ended.returncode == 0
     # On a slow machine the phase is shown.
     assert all(line.startswith("reading data") for line in ended.stderr.splitlines())

@@ -360,6 +360,7 @@ def test_a_small_file_that_explodes_ends_the_import_alone(ftkit: Command, tmp_pa
     ended = ftkit(
         *("import", source, "--out", tmp_path / "run"),
         *("--config", recipe(tmp_path, SHALLOW)),
+        cold=True,
     )
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr

@@ -105,7 +105,7 @@ def test_every_command_refuses_it_before_anything_begins(
         "evaluate": [model, "--data", "JSON", "--data.path", data],
         "export": [model, "--format", "litgpt", "--out", "out"],
     }
-    done = ftkit(command, *words.get(command, keys))
+    done = ftkit(command, *words.get(command, keys), cold=command == "export")
     assert done.returncode == 2, done.stderr
     assert "holds GPTQ weights" in done.stderr and "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"model", "data.json"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command import command_environment, command_line
-from runs import rows
+from runs import TIMEOUT_S, rows, start
 from tiny import make_data, make_litgpt_only, make_llama
 
 Ftkit = Callable[..., subprocess.CompletedProcess[str]]
@@ -55,10 +55,11 @@ def ftkit(place: Path) -> Ftkit:
         environment = command_environment()
         if absent:
             environment["PYTHONPATH"] = f"{place / 'absent'}:{environment['PYTHONPATH']}"
-        line = command_line(*arguments)
-        return subprocess.run(
-            line, cwd=place, env=environment, text=True, capture_output=True, check=False
-        )
+        # What hides LitGPT does so for a process that has not imported it.
+        process = start(command_line(*arguments), place, environment, cold=absent)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     return run
 
