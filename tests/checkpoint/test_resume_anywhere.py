@@ -51,10 +51,16 @@ HUBS: dict[Method, set[Layout]] = {"full": {SMALL[0], SMALL[-1]}, "lora": {SMALL
 
 
 def marks_of(source: Layout, target: Layout, method: Method) -> tuple[pytest.MarkDecorator, ...]:
-    """Among small layouts in each run of the tests, the others for one method in the slow ones."""
-    if {source, target} <= set(SMALL):
+    """From and to one device in each run of the tests, the others for one method in the slow ones.
+
+    One process of a strategy writes what one device does, and does so with one hub alone.
+    """
+    ends = {source, target}
+    if ends <= set(SMALL) and SMALL[0] in ends:
         return ()
-    return (pytest.mark.slow if method == "full" else pytest.mark.matrix,)
+    single_process = any(end.world_size == 1 for end in ends - {SMALL[0]})
+    repeats = method == "lora" or (single_process and SMALL[0] not in ends)
+    return (pytest.mark.matrix if repeats else pytest.mark.slow,)
 
 
 MOVES = [

@@ -296,7 +296,14 @@ def test_only_models_and_adapters_are_replaced(ended: dict[str, Ended], tmp_path
     assert "which is read" in mistake(adapter, "--out", base, "--overwrite")
 
 
-@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize(
+    ("signal", "code"),
+    [
+        ("SIGTERM", 143),
+        pytest.param("SIGINT", 130, marks=pytest.mark.slow),
+        pytest.param("SIGHUP", 129, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_leaves_nothing_half_written(
     ended: dict[str, Ended], ftkit: Command, tmp_path: Path, signal: str, code: int
 ) -> None:

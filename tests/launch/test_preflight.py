@@ -381,6 +381,7 @@ def test_the_kernels_count_of_processes_killed_for_memory_is_read(tmp_path: Path
     assert processes_killed_for_memory(tmp_path / "none") is None
 
 
+@pytest.mark.slow
 def test_the_check_finds_the_largest_micro_batch_for_the_memory(tmp_path: Path) -> None:
     """Which a smaller one need not be: sums of gradients are kept between micro-steps."""
     file = tmp_path / "recipe.yaml"
@@ -397,6 +398,7 @@ def test_the_check_finds_the_largest_micro_batch_for_the_memory(tmp_path: Path) 
     assert scarce["fits"] is True and scarce["micro_batch_size"] == largest < 16
 
 
+@pytest.mark.slow
 def test_the_check_fills_the_memory_with_tokens(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(to_yaml(recipe(train__micro_batch_tokens="auto", accelerator="cpu")))

@@ -495,6 +495,7 @@ def test_tasks_that_are_a_machine_each_give_the_same_results(
     assert resolved and (resolved.devices, resolved.world_size) == (1, 2)
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_results_and_ranks_import_nothing_that_they_do_not_use(
     side_by_side: SideBySide, common: list[str], tmp_path: Path
 ) -> None:

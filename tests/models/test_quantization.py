@@ -88,13 +88,17 @@ STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 @pytest.fixture(scope="module")
 def two_ranks(run: Run) -> dict[Case, Outcome]:
     strategies = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
-    cases = [
-        qlora(strategy, kind, precision)
-        for strategy in strategies
-        for kind, precision in [("bnb.nf4-dq", "32-true"), ("bnb.nf4", "bf16-mixed")]
-    ]
-    cases += [eight_bit(strategy, o) for o in EIGHT_BIT_OPTIMIZERS for strategy in ("ddp", "fsdp")]
+    cases = [qlora(strategy, "bnb.nf4-dq") for strategy in strategies]
     return run(2, [*cases, qlora("ddp", "bnb.int8"), GATHERED])
+
+
+@pytest.fixture(scope="module")
+def two_ranks_rounding(run: Run) -> dict[Case, Outcome]:
+    """In 16 bits, and with state of 8 bits."""
+    strategies = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
+    cases = [qlora(strategy, "bnb.nf4", "bf16-mixed") for strategy in strategies]
+    cases += [eight_bit(strategy, o) for o in EIGHT_BIT_OPTIMIZERS for strategy in ("ddp", "fsdp")]
+    return run(2, cases)
 
 
 @pytest.mark.parametrize(("kind", "precision"), SETTINGS)
@@ -132,11 +136,12 @@ def test_two_ranks_learn_on_an_8_bit_base_what_one_learns(
     assert_same_maths(two_ranks[qlora("ddp", "bnb.int8")], single[qlora("single", "bnb.int8")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_on_a_quantised_base_differs_by_its_rounding_only(
-    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
+    two_ranks_rounding: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
-    found = two_ranks[qlora(strategy, "bnb.nf4", "bf16-mixed")].losses
+    found = two_ranks_rounding[qlora(strategy, "bnb.nf4", "bf16-mixed")].losses
     expected = single[qlora("single", "bnb.nf4", "bf16-mixed")].losses
     assert found == pytest.approx(expected, rel=3e-3)
 
@@ -421,13 +426,17 @@ def test_fsdp_leaves_a_rank_its_share_of_the_packed_weights(
         assert weight.to_local().untyped_storage().nbytes() == half
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", EIGHT_BIT_OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_learn_with_an_8_bit_optimizer_what_one_learns(
-    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str, optimizer: str
+    two_ranks_rounding: dict[Case, Outcome],
+    single: dict[Case, Outcome],
+    strategy: str,
+    optimizer: str,
 ) -> None:
     expected = single[eight_bit("single", optimizer)]
-    found = two_ranks[eight_bit(strategy, optimizer)]
+    found = two_ranks_rounding[eight_bit(strategy, optimizer)]
     assert_same_maths(found, expected, weights_within=ONE_CODE)
 
 

@@ -206,6 +206,7 @@ def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
     assert says(shown, "16 sequences ... 6 x 190 tokens on 1 ... 1,008 tokens")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
 def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [("checkpoint_dir", MODEL), ("train.max_seq_length", "64"), (f"train.{key}", "auto")]
@@ -577,6 +578,7 @@ def test_a_plan_states_the_assumed_length_of_data_that_are_not_here(
     assert ("--train.max_seq_length N" in found.words) == (source == "assumed")
 
 
+@pytest.mark.slow
 def test_a_run_certainly_does_not_fit_only_if_the_data_are_known(long_data: str) -> None:
     keys = {"train__max_seq_length": 512, "train__micro_batch_size": 16, "precision": "32-true"}
     needed = planned(gpu="100MiB", **keys, **of(long_data)).least_bytes

@@ -176,7 +176,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "describe", "layout", "found_by"),
     [
-        pytest.param(change(SHARD, swapped), in_small_blocks, (), "rank", id="swapped"),
+        pytest.param(change(SHARD, swapped), in_small_blocks, (), "rank", id="swapped", marks=SLOW),
         pytest.param(
             change(SHARD, noisy),
             in_small_blocks,

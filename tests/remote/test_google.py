@@ -13,6 +13,7 @@ from ftkit.utils.remote.objects import Objects, StorageError
 CONDITION = "ifGenerationMatch=0"
 
 
+@pytest.mark.slow
 def test_another_machine_continues_and_reads_a_run_at_google(
     run: Callable[..., str], whole: Callable[[str], Path], gs: Proxy, tmp_path: Path
 ) -> None:

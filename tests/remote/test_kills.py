@@ -136,6 +136,7 @@ def commits(request: Request) -> bool:
     return request.method == "PUT" and request.path.endswith("/metadata.json")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_there_with_its_last_object_and_not_before(kill: Killed) -> None:
     assert kill.at("before", commits, arrives=False, elsewhere=True)
     assert kill.seen == {(BEFORE,)}

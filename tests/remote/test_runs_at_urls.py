@@ -101,6 +101,7 @@ def test_another_machine_continues_a_run_with_the_same_result(
     assert store.steps() == [2, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_complete_run_is_complete_on_any_machine(
     put: Callable[..., None], run: Callable[..., str]
 ) -> None:
@@ -137,6 +138,7 @@ def test_going_back_moves_later_checkpoints_aside_at_the_url(
     assert not any(name.startswith("final/") for name in bucket.names("back"))
 
 
+@pytest.mark.slow
 def test_a_new_run_takes_another_url_unless_it_overwrites(
     put: Callable[..., None], run: Callable[..., str], bucket: Bucket
 ) -> None:
@@ -196,6 +198,7 @@ mirror.LONGEST_WAIT_S = 2.0
 """What fails is given up, and tried again, sooner than a person would wait."""
 
 
+@pytest.mark.slow
 def test_training_continues_through_all_storage_faults_and_uploads_later(
     begin: Ftkit, s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ def test_every_causal_language_model_of_transformers_is_in_the_list() -> None:
     assert re.findall(r"^\| `([\w.-]+)` \|", TEXT, re.MULTILINE) == sorted(KNOWN)
 
 
+@pytest.mark.slow
 def test_models_do_what_the_list_says() -> None:
     found = lines("llama", "gpt2", "mixtral", "mamba")
     assert len(found) == 4

@@ -79,7 +79,13 @@ def counted(
     return machine.counts(found.out_dir).of_step(STEP, *kinds)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [
+        place if place in ("single", "fsdp") else pytest.param(place, marks=pytest.mark.slow)
+        for place in PLACES
+    ],
+)
 def test_the_host_waits_where_numbers_are_read_and_nowhere_else(
     machine: OnCard, place: str
 ) -> None:

@@ -558,6 +558,7 @@ def test_without_the_package_gguf_quantised_files_say_how_to_install_it(
 # The commands
 
 
+@pytest.mark.slow
 def test_commands_take_a_gguf_file_as_they_take_any_model(
     llama: Path, tmp_path: Path, ftkit: Command
 ) -> None:

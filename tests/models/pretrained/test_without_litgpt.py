@@ -33,7 +33,12 @@ RECIPE = {
     },
 }
 """As LitGPT's recipes are written."""
-ABSENT = "import sys; sys.modules['litgpt'] = None"
+ABSENT = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "litgpt"]:
+    del sys.modules[name]  # which a fork has from the process that it is one of
+sys.modules["litgpt"] = None
+"""
 INSTALL = "pip install --no-deps litgpt"
 
 
@@ -55,8 +60,7 @@ def ftkit(place: Path) -> Ftkit:
         environment = command_environment()
         if absent:
             environment["PYTHONPATH"] = f"{place / 'absent'}:{environment['PYTHONPATH']}"
-        # What hides LitGPT does so for a process that has not imported it.
-        process = start(command_line(*arguments), place, environment, cold=absent)
+        process = start(command_line(*arguments), place, environment)
         out, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode is not None
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)

@@ -110,6 +110,7 @@ def test_all_of_them_are_one_table_of_plans_and_one_comparison(
     assert {run.name for run in experiments.compare().runs} == {"batch-8", "bf16"}
 
 
+@pytest.mark.slow
 def test_differences_are_listed_by_key_and_full_from_lora_by_the_method() -> None:
     full = ftkit.plan(RECIPE, optimizer="SGD").plan.recipe
     lora = ftkit.plan(LORA).plan.recipe
