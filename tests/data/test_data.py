@@ -1,3 +1,4 @@
+import itertools
 import json
 import subprocess
 import sys
@@ -109,9 +110,15 @@ def val_records(loaded: DataSets) -> list[Record]:
 class TestTokens:
     """Ids and labels are LitGPT's."""
 
-    @pytest.mark.parametrize("mask_prompt", [False, True])
-    @pytest.mark.parametrize("max_seq_length", [4096, 300, 200])
-    @pytest.mark.parametrize("prompt_style", ["alpaca", "phi-2", "llama3"])
+    # Styles change texts, which tokenizers may begin otherwise; lengths cut tokens of any style.
+    @pytest.mark.parametrize(
+        ("prompt_style", "max_seq_length", "mask_prompt"),
+        [
+            *itertools.product(["alpaca"], [4096, 300, 200], [False, True]),
+            ("phi-2", 300, True),
+            ("llama3", 300, True),
+        ],
+    )
     @pytest.mark.parametrize(
         "kind", [{}, {"bos": True}, {"adds_bos": True}, {"bos": True, "padding": True}]
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ALL, FUSED, MAKERS, VARIANTS, build, logits, lora_recipe, train
+from adapters import ALL, MAKERS, VARIANTS, build, logits, lora_recipe, train
 from adapters import export as save
 from command import Command
 from conversions import assert_equal, merge, own_logits, transformers_logits
@@ -45,7 +45,11 @@ def mistake(*words: object) -> str:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(n, v) for n in MAKERS for v in VARIANTS if not (v == "dora" and n in FUSED)],
+    [
+        *(("llama", variant) for variant in VARIANTS),
+        ("tied llama", "dora"),
+        *((name, v) for name in MAKERS if name != "llama" for v in ("lora", "rslora with pissa")),
+    ],
 )
 def test_a_merged_adapter_has_the_logits_of_the_adapted_model(
     bases: dict[str, BaseModel], name: str, variant: str, tmp_path: Path
