@@ -203,7 +203,7 @@ def test_the_examples_of_a_command_are_understood_by_its_parser(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_runs_a_command_is_there(name: str) -> None:
+def test_the_function_of_a_command_exists(name: str) -> None:
     module, _, function = COMMANDS[name].function.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
 
@@ -498,7 +498,9 @@ def test_the_completion_is_valid_bash(completion: Path) -> None:
         "nothing to watch",
     ],
 )
-def test_what_starts_no_run_imports_no_torch(ftkit: Command, argv: list[Any], code: int) -> None:
+def test_commands_that_start_no_run_import_no_torch(
+    ftkit: Command, argv: list[Any], code: int
+) -> None:
     end = ftkit(*argv, before=NO_TORCH)
     assert end.returncode == code
     assert end.stderr.endswith("imported: []\n")

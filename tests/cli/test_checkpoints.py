@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_listed_with_what_is_wrong(
     assert (second["step"], second["metadata"]) == (1000, None)
 
 
-def test_what_a_crash_left_is_listed(
+def test_leftovers_of_a_crash_are_listed(
     said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
 ) -> None:
     write_partial(store_of(out_dir), 2000)
@@ -231,7 +231,7 @@ def test_a_directory_that_may_not_be_read_is_a_mistake(
     assert says(mistake("list", out_dir), f"{forbidden} ... Check who owns")
 
 
-def test_what_is_deleted_meanwhile_is_not_listed(
+def test_checkpoints_deleted_meanwhile_are_not_listed(
     values: Callable[..., Any], out_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def entry_of(path: Path) -> CheckpointEntry:
@@ -456,7 +456,7 @@ def test_clean_keeps_the_newest_and_says_what_it_removes(
     ],
 )
 @pytest.mark.parametrize("place", ["run", "checkpoint"])
-def test_clean_keeps_what_the_recipe_keeps_for_good(
+def test_clean_keeps_the_checkpoints_that_the_recipe_keeps(
     said: Callable[..., tuple[int, str]],
     out_dir: Path,
     rule: str,

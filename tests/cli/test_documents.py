@@ -55,7 +55,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_links_of_a_document_lead_to_files_and_headings_that_are_there(file: Path) -> None:
+def test_links_of_a_document_lead_to_existing_files_and_headings(file: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         if not link.startswith(("http:", "https:")):

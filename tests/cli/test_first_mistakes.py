@@ -40,7 +40,7 @@ def test_a_file_of_data_as_a_word_is_not_taken_for_a_model(file: str) -> None:
     assert says(refusal_of("finetune", file), f"file of data ... --data.path {shlex.quote(file)}")
 
 
-def test_arguments_of_a_component_may_lie_beside_its_class(tmp_path: Path) -> None:
+def test_arguments_of_a_component_may_stand_next_to_its_class(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
 
     def optimizer_of(text: str) -> object:

@@ -134,7 +134,7 @@ def test_without_a_suitable_template_none_is_suggested(tokenizer: Tokenizer) -> 
     ("reason", "works"),
     [(NO_OUTPUT, "Add an output"), (NO_TEXT, "Add a text"), (NO_TURN, "Add an answer")],
 )
-def test_records_without_what_is_learned_are_to_be_changed(
+def test_records_without_trained_text_have_to_be_changed(
     reason: str, works: str, tokenizer: Tokenizer
 ) -> None:
     assert advice_for(reason, [], part("chatml"), tokenizer).startswith(works)

@@ -148,7 +148,7 @@ def test_a_changed_file_is_never_stale_whatever_its_time_and_size(load: Load, fi
     assert made and after.fingerprint != before.fingerprint
 
 
-def test_a_prompt_style_that_writes_otherwise_is_never_stale(
+def test_a_changed_prompt_style_is_never_stale(
     load: Load, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, _ = load(file)
@@ -187,7 +187,7 @@ def truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["tokens", "offsets", "spans", "span_offsets", "records.jsonl", "entry.json"]
 )
-def test_a_damaged_entry_is_noticed_and_made_anew(
+def test_a_damaged_entry_is_noticed_and_rebuilt(
     load: Load, file: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     before, _ = load(file)

@@ -154,7 +154,7 @@ class TestTokens:
         assert ours.counts["val"].tokens == sum(len(ids) - 1 for ids, _ in expected)
         assert ours.counts["val"].label_tokens == sum(labels)
 
-    def test_what_cannot_be_learned_from_is_left_out_and_counted(
+    def test_records_that_cannot_be_trained_on_are_left_out_and_counted(
         self, tmp_path: Path, tokenizer: Tokenizer
     ) -> None:
         records = [
@@ -593,7 +593,7 @@ class TestModulesOfLitgpt:
         assert says(str(error.value), f"data is {name} ... ConnectionError")
         assert "--data JSON --data.path FILE" in str(error.value)
 
-    def test_a_broken_download_is_to_be_deleted(self, tokenizer: Tokenizer) -> None:
+    def test_a_broken_download_has_to_be_deleted(self, tokenizer: Tokenizer) -> None:
         Path("data/alpaca").mkdir(parents=True)
         Path("data/alpaca/alpaca_data_cleaned_archive.json").write_text("404: Not Found")
         with pytest.raises(UserError, match="Delete data/alpaca"):

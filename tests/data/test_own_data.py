@@ -89,7 +89,7 @@ def refusal(**options: Any) -> str:
         ),
     ],
 )  # fmt: skip
-def test_what_is_learned_follows_from_the_shape_and_the_options(
+def test_what_is_trained_follows_from_the_shape_and_the_options(
     shape: str, options: dict[str, Any], expected: tuple[str, str | None, str, str]
 ) -> None:
     found = part(path=write("a.jsonl", ROWS[shape]), **options)
@@ -208,7 +208,7 @@ def test_the_way_that_is_set_later_replaces_the_others() -> None:
 A: '""",
     ],
 )
-def test_a_prompt_of_ones_own_is_a_text_on_the_command_line(given: str) -> None:
+def test_a_custom_prompt_is_text_on_the_command_line(given: str) -> None:
     overrides = [("checkpoint_dir", "base"), ("data", "JSON"), ("data.prompt_style", given)]
     style = read_recipe([], overrides).data["init_args"]["prompt_style"]
     assert style == "Q: {instruction}\nA: "

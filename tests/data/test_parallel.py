@@ -55,7 +55,7 @@ def test_processes_render_what_one_renders_in_the_same_order(
     assert any(rendering.refused for _, rendering in found)
 
 
-def test_what_broken_processes_leave_is_rendered_here(
+def test_records_of_broken_processes_are_rendered_here(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(renderer: Renderer, chunks: Sequence[Sequence[Record]], _: int) -> Iterator[object]:

@@ -74,7 +74,7 @@ class TestDocuments:
             "no text",
         ]
 
-    def test_its_example_is_how_it_goes_on(self, tokenizer: Tokenizer) -> None:
+    def test_its_example_is_its_continuation(self, tokenizer: Tokenizer) -> None:
         renderer = make_renderer(part("text", train_on="all"), tokenizer)
         text = "the answer to a question of the user"
         example = renderer.example({"text": text})
@@ -122,7 +122,7 @@ class TestConversations:
         assert "So long 👋<|im_end|>" in self.renderer(None, template).text(TURNS)
         assert self.renderer(None, template).text({"messages": [said("user", "a")]}) == ""
 
-    def test_what_a_prompt_swallows_is_refused(self, tmp_path: Path) -> None:
+    def test_a_prompt_that_swallows_its_answer_is_refused(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
         file = tmp_path / "glued.jinja"
         file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -194,8 +194,6 @@ class TestData:
         loaded = self.load(tmp_path, tokenizer, record, prompt_style="Q: {instruction}\nA: ")
         assert self.text(loaded, tokenizer) == "<s>Q: do\nA: done</s>"
 
-    def test_a_template_that_there_is_not_is_refused(
-        self, tmp_path: Path, tokenizer: Tokenizer
-    ) -> None:
+    def test_a_missing_template_is_refused(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
         with pytest.raises(UserError, match=r"--data.chat_template chatml"):
             self.load(tmp_path, tokenizer, TURNS, chat_template="chatmll")

@@ -42,7 +42,7 @@ def test_published_sets_may_have_to_be_downloaded(name: str) -> None:
         ({"json_path", "val_split_fraction"}, 6),
     ],
 )
-def test_a_file_that_is_named_for_an_evaluation_alone_is_taken_whole(
+def test_a_file_named_for_an_evaluation_only_is_used_whole(
     given: set[str], records: int, tmp_path: Path
 ) -> None:
     source = data_source(of(write(tmp_path / "some.json", 20), val_split_fraction=0.3))

@@ -75,7 +75,7 @@ def test_an_untrained_part_carries_no_loss(
     assert "⟦" not in text.partition("assistant")[0]
 
 
-def test_where_everything_is_learned_what_others_say_may_be_kept_from_it(
+def test_where_everything_is_trained_turns_of_others_can_be_left_out(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     question = said("user", "Red or blue?", weight=0)

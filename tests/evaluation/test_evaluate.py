@@ -111,7 +111,7 @@ def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
     assert found["exact_match"] == {"records": 8, "share": 0.5}
 
 
-def test_answers_are_scored_by_rouge_l_and_a_function_of_ones_own(
+def test_answers_are_scored_by_rouge_l_and_a_custom_function(
     ended: dict[str, Ended],
     values: Callable[..., dict[str, Any]],
     tmp_path: Path,

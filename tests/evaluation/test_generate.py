@@ -131,7 +131,7 @@ def test_json_is_all_there_is_on_standard_output(
     assert found["instruction"] == PROMPT and 0 < found["tokens"] <= 8
 
 
-def test_the_base_model_can_answer_beside(
+def test_the_base_model_can_answer_too(
     ended: dict[str, Ended],
     answered: Callable[..., dict[str, Any]],
     said: Callable[..., tuple[str, str]],
@@ -327,7 +327,7 @@ def test_chat_forgets_the_oldest_turns_where_room_ends(
     assert len(out.splitlines()) >= len(lines)
 
 
-def test_chat_goes_on_after_a_line_that_is_too_long(
+def test_chat_continues_after_a_line_that_is_too_long(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed(monkeypatch, "word " * 300, PROMPT)

@@ -291,7 +291,7 @@ def test_an_unknown_template_is_refused_with_a_remedy(instructed: Path, tiny_bas
         run([*words, str(tiny_base), "--chat_template", "zephyr", "--prompt_style", "alpaca"])
 
 
-def test_what_ends_a_turn_ends_an_answer_whatever_the_settings_say(
+def test_the_end_of_a_turn_ends_an_answer_whatever_the_settings_say(
     instructed: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(instructed, tmp_path / "model"))

@@ -280,7 +280,9 @@ def test_the_prompt_style_is_that_of_the_run(ended: dict[str, Ended], tiny_base:
     assert loaded(tiny_base).prompting.style.class_name == "Default"
 
 
-def test_a_model_without_a_recipe_uses_the_style_beside_it(tiny_base: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_recipe_uses_the_style_file_in_its_directory(
+    tiny_base: Path, tmp_path: Path
+) -> None:
     copy = copy_of(tiny_base, tmp_path / "model")
     (copy / "prompt_style.yaml").write_text("class_path: litgpt.prompts.TinyLlama\n")
     assert loaded(copy).prompting.style.class_name == "TinyLlama"

@@ -52,7 +52,7 @@ def test_a_group_has_the_tasks_and_groups_that_it_names() -> None:
     assert files.files.keys() == {*files.tasks, *files.groups}
 
 
-def test_a_group_of_ones_own_has_tasks_of_files_and_its_own(tmp_path: Path) -> None:
+def test_a_custom_group_has_tasks_of_files_and_its_own(tmp_path: Path) -> None:
     write_tasks(tmp_path, SUMS, LETTERS)
     inner = {"group": "inner", "task": [{"task": "sums", "num_fewshot": 0}]}
     group = {"group": "both", "task": ["letters", inner, {"task": "own", "dataset_path": "json"}]}
@@ -154,7 +154,7 @@ def test_the_harness_own_code_is_refused_by_name_and_the_way_out_works(name: str
         ({"class": "os.system"}, "names a class without !function"),
     ],
 )
-def test_what_would_run_code_is_refused_by_name(
+def test_settings_that_would_run_code_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], text: str
 ) -> None:
     message = mistake(with_file(tmp_path, **changes))

@@ -250,7 +250,7 @@ def test_an_adapter_adds_to_its_base_what_merging_adds(
         assert np.abs(values - after[name]).max() < 1e-5, name
 
 
-def test_what_llama_cpp_does_not_take_from_an_adapter_is_refused_with_what_works(
+def test_adapters_that_llama_cpp_does_not_support_are_refused_with_a_remedy(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
     out = ("--out", tmp_path / "out")
@@ -268,7 +268,7 @@ def test_what_llama_cpp_does_not_take_from_an_adapter_is_refused_with_what_works
 # --- What is refused ------------------------------------------------------------------------------
 
 
-def test_what_llama_cpp_would_compute_otherwise_is_refused_before_anything_is_written(
+def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_is_written(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     changes: list[tuple[str, dict[str, Any], str]] = [

@@ -207,7 +207,7 @@ def _weights(base: BaseModel) -> Any:
 # --- What is refused ------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_merged_is_refused(ended: dict[str, Ended], tmp_path: Path) -> None:
+def test_results_that_cannot_be_merged_are_refused(ended: dict[str, Ended], tmp_path: Path) -> None:
     out = ("--out", tmp_path / "merged")
     assert says(mistake(ended["full"].out_dir, *out), "nothing to merge ... ftkit export")
     assert "--base is quantized" in mistake(ended["lora"].out_dir, *out, "--base", "quantized")
@@ -278,7 +278,7 @@ def test_a_format_that_cannot_hold_the_weights_is_refused(
 # --- All or nothing -------------------------------------------------------------------------------
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(
+def test_an_existing_model_is_only_replaced_with_overwrite(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
     merged = merge(ended["lora"].out_dir, tmp_path / "merged")
@@ -336,7 +336,7 @@ ShardWriter._write_shard = write_and_end
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_crash_has_left_goes_at_the_next_start(
+def test_leftovers_of_a_crash_are_removed_at_the_next_start(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
     leftover = tmp_path / ".merged.partial"

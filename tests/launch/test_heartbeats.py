@@ -49,7 +49,7 @@ def test_a_vanished_machine_is_noticed_in_two_minutes() -> None:
     assert 30 <= BEAT_S * (MISSED_BEATS + 2) < 120
 
 
-def test_a_rank_that_is_silent_for_too_many_polls_is_gone() -> None:
+def test_a_rank_that_is_silent_for_too_many_polls_is_lost() -> None:
     silence = Silence()
     assert silence.look({1: 5, 2: 5}) is None
     for beats in range(6, 5 + MISSED_BEATS):
@@ -173,7 +173,7 @@ def test_other_ranks_end_by_themselves_when_the_machine_of_rank_0_is_lost(
 
 
 @pytest.mark.slow
-def test_machines_that_are_paused_together_go_on(common: list[str], tmp_path: Path) -> None:
+def test_machines_that_are_paused_together_continue(common: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "out"
     with two_machines(common, tmp_path) as tasks:
         processes = [process for task in tasks for process in everything(task)]

@@ -75,7 +75,7 @@ def test_every_command_that_ends_by_itself_may_be_quiet(name: str) -> None:
     assert parse(COMMANDS[name], [*shlex.split(COMMANDS[name].examples[0]), "--quiet"]).quiet
 
 
-def test_errors_are_shown_as_ever(
+def test_errors_are_shown_with_quiet_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["ftkit", "finetune", "--quiet", "--train.max_stepz", "1"])

@@ -168,7 +168,7 @@ def test_whether_a_run_is_planned_depends_on_its_size_and_not_on_downloads(
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_model_without_settings_is_looked_at_if_it_is_there(
+def test_a_model_without_settings_is_checked_if_it_is_local(
     gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
 ) -> None:
     gpu.answer = {"error": "unknown"}
@@ -229,7 +229,7 @@ def test_memory_of_other_processes_on_cpus_only_warns(
 
 
 @pytest.mark.parametrize(("low_gib", "fits"), [(70, False), (10, None)])
-def test_host_memory_beside_gpus_is_looked_at_too(
+def test_host_memory_is_checked_for_gpus_too(
     gpu: Gpu24GiB,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -164,7 +164,7 @@ def test_ranks_know_their_place_by_the_names_that_torchrun_uses(side_by_side: Si
     assert places == [("0", "0", "2"), ("1", "1", "2")] * 2
 
 
-def test_rank_0_speaks_alone_and_libraries_not_at_all(side_by_side: SideBySide) -> None:
+def test_only_rank_0_prints_and_libraries_do_not(side_by_side: SideBySide) -> None:
     good, (_, out, _), *_ = side_by_side
     lines, base = out.splitlines(), read_report(good.out_dir).recipe["checkpoint_dir"]
     assert len(lines) == len(set(lines))

@@ -167,7 +167,7 @@ class TestClaim:
                 pass
             assert content(out_dir) == before
 
-    def test_a_mistake_leaves_no_directory_behind(self, tmp_path: Path) -> None:
+    def test_a_mistake_leaves_no_directory(self, tmp_path: Path) -> None:
         def fail() -> None:
             with claim(tmp_path / "a/b/c", "new") as run:
                 run.recipe.touch()
@@ -281,7 +281,7 @@ def test_a_mistake_is_reported_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_function_of_ones_own_needs_answers(tmp_path: Path) -> None:
+def test_a_custom_metric_needs_answers(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def close(answer, expected, record): ...\n")
     words = ["finetune", "base", "--metric", f"{file}:close", "--eval.max_new_tokens", "0"]
@@ -289,7 +289,7 @@ def test_a_function_of_ones_own_needs_answers(tmp_path: Path) -> None:
         run_command(words)
 
 
-def test_a_function_of_ones_own_that_fails_names_the_record_and_leaves_nothing_behind(
+def test_a_custom_metric_that_fails_names_the_record_and_leaves_nothing_behind(
     start: Start, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"

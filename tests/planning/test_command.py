@@ -568,7 +568,7 @@ def test_without_the_tokenizer_the_bytes_are_the_bound(
         (MODEL, None, 512, "model_context"),
     ],
 )
-def test_a_plan_states_the_assumed_length_of_data_that_are_not_here(
+def test_a_plan_states_the_assumed_length_of_data_that_are_not_local(
     model: str, given: int | None, tokens: int, source: str
 ) -> None:
     data: Any = {"class_path": "Alpaca2k", "init_args": {}}

@@ -60,7 +60,7 @@ def test_a_recipe_does_not_differ_from_its_copy(method: Method) -> None:
     assert recipe_changes(original, from_dict(to_dict(original), method)) == ([], [])
 
 
-def test_a_checkpoint_of_a_version_without_a_key_goes_on() -> None:
+def test_a_checkpoint_of_a_version_without_a_key_continues() -> None:
     saved = to_dict(recipe())
     del saved["deterministic"]
     assert recipe_changes(from_dict(saved, "lora"), recipe(deterministic="true")) == ([], [])
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_a_version_without_a_key_goes_on() -> None:
         ({"optimizer": "SGD"}, "optimizer torch.optim.AdamW -> torch.optim.SGD"),
     ],
 )
-def test_what_is_learned_is_fixed(keys: dict[str, Any], line: str) -> None:
+def test_keys_that_decide_what_is_trained_are_fixed(keys: dict[str, Any], line: str) -> None:
     assert refused(recipe(), recipe(**keys)) == [line]
 
 
@@ -123,7 +123,9 @@ def test_another_method_says_all(saved: str, now: str) -> None:
         ({"optimizer": "Adam"}, "optimizer torch.optim.AdamW -> torch.optim.Adam"),
     ],
 )
-def test_how_it_is_learned_may_change_with_a_notice(keys: dict[str, Any], line: str) -> None:
+def test_keys_that_decide_how_it_is_trained_may_change_with_a_notice(
+    keys: dict[str, Any], line: str
+) -> None:
     assert changed(recipe(), recipe(**keys)) == [line]
 
 
@@ -164,7 +166,7 @@ def test_hardware_paths_and_intervals_are_free(keys: dict[str, Any]) -> None:
         ("bitsandbytes.optim.AdEMAMix", "bitsandbytes.optim.AdamW", False),
     ],
 )
-def test_the_state_of_an_optimizer_goes_on_within_its_family(
+def test_the_state_of_an_optimizer_is_kept_within_its_family(
     saved: str, now: str, carried: bool
 ) -> None:
     assert carries_over(saved, now) is carries_over(now, saved) is carried

@@ -402,7 +402,7 @@ def test_a_recipe_that_names_a_file_to_execute_is_refused_with_the_reason(key: s
     assert says(said, "Remove ... --metric FILE.py:FUNCTION")
 
 
-def test_a_key_like_no_other_points_to_the_help() -> None:
+def test_a_key_without_a_similar_one_points_to_the_help() -> None:
     assert "See ftkit finetune --help" in refusal(line="--xyzzy 3")
 
 
@@ -471,12 +471,12 @@ def test_the_suggested_change_works(key: str) -> None:
         assert attempt(suggested[1]) is None
 
 
-def test_text_in_a_file_has_to_be_text_and_the_message_says_how(tmp_path: Path) -> None:
+def test_a_number_in_a_file_is_not_taken_for_text(tmp_path: Path) -> None:
     message = refusal(write(tmp_path / "r.yaml", "log: {run: 123}\n"))
     assert says(message, "log.run is 123 ... text ... --log.run 123")
 
 
-def test_the_base_model_has_to_be_named() -> None:
+def test_a_base_model_is_required() -> None:
     with pytest.raises(UserError, match=key_words("checkpoint_dir ... Try --checkpoint_dir")):
         read_recipe([])
 
@@ -505,7 +505,7 @@ def test_a_missing_file_names_a_similar_one(tmp_path: Path) -> None:
     assert says(message, f"Did you mean {there}")
 
 
-def test_a_missing_file_like_no_other_says_where_to_look(tmp_path: Path) -> None:
+def test_a_missing_file_without_a_similar_one_says_where_to_look(tmp_path: Path) -> None:
     assert "Check the path" in refusal(tmp_path / "none.yaml")
 
 

@@ -58,12 +58,14 @@ def test_a_value_of_another_kind_is_named(key: str, value: Any, tmp_path: Path) 
         ("use_method_of_tomorrow", True), ("tomorrow_config", {"a": 1}),
     ],
 )  # fmt: skip
-def test_what_changes_the_maths_is_refused_by_its_key(key: str, value: Any, tmp_path: Path) -> None:
+def test_keys_that_change_the_maths_are_refused_by_name(
+    key: str, value: Any, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=key):
         adapter_keys(adapter(tmp_path, **{key: value}))
 
 
-def test_what_changes_nothing_is_ignored_and_what_is_unknown_is_named(
+def test_keys_without_effect_are_ignored_and_unknown_ones_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -92,7 +92,7 @@ def test_a_token_limit_without_effect_has_a_notice() -> None:
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
-def test_what_depends_on_a_device_is_not_planned_without_one(key: str) -> None:
+def test_automatic_micro_batches_are_not_planned_without_a_device(key: str) -> None:
     with pytest.raises(UserError, match=f"train.{key} is auto"):
         plan(**{f"train__{key}": "auto"})
 
@@ -133,7 +133,7 @@ def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision: str) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_training_in_float16_alone_is_refused_with_a_precision_that_trains(
+def test_training_in_pure_float16_is_refused_with_a_precision_that_works(
     machine: Devices, strategy: str, instead: str, method: Method
 ) -> None:
     keys = {"strategy": strategy, "method": method}
@@ -224,7 +224,7 @@ class TestSeveralGpusWithoutBfloat16:
 
     @pytest.mark.parametrize("installed", [True, False])
     @pytest.mark.parametrize("optimizer", ["AdamW", EIGHT_BIT])
-    def test_what_was_given_is_refused_with_what_works(
+    def test_explicit_settings_are_refused_with_a_remedy(
         self, installed: bool, optimizer: str
     ) -> None:
         machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
@@ -331,7 +331,7 @@ def test_a_strategy_without_options_has_its_defaults(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_a_strategy_cannot_run_is_refused_with_what_to_use_instead(
+def test_settings_that_a_strategy_cannot_run_are_refused_with_an_alternative(
     keys: dict[str, Any], message: str
 ) -> None:
     assert says(refusal(FOUR_GPUS, devices=2, **keys), message)
@@ -450,7 +450,7 @@ def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
         if accepted_types(kind) in ([int], [float]) and key != "train.max_tokens"
     ],
 )
-def test_a_number_that_is_suggested_in_place_of_a_word_is_one_that_can_be_used(key: str) -> None:
+def test_a_number_suggested_in_place_of_a_word_can_be_used(key: str) -> None:
     name = key.replace(".", "__")
     value = refusal(**{name: "[]"}).rpartition(f"Try --{key} ")[2].removesuffix(".")
     assert value and plan(**{name: value})

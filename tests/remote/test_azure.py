@@ -162,7 +162,7 @@ def test_azures_library_tries_once_more_between_our_attempts_and_no_longer(
     assert time.monotonic() - begun_s < 10
 
 
-def test_a_copy_is_there_when_azure_has_ended_it(played: Proxy) -> None:
+def test_a_copy_exists_once_azure_has_completed_it(played: Proxy) -> None:
     """It answers before; a source that was deleted meanwhile would be lost."""
     states = iter(["pending", "pending", "success", "failed"])
 

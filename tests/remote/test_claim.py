@@ -155,7 +155,7 @@ def test_a_dead_run_is_taken_over_after_the_same_number_of_polls_whatever_its_cl
     assert [text.split()[-3:] for text in said[1:]] == [[f"{s}", "s", "more"] for s in (45, 30, 15)]
 
 
-def test_the_wait_for_a_run_that_is_gone_is_needed_once(
+def test_the_wait_for_a_dead_run_is_needed_once(
     bucket: Bucket, seconds: list[Callable[[int], None]]
 ) -> None:
     bucket.write(CLAIM, elsewhere(timedelta()).to_bytes())

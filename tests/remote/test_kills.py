@@ -137,7 +137,7 @@ def commits(request: Request) -> bool:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_there_with_its_last_object_and_not_before(kill: Killed) -> None:
+def test_a_checkpoint_exists_with_its_last_object_and_not_before(kill: Killed) -> None:
     assert kill.at("before", commits, arrives=False, elsewhere=True)
     assert kill.seen == {(BEFORE,)}
     assert kill.at("after", commits, arrives=True, elsewhere=False)

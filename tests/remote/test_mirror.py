@@ -33,7 +33,7 @@ def claim(run: RunDirectory) -> Iterator[RemoteClaim]:
     claim.release()
 
 
-def test_an_old_checkpoint_stays_at_the_url_until_its_replacement_is_there(
+def test_an_old_checkpoint_stays_at_the_url_until_its_replacement_is_complete(
     run: RunDirectory, claim: RemoteClaim, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that was deleted here before it could be sent."""

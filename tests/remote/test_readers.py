@@ -12,7 +12,7 @@ ASKED = ("--prompt", "red", "--max_new_tokens", 4, "--accelerator", "cpu")
 
 
 @pytest.mark.slow
-def test_whatever_reads_takes_a_url_for_a_directory(
+def test_commands_that_read_accept_a_url_as_a_directory(
     run: Callable[..., str],
     s3: Proxy,
     bucket: Bucket,

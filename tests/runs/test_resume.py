@@ -106,7 +106,7 @@ def test_a_checkpoint_may_be_renamed_and_lie_anywhere(out: Path, tmp_path: Path)
     assert start.metadata.step == 5 and not start.in_place
 
 
-def test_auto_begins_where_there_is_nothing(out: Path) -> None:
+def test_auto_begins_a_run_without_checkpoints(out: Path) -> None:
     assert find_start(recipe(out, resume="auto")) is None
     save_run(recipe(out))
     assert find_start(recipe(out, resume="auto")) is None
@@ -444,7 +444,7 @@ def test_a_moved_run_continues_where_its_recipe_is(
     assert found.out_dir == (moved if follows else out)
 
 
-def test_a_recipe_beside_base_models_stays_where_it_wants_to_be(out: Path, tmp_path: Path) -> None:
+def test_a_recipe_next_to_base_models_keeps_its_out_dir(out: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
     new_recipe = recipe(out, resume="auto")
     assert follow_moved(new_recipe, tmp_path / "recipe.yaml") == new_recipe

@@ -503,7 +503,7 @@ def both_ways(directory: Path, common: list[str], strategy: str) -> tuple[Sessio
         pytest.param("deepspeed", SIGHUP, marks=[needs_deepspeed, pytest.mark.slow]),
     ],
 )
-def test_ranks_that_a_signal_ended_go_on_exactly(
+def test_ranks_that_a_signal_ended_continue_exactly(
     common: list[str], tmp_path: Path, strategy: str, number: int
 ) -> None:
     run, whole = both_ways(tmp_path, common, strategy)

@@ -110,7 +110,7 @@ def test_a_part_that_fails_or_hangs_keeps_its_results(
     assert suite.is_wrong(found)
 
 
-def test_what_is_wrong_stands_below_the_table(suite: ModuleType) -> None:
+def test_problems_are_listed_below_the_table(suite: ModuleType) -> None:
     text = suite.summary(
         {"tests": result("done", True, None), "saves": result("done", True, False)}
     )

@@ -120,7 +120,7 @@ def test_every_name_of_the_package_in_text_is_of_something_that_lives() -> None:
     assert dead == []
 
 
-def test_every_source_file_that_a_document_names_is_there() -> None:
+def test_every_source_file_that_a_document_names_exists() -> None:
     named = [
         (document.name, path)
         for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]

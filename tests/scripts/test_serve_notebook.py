@@ -127,7 +127,7 @@ def server(process_and_server: tuple["subprocess.Popen[str]", Server, Clone]) ->
     return process_and_server[1]
 
 
-def test_it_sets_up_jupyter_and_says_how_to_come_in(
+def test_it_sets_up_jupyter_and_prints_how_to_connect(
     process_and_server: tuple["subprocess.Popen[str]", Server, Clone],
 ) -> None:
     _, server, clone = process_and_server
@@ -162,7 +162,7 @@ def test_of_a_clone_from_github_it_knows_where_colab_opens_its_notebooks(
     assert named == sorted((clone.root / "notebooks").glob("*.ipynb")) and len(named) == 6
 
 
-def test_links_to_colab_are_put_into_notebooks_which_stay_as_they_are_otherwise(
+def test_links_to_colab_are_the_only_change_to_notebooks(
     clone: Clone,
 ) -> None:
     for owner in ("someone", "another"):  # a fork replaces the links of where it comes from

@@ -218,7 +218,7 @@ def test_a_gpu_that_torch_does_not_see_is_an_error(host: Host, options: list[Any
     assert "torch sees 1 of 2 GPUs." in run.stderr
 
 
-def test_what_could_not_be_installed_is_named(host: Host) -> None:
+def test_packages_that_could_not_be_installed_are_named(host: Host) -> None:
     host.put("apt-get", "exit 0")
     run = host.run()
     assert run.returncode == 1

@@ -45,7 +45,7 @@ def repeated(first: str, rest: str, levels: int = 30) -> str:
         ("? [a]\n: 1", "a key must be a single word"),
     ],
 )
-def test_what_is_damaged_or_explodes_is_not_valid(text: str, reason: str, tmp_path: Path) -> None:
+def test_damaged_or_exploding_yaml_is_invalid(text: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(yaml.YAMLError, match=key_words(reason)):
         parse_yaml(text)
     file = tmp_path / "recipe.yaml"

@@ -155,7 +155,7 @@ def test_a_refusal_of_a_template_is_quoted_with_a_template_that_works(
     assert kinds(look_again(model, data, found)) == set()
 
 
-def test_answers_behind_what_the_model_takes_need_shorter_records(
+def test_answers_beyond_the_context_of_the_model_need_shorter_records(
     model: Path, tmp_path: Path
 ) -> None:
     records = questions(40)
@@ -283,9 +283,7 @@ def test_duplicates_that_fall_into_both_splits_are_found(model: Path, tmp_path: 
     assert "What is number" in seen.duplicates.val_in_train_examples[0]
 
 
-def test_duplicates_inside_train_alone_are_counted_and_no_finding(
-    model: Path, tmp_path: Path
-) -> None:
+def test_duplicates_within_train_are_counted_without_a_finding(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "data"
     directory.mkdir()
     write_records(directory / "train.jsonl", questions(30) * 2)

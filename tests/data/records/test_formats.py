@@ -117,7 +117,7 @@ def test_texts_in_tables_may_be_long(tmp_path: Path) -> None:
     assert len(read_records(tmp_path / "a.csv")[0]["output"]) == 500_000
 
 
-def test_nulls_of_tables_are_no_values(tmp_path: Path) -> None:
+def test_nulls_of_tables_are_not_values(tmp_path: Path) -> None:
     """Every object of a table has all keys that any of them has."""
     said: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},

@@ -21,7 +21,7 @@ RECORD = '{"instruction": "%s", "output": "b"}\n'
 
 @pytest.mark.parametrize("ending", [".json", ".jsonl", ".csv", ".txt", ".parquet", ".jsonl.gz"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
-def test_what_is_not_a_regular_file_is_refused_unread(
+def test_only_regular_files_are_read(
     tmp_path: Path, kind: str, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / f"train{ending}"
@@ -54,7 +54,7 @@ def test_what_is_not_a_regular_file_is_refused_unread(
         ("a.csv", b"c," * 100_000, "two columns named 'c'"),
     ],
 )  # fmt: skip
-def test_what_is_damaged_is_one_message(
+def test_damaged_data_are_one_message(
     tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
     file = tmp_path / name

@@ -277,12 +277,12 @@ class TestOffline:
         with pytest.raises(UserError, match=f"data.revision is {revision}.*\n.*{COMMIT}"):
             read(revision=revision)
 
-    def test_what_is_not_there_is_said(self, offline: Hub) -> None:
+    def test_a_data_set_missing_from_the_cache_is_an_error(self, offline: Hub) -> None:
         with pytest.raises(UserError, match=r"a/b is not a local file .*\n.*HF_HUB_OFFLINE"):
             read_hub(HubName(name="a/b"), None)
 
 
-def test_nulls_that_the_table_needs_are_no_values_of_records(served: Hub) -> None:
+def test_nulls_that_the_table_needs_are_not_values_of_records(served: Hub) -> None:
     """A table gives every object all keys that any of them has."""
     call = {"function": {"name": "sum", "arguments": {"a": 1}}}
     other = {"function": {"name": "say", "arguments": {"b": "x"}}}

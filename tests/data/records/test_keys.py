@@ -164,7 +164,7 @@ def part(index: int, **mark: Any) -> list[Record]:
         ),
     ],
 )
-def test_a_key_with_a_meaning_is_honoured(
+def test_a_key_with_a_meaning_has_its_effect(
     row: Record, columns: dict[str, str] | None, expected: Record
 ) -> None:
     assert read(row, columns=columns) == ([expected], [])
@@ -274,7 +274,7 @@ def test_a_key_that_is_not_supported_yet_is_refused_by_name(
 
 
 @pytest.mark.parametrize("key", ["label", "images", "enable_thinking", "loss_weight"])
-def test_what_is_refused_is_refused_with_columns_too(key: str) -> None:
+def test_keys_are_refused_with_columns_too(key: str) -> None:
     value = {"label": False, "images": ["a.jpg"], "enable_thinking": True, "loss_weight": 0.5}[key]
     columns = {"instruction": "query", "output": "response"}
     assert key in refusal(QUERY | {key: value}, columns=columns)
@@ -287,7 +287,7 @@ def test_a_history_that_is_named_is_one() -> None:
     )
 
 
-def test_later_records_are_held_to_the_same_rules_as_the_first() -> None:
+def test_later_records_follow_the_same_rules_as_the_first() -> None:
     assert "line 2 is a preference pair" in refusal(
         COMPLETION, {"prompt": "a", "chosen": "b", "rejected": "c"}
     )
@@ -370,7 +370,7 @@ EMPTY: list[Any] = [None, "", [], {}, [None], [""], {"bytes": None}]
 
 @pytest.mark.parametrize("value", EMPTY)
 @pytest.mark.parametrize("record", [chat(), INSTRUCTION, COMPLETION, TEXT])
-def test_an_empty_value_is_no_use_of_a_key(record: Record, value: Any) -> None:
+def test_an_empty_value_does_not_use_a_key(record: Record, value: Any) -> None:
     keys = (
         *("label", "kto_tag", "images", "videos", "audios", "image", "history", "id"),
         *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "model_identity"),
@@ -379,7 +379,7 @@ def test_an_empty_value_is_no_use_of_a_key(record: Record, value: Any) -> None:
     assert read(record | dict.fromkeys(keys, value)) == ([record], [])
 
 
-def test_an_empty_value_of_a_message_is_no_use_of_a_key() -> None:
+def test_an_empty_value_of_a_message_does_not_use_a_key() -> None:
     keys = ("thinking", "reasoning", "loss", "weight", "train", "loss_weight", "loss_scale")
     for value in (None, ""):
         row = chat(**dict.fromkeys((*keys, "train_detail", "images", "label", "id"), value))

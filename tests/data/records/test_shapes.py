@@ -111,7 +111,7 @@ def test_columns_give_other_names_and_decide_the_shape(
     assert form.keys == keys
 
 
-def test_a_column_that_some_records_lack_is_one_that_no_record_may_lack_for_good() -> None:
+def test_a_named_column_must_be_in_some_record() -> None:
     rows = [{"q": "a", "output": "b"}, {"q": "a", "output": "b", "context": "c"}]
     columns = {"instruction": "q", "input": "context"}
     records, _ = read(*rows, columns=columns)
@@ -318,7 +318,7 @@ def test_a_system_prompt_beside_the_messages_is_their_first_unless_they_have_one
 
 
 @pytest.mark.parametrize("tools", [None, [], "[]", ""])
-def test_no_tools_are_no_key(tools: object) -> None:
+def test_empty_tools_are_left_out(tools: object) -> None:
     assert conversation(*SAID, tools=tools) == {"messages": SAID}
 
 

@@ -225,7 +225,7 @@ def test_the_checkpoints_are_as_their_programs_wrote_them() -> None:
     assert found == noted
 
 
-def test_a_final_model_of_litgpt_goes_on_with_a_new_optimizer_and_says_so(
+def test_a_final_model_of_litgpt_continues_with_a_new_optimizer_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     final, run = tmp_path / "final", tmp_path / "run"

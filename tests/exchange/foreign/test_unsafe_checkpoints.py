@@ -86,7 +86,7 @@ def test_a_checkpoint_that_was_cut_off_or_lacks_a_file_is_one_clear_error(
     assert str(source) in mistake(tmp_path, source)
 
 
-def test_a_checkpoint_of_which_a_rank_is_missing_is_refused_by_its_number(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_missing_rank_is_refused_by_its_number(tmp_path: Path) -> None:
     source, file = copied("deepspeed-zero1", tmp_path)
     file.unlink()
     assert "rank 1 is missing" in mistake(tmp_path, source)

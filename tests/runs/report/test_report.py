@@ -229,7 +229,7 @@ class TestFile:
         assert content["outcome"] == "completed"
         assert content["phases_s"]["set_up"] == 12.3
 
-    def test_what_was_not_reached_is_null(self, tmp_path: Path) -> None:
+    def test_parts_that_were_not_reached_are_null(self, tmp_path: Path) -> None:
         content = json.loads(write_report(FAILED, tmp_path).read_text())
         assert "numbers" not in content  # none is declared
         assert content["throughput"] is None
@@ -354,7 +354,7 @@ class TestTokens:
         argv = ["ftkit", "finetune", "--train.max_tokens=3", "--out_dir", "out/hf_model"]
         assert without_tokens(argv) == argv
 
-    def test_no_hub_token_is_written_wherever_it_stands(self, tmp_path: Path) -> None:
+    def test_a_hub_token_is_never_written_wherever_it_stands(self, tmp_path: Path) -> None:
         report = dataclasses.replace(
             FAILED,
             exit_reason=f"401 for {TOKEN}",

@@ -60,14 +60,14 @@ def test_a_source_without_validation_samples_has_an_empty_cell(tmp_path: Path) -
     assert (row["val_loss/some.json"], row["val_loss/odd_name_"]) == (1.25, None)
 
 
-def test_one_source_alone_has_no_columns_and_no_section(tmp_path: Path) -> None:
+def test_a_single_source_has_no_columns_and_no_section(tmp_path: Path) -> None:
     assert SourceMeter(["JSON"], {}).sources == {}
     with MetricsWriter(tmp_path / "metrics.csv"):
         pass
     assert (tmp_path / "metrics.csv").read_text() == ",".join(METRICS_COLUMNS) + "\n"
 
 
-def test_samples_and_losses_go_on_where_an_earlier_session_left_off() -> None:
+def test_samples_and_losses_continue_where_an_earlier_session_ended() -> None:
     meter = SourceMeter(["a", "b"], {})
     counts = {"train": DataCounts(records=5, used=5)}
     meter.prepare({name: Source(data=counts, samples_per_epoch=5) for name in "ab"})
@@ -103,7 +103,7 @@ def test_losses_on_other_records_of_one_name_are_not_compared() -> None:
     assert other.sources["code"].validation_best is None
 
 
-def test_a_file_of_validations_that_goes_on_keeps_its_columns_and_gets_further_ones(
+def test_a_continued_file_of_validations_keeps_its_columns_and_gets_further_ones(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "validation.csv"
@@ -127,7 +127,7 @@ def test_a_file_of_validations_that_goes_on_keeps_its_columns_and_gets_further_o
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_validations_that_nothing_is_added_to_are_not_written_anew(tmp_path: Path) -> None:
+def test_validations_without_new_columns_are_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "validation.csv"
     with ValidationWriter(path, sources=["code"]) as validation:
         validation.write(step=1, samples=4, val_loss=1.5, of_sources={"code": 1.25})

@@ -138,7 +138,7 @@ def test_a_result_answers_on_it_as_on_a_cpu(kind: OnCard) -> None:
     assert ours == theirs
 
 
-def test_what_does_not_run_on_it_is_refused_before_anything_starts(
+def test_unsupported_settings_are_refused_before_anything_starts(
     kind: OnCard, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"

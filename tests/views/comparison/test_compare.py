@@ -351,7 +351,7 @@ def test_sort_puts_the_best_or_lowest_first_and_missing_values_last(
 # --- What is compared -----------------------------------------------------------------------------
 
 
-def test_a_micro_batch_that_was_left_open_is_compared_by_what_it_came_to(tmp_path: Path) -> None:
+def test_a_default_micro_batch_is_compared_by_its_resolved_value(tmp_path: Path) -> None:
     make_run(tmp_path / "one", train__micro_batch_size=1)
     left_open = make_run(tmp_path / "open")
     assert left_open.resolved

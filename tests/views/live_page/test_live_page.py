@@ -260,7 +260,7 @@ class TestWhatIsTold:
         assert {tuple(values) for _, *values in found} == {(2.0, 1.0, 3.0)}  # mean, least, most
         assert thinned(points[:5]) == points[:5]
 
-    def test_of_a_run_that_goes_on_only_new_rows_are_read(
+    def test_only_new_rows_of_a_running_run_are_read(
         self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("ftkit.views.live_page.snapshots._LOOK_INTERVAL_S", 0.0)
@@ -344,7 +344,7 @@ class TestCommand:
             ([".", "--serve", "web"], "--serve is 'web' ... whole number"),
         ],
     )
-    def test_what_cannot_be_served_is_refused(self, argv: list[str], said: str) -> None:
+    def test_a_page_that_cannot_be_served_is_refused(self, argv: list[str], said: str) -> None:
         with pytest.raises(UserError, match=key_words(said)):
             run(["watch", *argv])
 

@@ -116,7 +116,7 @@ def test_bad_input_raises_the_message_of_the_command(notebook: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_an_out_of_memory_raises_nothing_and_the_kernel_goes_on(
+def test_an_out_of_memory_raises_nothing_and_the_kernel_continues(
     notebook: Kernel, tmp_path: Path
 ) -> None:
     start_up = start_up_of_ranks(
