@@ -238,7 +238,10 @@ def started_by_slurm(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({GLOO: "eth9"}, [f"${GLOO} is eth9 ... host1 ... lo (127", f", {INTERFACE} (10.213.7.1"]),
+        (
+            {GLOO: "eth9"},
+            [f"${GLOO} is eth9 ... host1 ... lo (127.0.0.1", f", {INTERFACE} (10.213.7."],
+        ),
         (
             {GLOO: "lo"},
             [
