@@ -114,6 +114,7 @@ def test_transformers_and_litgpt_read_the_same_token_ids() -> None:
         assert theirs.decode(ids, skip_special_tokens=True) == prompt
 
 
+@pytest.mark.slow
 def test_pretraining_twice_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_run_is_followed_in_its_cell_and_ends_in_a_compact_view(notebook: Kern
     assert "complete" in again.text.partition("lora on")[0] + again.text.rpartition("step-")[2]
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_kernel_ends_the_run_after_its_step_and_saves(
     notebook: Kernel, directory: Path
 ) -> None:
