@@ -274,7 +274,7 @@ FTKIT = Group(
             "Exits when the run ends; Ctrl+C exits earlier and does not affect the run. --serve "
             "shows the run, or all runs of a directory, in a browser instead.",
             options=WatchOptions,
-            function="ftkit.views.live_page.server:watch_runs",
+            function="ftkit.views.live_page:watch_runs",
             examples=(
                 "out/finetune/lora",
                 "out/finetune/lora --once",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.advice import advice_for
 from ftkit.data.cache import (
     Building,
     CacheEntry,
@@ -24,7 +23,14 @@ from ftkit.data.cache import (
     cache_directory,
     rendering_of,
 )
-from ftkit.data.prepare import NO_LABELS, Counts, Prepared, make_renderer, prepare_records
+from ftkit.data.prepare import (
+    NO_LABELS,
+    Counts,
+    Prepared,
+    advice_for,
+    make_renderer,
+    prepare_records,
+)
 from ftkit.data.rendering import NO_OUTPUT, Example, Renderer
 from ftkit.data.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.data.samples.sampler import EpochOrder

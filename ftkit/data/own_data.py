@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.records.conversations import conversation_of
 from ftkit.data.records.formats import files_of, format_of
 from ftkit.data.records.hub import HubName
@@ -29,7 +28,7 @@ from ftkit.data.spec import (
 )
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import Reasoning, TrainOn
-from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_style
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 

@@ -1,5 +1,6 @@
-"""Preparation: the records of a source are rendered, cut to length and counted."""
+"""Preparation: records are rendered, cut to length and counted, with advice on those left out."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -9,15 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import (
     NO_OUTPUT,
+    NO_TEXT,
+    ChatRenderer,
     CompletionRenderer,
     InstructionRenderer,
     Rendered,
@@ -30,11 +32,13 @@ from ftkit.data.samples.sample_set import SampleRows, SampleSet
 from ftkit.data.spec import Overlong, Part, Rules
 from ftkit.models.chat_templates.prompt_styles import template_of_style
 from ftkit.models.chat_templates.template import (
+    NAMED,
     OF_TOKENIZER,
     ChatTemplate,
     resolve_chat_template,
     text_template,
 )
+from ftkit.models.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, REFUSED
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import OnProgress
 
@@ -358,3 +362,108 @@ def _begin(renderer: Renderer, parent: int) -> None:
 
 def _render(records: Sequence[Record]) -> list[Rendering]:
     return list(_RENDERER[0].render(records))
+
+
+_TO_RECORDS = {
+    NO_OUTPUT: "Add an output to them, or remove them.",
+    NO_TEXT: "Add a text to them, or remove them.",
+    NO_TURN: "Add an answer of the assistant to them, or train: true to the turns that are meant.",
+}
+_TO_TEMPLATES = {
+    NO_TOOLS: "Use a template with a place for tools: --data.chat_template FILE.",
+    NO_REASONING: "Use a template with a place for reasoning: --data.chat_template FILE.",
+    NOT_MARKED: "Enclose the text of the assistant in {% generation %} in the template, or use a "
+    "template without it: --data.chat_template FILE.",
+}
+_SPLITTING: tuple[dict[str, str], ...] = (
+    {"reasoning": "split"},
+    {"train_on": "assistant"},
+    {"reasoning": "split", "train_on": "assistant"},
+)
+"""Options that make a sample of each turn."""
+
+
+def advice_for(
+    reason: str,
+    records: Sequence[Record],
+    part: Part,
+    tokenizer: Any,
+    *,
+    used: Sequence[Record] = (),
+) -> str:
+    """Recommend a change with which records are trained on as they are meant.
+
+    Args:
+        reason: why they are not.
+        records: some of them; each change is tried on these.
+        part: how they become samples.
+        tokenizer: of the base model.
+        used: some records that are trained on, which a change must not lose.
+    """
+    if reason in _TO_RECORDS:
+        return _TO_RECORDS[reason]
+    if part.shape != "messages" or not records:
+        return "Correct or remove them."
+    if reason == CHANGED:
+        for options in _SPLITTING:
+            if _trial(part, options, records, tokenizer).taken == len(records):
+                words = " ".join(f"--data.{key} {value}" for key, value in options.items())
+                return f"Try {words}, which makes a sample of each turn."
+    trials = {
+        name: _trial(part, _with_template(name), records, tokenizer)
+        for name in NAMED
+        if name != part.rules.chat_template
+        and _trial(part, _with_template(name), used, tokenizer).taken == len(used)
+    }
+    fitting = {name: trial for name, trial in trials.items() if trial.taken and trial.learns_ends}
+    if fitting:
+        best = max(fitting, key=lambda name: fitting[name])
+        return (
+            f"Try --data.chat_template {best}, which accepts {fitting[best].taken:,} of the "
+            f"{len(records):,} that were tried."
+        )
+    if reason.startswith(REFUSED):
+        return (
+            "Change these conversations as the template requires, or use one that accepts them: "
+            "--data.chat_template FILE."
+        )
+    return _TO_TEMPLATES.get(reason, "Use another template: --data.chat_template FILE.")
+
+
+def _with_template(name: str) -> dict[str, Any]:
+    """Rules that take a chat template by name, also in the place of a prompt style."""
+    return {"chat_template": name, "prompt_style": None}
+
+
+class _Trial(NamedTuple):
+    """Outcome of rendering some records by other rules; the larger of two trials suits better."""
+
+    taken: int
+    """Records that become samples, with their reasoning."""
+    learns_ends: bool
+    """Whether a turn ends with a token of the model that ends an answer."""
+    fewer_new: int
+    """Tokens for roles and ends that the template of the part does not use, negative."""
+    fewer_tokens: int
+    """The tokens of all samples, negative: roles and ends in the vocabulary take one each."""
+
+
+def _trial(
+    part: Part, options: Mapping[str, Any], records: Sequence[Record], tokenizer: Any
+) -> _Trial:
+    rules = dataclasses.replace(part.rules, **options)
+    renderer = make_renderer(dataclasses.replace(part, rules=rules), tokenizer)
+    made = list(renderer.render(records))
+    samples = [sample for one in made for sample in one.samples]
+    template = make_renderer(part, tokenizer).template
+    written = {token for sample in samples for token in sample.ids}
+    new = (
+        token in written and text not in template.source + "".join(template.special_tokens.values())
+        for text, token in tokenizer.added_tokens.items()
+    )
+    return _Trial(
+        sum(bool(one.samples) and not one.omits_reasoning for one in made),
+        any(s.ids[end - 1] in renderer.stop_ids for s in samples for _, end in s.trained),
+        -sum(new),
+        -sum(len(sample.ids) for sample in samples),
+    )

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from filelock import FileLock
 
-from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import RecordReader
 from ftkit.data.spec import (
@@ -33,7 +32,7 @@ from ftkit.data.spec import (
 )
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import TrainOn
-from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_style
 from ftkit.recipe.recipe import Component
 
 if TYPE_CHECKING:

@@ -7,12 +7,18 @@ from typing import Any, Literal
 
 import yaml
 
-from ftkit.data.chat_rendering import ChatRenderer
-from ftkit.data.prompt_styles import PROMPT_STYLE, prompt_style_file, resolve_prompt_style
+from ftkit.data.rendering import ChatRenderer
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result
-from ftkit.models.chat_templates.prompt_styles import AnyStyle, style_of_model, template_of_style
+from ftkit.models.chat_templates.prompt_styles import (
+    PROMPT_STYLE,
+    AnyStyle,
+    prompt_style_file,
+    resolve_prompt_style,
+    style_of_model,
+    template_of_style,
+)
 from ftkit.models.chat_templates.template import (
     OF_TOKENIZER,
     ChatTemplate,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from lightning.fabric import Fabric
+from lightning.fabric.accelerators.accelerator import Accelerator as FabricAccelerator
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
@@ -38,8 +39,7 @@ from ftkit.strategies.optim.optimizers import (
 from ftkit.strategies.precision import TrueHalfPrecision
 from ftkit.strategies.state import AVERAGE, Averages, OptimizerStateView, TorchState
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation
-from ftkit.utils.accelerators.fabric import fabric_accelerator
-from ftkit.utils.accelerators.kinds import USUAL_KIND
+from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
 
 LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
 """The factor of float16 training, and steps since it last changed."""
@@ -410,3 +410,43 @@ class Ddp(Strategy):
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         # Gradients are exchanged once in a step, with the last micro-batch.
         return self._fabric.no_backward_sync(self._forward, enabled=not is_last)
+
+
+class CurrentAccelerator(FabricAccelerator):
+    """The device that torch.accelerator names, behind Fabric's interface."""
+
+    def setup_device(self, device: torch.device) -> None:
+        torch.accelerator.set_device_index(device)
+
+    def teardown(self) -> None:
+        pass
+
+    @staticmethod
+    def parse_devices(devices: Any) -> int:
+        return int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device(CurrentAccelerator.name(), index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return torch.accelerator.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.accelerator.is_available()
+
+    @staticmethod
+    def name() -> str:
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        return found.type
+
+
+def fabric_accelerator(kind: str) -> str | FabricAccelerator:
+    """Accelerator to give to Fabric for a kind of device: its own name, or ours for any other.
+
+    Its own tpu is torch_xla, which is not a device of torch.accelerator.
+    """
+    return kind if kind in (HOST_KIND, USUAL_KIND) else CurrentAccelerator()

@@ -36,11 +36,11 @@ import torch
 
 from ftkit.checkpoint.metadata import DamagedPart, Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
-from ftkit.data.prompt_styles import prompt_style_file
 from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError, device_line, is_out_of_memory
 from ftkit.evaluation.scoring import Scoring
 from ftkit.evaluation.validation import EvaluatedWeights
+from ftkit.models.chat_templates.prompt_styles import prompt_style_file
 from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.save import save_adapter
 from ftkit.models.lora.serving import serving_notice

@@ -119,7 +119,7 @@ BEFORE = [
 """What the documents take for done: runs that their lines name."""
 OF_A_HUB = ("ftkit download", "ftkit push", "openai/gsm8k")
 SHOWN_ELSEWHERE = ("--serve", "--tasks hellaswag")
-"""One does not end, the other is refused: tests/views/live_page, tests/evaluation."""
+"""One does not end, the other is refused: tests/views/test_live_page.py, tests/evaluation."""
 READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
 
 

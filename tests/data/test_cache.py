@@ -16,11 +16,11 @@ import pytest
 from messages import says
 from tiny import make_tokenizer
 
-from ftkit.data import cache, dataset, prompt_styles
+from ftkit.data import cache, dataset
 from ftkit.data.cache import SampleCache, cache_directory, file_digest
 from ftkit.data.dataset import DataSets, load_data, load_held_out
 from ftkit.data.prepare import prepare_records
-from ftkit.models.chat_templates.prompt_styles import PromptStyle
+from ftkit.models.chat_templates.prompt_styles import PromptStyle, resolve_prompt_style
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component
 
@@ -158,7 +158,7 @@ def test_a_changed_prompt_style_is_never_stale(
     )
     after, made = load(file)
     assert made and after.fingerprint != before.fingerprint
-    assert prompt_styles.resolve_prompt_style("alpaca")
+    assert resolve_prompt_style("alpaca")
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(
@@ -266,7 +266,7 @@ def test_the_records_of_a_module_that_cannot_name_its_files_are_the_address(
 
 OPEN = """
 import json, sys
-from ftkit.models.chat_templates.prompt_styles import PromptStyle
+from ftkit.models.chat_templates.prompt_styles import PromptStyle, resolve_prompt_style
 from ftkit.recipe.recipe import Component
 from ftkit.data import dataset
 from ftkit.data.dataset import load_data

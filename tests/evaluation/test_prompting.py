@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from ftkit.cli.app import run
-from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.rendering import InstructionRenderer
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.prompting import Prompting, Question, question_of
 from ftkit.evaluation.result import find_result
+from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
 from ftkit.models.pretrained.base_model import open_base
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.exchange.gguf import writer
+from ftkit.exchange.gguf import model as gguf_model
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.pretrained.gguf.header import read_header
 from ftkit.models.pretrained.gguf.tokenizer import tokenizer_files
@@ -138,7 +138,7 @@ def test_matrices_are_in_the_number_format_of_the_option(
     assert kinds["output_norm.weight"] == kinds["blk.0.attn_norm.weight"] == "F32"
     for name, values in numbers_in(file).items():
         assert np.abs(values - exact[name]).max() <= step * np.abs(exact[name]).max(), name
-    monkeypatch.setattr(writer, "_CHUNK_NUMBERS", 1)
+    monkeypatch.setattr(gguf_model, "_CHUNK_NUMBERS", 1)
     in_rows = write(models["smollm2"], tmp_path / "rows", numbers)
     assert in_rows.read_bytes() == file.read_bytes()
 
@@ -321,7 +321,7 @@ def test_options_disks_and_packages_that_do_not_suit_are_refused(
         )
         assert "pip install 'ftkit[gguf]'" in mistake(base, *out)
     with monkeypatch.context() as full:
-        full.setattr(writer, "_write_tensor", _fail)
+        full.setattr(gguf_model, "_write_tensor", _fail)
         assert says(mistake(base, *out), "No space left")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 

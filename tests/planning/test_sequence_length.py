@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tiny import WORDS, make_tokenizer
 
-from ftkit.data.prompt_styles import resolve_prompt_style
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import InstructionRenderer, Rendering
+from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.planning import sequence_length as longest
 from ftkit.planning.sequence_length import longest_sample

@@ -7,8 +7,8 @@ import pytest
 from object_servers import Proxy
 
 from ftkit.errors import UserError
+from ftkit.runs.sync.background import begun, each, ends
 from ftkit.utils.remote import objects as objects_module
-from ftkit.utils.remote.background import begun, each, ends
 from ftkit.utils.remote.objects import Objects
 
 

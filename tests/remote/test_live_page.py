@@ -8,13 +8,13 @@ from messages import says
 from object_servers import Bucket, Fault, Proxy, s3_error
 
 from ftkit.utils.remote.urls import local_path
-from ftkit.views.live_page.snapshots import RunSnapshots
+from ftkit.views.live_page import RunSnapshots
 
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a page asks."""
-    monkeypatch.setattr("ftkit.views.live_page.snapshots._LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("ftkit.views.live_page._LOOK_INTERVAL_S", 0.0)
     monkeypatch.setattr("ftkit.runs.sync.download._LOOKS_EVERY_S", 0.0)
 
 

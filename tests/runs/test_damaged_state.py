@@ -23,7 +23,7 @@ from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.remote.replica import Replica
 from ftkit.utils.remote.urls import local_path
 from ftkit.views.comparison.runs import read_runs
-from ftkit.views.live_page.snapshots import RunSnapshots
+from ftkit.views.live_page import RunSnapshots
 from ftkit.views.watch import View, Watcher
 
 FILES = {

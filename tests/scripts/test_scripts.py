@@ -32,7 +32,6 @@ LIGHT_PACKAGES = [
     "runs",
     "utils",
     "views.comparison",
-    "views.live_page",
 ]
 LIGHT_MODULES = [
     "checkpoint.metadata",
@@ -45,6 +44,7 @@ LIGHT_MODULES = [
     "models.pretrained.hub",
     "models.pretrained.size_estimate",
     "strategies.optim.schedule",
+    "views.live_page",
     "views.notebook.api",
     "views.notebook.display",
     "views.notebook.results",
@@ -56,7 +56,7 @@ NOT_LIGHT = [
     "launch.multihost",
     "launch.torchrun",
     "runs.system_metrics",
-    *(f"utils.accelerators.{name}" for name in ("fabric", "use")),
+    "utils.accelerators.use",
     "utils.confined_child",
     "utils.safetensors_files",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiny import LLAMA, make_tokenizer
 
-from ftkit.data.inspection.collect import inspect_data
+from ftkit.data.inspection.command import inspect_data
 from ftkit.data.inspection.inspection import FindingKind, Inspection
 from ftkit.recipe.parsing import as_text
 

@@ -1,22 +1,54 @@
-"""`ftkit data`: a look at the data of a recipe, as text, as a page or as JSON."""
+"""`ftkit data`: the data of a recipe, tokenised and measured, as text, as a page or as JSON."""
 
 import dataclasses
 import json
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from ftkit.errors import UserError
 from ftkit.recipe.options import DataOptions
-from ftkit.recipe.parsing import sorted_words
+from ftkit.recipe.parsing import Override, read_recipe, sorted_words
+from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.imports import silence_libraries
 
 silence_libraries()  # before they are imported
 
-from ftkit.data.inspection.collect import inspect_data  # noqa: E402
+from ftkit.data.dataset import DataSets, LoadedPart, OnSplitProgress, load_data  # noqa: E402
 from ftkit.data.inspection.display import InspectionText, inspection_page  # noqa: E402
-from ftkit.data.inspection.inspection import Inspection  # noqa: E402
+from ftkit.data.inspection.findings import (  # noqa: E402
+    Evidence,
+    RecordPlace,
+    findings,
+    token_name,
+)
+from ftkit.data.inspection.inspection import (  # noqa: E402
+    Bar,
+    Duplicates,
+    Inspection,
+    LeftOut,
+    Lengths,
+    ShownSample,
+    SourceNumbers,
+    SplitNumbers,
+)
+from ftkit.data.prepare import Prepared  # noqa: E402
+from ftkit.data.samples.sample_set import SampleSet  # noqa: E402
+from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
+from ftkit.models.pretrained.hub import (  # noqa: E402
+    fetch_settings,
+    find_gguf,
+    find_or_download,
+    has_tokenizer,
+)
+from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens  # noqa: E402
 from ftkit.utils.progress import print_notice  # noqa: E402
 
 
@@ -62,3 +94,293 @@ def _write(file: Path, text: str) -> None:
             "directory."
         ) from None
     print_notice(f"ftkit: written to {file}", sys.stderr)
+
+
+_AS_THEY_ARE = {
+    "completion": "none: prompts and completions as they are",
+    "text": "none: texts as they are",
+}
+_EXAMPLE_TOKENS = 64
+"""Tokens of an example that are shown."""
+
+
+def inspect_data(
+    files: Sequence[str | Path],
+    overrides: Sequence[Override],
+    *,
+    show: int,
+    progress: OnSplitProgress,
+) -> Inspection:
+    """Inspect the data of a recipe, without loading or downloading weights.
+
+    Args:
+        files: recipes, later ones win.
+        overrides: dotted key and YAML text, as on the command line.
+        show: training samples to show token by token.
+        progress: called at least every 1000 records, where they are tokenised.
+
+    Raises:
+        UserError: as a run would; or the tokenizer is not here and cannot be fetched.
+    """
+    recipe = with_adapter(read_recipe(files, overrides))
+    unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
+    base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)
+    directory = base.tokenizer_directory
+    if find_gguf(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
+        directory = find_or_download(recipe.checkpoint_dir)
+    tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
+    limit = checked_length(base, recipe.train.max_seq_length)
+    with _as_owner_of(recipe.access_token):
+        data = load_data(recipe.data, tokenizer, limit, progress=progress)
+    evidence = Evidence(
+        data=data,
+        tokenizer=tokenizer,
+        end_ids=end_tokens(directory),
+        max_seq_length=limit,
+        model_context=base.architecture.context_length,
+    )
+    lengths = lengths_of(_whole_lengths(data.parts), limit)
+    assert lengths is not None, "data without samples are refused"
+    return Inspection(
+        base_model=base.name,
+        max_seq_length=limit,
+        model_context=base.architecture.context_length,
+        sources=[
+            _source(part, take, limit) for part, take in zip(data.parts, data.takes, strict=True)
+        ],
+        lengths=lengths,
+        duplicates=_duplicates(evidence),
+        findings=findings(evidence),
+        samples=[
+            _shown(data.parts[source], number, tokenizer) for source, number in _chosen(data, show)
+        ],
+    )
+
+
+def _tokenizer(directory: Path, checkpoint_dir: str) -> Tokenizer:
+    if not has_tokenizer(directory):
+        raise UserError(
+            f"checkpoint_dir {checkpoint_dir}: its tokenizer is not on this machine, and the hub "
+            "does not answer. Copy tokenizer.json and tokenizer_config.json into "
+            f"{directory}, or try ftkit download {checkpoint_dir}."
+        )
+    return Tokenizer(directory)
+
+
+@contextmanager
+def _as_owner_of(token: str | None) -> Iterator[None]:
+    """Set $HF_TOKEN to this token, as in the ranks of a run; None leaves it."""
+    before = os.environ.get("HF_TOKEN")
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if token is not None and before is None:
+            del os.environ["HF_TOKEN"]
+        elif token is not None and before is not None:
+            os.environ["HF_TOKEN"] = before
+
+
+def _whole_lengths(parts: Sequence[LoadedPart]) -> np.ndarray:
+    return np.concatenate([part.splits["train"].whole_lengths for part in parts])
+
+
+def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
+    return SourceNumbers(
+        name=part.source.name,
+        where=part.source.where,
+        records=part.part.description,
+        unused=part.part.unused,
+        shape=part.part.shape,
+        template=_AS_THEY_ARE.get(part.part.shape) or part.renderer.template.name,
+        train_on=part.part.rules.train_on,
+        overlong=part.part.rules.overlong,
+        per_epoch=take,
+        train=_split(part.splits["train"], limit),
+        val=_split(part.splits["val"], limit),
+    )
+
+
+def _split(prepared: Prepared, limit: int) -> SplitNumbers:
+    counts = prepared.counts
+    return SplitNumbers(
+        records=counts.records,
+        used=counts.used,
+        left_out=[
+            LeftOut(reason=reason, records=count, example=prepared.examples[reason])
+            for reason, count in counts.reasons.items()
+        ],
+        samples=counts.samples,
+        truncated=counts.truncated,
+        dropped=counts.dropped,
+        split=counts.split,
+        split_by_turn=counts.split_by_turn,
+        tokens=counts.tokens,
+        trained_tokens=counts.label_tokens,
+        lost_tokens=counts.lost_tokens,
+        lengths=lengths_of(prepared.whole_lengths, limit),
+    )
+
+
+def _duplicates(evidence: Evidence) -> Duplicates:
+    found, parts = evidence.duplicates, evidence.data.parts
+    train = [part.splits["train"].samples for part in parts]
+    val = [part.splits["val"].samples for part in parts]
+    return Duplicates(
+        train=found.train,
+        val=found.val,
+        val_in_train=found.val_in_train,
+        train_examples=_beginnings(train, found.train_places, evidence.tokenizer),
+        val_in_train_examples=_beginnings(val, found.val_in_train_places, evidence.tokenizer),
+    )
+
+
+def _beginnings(
+    sets: Sequence[SampleSet], places: Sequence[RecordPlace], tokenizer: Tokenizer
+) -> list[str]:
+    return [
+        "".join(token_texts(tokenizer, sets[source][i].ids[:_EXAMPLE_TOKENS].tolist())[0])
+        for source, i in places
+    ]
+
+
+def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
+    """Choose samples of all sources in turn, evenly spread in each."""
+    sizes = [len(part.splits["train"].samples) for part in data.parts]
+    asked = [0] * len(sizes)
+    for _ in range(min(show, sum(sizes))):
+        open_ones = [i for i in range(len(sizes)) if asked[i] < sizes[i]]
+        asked[min(open_ones, key=lambda i: asked[i])] += 1
+    return [
+        (source, place * size // count)
+        for source, (size, count) in enumerate(zip(sizes, asked, strict=True))
+        for place in range(count)
+    ]
+
+
+def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> ShownSample:
+    sample = part.splits["train"].samples[number]
+    ids = sample.ids.tolist()
+    trained = np.zeros(len(ids), dtype=bool)
+    for first, end in sample.trained:
+        trained[first:end] = True
+    trained[0] = False  # nothing predicts it
+    texts, special = token_texts(tokenizer, ids)
+    return ShownSample(
+        source=part.source.name,
+        number=number,
+        ids=ids,
+        texts=texts,
+        trained=trained.tolist(),
+        special=special,
+    )
+
+
+MOST_BARS = 12
+_STEPS = (1, 2, 5)
+"""Widths of bars are these times a power of ten."""
+
+
+def lengths_of(tokens: npt.NDArray[np.int32], limit: int) -> Lengths | None:
+    """Summarise lengths by percentiles and a histogram; None: there are none.
+
+    Args:
+        tokens: [samples], of each, before anything is done about those that are too long.
+        limit: max_seq_length.
+    """
+    if not len(tokens):
+        return None
+    # method="higher": the length of a sample, not a number between two.
+    median, p90, p99 = (
+        int(value) for value in np.percentile(tokens, [50, 90, 99], method="higher")
+    )
+    return Lengths(
+        samples=len(tokens),
+        shortest=int(tokens.min()),
+        median=median,
+        p90=p90,
+        p99=p99,
+        longest=int(tokens.max()),
+        over=int((tokens > limit).sum()),
+        bars=_bars(tokens, p99, limit),
+    )
+
+
+def _bars(tokens: npt.NDArray[np.int32], p99: int, limit: int) -> list[Bar]:
+    """Bars of one width up to the 99th percentile; the last one has all that is longer."""
+    longest = int(tokens.max())
+    first = int(tokens.min())
+    width = _width(p99 - first + 1)
+    # Bars begin at 1, 1 + width and so on, so that they read 1-100, 101-200.
+    start = first - (first - 1) % width
+    edges = [*range(start, p99 + 1, width), longest + 1]
+    if longest - edges[-2] < width:
+        edges[-1] = edges[-2] + width
+    counts, _ = np.histogram(tokens, edges)
+    over, _ = np.histogram(tokens[tokens > limit], edges)
+    return [
+        Bar(first=edge, last=min(end - 1, longest), samples=int(count), over=int(more))
+        for edge, end, count, more in zip(edges, edges[1:], counts, over, strict=False)
+    ]
+
+
+def _width(span: int) -> int:
+    """Smallest width that gives few enough bars."""
+    power = 1
+    while True:
+        for step in _STEPS:
+            if span <= step * power * (MOST_BARS - 2):
+                return step * power
+        power *= 10
+
+
+_BEFORE = 4
+"""Tokens before one that decide how it is written: whether a space is its own."""
+_MOST_IN_CHARACTER = 8
+"""Tokens that a character may be made of."""
+_INCOMPLETE = "\ufffd"
+
+
+def token_texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> tuple[list[str], list[bool]]:
+    """Return the text of each token, and whether it is a special token.
+
+    Joined, they are the text of the sample. A token that ends within a character has none; the one
+    that completes the character has it.
+
+    Args:
+        tokenizer: of the base model.
+        ids: tokens.
+    """
+    marks = _marks(tokenizer, ids)
+    texts: list[str] = []
+    first = 0  # first token whose text is not emitted yet
+    for i, token in enumerate(ids):
+        if token in marks:
+            texts.append(marks[token])
+            first = i + 1
+            continue
+        before = _decode(tokenizer, ids[max(first - _BEFORE, 0) : first])
+        text = _decode(tokenizer, ids[max(first - _BEFORE, 0) : i + 1])
+        is_open = text.endswith(_INCOMPLETE) and i + 1 - first < _MOST_IN_CHARACTER
+        if is_open and i + 1 < len(ids) and ids[i + 1] not in marks:
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first = i + 1
+    return texts, [token in marks for token in ids]
+
+
+def _marks(tokenizer: "Tokenizer", ids: Sequence[int]) -> dict[int, str]:
+    """Names of the tokens that are marks."""
+    processor = tokenizer.processor
+    if tokenizer.backend == "huggingface":
+        added = processor.get_added_tokens_decoder()
+        return {i: added[i].content for i in {*ids} if i in added and added[i].special}
+    return {i: token_name(tokenizer, i) for i in {*ids} if processor.is_control(i)}
+
+
+def _decode(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
+    if tokenizer.backend == "huggingface":
+        return str(tokenizer.processor.decode(list(ids), skip_special_tokens=False))
+    return str(tokenizer.processor.decode(list(ids)))

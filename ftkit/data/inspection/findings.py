@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.advice import advice_for
 from ftkit.data.dataset import DataSets, LoadedPart
 from ftkit.data.inspection.inspection import Finding
-from ftkit.data.prepare import NO_LABELS, NO_REASONING
+from ftkit.data.prepare import NO_LABELS, NO_REASONING, advice_for
 from ftkit.data.records.record import Record
 from ftkit.data.samples.sample_set import Sample, SampleSet
 from ftkit.models.chat_templates.turns import NO_TOOLS

@@ -2,8 +2,9 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,27 +13,37 @@ from torch import Tensor
 from ftkit.checkpoint.file_checks import describe_file
 from ftkit.checkpoint.metadata import Layout, Metadata, shard_name
 from ftkit.checkpoint.shards import Piece, write_shard
+from ftkit.checkpoint.state import stored_name
 from ftkit.checkpoint.store import Store
 from ftkit.data.dataset import load_data
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.exchange.foreign.deepspeed import DeepSpeedRun, zero_directory
 from ftkit.exchange.foreign.distributed import DCP_METADATA, DistributedRun
-from ftkit.exchange.foreign.lightning import LightningRun, is_sharded
-from ftkit.exchange.foreign.litgpt import LITGPT_ADAPTER, LITGPT_WEIGHTS, LitgptRun
-from ftkit.exchange.foreign.placing import PlacedTensor, placed_tensors
 from ftkit.exchange.foreign.recipe import (
     ImportRecipe,
     continued_rate,
     optimizer_told,
     position_in_data,
 )
-from ftkit.exchange.foreign.state import ForeignRun, ForeignState, TrainedModel
-from ftkit.exchange.foreign.trainer import STATE, TrainerRun
+from ftkit.exchange.foreign.state import ForeignRun, ForeignState, ForeignTensors, TrainedModel
+from ftkit.exchange.foreign.trainers import (
+    LITGPT_ADAPTER,
+    LITGPT_WEIGHTS,
+    STATE,
+    LightningRun,
+    LitgptRun,
+    TrainerRun,
+    is_sharded,
+)
 from ftkit.exchange.output_files import check_apart, check_space
-from ftkit.models.language_model import outline
+from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.load_weights import kept_parameters
+from ftkit.models.lora.load import adapter_tensors
 from ftkit.models.lora.save import check_adapter
-from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base
+from ftkit.models.lora.targets import our_name
+from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base, storage_of
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import sorted_words, to_yaml
@@ -141,6 +152,116 @@ def import_in_child(
             keys=tuple((key, value) for key, value in keys),
         )
     )
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor of our checkpoint."""
+
+    name: str
+    """Name in checkpoints: parameter/NAME, exp_avg/NAME, ..."""
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    """Returns a tensor of this shape, or raises UserError."""
+
+
+def placed_tensors(
+    state: ForeignState,
+    model: LanguageModel,
+    base: BaseModel,
+    adapter: Path | None,
+    source: Path,
+    begun: Iterable[str] = (),
+) -> list[PlacedTensor]:
+    """All tensors of our checkpoint, taken from a foreign one; each is read when needed.
+
+    Args:
+        state: of the foreign run.
+        model: outlined, adapted as the recipe says.
+        base: that it is made of.
+        adapter: directory of PEFT's settings, where an adapter is trained.
+        source: the foreign checkpoint, for messages.
+        begun: kinds of optimizer state that begin at zero.
+
+    Raises:
+        UserError: a tensor is missing, or of another shape or another model.
+    """
+    kept = {our_name(name): parameter for name, parameter in kept_parameters(model).items()}
+    trained = {name: p for name, p in kept.items() if p.requires_grad}
+    placed = []
+    dtypes: dict[str, torch.dtype] = {}
+    for kind, tensors in {PARAMETER: state.parameters, **(state.moments or {})}.items():
+        wanted = kept if kind == PARAMETER else trained
+        if state.layout == "ftkit":
+            found = {name: (tensor.dtype, tensor.read) for name, tensor in tensors.items()}
+        elif adapter is None:
+            found = _of_model(tensors, base, state.layout)
+        else:
+            found = _of_adapter(tensors, base, adapter)
+        for ours, parameter in wanted.items():
+            if ours not in found:
+                what = "weights" if kind == PARAMETER else f"optimizer state ({kind})"
+                raise UserError(
+                    f"{source} has no {what} for {ours}, which the recipe trains. Give the base "
+                    "model, the method and the adapter's settings of this very run."
+                )
+            dtype, read = found[ours]
+            dtypes.setdefault(ours, dtype)
+            name = stored_name(kind, ours)
+            placed.append(
+                PlacedTensor(name, parameter.shape, dtype, _checked(read, name, parameter, source))
+            )
+    for kind in begun:
+        for ours, parameter in trained.items():
+            shape, dtype = parameter.shape, dtypes[ours]
+            zeros = partial(torch.zeros, shape, dtype=dtype)
+            placed.append(PlacedTensor(stored_name(kind, ours), shape, dtype, zeros))
+    return placed
+
+
+def _of_model(
+    tensors: ForeignTensors, base: BaseModel, layout: ModelLayout
+) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
+    """Tensors by our names; the layout's own rules split and join matrices."""
+    holders = storage_of(base.architecture, layout).holders(tensors)
+    return {name: (holder.dtype, holder.read) for name, holder in holders.items()}
+
+
+def _of_adapter(
+    tensors: ForeignTensors, base: BaseModel, adapter: Path
+) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
+    """Tensors of an adapter by our names."""
+    read = {name: tensor.read() for name, tensor in tensors.items()}
+    found = adapter_tensors(read, adapter, base)
+    if len(found) > len(read):
+        raise UserError(
+            f"The adapter in {adapter} is of layers that hold several of ours ({base.name} joins "
+            "query, key and value), which ftkit trains apart: its optimizer state is of other "
+            "matrices. Start a new run from its weights with --adapter."
+        )
+    return {name: (tensor.dtype, _itself(tensor)) for name, tensor in found.items()}
+
+
+def _itself(tensor: Tensor) -> Callable[[], Tensor]:
+    # A function of its own: a lambda in the loop would return the last tensor.
+    return lambda: tensor
+
+
+def _checked(
+    read: Callable[[], Tensor], name: str, parameter: Tensor, source: Path
+) -> Callable[[], Tensor]:
+    def checked() -> Tensor:
+        with reading(source, f"{name} of {list(parameter.shape)} numbers", key=name):
+            tensor = read()
+        if tensor.shape != parameter.shape:
+            raise UserError(
+                f"{source}: {name} has shape {list(tensor.shape)}, but the model's is "
+                f"{list(parameter.shape)}. Give the base model and the recipe of this very run."
+            )
+        return tensor
+
+    return checked
 
 
 @dataclass(frozen=True, kw_only=True)

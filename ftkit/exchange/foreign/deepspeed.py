@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.names import plain_names
 from ftkit.exchange.foreign.state import (
     ForeignRun,
     ForeignState,
     ForeignTensors,
     ParameterGroup,
     TrainedModel,
+    plain_names,
 )
 from ftkit.exchange.foreign.unpickling import (
     IN_DEEPSPEED,

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.names import plain_names
-from ftkit.exchange.foreign.state import ForeignRun, ForeignState, ParameterGroup, TrainedModel
+from ftkit.exchange.foreign.state import (
+    ForeignRun,
+    ForeignState,
+    ParameterGroup,
+    TrainedModel,
+    plain_names,
+)
 from ftkit.exchange.foreign.unpickling import Inert, load_metadata, load_torch_bytes
 from ftkit.models.pretrained.weight_files import WeightTensor
 from ftkit.utils.damaged_files import reading

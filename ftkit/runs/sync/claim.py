@@ -22,10 +22,10 @@ from pathlib import Path
 import psutil
 
 from ftkit.errors import UserError
+from ftkit.runs.sync.background import begun, ends
 from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.damaged_files import DamagedFile, reading
 from ftkit.utils.json_values import from_json
-from ftkit.utils.remote.background import begun, ends
 from ftkit.utils.remote.objects import Objects, StorageError
 from ftkit.utils.remote.replica import Listing
 

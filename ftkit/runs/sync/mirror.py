@@ -16,6 +16,7 @@ from typing import Protocol
 from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import LATEST
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.sync.background import begun, each, ends, pause
 from ftkit.runs.sync.claim import RemoteClaim, is_claim
 from ftkit.runs.sync.download import (
     checkpoint_name,
@@ -27,7 +28,6 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
-from ftkit.utils.remote.background import begun, each, ends, pause
 from ftkit.utils.remote.objects import Objects, StorageError
 from ftkit.utils.remote.replica import Listing, Replica
 from ftkit.utils.remote.urls import display_path

@@ -23,11 +23,10 @@ from ftkit.runs.report.table import (
 from ftkit.runs.state import RunState
 from ftkit.strategies.step_memory import CATEGORIES, Breakdown, Category, StepMemory
 from ftkit.utils import progress
-from ftkit.utils.console.curve import means
 from ftkit.utils.console.formatting import bytes_text, duration_text, percent_text
 from ftkit.utils.console.html import as_image, block, curve_picture, escaped, grid, labelled, styled
 from ftkit.views.comparison.plots import PART_COLORS
-from ftkit.views.watch import Lines, RunSnapshot, snapshot_as_html
+from ftkit.views.watch import Lines, RunSnapshot, means, snapshot_as_html
 
 
 class OutputPlace(Protocol):

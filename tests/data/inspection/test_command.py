@@ -142,7 +142,7 @@ def test_the_access_token_of_the_recipe_reaches_the_hub_and_is_not_left_behind(
     monkeypatch.delenv("HF_TOKEN", raising=False)
     if before is not None:
         monkeypatch.setenv("HF_TOKEN", before)
-    monkeypatch.setattr("ftkit.data.inspection.collect.load_data", load)
+    monkeypatch.setattr("ftkit.data.inspection.command.load_data", load)
     data = write_records(tmp_path / "data.jsonl", questions(30))
     seen = look(model, data, show=1, access_token="hf_secret")
     look(model, data)

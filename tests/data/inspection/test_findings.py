@@ -10,7 +10,7 @@ from chats import TOOLS, write_chat_tokenizer
 from looks import chats, kinds, look, make_settings, questions, write_records
 from messages import says
 
-from ftkit.data.inspection.collect import inspect_data
+from ftkit.data.inspection.command import inspect_data
 from ftkit.data.inspection.findings import TOLD_BY_COUNTS
 from ftkit.data.inspection.inspection import Finding, FindingKind, Inspection
 from ftkit.recipe.parsing import Override

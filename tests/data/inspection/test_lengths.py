@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ftkit.data.inspection.collect import MOST_BARS, lengths_of
+from ftkit.data.inspection.command import MOST_BARS, lengths_of
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -6,11 +6,12 @@ from typing import ClassVar
 import pytest
 from chats import write_chat_tokenizer
 
-from ftkit.data.prompt_styles import prompt_style_file, resolve_prompt_style
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import (
     CLASSES,
     TextPrompt,
+    prompt_style_file,
+    resolve_prompt_style,
     style_of_model,
     template_of_style,
 )

@@ -7,7 +7,7 @@ from tiny import make_tokenizer
 from tokenizers import Tokenizer as Processor
 from tokenizers import decoders, models, normalizers
 
-from ftkit.data.inspection.collect import token_texts
+from ftkit.data.inspection.command import token_texts
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 TEXTS = ["Below is an instruction.\n\n### Input: red", "Grüße — 早上好 🎉!", "a  b\tc ", "🎉🎉"]

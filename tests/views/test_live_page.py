@@ -30,8 +30,7 @@ from ftkit.errors import UserError
 from ftkit.runs.report.metrics import ValidationWriter
 from ftkit.runs.report.report import write_report
 from ftkit.runs.system_metrics import SystemWriter
-from ftkit.views.live_page.server import PageServer
-from ftkit.views.live_page.snapshots import RunSnapshots, thinned
+from ftkit.views.live_page import PageServer, RunSnapshots, thinned
 
 TOKEN = "0f" * 24
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
@@ -168,7 +167,7 @@ class TestWhatIsTold:
     def test_an_empty_directory_has_no_runs_until_one_begins(
         self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ftkit.views.live_page.snapshots._LOOK_INTERVAL_S", 0.0)
+        monkeypatch.setattr("ftkit.views.live_page._LOOK_INTERVAL_S", 0.0)
         assert fetched(server, "/runs.json") == {
             "runs": [], "left_out": [], "comparison": "", "losses": [],
         }  # fmt: skip
@@ -263,7 +262,7 @@ class TestWhatIsTold:
     def test_only_new_rows_of_a_running_run_are_read(
         self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ftkit.views.live_page.snapshots._LOOK_INTERVAL_S", 0.0)
+        monkeypatch.setattr("ftkit.views.live_page._LOOK_INTERVAL_S", 0.0)
         make_run(out / "a", "failed")
         make_run(out / "b")
         read: list[str] = []
