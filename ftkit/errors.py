@@ -12,7 +12,7 @@ EXIT_OUT_OF_MEMORY = 3
 
 
 class UserError(Exception):
-    """An error the user can correct; names the key, its value, the rule and a change thrunnings.
+    """An error the user can correct; names the key, its value, the rule and a change that works.
 
     Raised before anything expensive starts. The command prints the message alone and ends
     with exit code 2.

@@ -125,7 +125,7 @@ def verify_checkpoints(options: CheckpointOptions) -> int:
         for directory in directories:
             found = misnamed(directory) or checks.verify(directory, verifying.progress)
             verifying.next()
-            if directory.exists():  # a run running may have deleted it meanwhile
+            if directory.exists():  # a running run may have deleted it meanwhile
                 problems[directory] = found
     damaged = any(problems.values())
     if options.format == "json":

@@ -48,17 +48,17 @@ class Declared:
 
     @property
     def is_word(self) -> bool:
-        """Whether it stands alone, without ``--``."""
+        """True if it stands alone, without ``--``."""
         return "word" in self.rules
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes no value."""
+        """True if it takes no value."""
         return self.kind is bool
 
     @property
     def takes_several(self) -> bool:
-        """Whether it may be given several times."""
+        """True if it may be given several times."""
         return typing.get_origin(self.kind) is tuple
 
     @property

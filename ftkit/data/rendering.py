@@ -437,14 +437,14 @@ class ChatRenderer(Renderer):
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         last = said[-1] if said else len(messages)
         prompt = self._template.render(messages[:last], tools=tools, add_generation_prompt=True)
-        asked = [m["content"] for m in messages[:last] if m["role"] == "user"]
+        questions = [m["content"] for m in messages[:last] if m["role"] == "user"]
         assert self._tokenizer is not None
         return Example(
             prompt=self._tokenizer.encode_all_rendered([prompt])[0].ids,
             expected=self._expected(messages[: last + 1], tools) if said else "",
             stop_ids=self.stop_ids,
             record=record,
-            instruction=asked[-1] if asked else "",
+            instruction=questions[-1] if questions else "",
         )
 
     def _expected(self, messages: list[dict[str, Any]], tools: Any) -> str:
@@ -500,7 +500,7 @@ def _token_spans(offsets: Sequence[Span], sample: Written) -> tuple[Span, ...]:
 
 
 def _hold(offsets: Sequence[Span], tokens: Sequence[Span], characters: Sequence[Span]) -> bool:
-    """Whether tokens hold one of the characters, by the spans of the tokenizer."""
+    """Return whether tokens hold one of the characters, by the spans of the tokenizer."""
     if not characters:
         return False
     begins, ends = np.sort(np.array(characters, dtype=np.int64), axis=0).T

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.flops import attention_cost
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import with_overrides
-from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.recipe import Component, Eval, Recipe
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.utils.console.display import Display
@@ -51,16 +52,21 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     recipe, is_of_run = _recipe(result, options), result.recipe is not None
     for source in validation_sets(recipe.data, recipe.eval.sets).values():
         source.files()  # a missing one is named before anything is loaded
-    scoring = _scoring(recipe, options)
+    scoring = _scoring(recipe.eval, options)
     result = dataclasses.replace(result, recipe=recipe)
     session = start_session(result, options)
     if result.template_directory is not None and not is_of_run:
         # The result was trained with this template, whatever its base model comes with.
         session.loaded.base.tokenizer.chat_template = session.loaded.prompting.template.source
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
-    held_out, sets = _held_out(result, recipe, session, given)
+    longest = session.loaded.base.architecture.context_length
+    if result.metadata is not None:
+        longest = result.metadata.max_seq_length
+    longest = recipe.train.max_seq_length or longest
+    held_out, sets = _held_out(recipe.data, recipe.eval.sets, session, longest, given)
+    most = recipe.eval.max_iters * recipe.train.global_batch_size
     with Display(None, stream=sys.stderr) as display:
-        measured = _measure(session, held_out, sets, recipe, scoring, display)
+        measured = _measure(session, held_out, sets, most, scoring, display)
     values = {
         "result": result.name,
         "directory": display_path(result.directory),
@@ -88,7 +94,7 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
     # Other data are evaluated alone: the run's sets would be rendered like them.
     sets = "null" if options.data and options.sets is None else options.sets
-    asked = [
+    data_keys = [
         ("eval.sets", sets),
         ("train.micro_batch_size", options.micro_batch_size),
         ("eval.max_iters", options.max_iters),
@@ -96,31 +102,31 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
         ("eval.rouge_l", options.rouge_l),
         ("eval.max_new_tokens", options.max_new_tokens),
     ]
-    given = [(key, str(value)) for key, value in asked if value is not None]
+    given = [(key, str(value)) for key, value in data_keys if value is not None]
     return with_overrides(recipe, [*options.data, *given])
 
 
-def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
+def _scoring(settings: Eval, options: EvaluateOptions) -> Scoring:
     """Choose the metrics of answers."""
-    exact_match = recipe.eval.exact_match
+    exact_match = settings.exact_match
     if options.exact_match is None and not exact_match:
         exact_match = DEFAULT_RECORDS
     return Scoring(
         exact_match=exact_match,
-        rouge_l=recipe.eval.rouge_l,
+        rouge_l=settings.rouge_l,
         own=options.metrics,
-        max_new_tokens=recipe.eval.max_new_tokens or DEFAULT_NEW_TOKENS,
+        max_new_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS,
     )
 
 
 def _held_out(
-    result: Result, recipe: Recipe, session: Session, given: set[str]
+    data: Component,
+    sets: Mapping[str, Any] | None,
+    session: Session,
+    max_seq_length: int,
+    given: set[str],
 ) -> tuple[HeldOut, ValidationSets]:
-    """The records to evaluate on; `given` are the options of the data that were named for it."""
-    longest = session.loaded.base.architecture.context_length
-    if result.metadata is not None:
-        longest = result.metadata.max_seq_length
-    longest = recipe.train.max_seq_length or longest
+    """Read the records to evaluate on; `given` are the options of the data that are set for it."""
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase("reading data", brief=True) as phase,
@@ -130,12 +136,12 @@ def _held_out(
             phase.advance(done, total)
 
         tokenizer = session.loaded.base.tokenizer
-        held_out = load_held_out(recipe.data, tokenizer, longest, given=given, progress=advance)
-        sets = load_sets(recipe.data, recipe.eval.sets, tokenizer, longest, progress=advance)
-        for part in (*held_out.parts, *sets.parts):
+        held_out = load_held_out(data, tokenizer, max_seq_length, given=given, progress=advance)
+        further = load_sets(data, sets, tokenizer, max_seq_length, progress=advance)
+        for part in (*held_out.parts, *further.parts):
             for notice in part.notices:
                 display.warning(notice)
-    return held_out, sets
+    return held_out, further
 
 
 def _base_name(result: Result, session: Session) -> str:
@@ -149,14 +155,16 @@ def _measure(
     session: Session,
     held_out: HeldOut,
     sets: ValidationSets,
-    recipe: Recipe,
+    most: int,
     scoring: Scoring,
     display: Display,
 ) -> dict[str, Any]:
-    """Measure in the order and with the batches of a run, so that the numbers are equal."""
+    """Measure in the order and with the batches of a run, so that the numbers are equal.
+
+    `most` is the limit of samples, of the data and of each set.
+    """
     model, base = session.loaded.model, session.loaded.base
     samples = held_out.samples
-    most = recipe.eval.max_iters * recipe.train.global_batch_size
     limit = min(most, len(samples))
     traits = base.architecture.attention
     model.kernel = attention_kernel(traits, session.plan)

@@ -223,17 +223,17 @@ def _check_generation(name: str, task: Task, context_length: int) -> None:
     """Refuse a task whose answers would be sampled or bounded in a way that is not supported."""
     if task.get_config("output_type") != "generate_until":
         return
-    asked = normalize_gen_kwargs(task.get_config("generation_kwargs") or {})
-    if unknown := sorted(asked.keys() - set(_GENERATION)):
+    requested = normalize_gen_kwargs(task.get_config("generation_kwargs") or {})
+    if unknown := sorted(requested.keys() - set(_GENERATION)):
         raise UserError(
             f"The task {name} has {unknown[0]} in generation_kwargs, which ftkit does not support. "
             f"It knows {', '.join(_GENERATION)}."
         )
-    if asked["max_gen_toks"] >= context_length:
+    if requested["max_gen_toks"] >= context_length:
         raise UserError(
-            f"The task {name} has answers of {asked['max_gen_toks']:,} tokens (max_gen_toks), but "
-            f"the model's context is {context_length:,} tokens, including the prompt. Leave the "
-            "task out."
+            f"The task {name} has answers of {requested['max_gen_toks']:,} tokens (max_gen_toks), "
+            f"but the model's context is {context_length:,} tokens, including the prompt. Leave "
+            "the task out."
         )
 
 

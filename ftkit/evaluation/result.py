@@ -148,7 +148,7 @@ def base_result(result: Result, base: str | None = None) -> Result:
 
 
 def _is_downloaded(name: str) -> bool:
-    """Whether a name begins with the download directory but is a hub name: checkpoints/..."""
+    """Return whether a name is a hub name below the download directory: checkpoints/..."""
     return Path(name).parts[0] == str(ROOT) and not Path(name).exists()
 
 
@@ -175,7 +175,7 @@ def _in_directory(name: str, directory: Path) -> Result:
 
 
 def _is_model(directory: Path) -> bool:
-    """Whether a directory is meant as a model: complete, or nearly so."""
+    """Return whether a directory is meant as a model: complete, or nearly so."""
     has_settings = (directory / "config.json").is_file()
     return is_litgpt(directory) or bool(weight_files(directory)) or has_settings
 

@@ -32,7 +32,7 @@ class Metric:
 
     @property
     def is_exact_match(self) -> bool:
-        """Whether this is ftkit's share of right answers."""
+        """True if this is ftkit's share of right answers."""
         return self.name == EXACT_MATCH and self.own is None
 
 

@@ -147,15 +147,15 @@ def answer_records(
     """
     stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
     context_length = model.architecture.context_length
-    asked = [i for i, question in enumerate(questions) if len(question.prompt) < context_length]
+    fitting = [i for i, question in enumerate(questions) if len(question.prompt) < context_length]
     answers = [torch.empty(0, dtype=torch.long) for _ in questions]
-    if not asked:
+    if not fitting:
         return answers
-    prompts = [torch.tensor(questions[i].prompt) for i in asked]
+    prompts = [torch.tensor(questions[i].prompt) for i in fitting]
     longest = min(max(map(len, prompts)) + max_new_tokens, context_length)
 
     def of_interest(row: int, ids: list[int]) -> bool:
-        return goes_on is None or goes_on(asked[row], ids)
+        return goes_on is None or goes_on(fitting[row], ids)
 
     with _reaching(model, longest), context():
         found = answer_greedily(
@@ -165,7 +165,7 @@ def answer_records(
             max_new_tokens=max_new_tokens,
             goes_on=None if goes_on is None else of_interest,
         )
-    for i, answer in zip(asked, found, strict=True):
+    for i, answer in zip(fitting, found, strict=True):
         answers[i] = answer
     return answers
 

@@ -124,11 +124,11 @@ def _next_steps(file: Path, *, is_adapter: bool) -> str:
     from_blocks = "--allow-requantize " * (numbers == "q8_0")
     smaller = f"{from_blocks}{file} {file.with_name(f'{kind}-q4_k_m.gguf')} Q4_K_M"
     own = file.with_name(MODELFILE)
-    is_asked = "\nTEMPLATE " in own.read_text(encoding="utf-8")
+    has_template = "\nTEMPLATE " in own.read_text(encoding="utf-8")
     return (
         f"llama.cpp: llama-cli -m {file}\n"
         f"Ollama:    ollama create NAME -f {own}\n"
-        + "           (it may need a TEMPLATE first: see the comment in it)\n" * (not is_asked)
+        + "           (it may need a TEMPLATE first: see the comment in it)\n" * (not has_template)
         + f"smaller:   llama-quantize {smaller}"
     )
 

@@ -36,7 +36,7 @@ from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf
 from ftkit.recipe.options import MergeOptions
-from ftkit.recipe.recipe import Quantization, Recipe
+from ftkit.recipe.recipe import Component, Quantization
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid
@@ -56,7 +56,7 @@ def logits_of(
     sequences: Sequence[Sequence[int]],
     progress: OnProgress = lambda *_: None,
 ) -> Tensor:
-    """[tokens of all sequences, vocabulary] float32, computed on the _CPU.
+    """[tokens of all sequences, vocabulary] float32, computed on the CPU.
 
     Args:
         model: outlined in float32, without numbers; it has none afterwards.
@@ -133,7 +133,7 @@ class _Difference:
     mean: float
     largest: float
     same_token: float
-    """Fraction of positions at which both think the same token the most likely one."""
+    """Fraction of positions at which both give the same token the highest logit."""
 
 
 def merge(result: Result, options: MergeOptions) -> int:
@@ -332,7 +332,8 @@ def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[lis
     with suppress(UserError):  # the files are not here
         # Others than files may need a download.
         if recipe is not None and data_source(recipe.data).files() is not None:
-            sequences = _validation_samples(recipe, base, display)
+            max_seq_length = recipe.train.max_seq_length
+            sequences = _validation_samples(recipe.data, max_seq_length, base, display)
     what = f"{len(sequences)} validation records" if sequences else "a fixed prompt"
     sequences = sequences or [base.tokenizer.encode(_PROMPT).tolist()]
     most = min(SAMPLE_TOKENS, base.architecture.context_length)
@@ -340,13 +341,15 @@ def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[lis
     return cut, f"{what}, {sum(map(len, cut))} tokens"
 
 
-def _validation_samples(recipe: Recipe, base: BaseModel, display: Display) -> list[list[int]]:
+def _validation_samples(
+    data: Component, max_seq_length: int | None, base: BaseModel, display: Display
+) -> list[list[int]]:
     """Token ids of the first records that the run was validated on."""
     with display.phase("reading data", brief=True) as phase:
         samples = load_held_out(
-            recipe.data,
+            data,
             base.tokenizer,
-            recipe.train.max_seq_length or base.architecture.context_length,
+            max_seq_length or base.architecture.context_length,
             progress=lambda _, done, total: phase.advance(done, total),
         ).samples
     return [samples[i].ids.tolist() for i in range(min(SAMPLES, len(samples)))]

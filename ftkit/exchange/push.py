@@ -42,9 +42,9 @@ def push(options: PushOptions) -> int:
         message=options.message or f"{kind}, trained with ftkit",
         token=options.access_token,
     )
-    told = {"url": url, "public": is_public}
+    published = {"url": url, "public": is_public}
     seen = "for everybody to see" if is_public else "private"
-    print(json.dumps(told) if options.format == "json" else f"{url} has it, {seen}")
+    print(json.dumps(published) if options.format == "json" else f"{url} has it, {seen}")
     return 0
 
 

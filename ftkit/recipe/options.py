@@ -42,7 +42,7 @@ def option(
         default: its value where it is not given; without one it is required.
         ask: the question in the error where it is missing.
         placeholder: what stands for its value in help; "": derived from its type.
-        example: a value thrunnings.
+        example: a value that works.
         least: smallest value allowed.
         most: largest value allowed.
     """

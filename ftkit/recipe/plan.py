@@ -279,7 +279,7 @@ def _check_in_backward(plan: Plan) -> None:
 
 
 def check_ranges(recipe: Recipe) -> None:
-    """Refuse values out of their ranges, with a value thrunnings."""
+    """Refuse values out of their ranges, with a value that works."""
     train, evaluation = recipe.train, recipe.eval
     for key, value, least in (
         ("train.global_batch_size", train.global_batch_size, 1),

@@ -59,7 +59,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
         # Empty directories that were made for a run that did not start are removed again.
         created = [path for path in (out_dir, *out_dir.parents) if not path.exists()]
         run.state.mkdir(parents=True, exist_ok=True)
-        lock = run.lock.open("a")  # "w" would erase what a run running wrote into it
+        lock = run.lock.open("a")  # "w" would erase what a running run wrote into it
     except OSError as error:
         raise unwritable(out_dir, error) from None
     with lock:
@@ -171,7 +171,7 @@ def _move_all_but(kept: Path, target: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Supervisor:
-    """The supervisor of a run running, as its lock names it."""
+    """The supervisor of a running run, as its lock names it."""
 
     host: str
     """Name of its machine."""

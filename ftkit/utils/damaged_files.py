@@ -34,7 +34,7 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         file: what is read, as the user knows it.
         expected: content of an intact file, such as "a JSON object".
         key: the part that is being read, if known.
-        advice: a change thrunnings; the default is a fresh copy of the file.
+        advice: what to do; the default is to get a fresh copy of the file.
 
     Raises:
         DamagedFile: for any exception but two that pass through: a `UserError`, and what the

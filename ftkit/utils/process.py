@@ -57,7 +57,7 @@ def start_command(
 
 
 def launcher_starts_again() -> bool:
-    """Whether the launcher of this process restarts a run that has died."""
+    """Return whether the launcher of this process restarts a run that has died."""
     variables = os.environ
     return int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 or (
         "SLURM_RESTART_COUNT" in variables

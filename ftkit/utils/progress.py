@@ -37,12 +37,12 @@ def get_verbosity() -> Verbosity:
 
 
 def is_quiet() -> bool:
-    """Whether progress and notices are left out."""
+    """Return whether progress and notices are left out."""
     return _verbosity == "quiet"
 
 
 def gives_advice() -> bool:
-    """Whether commands end with advice on what to do next."""
+    """Return whether commands end with advice on what to do next."""
     return _verbosity == "full"
 
 
@@ -64,9 +64,9 @@ def print_next(*commands: str) -> None:
 
 
 @contextmanager
-def told_if_late(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` if the block takes long."""
-    late = threading.Timer(LATE_S, tell)
+def announced_if_late(announce: Callable[[], None]) -> Iterator[None]:
+    """Call `announce` if the block takes long."""
+    late = threading.Timer(LATE_S, announce)
     late.daemon = True
     late.start()
     try:
@@ -84,16 +84,16 @@ def loading_shown(terminal: TextIO) -> Iterator[None]:
     if is_quiet() or not terminal.isatty():
         yield
         return
-    told, erases = False, os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    announced, erases = False, os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
-    def tell() -> None:
-        nonlocal told
-        told = True
+    def announce() -> None:
+        nonlocal announced
+        announced = True
         terminal.write("loading libraries ..." + "\n" * (not erases))
         terminal.flush()
 
-    with told_if_late(tell):
+    with announced_if_late(announce):
         yield
-    if told and erases:
+    if announced and erases:
         terminal.write("\r\x1b[K")
         terminal.flush()

@@ -248,13 +248,13 @@ def _beginnings(
 def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
     """Choose samples of all sources in turn, evenly spread in each."""
     sizes = [len(part.splits["train"].samples) for part in data.parts]
-    asked = [0] * len(sizes)
+    counts = [0] * len(sizes)
     for _ in range(min(show, sum(sizes))):
-        open_ones = [i for i in range(len(sizes)) if asked[i] < sizes[i]]
-        asked[min(open_ones, key=lambda i: asked[i])] += 1
+        open_ones = [i for i in range(len(sizes)) if counts[i] < sizes[i]]
+        counts[min(open_ones, key=lambda i: counts[i])] += 1
     return [
         (source, place * size // count)
-        for source, (size, count) in enumerate(zip(sizes, asked, strict=True))
+        for source, (size, count) in enumerate(zip(sizes, counts, strict=True))
         for place in range(count)
     ]
 

@@ -279,9 +279,11 @@ def reasoning_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
 def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Records have system messages, but what is made of them does not."""
     records = part.splits["val"].records or part.splits["train"].records
-    asked = [(record, text) for record in records[:_MOST_EXAMINED] if (text := _system(record))]
+    with_system = [
+        (record, text) for record in records[:_MOST_EXAMINED] if (text := _system(record))
+    ]
     dropped = 0
-    for record, system in asked:
+    for record, system in with_system:
         text = part.renderer.text(record)
         dropped += bool(text) and _squeezed(system) not in _squeezed(text)
     if not dropped:
@@ -291,7 +293,7 @@ def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | No
     return Finding(
         kind="system_message_dropped",
         severity="warning",
-        text=f"The template drops {dropped:,} of {len(asked):,} examined system "
+        text=f"The template drops {dropped:,} of {len(with_system):,} examined system "
         f"messages{evidence.of(part)}.",
         advice=f"Try {works}, which has a place for them.",
     )

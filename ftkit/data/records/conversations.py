@@ -43,7 +43,7 @@ def conversation_record(row: dict[str, Any], key: str) -> Record:
         key: where its messages are.
 
     Raises:
-        Misfit: it is none.
+        Misfit: it is not a list of turns.
     """
     return _conversation(_messages(row, key), row)
 
@@ -58,7 +58,7 @@ def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
         answered: whether it must have a completion.
 
     Raises:
-        Misfit: it is none.
+        Misfit: it is not a list of turns.
     """
     messages = _messages(row, "prompt")
     for message in messages:
@@ -238,7 +238,7 @@ def _train_marks(
 
 
 def _mark_of(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Whether a turn or a part is trained; None: it is not marked."""
+    """Return whether a turn or a part is trained; None: it is not marked."""
     if turn.keys().isdisjoint(TRAIN_MARKS):
         return None
     said = {key: turn[key] for key in TRAIN_MARKS if key in turn and not is_empty(turn[key])}
@@ -321,7 +321,7 @@ def _add_span(spans: list[list[int]], first: int, end: int) -> None:
 
 
 def _says_nothing_else(turn: Mapping[str, Any], content: str, spans: list[list[int]]) -> bool:
-    """Whether nothing of a turn is left without its untrained characters."""
+    """Return whether nothing of a turn is left without its untrained characters."""
     rest, done = "", 0
     for first, end in spans:
         rest, done = rest + content[done:first], end

@@ -230,7 +230,7 @@ def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
     """The values of a .json file, from 1: a list, or an object that holds one under a key.
 
     Raises:
-        UserError: it is none, or cannot be read.
+        UserError: it holds no list, or cannot be read.
     """
     text = text_of(file)
     if not text.strip():
@@ -373,7 +373,7 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a parquet file, from 1.
 
     Raises:
-        UserError: it is none, or damaged.
+        UserError: it is not a parquet file, or damaged.
     """
     import pyarrow.parquet
 
@@ -386,7 +386,7 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def is_arrow_directory(path: Path) -> bool:
-    """Whether a directory was written by save_to_disk of the datasets library."""
+    """Return whether a directory was written by save_to_disk of the datasets library."""
     return (path / _STATE).is_file() and (path / "dataset_info.json").is_file()
 
 

@@ -185,9 +185,9 @@ def _explained(error: Exception, wanted: HubName) -> str:
     if isinstance(error, ValueError) and (subsets := re.search(r"\[(.*)\]", text)):
         names = re.findall(r"'([^']+)'", subsets.group(1))
         near = nearest(wanted.subset or "", names, cutoff=0.3) or (names or ["NAME"])[0]
-        asked = "" if wanted.subset is None else f", but data.subset is {wanted.subset}"
+        requested = "" if wanted.subset is None else f", but data.subset is {wanted.subset}"
         return (
-            f"{name} has the subsets {', '.join(names[:20])}{asked}.\n"
+            f"{name} has the subsets {', '.join(names[:20])}{requested}.\n"
             f"Say which: --data.subset {near}."
         )
     cause = error.__cause__ or error

@@ -73,7 +73,7 @@ class KeyCounter:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is empty: null, an empty text, or a list or object of such."""
+    """Return whether a value is empty: null, an empty text, or a list or object of such."""
     if not value:  # 0 and false are values
         return value is None or isinstance(value, str | list | dict)
     if isinstance(value, list):
@@ -162,7 +162,7 @@ def unused_of(objects: Iterable[Any], used: frozenset[str], prefix: str) -> Iter
 
 
 def is_turns(value: Any) -> bool:
-    """Whether a value is a list of turns, or JSON text of one."""
+    """Return whether a value is a list of turns, or JSON text of one."""
     return isinstance(_listed(value), list)
 
 
@@ -170,7 +170,7 @@ def history_of(value: Any) -> list[list[str]]:
     """Return the [question, answer] pairs before an instruction.
 
     Raises:
-        Refusal: a pair is none.
+        Refusal: an entry is not a pair of texts.
     """
     if is_empty(value):
         return []
@@ -185,7 +185,7 @@ def history_of(value: Any) -> list[list[str]]:
 
 
 def is_used_weight(key: str, value: Any) -> bool:
-    """Whether a key is a weight of 1 for the whole record."""
+    """Return whether a key is a weight of 1 for the whole record."""
     return key in _RECORD_WEIGHTS and isinstance(value, int | float) and value == 1
 
 

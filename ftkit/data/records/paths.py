@@ -32,7 +32,7 @@ class DataFiles:
 
 
 def is_hub_name(path: str | Path) -> bool:
-    """Whether a path means a hub data set: owner/name, where no such path exists."""
+    """Return whether a path means a hub data set: owner/name, where no such path exists."""
     text = str(path)
     if not _HUB_NAME.fullmatch(text) or Path(text).exists():
         return False

@@ -1,4 +1,4 @@
-"""Canonical records: their shapes, and why a value is none."""
+"""Canonical records: their shapes, and checks of their values."""
 
 import json
 from itertools import islice
@@ -29,7 +29,7 @@ def check_text(text: str, key: str, where: str = "") -> None:
         where: place within the record, as ", message 2".
 
     Raises:
-        Misfit: half of a surrogate pair.
+        Misfit: it holds half of a surrogate pair.
     """
     try:
         text.encode()

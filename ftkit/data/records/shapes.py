@@ -375,7 +375,7 @@ def _is_preference(row: dict[str, Any]) -> bool:
 
 
 def _is_kept(key: str, item: Any, record: Record) -> bool:
-    """Whether a key that may hold anything was read into the record."""
+    """Return whether a key that may hold anything was read into the record."""
     kept = {"history": "history", "system": "sys_prompt"}.get(key)
     return kept in record and (key == "history" or record["sys_prompt"] == item)
 

@@ -23,10 +23,16 @@ from ftkit.exchange.foreign.distributed import DCP_METADATA, DistributedRun
 from ftkit.exchange.foreign.recipe import (
     ImportRecipe,
     continued_rate,
-    optimizer_told,
+    optimizer_keys,
     position_in_data,
 )
-from ftkit.exchange.foreign.state import ForeignRun, ForeignState, ForeignTensors, TrainedModel
+from ftkit.exchange.foreign.state import (
+    ForeignRun,
+    ForeignState,
+    ForeignTensors,
+    ParameterGroup,
+    TrainedModel,
+)
 from ftkit.exchange.foreign.trainers import (
     LITGPT_ADAPTER,
     LITGPT_WEIGHTS,
@@ -119,12 +125,12 @@ def import_run(options: ImportOptions) -> int:
     run = _open_run(source)
     check_apart(out, source)
     files, overrides = sorted_words((), options.config, options.keys)
-    asked = ImportRecipe(run, files, overrides, out)
+    recipe_source = ImportRecipe(run, files, overrides, out)
     with (
         cleaning_up_on_signals(),
         Display(None, stream=sys.stderr) as display,
     ):
-        imported = _read(run, asked, display)
+        imported = _read(run, recipe_source, display)
         with display.phase(f"writing {out}", brief=True) as phase:
             _write(imported, out, options.overwrite, phase.advance)
     step, recipe = imported.metadata.step, imported.recipe
@@ -278,22 +284,22 @@ class _Imported:
     """Report lines about what was taken over, and what was not."""
 
 
-def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
-    recipe = asked.read()
+def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Imported:
+    recipe = recipe_source.read()
     check_data(recipe.data, recipe.eval.sets)
     with without_limits():  # those are for the checkpoint
         base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
     # The limits are for the checkpoint; the base model, whose size is checked, comes on top.
     if base.directory is not None:
         extend_limits(2 * checked_size(base.directory))
-    adapter = asked.adapter if isinstance(recipe, LoraRecipe) else None
+    adapter = recipe_source.adapter if isinstance(recipe, LoraRecipe) else None
     if isinstance(recipe, LoraRecipe):
         check_adapter(base, recipe)
         if adapter is None and run.method is None:
             raise run.broken("it does not describe its adapter: --adapter DIR has to")
     with display.phase("reading the checkpoint", brief=True):
         state = run.state(TrainedModel(base, adapter))
-    asked.tell(optimizer_told(state))
+    recipe_source.add(optimizer_keys(state))
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with display.phase("reading data", brief=True) as phase, without_limits():
         data = load_data(
@@ -303,10 +309,10 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
             progress=lambda _, done, total: phase.advance(done, total),
         )
     of_epoch = data.samples_per_epoch
-    position = position_in_data(state, asked, of_epoch)
-    asked.tell(position.keys)
+    position = position_in_data(state, recipe_source, of_epoch)
+    recipe_source.add(position.keys)
     samples, lines = position.samples, position.lines
-    recipe, rate, words = continued_rate(asked, state, of_epoch, samples)
+    recipe, rate, words = continued_rate(recipe_source, state, of_epoch, samples)
     begun = _begun(recipe, state, run)
     plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
@@ -349,6 +355,8 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
         saved_at=utc_now(),
         changes=[f"began with {run.program}; its checkpoint was {run.directory.name}"],
     )
+    decays_all = bool(recipe.optimizer["init_args"].get("weight_decay"))
+    decay_lines = _decay_lines(state.groups, decays_all=decays_all)
     taken = f"taken over: {len(placed):,} tensors by name, step, the optimizer's state"
     if state.moments is None:
         taken = f"taken over: {len(state.parameters):,} tensors by name"
@@ -359,20 +367,18 @@ def _read(run: ForeignRun, asked: ImportRecipe, display: Display) -> _Imported:
         metadata=metadata,
         placed=placed,
         lines=[taken, f"learning rate of the next step: {rate:.6g}"]
-        + [line for line in (words, *lines, *_decay_lines(state, recipe)) if line]
+        + [line for line in (words, *lines, *decay_lines) if line]
         + [_NO_OPTIMIZER] * (state.moments is None)
         + [*state.notes, *notices],
     )
 
 
-def _decay_lines(state: ForeignState, recipe: Recipe) -> list[str]:
+def _decay_lines(groups: Sequence[ParameterGroup], *, decays_all: bool) -> list[str]:
     """Report line where weight decay left out parameters; ftkit's decays all of them."""
-    decays = {float(group.settings.get("weight_decay") or 0.0) for group in state.groups}
-    if len(decays) < 2 or not recipe.optimizer["init_args"].get("weight_decay"):
+    decays = {float(group.settings.get("weight_decay") or 0.0) for group in groups}
+    if len(decays) < 2 or not decays_all:
         return []
-    spared = sum(
-        len(group.names) for group in state.groups if not group.settings.get("weight_decay")
-    )
+    spared = sum(len(group.names) for group in groups if not group.settings.get("weight_decay"))
     words = (
         f"weight decay left out {spared:,} parameters (norms, biases), and is applied to all now"
     )

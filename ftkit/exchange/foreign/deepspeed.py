@@ -68,7 +68,7 @@ _Split = Callable[[Tensor], Tensor]
 
 
 def is_neox(names: Iterable[str]) -> bool:
-    """Whether parameters are named by their places in a pipeline of GPT-NeoX."""
+    """Return whether parameters are named by their places in a pipeline of GPT-NeoX."""
     return any(
         _TIED.fullmatch(name)
         or ((found := _PLACED.fullmatch(name)) and found[2] == "word_embeddings.weight")
@@ -347,9 +347,9 @@ class ZeroFiles:
             ParameterGroup(names=tuple(of_group), settings=settings)
             for of_group, settings in zip(named, self._settings, strict=True)
         ]
-        told: dict[str, Any] = {"step": self.step, "samples": self.samples}
+        own: dict[str, Any] = {"step": self.step, "samples": self.samples}
         return ForeignState(
-            **told | progress,
+            **own | progress,
             parameters=masters,
             moments=kinds,
             scalars={"step": self._updates()},
@@ -538,7 +538,7 @@ class DeepSpeedRun(ForeignRun):
         assert found is not None, "it was looked at before"
         self._zero = ZeroFiles(found)
 
-    def _told(self) -> dict[str, Any]:
+    def _recipe_keys(self) -> dict[str, Any]:
         if self._zero.samples is None or not self._zero.step:
             return {}
         batch = self._zero.samples / self._zero.step

@@ -169,7 +169,7 @@ def distributed_state(
     Args:
         directories: with all of it.
         model: that is trained.
-        progress: what other files tell.
+        progress: what other files say.
 
     Raises:
         UserError: there is no state of an optimizer, or one that is not of a torch optimizer.
@@ -205,10 +205,10 @@ def distributed_state(
         {*weights, *(name for of_kind in moments.values() for name in of_kind)}, known
     )
     steps = [value for place, value in values.items() if place[-1] in ("step", "global_step")]
-    told = [value for value in steps if isinstance(value, int)] or [int(scalars["step"])]
+    numbers = [value for value in steps if isinstance(value, int)] or [int(scalars["step"])]
     trained = set(known)
     return ForeignState(
-        **{"step": told[0]} | progress,
+        **{"step": numbers[0]} | progress,
         parameters={names[name]: tensor for name, tensor in weights.items()},
         moments={
             kind: {

@@ -42,7 +42,7 @@ class ImportRecipe:
             out: where the run will lie.
         """
         self._files, self._overrides = files, [*overrides, ("out_dir", str(out))]
-        self._told = dict(run.told())
+        self._from_checkpoint = dict(run.recipe_keys())
         given = {key for file in files for key, _ in leaves(load_yaml(Path(file), "--config "))}
         self.given = frozenset(given | {key for key, _ in overrides})
         """Dotted keys that the user sets."""
@@ -52,9 +52,9 @@ class ImportRecipe:
         self.source = run.directory
         self._run = run
 
-    def tell(self, keys: Mapping[str, Any]) -> None:
+    def add(self, keys: Mapping[str, Any]) -> None:
         """Add keys that come from the checkpoint; the user's own keys still win."""
-        self._told = _merged(self._told, keys)
+        self._from_checkpoint = _merged(self._from_checkpoint, keys)
 
     def read(self) -> Recipe:
         """Resolve the recipe with all that is known so far.
@@ -64,10 +64,10 @@ class ImportRecipe:
         """
         # As a file, so that one rule merges its keys with those of the user.
         with tempfile.TemporaryDirectory() as directory:
-            told = Path(directory) / "told.yaml"
+            keys_file = Path(directory) / "checkpoint.yaml"
             with self._run.reading():
-                told.write_text(dump_yaml(self._told), encoding="utf-8")
-            if "checkpoint_dir" not in self.given | self._told.keys():
+                keys_file.write_text(dump_yaml(self._from_checkpoint), encoding="utf-8")
+            if "checkpoint_dir" not in self.given | self._from_checkpoint.keys():
                 raise UserError(
                     f"{self.source} does not name its base model, or lacks its tokenizer. "
                     "Try --checkpoint_dir MODEL, or --config RECIPE.yaml."
@@ -77,7 +77,7 @@ class ImportRecipe:
                     f"{self.source} does not name its training data. Try --config RECIPE.yaml "
                     "with data, or --data JSON --data.path FILE."
                 )
-            recipe = read_recipe([told, *self._files], self._overrides, method=self._method)
+            recipe = read_recipe([keys_file, *self._files], self._overrides, method=self._method)
         if not isinstance(recipe, LoraRecipe):
             return recipe
         self.adapter = recipe.adapter or self.adapter
@@ -86,11 +86,11 @@ class ImportRecipe:
         return dataclasses.replace(resolved, adapter=None)
 
     def gives(self, *names: str) -> bool:
-        """Whether the user sets a key that ends with one of these words."""
+        """Return whether the user sets a key that ends with one of these words."""
         return any(key.rpartition(".")[2] in names for key in self.given)
 
 
-def optimizer_told(state: ForeignState) -> dict[str, Any]:
+def optimizer_keys(state: ForeignState) -> dict[str, Any]:
     """The optimizer of a foreign run, as keys of a recipe."""
     settings = state.settings
     arguments = {
@@ -111,7 +111,7 @@ def optimizer_told(state: ForeignState) -> dict[str, Any]:
 
 
 def continued_rate(
-    asked: ImportRecipe, state: ForeignState, samples_per_epoch: int, samples: int
+    recipe_source: ImportRecipe, state: ForeignState, samples_per_epoch: int, samples: int
 ) -> tuple[Recipe, float, str]:
     """The recipe whose next learning rate is that of the foreign run, unless the user sets it.
 
@@ -119,31 +119,31 @@ def continued_rate(
     value it stays there; else ftkit's curve passes through its next value.
 
     Args:
-        asked: what is asked.
+        recipe_source: what the user and the checkpoint say.
         state: of the foreign run.
         samples_per_epoch: of the training data.
         samples: consumed so far.
 
     Returns:
-        The recipe, its next learning rate, and what to tell.
+        The recipe, its next learning rate, and a report line about it.
     """
     theirs = state.learning_rate
     if theirs is None:
-        recipe = asked.read()
+        recipe = recipe_source.read()
         words = "the learning rate is the recipe's: the checkpoint does not hold one"
         return recipe, _next_rate(recipe, state, samples_per_epoch, samples), words
-    if not asked.gives("lr"):
+    if not recipe_source.gives("lr"):
         is_constant = theirs == state.settings.get("initial_lr", theirs)
-        asked.tell(_rate_keys(theirs, min_lr=theirs if is_constant else 0.0))
-        schedule = _schedule(asked.read(), state, samples_per_epoch, samples)
+        recipe_source.add(_rate_keys(theirs, min_lr=theirs if is_constant else 0.0))
+        schedule = _schedule(recipe_source.read(), state, samples_per_epoch, samples)
         if state.step < schedule.warmup_steps:
-            asked.tell(_rate_keys(theirs / schedule.share(state.step)))
+            recipe_source.add(_rate_keys(theirs / schedule.share(state.step)))
         elif not is_constant:
-            lowest = min(asked.read().train.min_lr, theirs)
+            lowest = min(recipe_source.read().train.min_lr, theirs)
             fallen_to = dataclasses.replace(schedule, final_share=0.0).share(state.step)
             if fallen_to > _LEAST_SHARE:
-                asked.tell(_rate_keys(lowest + (theirs - lowest) / fallen_to))
-    recipe = asked.read()
+                recipe_source.add(_rate_keys(lowest + (theirs - lowest) / fallen_to))
+    recipe = recipe_source.read()
     ours = _next_rate(recipe, state, samples_per_epoch, samples)
     if math.isclose(ours, theirs, rel_tol=1e-6):
         return recipe, ours, ""
@@ -207,7 +207,9 @@ class PositionInData:
     """Keys of a recipe that follow from it."""
 
 
-def position_in_data(state: ForeignState, asked: ImportRecipe, of_epoch: int) -> PositionInData:
+def position_in_data(
+    state: ForeignState, recipe_source: ImportRecipe, of_epoch: int
+) -> PositionInData:
     """Samples consumed so far, and what differs between the checkpoint and the recipe.
 
     transformers' Trainer keeps the epoch, the steps and the batch of one forward pass, but neither
@@ -217,11 +219,11 @@ def position_in_data(state: ForeignState, asked: ImportRecipe, of_epoch: int) ->
 
     Args:
         state: of the foreign run.
-        asked: the recipe.
+        recipe_source: what the user and the checkpoint say.
         of_epoch: samples of an epoch of the recipe's data.
     """
-    batch = asked.read().train.global_batch_size
-    is_given = asked.gives("global_batch_size", "micro_batch_size")
+    batch = recipe_source.read().train.global_batch_size
+    is_given = recipe_source.gives("global_batch_size", "micro_batch_size")
     lines: list[str] = []
     of_step: int | None = None
     if state.samples is not None:

@@ -232,7 +232,7 @@ class ForeignRun(ABC):
     """Program that wrote it, for messages."""
 
     def __init__(self, directory: Path) -> None:
-        """Look at a checkpoint; see `told`.
+        """Look at a checkpoint; see `recipe_keys`.
 
         Raises:
             UserError: a file is missing or damaged.
@@ -249,14 +249,14 @@ class ForeignRun(ABC):
         """Directory of PEFT's settings, where an adapter is trained."""
         return None
 
-    def told(self) -> dict[str, Any]:
+    def recipe_keys(self) -> dict[str, Any]:
         """Keys of a recipe that the checkpoint's small files decide.
 
         Raises:
             UserError: they are damaged.
         """
         with self.reading():
-            return self._told()
+            return self._recipe_keys()
 
     def state(self, model: TrainedModel) -> ForeignState:
         """The state of training.
@@ -275,7 +275,7 @@ class ForeignRun(ABC):
             advice="Copy the whole checkpoint again.",
         )
 
-    def _told(self) -> dict[str, Any]:
+    def _recipe_keys(self) -> dict[str, Any]:
         return {}
 
     @abstractmethod

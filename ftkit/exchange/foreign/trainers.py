@@ -1,9 +1,4 @@
-"""Checkpoints of transformers' Trainer, which TRL and axolotl write too.
-
-checkpoint-N holds the model or the adapter in Hugging Face's layout, and beside it
-`trainer_state.json` and `optimizer.pt`, or what DeepSpeed or FSDP write. `training_args.bin` is a
-pickle of objects and is not read.
-"""
+"""Checkpoints of transformers' Trainer (TRL and axolotl too), of Lightning and of LitGPT."""
 
 import math
 import re
@@ -67,6 +62,16 @@ class NamedState:
         }
         """State tensors by kind and name."""
 
+    def with_weights(self, parameters: ForeignTensors, **progress: Any) -> ForeignState:
+        """State of training with these weights; `progress` is what other files say."""
+        return ForeignState(
+            **progress,
+            parameters=parameters,
+            moments=self.moments,
+            scalars=self.scalars,
+            groups=self.groups,
+        )
+
     def _sorted(
         self, content: Any, names: Sequence[Sequence[str]], file: Path
     ) -> dict[str, dict[str, Tensor]]:
@@ -110,7 +115,7 @@ def groups_in(content: Any, file: Path) -> list[dict[str, Any]]:
     """The groups of a state dictionary, each with the numbers of its parameters.
 
     Raises:
-        UserError: it is none.
+        UserError: it has no such groups.
     """
     groups = content.get("param_groups") if isinstance(content, dict) else None
     if not isinstance(groups, list) or not all(
@@ -126,7 +131,7 @@ def groups_in(content: Any, file: Path) -> list[dict[str, Any]]:
 def names_by_shape(
     content: Any, orders: Sequence[Sequence[Sequence[TrainedParameter]]], file: Path
 ) -> list[list[str]]:
-    """The names of the parameters of each group: those of the first order whose shapes agree.
+    """Names of the parameters of each group, in the first order whose shapes agree.
 
     Args:
         content: a state dictionary.
@@ -136,8 +141,8 @@ def names_by_shape(
     Raises:
         UserError: none of them agrees.
     """
-    # The optimizer has numbers in place of names, so the shapes have to tell; the first order that
-    # fits is taken.
+    # The optimizer numbers its parameters, and programs group them in different orders: shapes are
+    # all that distinguishes the orders.
     groups, states = groups_in(content, file), mapping_in(content, "state", file)
     with reading(file, _EXPECTED, advice="Copy the whole checkpoint again."):
         for order in orders:
@@ -160,7 +165,7 @@ def names_by_shape(
 def _agrees(
     numbers: Sequence[int], parameters: Sequence[TrainedParameter], states: Mapping[int, Any]
 ) -> bool:
-    """Whether the counts agree and each state has the shape of its parameter."""
+    """Return whether the counts agree and each state has the shape of its parameter."""
     if len(numbers) != len(parameters):
         return False
     return all(
@@ -182,8 +187,32 @@ _GATHERED = ("pytorch_model_fsdp.bin", "optimizer.bin")
 """Files with the same, where FSDP's state was gathered (FULL_STATE_DICT)."""
 
 
+def _by_decay(parameters: Sequence[TrainedParameter]) -> list[list[TrainedParameter]]:
+    """Groups of the Trainer: parameters with weight decay, and those without."""
+    decayed = [parameter for parameter in parameters if parameter.is_decayed]
+    return [decayed, [parameter for parameter in parameters if not parameter.is_decayed]]
+
+
+def _by_dimensions(parameters: Sequence[TrainedParameter]) -> list[list[TrainedParameter]]:
+    """Groups of nanoGPT and its kin: matrices, and vectors without weight decay."""
+    matrices = [parameter for parameter in parameters if len(parameter.shape) > 1]
+    return [matrices, [parameter for parameter in parameters if len(parameter.shape) <= 1]]
+
+
+def _renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> ForeignTensors:
+    """The tensors among a program's weights, by their names in files."""
+    return {
+        names[name]: held(tensor) for name, tensor in weights.items() if isinstance(tensor, Tensor)
+    }
+
+
 class TrainerRun(ForeignRun):
-    """A checkpoint-N of transformers' Trainer."""
+    """A checkpoint-N of transformers' Trainer.
+
+    It holds the model or the adapter in Hugging Face's layout, and beside it `trainer_state.json`
+    and `optimizer.pt`, or what DeepSpeed or FSDP write. `training_args.bin` is a pickle of objects
+    and is not read.
+    """
 
     program = "transformers' Trainer"
 
@@ -201,7 +230,7 @@ class TrainerRun(ForeignRun):
     def adapter(self) -> Path | None:
         return self.directory if (self.directory / CONFIG).is_file() else None
 
-    def _told(self) -> dict[str, Any]:
+    def _recipe_keys(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         if self.adapter is not None:
             config = peft_settings(self.adapter)
@@ -236,25 +265,15 @@ class TrainerRun(ForeignRun):
             )
         content = load_torch_file(file)
         parameters = model.parameters
-        decayed = [p for p in parameters if p.is_decayed]
-        others = [p for p in parameters if not p.is_decayed]
-        matrices = [p for p in parameters if len(p.shape) > 1]
-        vectors = [p for p in parameters if len(p.shape) <= 1]
-        everything = list(parameters)
-        orders: list[list[list[TrainedParameter]]] = [
-            [decayed, others],
-            [matrices, vectors],
-            [everything],
-            [everything, []],
+        # The Trainer's own groups first, then those of optimizers that scripts bring along.
+        orders: list[Sequence[Sequence[TrainedParameter]]] = [
+            _by_decay(parameters),
+            _by_dimensions(parameters),
+            [parameters],
+            [parameters, ()],
         ]
-        found = NamedState(content, names_by_shape(content, orders, file), file)
-        return ForeignState(
-            **self._progress(),
-            parameters=self._weights(),
-            moments=found.moments,
-            scalars=found.scalars,
-            groups=found.groups,
-        )
+        optimizer = NamedState(content, names_by_shape(content, orders, file), file)
+        return optimizer.with_weights(self._weights(), **self._progress())
 
     def _gathered(self, model: TrainedModel) -> ForeignState:
         """State that rank 0 of FSDP gathered and wrote; the optimizer's is keyed by names."""
@@ -267,20 +286,10 @@ class TrainerRun(ForeignRun):
         if not all(isinstance(name, str) for name in given):
             raise self.broken(f"{of_optimizer.name} numbers its parameters, and names none")
         names = plain_names(given, [parameter.name for parameter in model.parameters])
-        found = NamedState(
+        optimizer = NamedState(
             content, [[names[name] for name in of_group] for of_group in numbered], of_optimizer
         )
-        return ForeignState(
-            **self._progress(),
-            parameters={
-                names[name]: held(tensor)
-                for name, tensor in weights.items()
-                if isinstance(tensor, Tensor)
-            },
-            moments=found.moments,
-            scalars=found.scalars,
-            groups=found.groups,
-        )
+        return optimizer.with_weights(_renamed(weights, names), **self._progress())
 
     def _weights(self) -> ForeignTensors:
         if self.adapter is not None:
@@ -316,7 +325,7 @@ _STEP = "global_step"
 
 
 class LightningRun(ForeignRun):
-    """A .ckpt of Lightning."""
+    """A .ckpt of Lightning's Trainer: one file, or a directory that is sharded."""
 
     program = "Lightning"
 
@@ -341,34 +350,17 @@ class LightningRun(ForeignRun):
             )
         names = plain_names(weights, [parameter.name for parameter in model.parameters])
         trained = {parameter.name: parameter for parameter in model.parameters}
+        # In the order of the module's own state, which its optimizer was made from.
         order = [trained[plain] for name in weights if (plain := names[name]) in trained]
-        found = NamedState(
-            optimizers[0], names_by_shape(optimizers[0], _orders(order), self._file), self._file
+        orders = [[order], _by_dimensions(order), _by_decay(order)]
+        state = NamedState(
+            optimizers[0], names_by_shape(optimizers[0], orders, self._file), self._file
         )
-        return ForeignState(
-            step=step,
-            parameters={
-                names[name]: held(tensor)
-                for name, tensor in weights.items()
-                if isinstance(tensor, Tensor)
-            },
-            moments=found.moments,
-            scalars=found.scalars,
-            groups=found.groups,
-        )
-
-
-def _orders(order: list[TrainedParameter]) -> list[list[list[TrainedParameter]]]:
-    """Usual groupings of parameters in an optimizer: all, or two groups by weight decay."""
-    matrices = [p for p in order if len(p.shape) > 1]
-    vectors = [p for p in order if len(p.shape) <= 1]
-    decayed = [p for p in order if p.is_decayed]
-    others = [p for p in order if not p.is_decayed]
-    return [[order], [matrices, vectors], [decayed, others]]
+        return state.with_weights(_renamed(weights, names), step=step)
 
 
 def is_sharded(directory: Path) -> bool:
-    """Whether a directory is a sharded checkpoint of Lightning."""
+    """Return whether a directory is a sharded checkpoint of Lightning."""
     return (directory / _REST).is_file() and (directory / DCP_METADATA).is_file()
 
 
@@ -384,7 +376,12 @@ _TAKEN = ("global_batch_size", "max_steps", "epochs", "max_seq_length", "max_nor
 
 
 class LitgptRun(ForeignRun):
-    """A directory written by LitGPT during training, or at its end."""
+    """A directory written by LitGPT during training, or at its end.
+
+    `lit_model.pth` holds a whole model, `lit_model.pth.lora` an adapter. Full fine-tuning and
+    pre-training keep the optimizer's state in those of their steps; those in `final`, and those of
+    adapters, hold weights alone. `hyperparameters.yaml` beside them has the keys of the run.
+    """
 
     program = "LitGPT"
 
@@ -405,7 +402,7 @@ class LitgptRun(ForeignRun):
     def method(self) -> Method:
         return self._method
 
-    def _told(self) -> dict[str, Any]:
+    def _recipe_keys(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         base = self._settings.get("checkpoint_dir") if self._method == "lora" else None
         if isinstance(base, str) and Path(base).is_dir():
@@ -469,15 +466,11 @@ class LitgptRun(ForeignRun):
         order = [TrainedParameter(name, tensor.shape, True) for name, tensor in weights.items()]
         optimizer = content[_OPTIMIZER_KEY]
         names = names_by_shape(optimizer, [[order]], self._file)
-        found = NamedState(optimizer, names, self._file)
-        return ForeignState(
+        return NamedState(optimizer, names, self._file).with_weights(
+            {name: held(tensor) for name, tensor in weights.items()},
             step=step,
             samples=self._samples(step),
             layout="litgpt",
-            parameters={name: held(tensor) for name, tensor in weights.items()},
-            moments=found.moments,
-            scalars=found.scalars,
-            groups=found.groups,
         )
 
     def _adapter(self, weights: Mapping[str, Tensor], base: BaseModel) -> dict[str, Tensor]:

@@ -246,7 +246,7 @@ def mapping_in(content: Any, key: str, file: Path) -> dict[Any, Any]:
     """A mapping of a file's content.
 
     Raises:
-        UserError: there is none.
+        UserError: it has no such mapping.
     """
     found = content.get(key) if isinstance(content, dict) else None
     if not isinstance(found, dict):

@@ -273,7 +273,7 @@ def vocabulary_metadata(
 
 
 def _is_pieces(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether a tokenizer.json comes from SentencePiece, with byte tokens; else it is BPE."""
+    """Return whether a tokenizer.json comes from SentencePiece; else it is byte-level BPE."""
     model = tokenizer.processor.model
     if type(model).__name__ != "BPE":
         raise _refusal(name, f"is of the kind {type(model).__name__}")
@@ -388,7 +388,7 @@ def _added_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[int,
 
 
 def _looks_special(text: str) -> bool:
-    """Whether a token looks special, by the rules of llama.cpp's converter.
+    """Return whether a token looks special, by the rules of llama.cpp's converter.
 
     Files of some models (Command R, Gemma 2, DeepSeek) do not mark such tokens.
     """
@@ -398,7 +398,7 @@ def _looks_special(text: str) -> bool:
 
 
 def _begins_with_space(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer puts a space before a text."""
+    """Return whether the tokenizer puts a space before a text."""
     if tokenizer.backend == "sentencepiece":
         return str(tokenizer.processor.encode("a", out_type=str)[0]).startswith(_SPACE)
     tokens = tokenizer.processor.encode("a", add_special_tokens=False).tokens

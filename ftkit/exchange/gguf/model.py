@@ -350,7 +350,7 @@ def write_file(
 
     Raises:
         OSError: it cannot be written.
-        UserError: a number is none, or does not fit its format.
+        UserError: a number is not finite, or does not fit its format.
         ValueError: the tensors are not those that were planned.
     """
     _write_header(file, architecture, metadata, planned)

@@ -44,8 +44,8 @@ class _Turns:
 
     def text(self, messages: Sequence[dict[str, str]]) -> str:
         """Render a conversation that ends with a user."""
-        is_told = any(message["role"] == "system" for message in messages)
-        parts = [self.begin, "" if is_told else self.default_system]
+        has_system = any(message["role"] == "system" for message in messages)
+        parts = [self.begin, "" if has_system else self.default_system]
         for message in messages:
             before, after = self.roles[message["role"]]
             parts += [before, message["content"], after]
@@ -70,7 +70,7 @@ class _Turns:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the texts contain no syntax of Go's templates or Modelfiles.
+        """True if the texts contain no syntax of Go's templates or Modelfiles.
 
         Reading a Modelfile, Ollama leaves out what cannot be printed, but for spaces and new lines.
         """
@@ -164,10 +164,12 @@ def _default_system(
 ) -> str:
     """The system's turn in a conversation that has none; "" if it is left out there."""
     try:
-        told, plain = (rendered(turns).removeprefix(begin) for turns in (_TURNS[:2], _TURNS[1:2]))
+        with_system, plain = (
+            rendered(turns).removeprefix(begin) for turns in (_TURNS[:2], _TURNS[1:2])
+        )
     except TemplateRefusal:
         return ""
-    before, found, after = told.partition(_SYSTEM)
+    before, found, after = with_system.partition(_SYSTEM)
     words = plain.removeprefix(before).removesuffix(after)
     if not found or f"{before}{words}{after}" != plain:
         return ""

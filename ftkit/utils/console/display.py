@@ -31,7 +31,7 @@ from ftkit.utils.console.formatting import (
     utc_now,
 )
 from ftkit.utils.console.terminal import LastingStream, plain_text, print_directly, terminal_of
-from ftkit.utils.progress import is_quiet, told_if_late
+from ftkit.utils.progress import announced_if_late, is_quiet
 
 LOG_NAME = "run.log"
 LINE_INTERVAL_S = 5.0
@@ -74,7 +74,7 @@ class Phase:
 
     @property
     def is_long(self) -> bool:
-        """Whether the phase takes so long that it is worth a line."""
+        """True if the phase takes so long that it is worth a line."""
         return self.elapsed_s >= LINE_INTERVAL_S
 
     def announce(self) -> None:
@@ -347,7 +347,7 @@ class Display:
         verb = "stopped after "
         try:
             mute = brief and not (self._console or self._log or self._is_quiet)
-            with self._showing(phase), told_if_late(phase.announce) if mute else nullcontext():
+            with self._showing(phase), announced_if_late(phase.announce) if mute else nullcontext():
                 yield phase
             verb = ""
         finally:

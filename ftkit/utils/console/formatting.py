@@ -145,6 +145,6 @@ def parse_duration(text: str, key: str = "checkpoint.save_every") -> float:
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes of a size, a number with its unit; None: it is none."""
+    """The bytes of a size, a number with its unit; None: it is not one."""
     found = _SIZE.fullmatch(text)
     return int(float(found[1]) * SIZE_UNITS[found[2]]) if found else None

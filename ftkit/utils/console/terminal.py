@@ -38,7 +38,7 @@ class LastingStream:
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Return whether the stream is a terminal."""
         return self._stream.isatty()
 
     def write(self, text: str) -> int:

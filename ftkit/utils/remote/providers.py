@@ -162,19 +162,19 @@ def _code_of(error: BaseException | None) -> str | None:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether a retry cannot help."""
+    """Return whether a retry cannot help."""
     if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
         return True
     return type(error).__name__ in _FINAL_ERRORS or _code_of(error) in _FINAL_CODES
 
 
 def is_missing_bucket(error: Exception) -> bool:
-    """Whether the bucket is missing, rather than the object."""
+    """Return whether the bucket is missing, rather than the object."""
     return _code_of(error) in _NO_BUCKET
 
 
 def is_there_already(error: Exception) -> bool:
-    """Whether a conditional write was refused because the object exists."""
+    """Return whether a conditional write was refused because the object exists."""
     return isinstance(error, FileExistsError) or _code_of(error) in _EXISTS
 
 

@@ -50,7 +50,7 @@ class BlockChecksums:
         return None
 
     def matches(self, number: int, content: bytes | memoryview) -> bool:
-        """Whether a block has its checksum.
+        """Return whether a block has its checksum.
 
         Args:
             number: of the block, from 0 on.
@@ -66,7 +66,7 @@ class DamagedObject(Exception):
 
 
 def lies_elsewhere(path: Path) -> bool:
-    """Whether a file of a checkpoint is only at the url that its directory stands for."""
+    """Return whether a file of a checkpoint is only at the url that its directory stands for."""
     return not path.exists() and url_of(path) is not None
 
 

@@ -65,7 +65,7 @@ class Replica:
         return self._entries[name][0] if name in self._entries else None
 
     def is_equal(self, name: str) -> bool:
-        """Whether a file is unchanged since it was last equal to its object."""
+        """Return whether a file is unchanged since it was last equal to its object."""
         try:
             status = (self.directory / name).stat()
         except OSError:

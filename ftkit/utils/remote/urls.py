@@ -29,7 +29,7 @@ def working_root() -> Path:
 
 
 def is_url(text: str | os.PathLike[str]) -> bool:
-    """Whether a text is a url, of any scheme."""
+    """Return whether a text is a url, of any scheme."""
     return isinstance(text, str) and _URL.match(text) is not None
 
 

@@ -81,12 +81,12 @@ function pathOf(points, toX, toY) {
 function chart(card, content) {
   const { title, unit, x, note } = content;
   const log = content.log && view.log;
-  const told = content.series.map((one) => {
+  const drawn = content.series.map((one) => {
     const points = log ? one.points.filter((p) => p[1] > 0) : one.points;
     return { ...one, points, smooth: one.noisy && view.smoothing > 0 ? smoothed(points, view.smoothing) : null };
   });
   const isShown = (one) => one.points.length > 0 && !hidden.has(`${title} ${one.name}`);
-  const few = told.some(isShown) ? told.filter(isShown) : told.filter((one) => one.points.length);
+  const few = drawn.some(isShown) ? drawn.filter(isShown) : drawn.filter((one) => one.points.length);
   const thin = few.find((one) => one.points.some((p) => p.length > 2));
   const each = thin && x === "step" ? ` of ${Math.round(thin.points[1][0] - thin.points[0][0])} steps` : "";
   const pale = card.classList.contains("wide") ? ", pale: lowest to highest" : "";
@@ -137,7 +137,7 @@ function chart(card, content) {
   }
   const middle = (edge.left + width - edge.right) / 2;
   draw(picture, "text", { x: middle, y: height - 3, "text-anchor": "middle" }, x);
-  told.forEach((one, i) => {
+  drawn.forEach((one, i) => {
     if (!few.includes(one)) return;
     const ranges = one.points.filter((p) => p.length > 2);
     if (ranges.length) {
@@ -155,7 +155,7 @@ function chart(card, content) {
   const cursor = draw(picture, "line", { class: "cursor", y1: edge.top, y2: height - edge.bottom, visibility: "hidden" });
 
   // A click on a name takes its curve out of the picture, or puts it back.
-  const names = told.map((one, i) => {
+  const names = drawn.map((one, i) => {
     const name = make("button", { type: "button", "aria-pressed": few.includes(one) });
     name.style.setProperty("--own", color(i));
     name.addEventListener("click", () => {
@@ -170,7 +170,7 @@ function chart(card, content) {
 
   // Values of the newest points, or of those nearest to the pointer.
   function say(at) {
-    told.forEach((one, i) => {
+    drawn.forEach((one, i) => {
       if (!one.points.length) { names[i].textContent = `${one.name}: none above 0`; return; }
       const near = at === null
         ? one.points.length - 1
@@ -201,9 +201,9 @@ function memory(card, { parts, limit }) {
   const total = (which) => parts.reduce((sum, part) => sum + part[which][0], 0);
   const most = Math.max(...columns.map(total));
   const bars = columns.map((which) => {
-    const told = parts.filter((part) => part[which][0] > 0);
+    const nonzero = parts.filter((part) => part[which][0] > 0);
     const bar = make("div", { class: "memory", role: "img" });
-    bar.setAttribute("aria-label", `${which}: ${told.map((part) => `${part.name} ${part[which][1]}`).join(", ")}`);
+    bar.setAttribute("aria-label", `${which}: ${nonzero.map((part) => `${part.name} ${part[which][1]}`).join(", ")}`);
     parts.forEach((part, i) => {
       if (!part[which][0]) return;
       const piece = make("div", { title: `${which}: ${part.name} ${part[which][1]}` });
@@ -256,9 +256,9 @@ function show(cards) {
 
 function chosen(runs) {
   if (runs.length === 1) return runs[0].name;
-  let asked = location.hash.slice(1);
-  try { asked = decodeURIComponent(asked); } catch { /* it is no address of this page */ }
-  return runs.some((run) => run.name === asked) ? asked : null;
+  let wanted = location.hash.slice(1);
+  try { wanted = decodeURIComponent(wanted); } catch { /* it is no address of this page */ }
+  return runs.some((run) => run.name === wanted) ? wanted : null;
 }
 
 function navigation(runs, name) {

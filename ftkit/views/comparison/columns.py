@@ -51,7 +51,7 @@ class Column:
 
     @cached_property
     def is_numeric(self) -> bool:
-        """Whether its values are aligned by their last digits."""
+        """True if its values are aligned by their last digits."""
         return all(isinstance(v, int | float | None) for v in self.values) and not all(
             isinstance(v, bool | None) for v in self.values
         )

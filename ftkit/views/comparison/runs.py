@@ -127,7 +127,7 @@ class ComparedRun:
         """Bytes at the peak of the fullest rank by what they hold; the parts add up to the peak.
 
         Tensors are categorised in the measured steps only, and the peak may come at another moment;
-        the rest are `other tensors`. The peak of a run running is not known before its end.
+        the rest are `other tensors`. The peak of a run is not known before its end.
         """
         ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
         parts: dict[str, int] = {}

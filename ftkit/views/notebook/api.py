@@ -75,7 +75,7 @@ class Run(os.PathLike[str]):
         return ShownReport(**values)
 
     def plot(self) -> Picture:
-        """Draw losses, memory and throughput, also of a run running.
+        """Draw losses, memory and throughput, also while it is running.
 
         Raises:
             UserError: nothing has been measured yet, or matplotlib is missing.
@@ -162,7 +162,7 @@ class Run(os.PathLike[str]):
         return self
 
     def _has_ended(self, within_s: float) -> bool:
-        """Whether the child has ended; never for a run of another process."""
+        """Return whether the child has ended; never for a run of another process."""
         if self._child is None:  # `RunState.at_work` says so
             time.sleep(within_s if self._look().at_work else 0)
             return False
@@ -181,7 +181,7 @@ class Run(os.PathLike[str]):
             raise error
 
     def _has_reported(self) -> bool:
-        """Whether the run that was started here has written a report."""
+        """Return whether the run that was started here has written a report."""
         try:
             report = self._look().report
         except UserError:

@@ -58,7 +58,7 @@ def place(ended: Callable[[RunState], str] | None = None) -> OutputPlace:
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook kernel."""
+    """Return whether this process is a notebook kernel."""
     # Looked up and not imported: a kernel has it already, and others may lack it.
     shell: Any = sys.modules.get("IPython")
     return shell is not None and hasattr(shell.get_ipython(), "kernel")
@@ -75,7 +75,7 @@ def shown_if_late(text: str) -> Iterator[None]:
         output.say(text)
 
     try:
-        with progress.told_if_late(show):
+        with progress.announced_if_late(show):
             yield
     finally:
         if is_shown:

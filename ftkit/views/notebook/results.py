@@ -131,7 +131,7 @@ class Chat:
         return f"<ftkit chat: {'open' if self._child.poll() is None else 'closed'}>"
 
     def _answers_soon(self) -> bool:
-        """Whether a line can be read or the output has ended."""
+        """Return whether a line can be read or the output has ended."""
         assert self._child.stdout is not None
         return bool(select.select([self._child.stdout], [], [], _POLL_S)[0])
 
