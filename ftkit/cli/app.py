@@ -37,6 +37,7 @@ def main(verbosity: Verbosity = "full") -> None:
         # Here, where a closed pipe can still be handled; at the exit Python would print a
         # traceback.
         sys.stdout.flush()
+    # Without a traceback: the message names key, value and remedy.
     except UserError as error:
         print_line(f"ftkit: {error}")
         code = error.exit_code
@@ -117,6 +118,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     if command.opens:
         first_word = declared(command.options)[0].name
         arguments.insert(0, _load(command.opens)(getattr(arguments[0], first_word)))
+    # Options are checked before this: a typo must not cost the seconds that torch takes.
     with loading_shown(sys.stderr), Interrupts() as interrupts, quick_imports():
         function = _load(command.function)
     # Python may have dropped a Ctrl+C that came in the middle of an import.

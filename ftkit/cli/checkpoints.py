@@ -164,8 +164,11 @@ def clean_checkpoints(options: CleanOptions) -> int:
         store = place.store
         stack.enter_context(claimed(place, hold=not dry_run))
         if not dry_run:
+            # A crash while a checkpoint was replaced leaves the old one under another name.
             store.restore_replaced()
         every, best = _kept_for_good(place)
+        # Cleaning follows the recipe of the run: what its owner keeps for good is not deleted by a
+        # shorter --keep_last.
         rule = {"keep_every": every, "keep_best": best}
         kept = store.kept(options.keep_last, every, best)
         steps = store.steps()

@@ -169,6 +169,8 @@ def _command_parser(command: Command) -> ArgumentParser:
             text = f"Show the keys of --{component} NAME; without NAME, list the names."
             group.add_argument(f"--{component}.help", metavar="NAME", nargs="?", help=text)
     if command.name in FINETUNE:
+        # Optimizers are missing here: their keys come from signatures, and importing torch takes
+        # seconds.
         for component, name in _KNOWN_WITHOUT_IMPORTS:
             _add_component_keys(parser, component, name)
     return parser
@@ -225,6 +227,7 @@ def _add_component_keys(parser: ArgumentParser, component: str, name: str) -> bo
         _component_class(component, name),
         component,
         as_group=False,
+        # Arguments that ftkit passes itself.
         skip=_GIVEN_BY_FTKIT,
         fail_untyped=False,
     )

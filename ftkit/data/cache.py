@@ -346,6 +346,8 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
     if entry["checksum"] != _checksum(values):
         raise ValueError(f"{_ENTRY} does not match its checksum")
     for name, digest in values["files"].items():
+        # Checked at every opening, which costs seconds for gigabytes: a flipped bit would be
+        # trained on.
         if file_digest(directory / name) != digest:
             raise ValueError(f"{name} does not match its checksum")
     arrays = SampleArrays(*(_mapped(directory / name, dtype) for name, dtype in _ARRAYS.items()))

@@ -109,6 +109,8 @@ class _Loading:
     def load(self, splits: Sequence[Split]) -> LoadedPart:
         found = self.find(splits)
         if missing := [split for split in splits if split not in found]:
+            # All ranks of all runs come here at once: one makes the samples, the others map its
+            # files.
             with self._turn() as building:
                 # Another process may have made them while this one waited for the lock.
                 found |= self.find(missing)
@@ -306,6 +308,8 @@ class DataSets(_Loaded):
     def fingerprint(self) -> str:
         """Fingerprint of the samples and of how many an epoch takes, whatever their files."""
         train = [part.splits["train"].samples for part in self.parts]
+        # As it was before there were several sources: checkpoints of earlier versions have this
+        # one.
         if len(train) == 1 and self.takes == (len(train[0]),):
             return train[0].fingerprint
         of_sources = [(one.fingerprint, take) for one, take in zip(train, self.takes, strict=True)]
@@ -515,6 +519,7 @@ def _require_samples(
         advice = f"Try --train.max_seq_length {longest}, or --data.overlong truncate."
     elif most == NO_LABELS:
         lengths = [part.splits[split].sufficient_length for part in parts]
+        # The length with which at least one record has a label.
         sufficient = min(length for length in lengths if length is not None)
         advice = f"Try --train.max_seq_length {sufficient} or more."
     else:

@@ -374,6 +374,7 @@ class OwnData(DataSource):
                 check_chat_template(source.chat_template)
         found = [self._found(source) for source in self._sources]
         fraction = self._options.val_split_fraction
+        # A key without effect would let a user think that this share is held out.
         if fraction is not None and all(files is not None and files.val for files in found):
             key, path = self._sources[0].key, self._sources[0].path
             raise UserError(
@@ -428,6 +429,8 @@ class OwnData(DataSource):
             )
 
         options = dataclasses.asdict(self._options) | dataclasses.asdict(source)
+        # These decide the address in the cache. Where files lie, how often they are repeated and
+        # how they are called in reports do not change a token.
         options = {key: value for key, value in options.items() if key not in _NOT_OF_CONTENT}
         options["whole"] = self._whole
         options["given"] = sorted(set(source.given) - set(_NOT_OF_CONTENT))
@@ -455,6 +458,7 @@ class OwnData(DataSource):
         except UserError as error:
             if source.name is None:
                 raise
+            # Readers name keys of data; the records of a set stand under eval.sets.NAME.
             raise UserError(_OPTION.sub(rf"eval.sets.{source.name}.\1", str(error))) from error
         rules, shape = self._rules(source, records)
         train, val = records.train, records.val
@@ -583,6 +587,7 @@ def _split(
             f"{where} holds one record, but training and validation need one each.\n"
             f"Add records, or set {key} to a directory with train{ending} and val{ending}."
         )
+    # random_split rounds down, so a share of few records may come to none.
     if not 0 < int(size * val_split_fraction) < size:
         raise UserError(
             f"data.val_split_fraction is {val_split_fraction}, which leaves nothing to train or "

@@ -182,6 +182,7 @@ class _Preparation:
                 self.used.append(record)
                 self.rows.extend(parts)
                 counts.used += 1
+            # Dropped samples have been counted in _fit.
             elif counts.dropped == dropped:
                 counts.skipped_no_labels += 1
                 self._note_example(NO_LABELS, record)
@@ -213,6 +214,8 @@ class _Preparation:
         if looked_at == _MOST_KEPT:
             return
         self._looked_at[reason] = looked_at + 1
+        # Only some are kept, and of bounded size: the advice tries templates on them, and a refused
+        # record may be a whole book.
         text = json.dumps(record, ensure_ascii=False)
         self.examples.setdefault(reason, text[:_BEGINNING])
         if len(text) <= _MOST_KEPT_CHARACTERS:
@@ -290,6 +293,7 @@ def _template(rules: Rules, tokenizer: Any) -> ChatTemplate:
     assert rules.chat_template is not None
     if tokenizer is not None:
         return resolve_chat_template(rules.chat_template, tokenizer)
+    # Texts alone are shown, without the model: any template stands in for its own.
     is_of_tokenizer = rules.chat_template == OF_TOKENIZER
     return text_template("chatml" if is_of_tokenizer else rules.chat_template, {})
 

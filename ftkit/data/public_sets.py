@@ -368,6 +368,7 @@ def _split(rows: Rows, val_share: float, seed: int) -> tuple[Rows, Rows]:
     from torch.utils.data import random_split
 
     generator = torch.Generator().manual_seed(seed)
+    # random_split draws as LitGPT does: another way to split would train on other records.
     parts = random_split(range(len(rows)), [1.0 - val_share, val_share], generator=generator)  # type: ignore[arg-type,var-annotated]
     train, val = ([rows[i] for i in part.indices] for part in parts)
     return train, val
@@ -395,6 +396,7 @@ def _renamed(row: Mapping[str, Any], **names: str) -> dict[str, Any]:
 
 def _download(url: str, file: Path) -> None:
     """Fetch a file that is not there, or is empty."""
+    # Files of LitGPT are used too, and a failed download of it leaves an empty one.
     if file.is_file() and file.stat().st_size > 0:
         return
     file.parent.mkdir(parents=True, exist_ok=True)

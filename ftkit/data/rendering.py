@@ -134,6 +134,7 @@ class PromptedRenderer(Renderer):
         assert self._tokenizer is not None
         answered = [record for record in records if self.answer(record).strip()]
         prompts = iter(_encode(self._tokenizer, [self.prompt(record) for record in answered]))
+        # Texts are encoded in two batches, not one by one: the tokenizer then uses all cores.
         answers = iter(
             _encode(self._tokenizer, [self.answer(record) for record in answered], answer=True)
         )
@@ -406,6 +407,8 @@ class ChatRenderer(Renderer):
             except TemplateRefusal:  # it has no tools
                 continue
         samples = filter(None, self._tokens(written))
+        # A template may end turns with another token than EOS (<|im_end|>), and the model learns to
+        # write that one.
         last = {sample.ids[end - 1] for sample in samples for _, end in sample.trained}
         return frozenset(last & {*self._tokenizer.added_tokens.values()} | {self._tokenizer.eos_id})
 
@@ -457,6 +460,7 @@ class ChatRenderer(Renderer):
             return ""
         text = "".join(written.text[first:end] for first, end in written.trained)
         assert self._tokenizer is not None
+        # The token that ends the turn belongs to no expected answer.
         ends = (token for token in self._tokenizer.added_tokens if text.endswith(token))
         return text.removesuffix(max(ends, key=len, default="")).strip()
 

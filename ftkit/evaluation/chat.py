@@ -99,10 +99,10 @@ def chat(result: Result, options: ChatOptions) -> int:
                 print(shown(piece), end="", flush=True)
         except UserError as error:  # too long a line
             conversation.forget()
-            _tell(str(error))
+            _print_aside(str(error))
             continue
         except KeyboardInterrupt:
-            _tell(" (stopped)")
+            _print_aside(" (stopped)")
         conversation.answered(answer.text)
         print(flush=True)
     return 0
@@ -131,7 +131,7 @@ def _chat_in_json(conversation: Conversation, responder: Responder, max_new_toke
             _print_json(error=str(error))
             continue
         except KeyboardInterrupt:
-            _tell("(stopped)")
+            _print_aside("(stopped)")
         conversation.answered(answer.text)
         _print_json(answer=answer.text, tokens=answer.tokens, seconds=round(answer.seconds, 3))
 
@@ -149,12 +149,12 @@ def _lines() -> Iterator[str]:
         try:
             yield input("> " if is_terminal else "")
         except KeyboardInterrupt:
-            _tell("\nCtrl+D ends")
+            _print_aside("\nCtrl+D ends")
         except EOFError:
             if is_terminal:
                 print()
             return
 
 
-def _tell(text: str) -> None:
+def _print_aside(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -168,6 +168,7 @@ def _measure(
     limit = min(most, len(samples))
     traits = base.architecture.attention
     model.kernel = attention_kernel(traits, session.plan)
+    # The same layout as in the run: sums in another order differ in the last digits.
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
     layout = RankLayout.of(
         session.plan,

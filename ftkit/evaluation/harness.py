@@ -76,6 +76,7 @@ class TaskSet:
         self._tasks: dict[str, Task] = {}
         self._groups: dict[str, Group] = {}
         _confine_harness()
+        # Without its own index: see `ftkit.evaluation.tasks`.
         manager = TaskManager(include_defaults=False)
         for name, file in found.files.items():
             kind = Kind.GROUP if name in found.groups else Kind.TASK
@@ -112,6 +113,7 @@ class TaskSet:
         model = _ModelInMemory(scorer, self._options.chat_template, self._context_length)
         loaded = {"tasks": self._tasks, "groups": self._groups, "group_map": {}}
         for task in self._tasks.values():
+            # Without the requests and answers of an earlier evaluation.
             task._instances = None
             # The same examples in the prompts before and after training.
             task.set_fewshot_seed(seed=FEW_SHOT_SEED)
@@ -185,6 +187,7 @@ class _CheckedTask(ConfigurableTask):  # type: ignore[misc]
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
         """Load the data, if they are of a kind that runs nothing."""
+        # Code of a trusted directory; find_tasks has refused all other.
         if callable(self.config.custom_dataset):
             super().download(dataset_kwargs)
             return
@@ -300,6 +303,7 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         answers = [""] * len(requests)
+        # Only requests with the same settings can share a batch.
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             alike.setdefault(repr(request.args[1]), []).append(number)
@@ -307,6 +311,7 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
             given = normalize_gen_kwargs(requests[numbers[0]].args[1])
             eos = self._tokenizer.token_text(self.eot_token_id)
             longest = given["max_gen_toks"]
+            # As in the harness: prompts that are too long lose their beginnings.
             room = self._context_length - longest
             sampling = Sampling(
                 temperature=given.get("temperature", 0.0) if given["do_sample"] else 0.0,
@@ -341,6 +346,7 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
             ) from None
         if add_generation_prompt:
             return text
+        # Templates close the last turn; cut behind its text, the model goes on with it.
         begun = chat_history[-1]["content"].strip()
         return text[: text.rindex(begun) + len(begun)]
 
@@ -350,6 +356,7 @@ def _confine_harness() -> None:
 
     Its own environment lets a template call anything; the settings here are those of that one.
     """
+    # The factory has no parameter for the class, so that its name there is replaced.
     lm_eval.tasks._factory.ConfigurableTask = _CheckedTask
     sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters["regex_replace"] = lm_eval.utils.regex_replace
@@ -362,6 +369,7 @@ def _quietly() -> Iterator[None]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
+    # Task code prints, and standard output may be JSON that another program reads.
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         yield
 

@@ -138,6 +138,7 @@ def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
         if base is not None:
             raise
         raise UserError(f"{error}\nSay where the base model is with {option} PATH.") from None
+    # An adapter on other weights gives answers, only bad ones: nothing else would show the mistake.
     if result.fingerprint is not None and result.fingerprint != fingerprint(found):
         known = f" ({result.metadata.base.name})" if result.metadata else ""
         raise UserError(
@@ -248,6 +249,7 @@ def load_result(
         found = open_result(result, base)
         model = outline_plain(found, dtype, compute_dtype, tied=found.tied, kind=quantize)
         model.requires_grad_(False)
+        # Weights stream from the files into the model: no second copy in memory.
         source, tensors = full_weights(result, found), {}
     fill(
         model,

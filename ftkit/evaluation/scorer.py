@@ -183,6 +183,7 @@ class Scorer:
 
         for mine in self._own_batches(order, size_of):
             for number, ids in zip(mine, self._answered(batch, mine), strict=False):
+                # Token 0 may be a real one, so padding cannot be recognised.
                 table[number, 0] = len(ids)
                 table[number, 1 : len(ids) + 1] = ids.to(self._device)
         answers = [row[1 : row[0] + 1] for row in sum_over_ranks(table).tolist()]
@@ -190,6 +191,8 @@ class Scorer:
 
     def _answered(self, batch: PromptBatch, numbers: Sequence[int]) -> list[Tensor]:
         """Answer some prompts in tokens; without any, run the passes that other ranks need."""
+        # A forward pass of a sharded model gathers its weights from all ranks: one that has nothing
+        # to answer runs along.
         prompts = [batch.prompts[number] for number in numbers] or [[0]]
         # A generator for each answer, which is then the same in any batch.
         generators = [
@@ -226,6 +229,8 @@ class Scorer:
             batches[-1].append(item)
         starts = range(0, len(batches), self._world_size)
         for done, start in enumerate(starts):
+            # Every rank comes here in the same batch, also those without a row: the check is a
+            # collective.
             if done % _STOP_INTERVAL == 0 and self._stopped():
                 raise EvaluationAborted
             place = start + self._rank

@@ -237,6 +237,8 @@ class _Folder:
 
     def tagged(self, tag: str) -> list[str]:
         """Names of the tasks with a tag, which a file may have from one that it includes."""
+        # Parsing is the slow part: only files that hold the word, or include one that does, are
+        # parsed.
         held = {f for f, text in self._contents.items() if b"tag" in text and tag.encode() in text}
         before = 0
         while len(held) > before:
@@ -344,9 +346,11 @@ def _read(file: Path, root: Path, includers: tuple[Path, ...]) -> dict[str, Any]
     includes = values.pop("include", [])
     for name in includes if isinstance(includes, list) else [includes]:
         included = (file.parent / str(name)).resolve()
+        # Else a task file from elsewhere could read any YAML of this machine into a report.
         if not included.is_relative_to(root):
             raise UserError(f"{file} includes {name}, which lies outside of {root}. Copy it there.")
         merged |= _read(included, root, (*includers, file))
+        # The list belongs to the file that it stands in.
         merged.pop("task_list", None)
     return merged | values
 

@@ -147,6 +147,7 @@ def answer_records(
     """
     stop_ids = frozenset({tokenizer.eos_id}).union(*(question.stop_ids for question in questions))
     context_length = model.architecture.context_length
+    # The longer ones leave no room for an answer, which then is empty and wrong.
     fitting = [i for i, question in enumerate(questions) if len(question.prompt) < context_length]
     answers = [torch.empty(0, dtype=torch.long) for _ in questions]
     if not fitting:

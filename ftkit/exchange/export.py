@@ -135,6 +135,8 @@ def _next_steps(file: Path, *, is_adapter: bool) -> str:
 
 def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -> None:
     out = options.directory
+    # A model with more than its language part (vision, MTP) is written whole, with the base model's
+    # tensors for the rest.
     base = with_rest(open_result(result), result, options.checkpoint_dir, "--checkpoint_dir")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     shapes = parameter_shapes(base)

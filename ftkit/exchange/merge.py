@@ -111,6 +111,7 @@ def _filled_when_needed(
         progress(done, len(parts))
 
     names = {module: name for name, module in model.named_modules()}
+    # Hooks, so that the forward pass is the model's own, whatever its body does between parts.
     hooks = [part.register_forward_pre_hook(fill) for part in parts[1:]]
     hooks += [part.register_forward_hook(drop) for part in parts]
     try:
@@ -187,6 +188,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
     written_bytes = base.extra_weights_bytes + sum(
         shape.numel() * written.dtype_of(name).itemsize for name, shape in written.shapes.items()
     )
+    # Before the sample is tokenised, which may take minutes.
     check_space(out, written_bytes)
     sequences, sample = _sample(result, base, display)
     with display.phase(f"writing {out}", brief=True) as phase:
@@ -249,6 +251,7 @@ class Merged:
         self._tied = model.tied
         self._read = base_reader(base)
         shapes = base.architecture.parameter_shapes(tied=False)
+        # An adapted head differs from the embedding after the merge, so that it is stored.
         if model.tied and "lm_head" not in self._layers:
             del shapes[HEAD]
         self.shapes = shapes

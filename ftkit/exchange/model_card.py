@@ -212,6 +212,7 @@ def with_name(card: str, repo_id: str, base: str | None) -> str:
         base: ORG/NAME of its base model; None: the card says it, or nobody needs it.
     """
     card = card.replace(f"name = {HERE}\n", f'name = "{repo_id}"\n', 1)
+    # The hub links a result to its base model by this key.
     if base is not None and not _names_base(card):
         card = card.replace("---\n", f"---\nbase_model: {base}\n", 1)
     return card
@@ -323,6 +324,7 @@ def _licence_text(kind: CardKind, base: BaseOrigin) -> str:
 
 def _cell(text: str) -> str:
     """Escape a text for a cell of a Markdown table."""
+    # A record's or file's name could otherwise add cells or HTML to a published page.
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -23,6 +23,7 @@ def check_apart(out: Path, *sources: Path | None) -> None:
         UserError: ``out`` is one of the sources, or holds one.
     """
     for source in sources:
+        # resolve: a link to the source is the source.
         if source is not None and source.resolve().is_relative_to(out.resolve()):
             raise UserError(
                 f"--out {out} is, or holds, {source}, which is read. Try another directory."
@@ -67,6 +68,7 @@ def as_written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         UserError: it holds what that format, or any, cannot.
     """
     converted = tensor.to(dtype)
+    # float16 ends at 65,504: a larger weight would become infinite without a word.
     if not torch.isfinite(converted).all():
         largest = tensor.abs().max().item()
         advice = "Try --dtype bfloat16." if math.isfinite(largest) else "Its training has diverged."

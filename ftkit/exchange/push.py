@@ -62,6 +62,7 @@ def _files_of(result: Result, options: PushOptions) -> dict[str, Path | bytes]:
     files = _files_in(result.directory)
     base = _base_on_hub(result, options) if result.kind == "adapter" else None
     if base is not None:
+        # The file here names a directory of this machine.
         settings = read_json(result.directory / ADAPTER_CONFIG) | {_BASE: base}
         files[ADAPTER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
     return {**files, **_card(result, options.repo_id, base)}

@@ -16,7 +16,7 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
-from ftkit.data.inspection.findings import TOLD_BY_COUNTS, Evidence, findings
+from ftkit.data.inspection.findings import REPORTED_BY_COUNTS, Evidence, findings
 from ftkit.data.prepare import Counts
 from ftkit.data.samples.layout import RankLayout
 from ftkit.errors import UserError
@@ -475,7 +475,7 @@ def _log_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal:
         model_context=base.architecture.context_length,
     )
     for finding in findings(evidence):
-        if finding.kind in TOLD_BY_COUNTS:
+        if finding.kind in REPORTED_BY_COUNTS:
             continue
         if finding.severity == "warning":
             journal.warn(finding.words)

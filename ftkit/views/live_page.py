@@ -115,6 +115,7 @@ class RunSnapshots:
             self._losses.pop(gone, None)
 
     def _read_runs(self) -> tuple[list[ComparedRun], list[LeftOutRun]]:
+        # Files at a url are copied once per look; a local directory is read in place.
         if self._copies is None:
             runs, left_out = read_runs([self._directory])
             return runs, [one for one in left_out if one.path != self._directory]
@@ -138,6 +139,7 @@ class RunSnapshots:
             status = metrics.stat()
         except OSError:
             return {"name": run.name, "points": []}
+        # Reading a long run takes longer than the interval: an unchanged file is not read again.
         stamp, place = (status.st_size, status.st_mtime_ns), run.files.path
         if place not in self._losses or self._losses[place][0] != stamp:
             rows = self._watcher(run).rows.read_on()
@@ -377,6 +379,7 @@ _PATIENCE_S = 30.0
 class PageServer(ThreadingHTTPServer):
     """HTTP server on the loopback address."""
 
+    # Open pages keep connections: they must not keep the process after Ctrl+C.
     daemon_threads = True
 
     def __init__(self, snapshots: RunSnapshots, port: int, token: str, interval_s: float) -> None:
@@ -415,6 +418,7 @@ class _Handler(BaseHTTPRequestHandler):
         if hosts not in ([f"{_ADDRESS}:{port}"], [f"localhost:{port}"]):
             self._refuse(403, f"This page is only at http://{_ADDRESS}:{port}.")
             return
+        # An unread body would be taken for the next request of the connection.
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self._refuse(400, "A request must not have a body.")
             return

@@ -188,10 +188,10 @@ class View:
     """A snapshot for a terminal of any width."""
 
     def __init__(self, snapshot: RunSnapshot) -> None:
-        self._sight = snapshot
+        self._snapshot = snapshot
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        snapshot = self._sight
+        snapshot = self._snapshot
         yield Text.assemble(
             (printable(display_path(snapshot.run.out_dir)), "bold"),
             "  ",
@@ -210,12 +210,12 @@ class View:
 
     def _progress(self, width: int, total: int) -> Table:
         line = Table.grid(padding=(0, 2))
-        step = f"step {self._sight.step:,}/{total:,}"
-        rest = "  ".join(_clock_texts(self._sight))
+        step = f"step {self._snapshot.step:,}/{total:,}"
+        rest = "  ".join(_clock_texts(self._snapshot))
         room = width - len(step) - len(rest) - 4
         cells: list[Text | ProgressBar] = [Text(step, "bold")]
         if room >= 8:
-            done = min(self._sight.step, total)
+            done = min(self._snapshot.step, total)
             cells.append(ProgressBar(total=total, completed=done, width=min(room, 40)))
         cells.append(Text(rest, "dim"))
         line.add_row(*cells)
@@ -430,6 +430,7 @@ def _silence(snapshot: RunSnapshot) -> str:
     """Return a note on a run whose next step is long overdue."""
     if not snapshot.run.at_work or snapshot.silent_s is None or _phase(snapshot) != "training":
         return ""
+    # A step that waits for data or a checkpoint may take several times the usual.
     usual_s = max(_SILENT_S, 5 * (snapshot.step_s or 0.0))
     return f"no step for {duration_text(snapshot.silent_s)}" if snapshot.silent_s > usual_s else ""
 

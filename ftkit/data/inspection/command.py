@@ -130,6 +130,7 @@ def inspect_data(
         directory = find_or_download(recipe.checkpoint_dir)
     tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
     limit = checked_length(base, recipe.train.max_seq_length)
+    # Readers of hub data take $HF_TOKEN, as in a run.
     with _as_owner_of(recipe.access_token):
         data = load_data(recipe.data, tokenizer, limit, progress=progress)
     evidence = Evidence(
@@ -311,6 +312,7 @@ def _bars(tokens: npt.NDArray[np.int32], p99: int, limit: int) -> list[Bar]:
     """Bars of one width up to the 99th percentile; the last one has all that is longer."""
     longest = int(tokens.max())
     first = int(tokens.min())
+    # Up to the 99th percentile: one very long sample would squeeze all others into one bar.
     width = _width(p99 - first + 1)
     # Bars begin at 1, 1 + width and so on, so that they read 1-100, 101-200.
     start = first - (first - 1) % width
@@ -360,8 +362,10 @@ def token_texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> tuple[list[str], 
             texts.append(marks[token])
             first = i + 1
             continue
+        # Decoded with some tokens before them: SentencePiece drops the space of the first one.
         before = _decode(tokenizer, ids[max(first - _BEFORE, 0) : first])
         text = _decode(tokenizer, ids[max(first - _BEFORE, 0) : i + 1])
+        # A bound, because a text may really hold U+FFFD.
         is_open = text.endswith(_INCOMPLETE) and i + 1 - first < _MOST_IN_CHARACTER
         if is_open and i + 1 < len(ids) and ids[i + 1] not in marks:
             texts.append("")

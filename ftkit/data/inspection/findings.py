@@ -183,6 +183,7 @@ def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | Non
     """Answers are trained to end with a token at which the base model's settings do not stop."""
     some = _examined(part.splits["train"].samples)
     last = {int(sample.ids[end - 1]) for sample in some for _, end in sample.trained}
+    # Cut samples end anywhere.
     last &= part.renderer.stop_ids
     unknown = sorted(last - evidence.end_ids)
     if not unknown or not evidence.end_ids:
@@ -278,6 +279,7 @@ def reasoning_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Records have system messages, but what is made of them does not."""
+    # Training records are not kept in the cache; those of validation are, for questions.
     records = part.splits["val"].records or part.splits["train"].records
     with_system = [
         (record, text) for record in records[:_MOST_EXAMINED] if (text := _system(record))
@@ -285,10 +287,12 @@ def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | No
     dropped = 0
     for record, system in with_system:
         text = part.renderer.text(record)
+        # Templates may strip white space or break lines.
         dropped += bool(text) and _squeezed(system) not in _squeezed(text)
     if not dropped:
         return None
     is_style = part.part.rules.prompt_style is not None
+    # Both have a place for a system message, whatever the model.
     works = "--data.prompt_style alpaca" if is_style else "--data.chat_template zephyr"
     return Finding(
         kind="system_message_dropped",
@@ -355,7 +359,7 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     )
 
 
-TOLD_BY_COUNTS = ("nothing_trained", "many_cut")
+REPORTED_BY_COUNTS = ("nothing_trained", "many_cut")
 """Findings that a run reports with the counts of its records."""
 _CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (train_in_validation,)
 """Checks of the data as a whole."""

@@ -63,6 +63,7 @@ def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
     messages = _messages(row, "prompt")
     for message in messages:
         if message["role"] == "assistant":
+            # The prompt is context: its earlier answers came from elsewhere.
             message.setdefault("train", False)
     if answered or "completion" in row:
         messages += _messages(row, "completion")
@@ -112,6 +113,7 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
 def _conversation(messages: list[Record], row: dict[str, Any]) -> Record:
     """Messages with the system prompt and the tools that stand beside them."""
     system = row.get("system")
+    # Of two system prompts the one inside the messages counts.
     if system and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": _content(system, ", system", False)})
     return _with_tools({"messages": messages}, row)
@@ -119,6 +121,8 @@ def _conversation(messages: list[Record], row: dict[str, Any]) -> Record:
 
 def _keys_of_message(turn: dict[str, Any]) -> tuple[str, str]:
     """The keys under which a message has its sender and what it says."""
+    # ShareGPT has from and value, OpenAI role and content; a turn with all four is read as
+    # OpenAI's.
     return _SHAREGPT if "from" in turn and "role" not in turn else _OPENAI
 
 
@@ -149,6 +153,7 @@ def _message(turn: Any, where: str) -> Record:
     role = _ROLES[name] or name
     value = turn.get(said)
     calls = _tool_calls(turn.get("tool_calls") or turn.get("function_call"), where)
+    # ShareGPT writes calls as a turn of their own, whose value is their JSON.
     if name == "function_call":
         calls, value = _tool_calls(_parsed(value, said, where), where), None
     message: Record = {"role": role, "content": _content(value, where, bool(calls), said)}
@@ -174,6 +179,7 @@ def _extras(turn: dict[str, Any], where: str) -> Record:
         return extras
     for key in _EXTRAS:
         if (text := turn.get(key)) is not None:
+            # Tables give each message every key: an empty thought is a missing one.
             if key in _THOUGHTS[1:] and is_empty(text):
                 continue
             if not isinstance(text, str):
@@ -219,6 +225,7 @@ def _train_marks(
                 f"{where} is to be trained on, but only turns of the assistant are.\n"
                 f"Remove {_names_of_marks(turn)} from it."
             )
+        # A user turn that is marked as untrained matters with train_on all.
         if mark is False and content:
             spans = [[0, len(content)]]
     elif mark is False:
@@ -382,6 +389,7 @@ def _tool_call(call: Any, where: str) -> Record:
             '{"type": "function", "function": {"name": ..., "arguments": {...}}}.\n'
             "Correct or remove the record."
         )
+    # OpenAI sends arguments as JSON text, but chat templates expect an object.
     arguments = _parsed(function.get("arguments") or {}, "arguments", where)
     if not isinstance(arguments, dict):
         raise Misfit(
@@ -414,6 +422,7 @@ def _tool(tool: Any) -> Record:
             '{"type": "function", "function": {"name": ..., "parameters": {...}}}.\n'
             "Correct or remove the record."
         )
+    # Older records have the bare function; templates expect the wrapped form.
     return tool if "function" in tool else {"type": "function", "function": tool}
 
 

@@ -103,6 +103,7 @@ def lines_of(file: Path) -> Iterator[str]:
 
 def _decoded(file: Path, content: bytes, start: int) -> str:
     try:
+        # Excel begins CSV files with a byte order mark, which would become part of the first name.
         return content.decode("utf-8-sig" if start == 0 else "utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
@@ -242,10 +243,8 @@ def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
     if not values:
         raise UserError(f"{file} holds an empty list. {KNOWN}\nAdd records.")
     for i in range(len(values)):
-        row, values[i] = (
-            values[i],
-            None,
-        )  # records are built from rows: the rows are freed one by one
+        # Records are built from rows: each row is freed when its record is there.
+        row, values[i] = values[i], None
         yield i + 1, row
 
 
@@ -260,6 +259,7 @@ def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
         line = line.rstrip("\n")
         if not line.strip():
             continue
+        # A whole .json file under the wrong name, whose lines are no JSON by themselves.
         if is_empty and line.lstrip().startswith("["):
             raise UserError(
                 f"{file} holds a list, but a .jsonl file has one record per line.\n"
@@ -285,6 +285,7 @@ def _list_in(value: Any, file: Path) -> list[Any]:
             for key, item in value.items()
             if isinstance(item, list) and item and all(isinstance(row, dict) for row in item)
         }
+    # Files such as {"version": ..., "data": [...]} are common: the only list of objects is meant.
     if len(lists) == 1:
         return next(iter(lists.values()))
     what = kind_of(value)
@@ -310,6 +311,7 @@ def _parse(text: str, file: Path, line: int | None = None) -> Any:
             advice = "If it has one record per line, rename it to end in .jsonl."
         raise UserError(f"{file}, {place}, is not valid JSON: {error.msg}.\n{advice}") from None
     except (ValueError, RecursionError) as error:
+        # ValueError: Python refuses integers of more than 4,300 digits.
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise UserError(
             f"{file}, line {line or 1}, cannot be read: {reason}.\nRemove it."
@@ -378,6 +380,8 @@ def parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow.parquet
 
     with opened(file) as stream:
+        # The sizes in the footer are the writer's word: they refuse an honest bomb before it is
+        # read, and `_numbered` counts what really comes out.
         table = pyarrow.parquet.ParquetFile(stream)
         groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
         if sum(group.total_byte_size for group in groups) > most_unpacked_bytes(_size(file)):

@@ -111,6 +111,7 @@ def _prepared(wanted: HubName) -> "DatasetBuilder":
     """Download a data set into the cache of the datasets library, and return its builder."""
     import datasets
 
+    # Our display shows progress; two of them overwrite each other's lines.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
@@ -118,6 +119,7 @@ def _prepared(wanted: HubName) -> "DatasetBuilder":
             wanted.name, wanted.subset, revision=wanted.revision
         )
         kind = type(builder).__module__.rpartition(".")[2]
+        # Before the files are fetched: a builder that is not on the list may unpickle or run code.
         if kind not in READ_BUILDERS:
             raise UserError(
                 f"data.path is {wanted.name}, whose files are of the kind {kind}, which is not "
@@ -154,6 +156,7 @@ def _explained(error: Exception, wanted: HubName) -> str:
     if isinstance(error, datasets.exceptions.DataFilesNotFoundError):
         return f"{name} has no data files that can be read.\nChoose another copy of the data."
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        # The library raises one class for all of these: only its message distinguishes them.
         if "gated" in text:
             return (
                 f"{name} is gated: its owners grant access to accounts, one by one.\nAccept its "

@@ -230,6 +230,8 @@ class RecordReader:
         row = self._renamed(value)
         if self._form is None:
             self._form = recognise(row, self._columns, answered=self._answered)
+        # The first record decides the form, but a preference pair among the others would be read as
+        # an ordinary record, by its chosen answer or by neither.
         elif not self._columns and _is_preference(row):
             raise Refusal(_explain_preference(row))
         shape, named = self._form.shape, bool(self._columns)
@@ -275,6 +277,7 @@ class RecordReader:
         try:
             other = recognise(value, {}, answered=True)
             other.convert(value)
+        # Any value may be tried here, also one that no check has seen.
         except (Misfit, AttributeError, TypeError):
             return str(misfit)
         assert self._form is not None
@@ -309,12 +312,14 @@ def recognise(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool
             convert=text_record,
             used=frozenset(COLUMNS["text"]),
         )
+    # Prompts for ftkit generate may come without answers.
     required = INSTRUCTION if answered else INSTRUCTION[:1]
     shown = ("instruction", "input", "output", "history")
     return Form(
         shape="instruction",
         keys=", ".join(columns.get(key, key) for key in shown if key in row),
         convert=partial(instruction_record, required=required, has_history="history" in columns),
+        # history is looked at record by record: in some data it is no list of turns, and unused.
         used=frozenset(COLUMNS["instruction"]) - {"history"},
     )
 

@@ -116,6 +116,8 @@ def _balance(
     for micro_batches in micro_steps:
         by_cost_desc = sorted(micro_batches, key=lambda run: -cost(run))
         ranks = [none] * world_size
+        # strict=False: the last micro-step may have fewer micro-batches than ranks. stable: all
+        # ranks compute this layout for themselves and have to agree.
         for rank, run in zip(np.argsort(done, kind="stable").tolist(), by_cost_desc, strict=False):
             ranks[rank] = run
             done[rank] += cost(run)
@@ -167,6 +169,7 @@ def _fewest_rows(
 
 def _least_rows(lengths: IntArray, most: int, most_tokens: int) -> int:
     """Lower bound on the rows that samples of descending lengths need."""
+    # Where a sample is longer than a row, it has a row to itself.
     alone = int((lengths > most_tokens).sum())
     rest = lengths[alone:]
     if not len(rest):

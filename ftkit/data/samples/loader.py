@@ -139,6 +139,7 @@ def validation_loader(
         numbers = np.flatnonzero(sources == source)
         lengths = samples.lengths[numbers]
         for batch in validation_batches(lengths, len(numbers), layout):
+            # The layout numbers the samples of this source; the loader those of the data set.
             found = [i if i == FILLER else int(numbers[i]) for i in batch]
             keys.append((found, label_tokens, True, source))
     return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, pin_memory)

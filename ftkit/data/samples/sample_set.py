@@ -134,6 +134,7 @@ class SampleSet(Samples):
             return self._fingerprint
         tokens, offsets, spans, span_offsets = self.arrays
         masks = [(spans, "<i4"), (span_offsets, "<i8")]
+        # Checkpoints of earlier versions hold this fingerprint.
         if len(spans) == len(self) and (spans[:, 1] == np.diff(offsets)).all():
             masks = [(spans[:, 0], "<i4")]
         digest = hashlib.sha256()

@@ -72,6 +72,8 @@ class EpochOrder:
         parts = []
         while first < last:
             walk, place = divmod(first, size)
+            # The walk goes on from epoch to epoch: its place follows from the epoch alone, so that
+            # a run can continue anywhere.
             part = permutation(size, self._seed, walk, source)[place : place + last - first]
             parts.append(part)
             first += len(part)

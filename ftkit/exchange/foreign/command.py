@@ -100,6 +100,7 @@ def _open_run(source: Path) -> ForeignRun:
         elif any((source / name).is_file() for name in (LITGPT_WEIGHTS, LITGPT_ADAPTER)):
             return LitgptRun(source)
         elif inside := list(source.glob(f"*/{STATE}")):
+            # By time and not by number: a directory may hold the steps of several runs.
             newest = max(inside, key=lambda file: file.stat().st_mtime).parent
             raise UserError(f"{source} holds checkpoints, but is not one itself. Try {newest}.")
         raise UserError(f"{source} is not a checkpoint that ftkit knows. Give {_IMPORTABLE}.")
@@ -448,6 +449,7 @@ def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -
     for number, group in enumerate(groups):
         pieces = []
         for tensor in group:
+            # A copy of its own: what is read may be a view into a mapped file of another layout.
             values = tensor.read().detach().to("cpu").clone(memory_format=torch.contiguous_format)
             kind, _, name = tensor.name.partition("/")
             if kind == PARAMETER and imported.recipe.method == "lora":
@@ -479,6 +481,7 @@ def _shards(placed: Sequence[PlacedTensor]) -> Iterator[list[PlacedTensor]]:
     held_bytes = 0
     for tensor in placed:
         size = tensor.shape.numel() * tensor.dtype.itemsize
+        # A tensor larger than a shard has one to itself.
         if group and held_bytes + size > _SHARD_BYTES:
             yield group
             group, held_bytes = [], 0

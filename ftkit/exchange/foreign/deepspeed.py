@@ -234,6 +234,7 @@ class ZeroFiles:
                 f"{self._model_file} holds a {type(self._model).__name__}, but DeepSpeed writes "
                 "values by name there. Copy the whole checkpoint."
             )
+        # Tensor parallelism cuts matrices by rows or columns, which the files do not say.
         if self._model.get("mp_world_size", 1) != 1:
             raise UserError(
                 f"{directory} was written with tensor or pipeline parallelism "
@@ -245,6 +246,7 @@ class ZeroFiles:
             for file in directory.iterdir()
             if (match := _OPTIMIZER.fullmatch(file.name))
         }
+        # From the model file: ranks whose files were not copied cannot be counted.
         world = self._model.get("dp_world_size", len(numbered))
         # type(): isinstance would take True for a number.
         if type(world) is not int or world < 1:
@@ -276,6 +278,7 @@ class ZeroFiles:
                 "with its own program, and save it once with a newer DeepSpeed."
             )
         self._shapes: list[Mapping[str, torch.Size]] = shapes
+        # Only ZeRO 3 writes this key.
         self._is_cut_by_parameter = "fp32_flat_groups" in self._ranks[0]
         self._flat = []
         for rank, state in enumerate(self._ranks):
@@ -403,6 +406,7 @@ class ZeroFiles:
         states = optimizer.get("state") if isinstance(optimizer, dict) else None
         if not isinstance(states, dict):
             raise self._incomplete("the state of its optimizer")
+        # torch numbers parameters, and a flat group is one parameter.
         return [states[number] for number in sorted(states)]
 
     def _groups_of(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -414,6 +418,8 @@ class ZeroFiles:
 
     def _updates(self) -> float:
         """Updates of the optimizer, which may be fewer than steps."""
+        # Under float16, DeepSpeed skips steps whose gradients overflow: Adam's bias correction
+        # counts updates.
         steps = [state["step"] for state in self._states_of(self._ranks[0]) if "step" in state]
         steps += [group["step"] for group in self._settings if "step" in group]
         return float(steps[0]) if steps else float(self.step)

@@ -82,6 +82,7 @@ class DistributedFiles:
                     "ftkit does not read. Save it without."
                 )
             name = str(info["relative_path"])
+            # A name with a path in it could read any file of this machine.
             if Path(name).name != name:
                 raise UserError(
                     f"{self._directory / DCP_METADATA} names the file {name!r}, which is not in "
@@ -110,6 +111,7 @@ class DistributedFiles:
     ) -> None:
         places = metadata["planner_data"] or {}
         for name, entry in metadata["state_dict_metadata"].items():
+            # Where the planner kept no keys, dots separate them in the name.
             place = tuple(places.get(name) or name.split("."))
             if entry["size"] is None:
                 (self._values[place],) = chunks[name].values()
@@ -204,6 +206,7 @@ def distributed_state(
     names = plain_names(
         {*weights, *(name for of_kind in moments.values() for name in of_kind)}, known
     )
+    # Programs call it differently; without a counter of the program the optimizer's own stands in.
     steps = [value for place, value in values.items() if place[-1] in ("step", "global_step")]
     numbers = [value for value in steps if isinstance(value, int)] or [int(scalars["step"])]
     trained = set(known)

@@ -43,6 +43,8 @@ class ImportRecipe:
         """
         self._files, self._overrides = files, [*overrides, ("out_dir", str(out))]
         self._from_checkpoint = dict(run.recipe_keys())
+        # Keys that the user sets win over the checkpoint, also in the learning rate that is
+        # computed back.
         given = {key for file in files for key, _ in leaves(load_yaml(Path(file), "--config "))}
         self.given = frozenset(given | {key for key, _ in overrides})
         """Dotted keys that the user sets."""
@@ -83,6 +85,7 @@ class ImportRecipe:
         self.adapter = recipe.adapter or self.adapter
         resolved = with_adapter(recipe)
         assert isinstance(resolved, LoraRecipe), "as it was"
+        # The weights come from the checkpoint: the adapter has given only its settings.
         return dataclasses.replace(resolved, adapter=None)
 
     def gives(self, *names: str) -> bool:
@@ -141,6 +144,8 @@ def continued_rate(
         elif not is_constant:
             lowest = min(recipe_source.read().train.min_lr, theirs)
             fallen_to = dataclasses.replace(schedule, final_share=0.0).share(state.step)
+            # Near the end of a schedule the share is almost 0, and dividing by it blows up rounding
+            # errors.
             if fallen_to > _LEAST_SHARE:
                 recipe_source.add(_rate_keys(lowest + (theirs - lowest) / fallen_to))
     recipe = recipe_source.read()

@@ -58,6 +58,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
             "parameters of the checkpoint. Give the base model in Hugging Face's layout."
         )
     settings = dict(base.settings)
+    # for_model takes the family as an argument of its own.
     family = settings.pop("model_type")
     config = AutoConfig.for_model(family, **settings)
     with torch.device("meta"):
@@ -85,6 +86,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
 def _in_files(name: str) -> str:
     """PEFT's name of a parameter in memory as it is in files; others stay as they are."""
     name = name.replace(".modules_to_save.default.", ".")
+    # PEFT inserts the name of the adapter, "default", and leaves it out when it saves.
     head, found, tail = name.rpartition(_OF_ADAPTER)
     return f"{head}{tail}" if found and ".lora_" in head and tail in ("", ".weight") else name
 
@@ -102,6 +104,7 @@ def plain_names(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
         For each of the program's names the one in files; names of other tensors without the prefix.
     """
     names = {name: _in_files(name) for name in given}
+    # The longest name is the least ambiguous: what stands before it is the prefix of all.
     wanted = max(known, key=len)
     prefixes = {
         found.removesuffix(wanted) for found in names.values() if f".{found}".endswith(f".{wanted}")

@@ -81,6 +81,7 @@ class NamedState:
             self.groups.append(ParameterGroup(names=tuple(of_group), settings=group))
             for number, name in zip(group["params"], of_group, strict=True):
                 for kind, value in states.get(number, {}).items():
+                    # Their numbers mean something only with bitsandbytes' tables of levels.
                     if kind in _IN_8_BITS:
                         raise UserError(
                             f"{file} keeps its state in 8 bits ({kind}), which ftkit cannot take "
@@ -94,6 +95,8 @@ class NamedState:
                     elif value is not None:
                         raise TypeError(f"{kind} of {name} is a {type(value).__name__}")
         keys = {frozenset(state) for state in states.values() if state}
+        # Parameters without any state are frozen or were never stepped; those with state keep the
+        # same kinds.
         if len(keys) > 1:
             different = sorted(map(str, frozenset.union(*keys) - frozenset.intersection(*keys)))
             raise UserError(
@@ -246,6 +249,7 @@ class TrainerRun(ForeignRun):
         return keys
 
     def _state(self, model: TrainedModel) -> ForeignState:
+        # DeepSpeed and FSDP write files of their own in place of optimizer.pt.
         if (directory := zero_directory(self.directory)) is not None:
             return ZeroFiles(directory).state(model, **self._progress())
         if (self.directory / _SHARDED[1] / DCP_METADATA).is_file():
@@ -343,6 +347,7 @@ class LightningRun(ForeignRun):
             return distributed_state([self.directory], model, step=step)
         weights = mapping_in(self._content, "state_dict", self._file)
         optimizers = self._content.get("optimizer_states")
+        # ftkit's loop has one optimizer; training of GANs, for one, has two.
         if not isinstance(optimizers, list) or len(optimizers) != 1:
             count = len(optimizers) if isinstance(optimizers, list) else 0
             raise self.broken(
@@ -420,6 +425,7 @@ class LitgptRun(ForeignRun):
             with reading(
                 self.directory / _SETTINGS_FILE, "an optimizer of torch", key=_OPTIMIZER_KEY
             ):
+                # Only for its checks: a learning rate that is text would fail in the first step.
                 ParameterGroup(names=(), settings=optimizer["init_args"])
             keys["optimizer"] = optimizer
         if self._method == "lora":
@@ -484,6 +490,8 @@ class LitgptRun(ForeignRun):
             if f"{layer}.weight" in shapes:
                 found[f"{layer}.{end}"] = tensor
                 continue
+            # LitGPT has one matrix for query, key and value (qkv), and its adapter rows for the
+            # enabled ones alone.
             of_parts = [f"{layer}.{part}" for part in parts]
             if matrix not in ("lora_A", "lora_B") or any(
                 f"{part}.weight" not in shapes for part in of_parts

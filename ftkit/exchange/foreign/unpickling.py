@@ -156,9 +156,12 @@ def _loaded(
 ) -> Any:
     known: list[Any] = [(Inert, name) for name in stand_ins]
     try:
+        # The classes are registered under their names, but what is made is Inert: their own code is
+        # never imported.
         with torch.serialization.safe_globals(known):
             content = torch.load(source, map_location="cpu", mmap=is_mapped, weights_only=True)
     except pickle.UnpicklingError as error:
+        # The name that was refused stands in the text of the exception alone.
         found = _NAMED.search(str(error))
         raise _refused(file, found[1] if found else "something else than tensors") from None
     _check_tensors(content, stored)
@@ -177,6 +180,7 @@ def _check_tensors(content: Any, stored: Counter[int]) -> None:
     while left:
         value = left.pop()
         if isinstance(value, Tensor):
+            # A sparse or quantised tensor keeps further tensors inside, which are not checked here.
             if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
                 raise ValueError(f"a tensor is {value.layout} on {value.device}")
             storage = value.untyped_storage()

@@ -59,6 +59,7 @@ def complete_settings(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
         )
     from transformers import AutoConfig
 
+    # auto_map would have transformers look for code in the repository.
     plain = {key: value for key, value in settings.items() if key != "auto_map"}
     found: dict[str, Any] = AutoConfig.for_model(**plain).to_dict()
     found["head_dim"] = (
@@ -254,6 +255,8 @@ def vocabulary_metadata(
         tokens, kinds, scores = _pieces(tokenizer, files, size, name)
     for number in range(size):
         if tokens[number] is None:
+            # Embeddings are often padded to a multiple of 64; llama.cpp wants a text for each row.
+            # The name is its converter's.
             tokens[number], kinds[number] = f"[PAD{number}]", _UNUSED
     for number, (text, is_special) in added.items():
         tokens[number] = text if is_special else text.replace(_SPACE, " ")
@@ -446,5 +449,6 @@ def _check(metadata: GgufMetadata, tokenizer: Tokenizer, name: str) -> None:
         raise _refusal(name, f"cannot be read back ({error})") from None
     for text in _SAMPLES:
         found = read.encode(text, add_special_tokens=False).ids
+        # A model whose texts are cut differently answers, but badly: nothing else would show it.
         if found != tokenizer.encode(text, bos=False).tolist():
             raise _refusal(name, f"cuts {text[:30]!r}... in a way of its own")

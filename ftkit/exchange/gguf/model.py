@@ -67,6 +67,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     base = open_result(result)
     settings = _settings_for_gguf(base)
     family = settings["model_type"]
+    # The first tensor stands for all: their number format is the default of the file.
     _, first = next(full_weights(result, base))
     numbers = options.quantization or _OF_DTYPES[first.dtype]
     names = tensor_names(settings)
@@ -134,6 +135,8 @@ def _settings_for_gguf(base: BaseModel) -> dict[str, Any]:
 def _as_llama_cpp(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Convert a tensor of Hugging Face, whose rows are outputs, to llama.cpp's convention."""
     family = settings["model_type"]
+    # llama.cpp rotates neighbouring numbers, Hugging Face those of the two halves; only for these
+    # families does it expect the rows in its order.
     if family in ("llama", "mistral") and (".attn_q." in name or ".attn_k." in name):
         return _pairs_beside_each_other(tensor, settings["head_dim"])
     if family == "gemma2" and name.endswith("norm.weight"):
@@ -360,6 +363,7 @@ def write_file(
         start += _padded(tensor.nbytes)
     total_bytes, done_bytes = file_bytes(planned), 0
     with file.open("r+b") as out:
+        # The file has its full size from the start: a full disk shows before the first tensor.
         out.truncate(start)
         for name, values in tensors:
             if name not in starts or tuple(values.shape) != planned[name].shape:

@@ -129,6 +129,8 @@ def _turns_of(
             tried = [_TURNS[1:2], _TURNS[1:], (*_TURNS[1:], _TURNS[2], _TURNS[1])]
             if found.system is not None:
                 tried += [(_TURNS[0], *messages) for messages in tried]
+            # Tried on several conversations: a template may treat the first or last turn in its own
+            # way.
             is_same = all(found.text(turns) == rendered(turns) for turns in tried)
         except TemplateRefusal:
             return None

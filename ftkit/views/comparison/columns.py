@@ -204,12 +204,14 @@ def _best(runs: list[ComparedRun], number: ReportNumber) -> frozenset[int]:
         return frozenset()
     if number.needs_equal_work:
         reports = [runs[i].report for i in rivals]
+        # A run that did less is faster for that reason alone.
         work = {report.progress and report.progress.samples for report in reports}
         if len(work) > 1 or any(report.resumed for report in reports):
             return frozenset()
     pick = min if number.better == "lower" else max
     winner = pick(rivals, key=lambda i: rivals[i])
     texts = {i: number.text_in(runs[i].report) for i in rivals}
+    # As shown: two losses that read the same are equally good.
     best = frozenset(i for i in rivals if texts[i] == texts[winner])
     return frozenset() if len(best) == len(rivals) else best
 

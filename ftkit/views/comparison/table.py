@@ -180,6 +180,7 @@ def _html_cell(tag: str, column: Column, text: str, *, best: bool = False, title
 
 
 def _markdown_cell(text: str) -> str:
+    # Names of runs and tasks hold underscores, which Markdown takes for emphasis.
     return re.sub(r"([\\|*`<\[\]]|\b_|_\b)", r"\\\1", shortened(text))
 
 

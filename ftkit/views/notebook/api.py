@@ -288,6 +288,7 @@ def start(
     with PassingOn(signal.SIGINT) as signals:
         run = Run(parsed.out_dir.expanduser().absolute())
         run._output = output
+        # Inside PassingOn, so that an interrupt between start and wait reaches the child.
         run._child = child = start_command([*words, *switches], output)
         signals.to(child)
         while (out_dir := _claimed(run.out_dir, child.pid)) is None:
@@ -308,6 +309,7 @@ def _claimed(wanted: Path, process: int) -> Path | None:
         here = Supervisor(host=Supervisor.here().host, process=process)
         if Supervisor.of(out_dir) == here:
             return out_dir
+        # The command itself takes the next free name: only its lock shows which one.
         out_dir = wanted.with_name(f"{wanted.name}-{number}")
         number += 1
     return None

@@ -70,6 +70,7 @@ def show_progress(what: str, is_done: Callable[[], bool], said: IO[bytes]) -> No
     """
     place, shown, late_s = display.place(), "", time.monotonic() + LATE_S
     while not is_done():
+        # Behind "ftkit: " stands an error, which becomes an exception.
         progress, _, _ = printed(said).partition("ftkit: ")
         *_, last = ["", *progress.split("\n")[:-1]]
         if not last and time.monotonic() > late_s:

@@ -276,6 +276,8 @@ def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **opti
         UserError: as the command would.
     """
     name = os.fspath(result)
+    # The output names it: relative paths as the user would type them, and the same in every
+    # notebook.
     if Path(name).is_absolute():
         name = str(short(Path(name)))
     words = ["merge", name, f"--out={os.fspath(out)}", *option_words(options)]

@@ -11,7 +11,7 @@ from looks import chats, kinds, look, make_settings, questions, write_records
 from messages import says
 
 from ftkit.data.inspection.command import inspect_data
-from ftkit.data.inspection.findings import TOLD_BY_COUNTS
+from ftkit.data.inspection.findings import REPORTED_BY_COUNTS
 from ftkit.data.inspection.inspection import Finding, FindingKind, Inspection
 from ftkit.recipe.parsing import Override
 
@@ -208,7 +208,7 @@ def test_a_template_that_leaves_something_out_suggests_one_that_does_not(
 ) -> None:
     data = write_records(tmp_path / "data.jsonl", records)
     found = only(look(chat_model, data), kind)
-    assert found.severity == "warning" and found.kind not in TOLD_BY_COUNTS
+    assert found.severity == "warning" and found.kind not in REPORTED_BY_COUNTS
     assert advised(found) == [("data.chat_template", "qwen")]
     again = look_again(chat_model, data, found)
     assert kinds(again) == {"template_not_used"}
