@@ -41,7 +41,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     """Evaluate a result, show the numbers and return the exit code.
 
     Args:
-        result: the result.
+        result: what is evaluated.
         options: which data, how much of them, and how it computes.
 
     Raises:

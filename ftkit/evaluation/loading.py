@@ -106,7 +106,9 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
     return _base_of(result, base, option)
 
 
-def with_rest(base: BaseModel, result: Result, directory: str | None, option: str) -> BaseModel:
+def with_extra_weights(
+    base: BaseModel, result: Result, directory: str | None, option: str
+) -> BaseModel:
     """Add the tensors that the base model has beside the language model, to be written.
 
     Args:

@@ -112,7 +112,7 @@ class Responder:
 
         Args:
             session: the loaded result.
-            options: how.
+            options: of prompts and sampling.
 
         Raises:
             UserError: there is no such prompt style or chat template, or it has no place for

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.evaluation.loading import full_weights, open_result, with_rest
+from ftkit.evaluation.loading import full_weights, open_result, with_extra_weights
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.exchange.gguf.model import write_gguf_adapter, write_gguf_model
@@ -137,7 +137,9 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     out = options.directory
     # A model with more than its language part (vision, MTP) is written whole, with the base model's
     # tensors for the rest.
-    base = with_rest(open_result(result), result, options.checkpoint_dir, "--checkpoint_dir")
+    base = with_extra_weights(
+        open_result(result), result, options.checkpoint_dir, "--checkpoint_dir"
+    )
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     shapes = parameter_shapes(base)
     # The first tensor stands for all of them: its number format is for the size alone.

@@ -262,7 +262,7 @@ class Merged:
         return self._dtype or self._read(self._source(name)).dtype
 
     def __call__(self, name: str) -> Tensor:
-        """A parameter."""
+        """Return a parameter of the merged model by our name."""
         source = self._source(name)
         stored = self._read(source)
         dtype = self._dtype or stored.dtype
@@ -289,7 +289,7 @@ class Merged:
         return as_written(name, value, dtype)
 
     def all(self, progress: OnProgress) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter with its name."""
+        """Iterate over all parameters with their names."""
         for done, name in enumerate(self.shapes, start=1):
             yield name, self(name)
             progress(done, len(self.shapes))

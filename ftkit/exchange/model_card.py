@@ -180,7 +180,7 @@ def write_card(report: Report, base: Path | None, directory: Path) -> None:
 
 
 def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> str:
-    """The card.
+    """Text of a model card.
 
     Args:
         report: of the run that has made the result.

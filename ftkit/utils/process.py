@@ -191,7 +191,7 @@ def die_with_parent(parent: int) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
-    _ask_for_signal(signal.SIGKILL)
+    _request_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -215,11 +215,11 @@ def stop_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGUSR2, stop_if_orphaned)
-    _ask_for_signal(signal.SIGUSR2)
+    _request_signal(signal.SIGUSR2)
     stop_if_orphaned()
 
 
-def _ask_for_signal(number: signal.Signals) -> None:
+def _request_signal(number: signal.Signals) -> None:
     """Have the kernel send it when the parent ends; see prctl(2)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 

@@ -41,7 +41,7 @@ class HubData:
         """Download what is missing, with $HF_TOKEN if the hub requires one.
 
         Args:
-            wanted: which.
+            wanted: its name, subset, split and revision.
 
         Raises:
             UserError: there is no such data set, or it cannot be had or read.

@@ -120,7 +120,7 @@ def check_label(value: Any, key: str, where: str = "") -> None:
     """Refuse a label of preference optimisation, which is a boolean beside an answer.
 
     Raises:
-        Refusal: it is one.
+        Refusal: it is such a label.
     """
     if isinstance(value, bool):
         raise Refusal(

@@ -67,7 +67,7 @@ def read_hub(name: HubName, columns: Mapping[str, str] | None, *, whole: bool = 
     """Read the records of a hub data set.
 
     Args:
-        name: which.
+        name: of the data set, with its subset, split and revision.
         columns: their names of keys, by ours.
         whole: read the split for training alone.
 

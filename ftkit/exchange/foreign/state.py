@@ -262,7 +262,7 @@ class ForeignRun(ABC):
             return self._recipe_keys()
 
     def state(self, model: TrainedModel) -> ForeignState:
-        """The state of training.
+        """State of training at this checkpoint.
 
         Raises:
             UserError: a file is missing, damaged, unsafe, or of another model.

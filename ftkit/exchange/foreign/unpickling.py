@@ -116,7 +116,7 @@ def load_torch_file(file: Path, stand_ins: tuple[str, ...] = ()) -> Any:
     """Load a file of torch.save: tensors, mapped into memory, in containers of plain values.
 
     Args:
-        file: it.
+        file: to load.
         stand_ins: full names of classes whose objects become `Inert`.
 
     Raises:

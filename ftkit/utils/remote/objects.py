@@ -121,7 +121,7 @@ class Objects:
     def entry(self, name: str) -> ObjectEntry | None:
         """Look up an object; None: it does not exist."""
 
-        def ask(fs: Any) -> ObjectEntry | None:
+        def look_up(fs: Any) -> ObjectEntry | None:
             # Some file systems remember what they have seen, in spite of use_listings_cache.
             fs.invalidate_cache()
             try:
@@ -130,7 +130,7 @@ class Objects:
                 return None
             return ObjectEntry(found["size"], _version_of(found))
 
-        return self._tried(f"looking at {name}", ask)
+        return self._tried(f"looking at {name}", look_up)
 
     def download(self, name: str, path: Path) -> None:
         """Download an object; the file is complete, or as it was before."""
