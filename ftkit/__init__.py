@@ -34,7 +34,7 @@ _MODULE_OF = {
     "generate": "views.notebook.results",
     "merge": "views.notebook.results",
     "plan": "views.notebook.plans",
-    "preview": "views.notebook.plans",
+    "preview": "views.notebook.previews",
     "push": "views.notebook.results",
 }
 """The Python API; nothing of it is imported before it is used."""

@@ -15,7 +15,8 @@ from ftkit.views.notebook.api import Run as Run
 from ftkit.views.notebook.api import attach as attach
 from ftkit.views.notebook.experiments import Experiments as Experiments
 from ftkit.views.notebook.plans import Plans as Plans
-from ftkit.views.notebook.plans import ShownInspection, ShownPlan
+from ftkit.views.notebook.plans import ShownPlan
+from ftkit.views.notebook.previews import ShownInspection
 from ftkit.views.notebook.results import Chat as Chat
 from ftkit.views.notebook.results import chat as chat
 from ftkit.views.notebook.results import evaluate as evaluate

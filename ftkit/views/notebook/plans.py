@@ -1,25 +1,15 @@
-"""`ftkit.plan` and `ftkit.preview`: memory, steps and data of a run before it starts."""
+"""`ftkit.plan`: predictions of memory, disk space and steps, for notebooks."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from ftkit.errors import UserError
-from ftkit.recipe.parsing import as_text
-from ftkit.recipe.recipe import FINETUNE
-from ftkit.utils.console.formatting import bytes_text
-from ftkit.utils.console.terminal import REPORT_WIDTH, plain_text
 from ftkit.utils.imports import silence_libraries
-from ftkit.utils.json_values import from_json
-from ftkit.views.notebook import display
-from ftkit.views.notebook.commands import output_of
 
 silence_libraries()  # before they are imported
 
-from ftkit.data.inspection.display import InspectionText, inspection_fragment  # noqa: E402
-from ftkit.data.inspection.inspection import Inspection  # noqa: E402
+from ftkit.errors import UserError  # noqa: E402
 from ftkit.planning import predict  # noqa: E402
 from ftkit.planning.gpus import find_gpu  # noqa: E402
 from ftkit.planning.table import (  # noqa: E402
@@ -29,6 +19,11 @@ from ftkit.planning.table import (  # noqa: E402
     side_by_side,
     verdict,
 )
+from ftkit.recipe.parsing import as_text  # noqa: E402
+from ftkit.recipe.recipe import FINETUNE  # noqa: E402
+from ftkit.utils.console.formatting import bytes_text  # noqa: E402
+from ftkit.utils.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
+from ftkit.views.notebook import display  # noqa: E402
 
 
 class ShownPlan(predict.Planned):
@@ -91,46 +86,3 @@ def plan(
             name=name,
         )
     return ShownPlan(**{f.name: getattr(planned, f.name) for f in dataclasses.fields(planned)})
-
-
-class ShownInspection(Inspection):
-    """An inspection that a notebook shows; `print` shows the text of the command."""
-
-    def __str__(self) -> str:
-        return plain_text(InspectionText(self))
-
-    def __repr__(self) -> str:
-        train = [source.train for source in self.sources]
-        return (
-            f"<ftkit preview: samples {sum(each.samples for each in train):,}, "
-            f"tokens {sum(each.tokens for each in train):,}, findings {len(self.findings)}>"
-        )
-
-    def _repr_html_(self) -> str:
-        return inspection_fragment(self)
-
-
-def preview(
-    recipe: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-    /,
-    *,
-    show: int = 3,
-    **keys: Any,
-) -> ShownInspection:
-    """Inspect the data of a recipe before training, as `ftkit data`.
-
-    Args:
-        recipe: recipe files, later ones win.
-        show: training samples to show token by token.
-        keys: of the recipe, dotted: `**{"data.path": "chats.jsonl"}`.
-
-    Raises:
-        UserError: as a run would.
-        KeyboardInterrupt: it was interrupted.
-    """
-    several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
-    words = ["data", *(f"--config={os.fspath(file)}" for file in several), f"--show={show}"]
-    words += [f"--{key}={as_text(value)}" for key, value in keys.items()]
-    values = json.loads(output_of([*words, "--format=json"]))
-    inspection: ShownInspection = from_json(ShownInspection, values)
-    return inspection
