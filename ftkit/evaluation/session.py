@@ -25,8 +25,7 @@ from ftkit.recipe.options import AnswerOptions, UseOptions
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Quantization
 from ftkit.strategies.distributed import make_device
-from ftkit.strategies.precision import compute_dtype, parameter_dtype, set_arithmetic
-from ftkit.strategies.strategy import make_strategy
+from ftkit.strategies.strategy import compute_dtype, make_strategy, parameter_dtype, set_arithmetic
 from ftkit.utils.console.display import Display
 from ftkit.utils.imports import silence_libraries
 

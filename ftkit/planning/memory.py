@@ -10,7 +10,6 @@ from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import LoraRecipe, Recipe
-from ftkit.strategies.precision import parameter_dtype, updated_dtype
 from ftkit.strategies.state import bytes_per_number, state_kinds
 from ftkit.strategies.step_memory import (
     CATEGORIES,
@@ -21,7 +20,7 @@ from ftkit.strategies.step_memory import (
     PredictedStep,
     StepMemory,
 )
-from ftkit.strategies.strategy import Strategy, make_strategy
+from ftkit.strategies.strategy import Strategy, make_strategy, parameter_dtype, updated_dtype
 from ftkit.utils.accelerators.kinds import HOST_KIND
 
 _PROCESS_BYTES = int(1.2 * 2**30)

@@ -25,10 +25,10 @@ from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import FINETUNE, LoraRecipe, Method, MicroBatchKey, Recipe
-from ftkit.strategies.optim.optimizers import base_learning_rate
-from ftkit.strategies.optim.schedule import make_schedule
-from ftkit.strategies.precision import parameter_dtype
+from ftkit.strategies.optimizers import base_learning_rate
+from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
+from ftkit.strategies.strategy import parameter_dtype
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
 
 ResultLayout = ModelLayout | Literal["peft"]
@@ -382,7 +382,7 @@ def certain_micro_batch(
 def _steps(recipe: Recipe, samples: int | None) -> int | None:
     if samples is None:
         return recipe.train.max_steps
-    schedule, _ = make_schedule(recipe, samples, base_learning_rate(recipe))
+    schedule, _ = make_schedule(recipe.train, samples, base_learning_rate(recipe.optimizer))
     return schedule.total_steps
 
 

@@ -31,9 +31,7 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import LoraRecipe
-from ftkit.strategies.optim.clipping import clip_gradients
-from ftkit.strategies.optim.optimizers import OptimizerInBackward, hidden_matrices
-from ftkit.strategies.precision import compute_dtype, parameter_dtype
+from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
     PERSISTENT_ELEMENTS,
     MicroBatchSize,
@@ -42,7 +40,13 @@ from ftkit.strategies.step_memory import (
     Sizes,
     Snapshot,
 )
-from ftkit.strategies.strategy import Strategy, make_strategy, tensors_in
+from ftkit.strategies.strategy import (
+    Strategy,
+    compute_dtype,
+    make_strategy,
+    parameter_dtype,
+    tensors_in,
+)
 from ftkit.utils.accelerators.kinds import HOST_KIND
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.report.report import Loss, Progress, Report, read_report
 from ftkit.runs.sync.download import fetch_without_shards, refresh
-from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.strategies.schedule import make_schedule
 from ftkit.utils.console.display import Display
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
@@ -400,7 +400,7 @@ def _writes_result(recipe: Recipe) -> bool:
 
 def _steps_left(recipe: Recipe, metadata: Metadata) -> int:
     schedule, _ = make_schedule(
-        recipe,
+        recipe.train,
         metadata.data.train_samples,
         # Any learning rate: only the number of steps is asked for.
         1.0,

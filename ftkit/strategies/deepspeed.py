@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 from filelock import FileLock
 from lightning.fabric.accelerators.cpu import CPUAccelerator
-from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
@@ -32,9 +32,9 @@ from torch import Tensor
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Rows
 from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import Component
 from ftkit.recipe.strategies import DeepSpeedOptions
-from ftkit.strategies.optim.optimizers import resolve_optimizer
-from ftkit.strategies.precision import BuiltDeepSpeedPrecision, parameter_dtype
+from ftkit.strategies.optimizers import resolve_optimizer
 from ftkit.strategies.state import (
     AVERAGE,
     PARAMETER,
@@ -50,6 +50,7 @@ from ftkit.strategies.strategy import (
     LOSS_SCALE_AGE,
     ShowPhase,
     Strategy,
+    parameter_dtype,
     tensors_in,
 )
 from ftkit.utils.imports import hidden
@@ -96,6 +97,16 @@ class _OnAnyDevice(DeepSpeedStrategy):
             super().setup_environment()
 
 
+class _BuiltPrecision(DeepSpeedPrecision):
+    """Fabric's precision of DeepSpeed without conversions, as in TrueHalfPrecision."""
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
 class DeepSpeed(Strategy):
     """DeepSpeed's engine around the model and its optimizer."""
 
@@ -117,7 +128,7 @@ class DeepSpeed(Strategy):
         return _OnAnyDevice(config=self._config, process_group_backend=self.plan.communication)
 
     def _make_precision(self) -> Precision:
-        return BuiltDeepSpeedPrecision(self.plan.precision)
+        return _BuiltPrecision(self.plan.precision)
 
     def prepare(self, phase: ShowPhase) -> None:
         if self._options.offload_optimizer:
@@ -125,16 +136,19 @@ class DeepSpeed(Strategy):
                 compile_cpu_optimizer()
 
     def optimizer_of(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        recipe = self.plan.recipe
-        asked = recipe.optimizer["class_path"]
-        chosen = _CPU_VERSIONS.get(asked, asked) if self._options.offload_optimizer else asked
+        optimizer = self.plan.recipe.optimizer
+        named = used = optimizer["class_path"]
+        if self._options.offload_optimizer:
+            used = _CPU_VERSIONS.get(named, named)
         # ZeRO updates flat slices, for which a fused step gains nothing.
-        found, arguments = resolve_optimizer(recipe, class_path=chosen, may_fuse=False)
-        if chosen == _CPU_VERSIONS["torch.optim.AdamW"]:
-            arguments.setdefault("adamw_mode", asked != "torch.optim.Adam")
+        optimizer_class, arguments = resolve_optimizer(
+            Component(class_path=used, init_args=optimizer["init_args"]), may_fuse=False
+        )
+        if used == _CPU_VERSIONS["torch.optim.AdamW"]:
+            arguments.setdefault("adamw_mode", named != "torch.optim.Adam")
             # The defaults of torch's AdamW and Adam: offloading must not change what is learned.
             arguments.setdefault("weight_decay", 0.01 if arguments["adamw_mode"] else 0.0)
-        return found, arguments
+        return optimizer_class, arguments
 
     def set_up(self, model: LanguageModel) -> None:
         self.optimizer = self.make_optimizer(model)

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ftkit.models.load_weights import Rows, Sharding
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import FsdpOptions
-from ftkit.strategies.optim.optimizers import make_optimizer
 from ftkit.strategies.state import OptimizerStateView, StatePart, TorchState
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.strategies.strategy import Strategy
@@ -78,11 +77,11 @@ class Fsdp(Strategy):
     def _may_fuse(self, class_path: str) -> bool:
         return class_path in _FUSED and super()._may_fuse(class_path)
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        optimizer_class, arguments = self.optimizer_of()
-        if optimizer_class.__module__.startswith("bitsandbytes."):
-            optimizer_class = over_local_rows(optimizer_class)
-        return make_optimizer(self.plan.recipe, model, optimizer_class, arguments)
+    def _over_shards(
+        self, optimizer_class: type[torch.optim.Optimizer]
+    ) -> type[torch.optim.Optimizer]:
+        is_bnb = optimizer_class.__module__.startswith("bitsandbytes.")
+        return over_local_rows(optimizer_class) if is_bnb else optimizer_class
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.keeps_whole_gradients(self._model, is_last=is_last)

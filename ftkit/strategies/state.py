@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.lora.targets import our_name
-from ftkit.strategies.optim.optimizers import MuonWithAdamW, uses_muon
+from ftkit.strategies.optimizers import MuonWithAdamW, uses_muon
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""

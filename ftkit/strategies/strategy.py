@@ -1,4 +1,4 @@
-"""The strategy of a run: where model, gradients and optimizer are, and how a step works there.
+"""The strategy of a run: its precision, where model, gradients and optimizer are, and how it steps.
 
 The base class has all of them on every rank. `Single` and `Ddp` are here; strategies that shard
 have a module of their own (`fsdp`, `deepspeed`). Facts about strategies that need no torch are in
@@ -6,6 +6,7 @@ have a module of their own (`fsdp`, `deepspeed`). Facts about strategies that ne
 """
 
 import inspect
+import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.accelerators.accelerator import Accelerator as FabricAccelerator
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
@@ -29,14 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Sharding, Whole
 from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.distributed import make_device
-from ftkit.strategies.optim.clipping import clip_gradients
-from ftkit.strategies.optim.optimizers import (
+from ftkit.strategies.optimizers import (
     OptimizerInBackward,
+    clip_gradients,
     make_optimizer,
     resolve_optimizer,
 )
-from ftkit.strategies.precision import TrueHalfPrecision
 from ftkit.strategies.state import AVERAGE, Averages, OptimizerStateView, TorchState
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
@@ -49,6 +50,56 @@ _SYNC_BUFFERS = next(  # torch 2.13 warns of the older name
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel).parameters
 )
+
+
+# Precision
+
+
+class TrueHalfPrecision(HalfPrecision):
+    """Fabric's half precision without its conversions of the module and of all inputs.
+
+    The parameters already have their dtype, and rotary tables must stay float32.
+    """
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+def parameter_dtype(plan: Plan) -> torch.dtype:
+    """Dtype of the parameters; master weights that a strategy keeps beside them are float32."""
+    # Mixed precision is autocast over float32 parameters, but under DeepSpeed the parameters have
+    # 16 bits, beside float32 masters.
+    kind, _, how = plan.precision.partition("-")
+    if kind == "32" or (how == "mixed" and not plan.rules.keeps_masters):
+        return torch.float32
+    return torch.bfloat16 if kind == "bf16" else torch.float16
+
+
+def updated_dtype(plan: Plan) -> torch.dtype:
+    """Dtype of the numbers that the optimizer updates: master weights or parameters."""
+    return torch.float32 if plan.rules.keeps_masters else parameter_dtype(plan)
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """Dtype of the large matrix products."""
+    kind = plan.precision.partition("-")[0]
+    return {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[kind]
+
+
+def set_arithmetic(*, deterministic: bool) -> None:
+    """Set how exactly this process computes; called before its first use of a device."""
+    # "high" lets GPUs compute float32 products in TF32, with 10 bits of mantissa.
+    torch.set_float32_matmul_precision("highest" if deterministic else "high")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    if deterministic:  # otherwise cuBLAS picks any of several workspaces, which changes sums
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+# Strategies
 
 
 def make_strategy(plan: Plan) -> "Strategy":
@@ -142,8 +193,8 @@ class Strategy(ABC):
         Raises:
             UserError: the class does not exist or does not take the arguments.
         """
-        class_path = self.plan.recipe.optimizer["class_path"]
-        return resolve_optimizer(self.plan.recipe, may_fuse=self._may_fuse(class_path))
+        chosen = self.plan.recipe.optimizer
+        return resolve_optimizer(chosen, may_fuse=self._may_fuse(chosen["class_path"]))
 
     def _may_fuse(self, class_path: str) -> bool:
         """Whether torch's fused implementation may be used, if the optimizer has one."""
@@ -156,7 +207,21 @@ class Strategy(ABC):
         Raises:
             UserError: the class refuses its arguments.
         """
-        return make_optimizer(self.plan.recipe, model, *self.optimizer_of())
+        recipe = self.plan.recipe
+        optimizer_class, arguments = self.optimizer_of()
+        return make_optimizer(
+            recipe.optimizer,
+            model,
+            self._over_shards(optimizer_class),
+            arguments,
+            lora_plus_ratio=recipe.lora_plus_ratio if isinstance(recipe, LoraRecipe) else None,
+        )
+
+    def _over_shards(
+        self, optimizer_class: type[torch.optim.Optimizer]
+    ) -> type[torch.optim.Optimizer]:
+        """The class, adapted to this rank's shards of the parameters."""
+        return optimizer_class
 
     def prepare(self, phase: ShowPhase) -> None:  # noqa: B027  # most have nothing to do
         """Compile what must be compiled on this machine.

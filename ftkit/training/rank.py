@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ftkit.redaction import redacted, redacted_output
-from ftkit.strategies.optim.schedule import sample_budget
+from ftkit.strategies.schedule import sample_budget
 from ftkit.utils.imports import postpone_modules, without_hub_kernels
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import loading_shown, set_verbosity
@@ -50,7 +50,7 @@ from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank
-from ftkit.strategies.precision import set_arithmetic
+from ftkit.strategies.strategy import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.loggers import Loggers, make_loggers

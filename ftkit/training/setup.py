@@ -47,11 +47,16 @@ from ftkit.runs.job import Job
 from ftkit.runs.report.report import DataCounts, Resolved, Source
 from ftkit.runs.report.table import losses_of_data_text, summary_text
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.optim.optimizers import base_learning_rate, hidden_matrices
-from ftkit.strategies.optim.schedule import Schedule, make_schedule
-from ftkit.strategies.precision import compute_dtype, parameter_dtype, updated_dtype
+from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
+from ftkit.strategies.schedule import Schedule, make_schedule
 from ftkit.strategies.state import bytes_per_number, state_kinds
-from ftkit.strategies.strategy import Strategy, make_strategy
+from ftkit.strategies.strategy import (
+    Strategy,
+    compute_dtype,
+    make_strategy,
+    parameter_dtype,
+    updated_dtype,
+)
 from ftkit.training.recorder import Recorder
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import percent_text

@@ -18,7 +18,7 @@ from ftkit.planning.meter import MemoryMeter
 from ftkit.recipe.recipe import Train
 from ftkit.runs.report.meters import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
-from ftkit.strategies.optim.schedule import Schedule
+from ftkit.strategies.schedule import Schedule
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.accelerators.use import sum_dtype

@@ -12,7 +12,7 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.models.pretrained.hub_errors import nearest_directory
 from ftkit.recipe.parsing import read_recipe
-from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.strategies.schedule import make_schedule
 from ftkit.views.comparison.columns import setting_columns
 from ftkit.views.comparison.compare import compare
 
@@ -116,7 +116,7 @@ def test_a_mistyped_result_gets_a_suggestion(
 def notices(**train: object) -> list[str]:
     keys = [("checkpoint_dir", "x"), *((f"train.{k}", str(v)) for k, v in train.items())]
     recipe = read_recipe([], keys, method="full")
-    return make_schedule(recipe, 54, 1e-3)[1]
+    return make_schedule(recipe.train, 54, 1e-3)[1]
 
 
 def test_a_step_larger_than_the_data_has_a_notice() -> None:
@@ -131,7 +131,7 @@ def test_a_step_larger_than_the_data_has_a_notice() -> None:
 
 def test_a_learning_rate_of_0_has_a_notice() -> None:
     recipe = read_recipe([], [("checkpoint_dir", "x"), ("train.lr_warmup_steps", "0")])
-    (notice,) = make_schedule(recipe, 54, 0.0)[1]
+    (notice,) = make_schedule(recipe.train, 54, 0.0)[1]
     assert says(notice, "learning rate is 0 ... --optimizer.lr 2e-4")
 
 

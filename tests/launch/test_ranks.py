@@ -83,8 +83,8 @@ def speaking(*arguments):
 ftkit.models.language_model.outline = speaking
 """
 SPEAKING_OF_ONE = """
-import ftkit.strategies.optim.schedule
-make_schedule = ftkit.strategies.optim.schedule.make_schedule
+import ftkit.strategies.schedule
+make_schedule = ftkit.strategies.schedule.make_schedule
 def noticing(*arguments, **keys):
     for _ in range(2):
         warnings.warn("a library warns on rank 1", UserWarning, stacklevel=1)
@@ -92,7 +92,7 @@ def noticing(*arguments, **keys):
         os.system("echo a program prints on rank 1")
     schedule, notices = make_schedule(*arguments, **keys)
     return schedule, [*notices, "only rank 1 knows this"]
-ftkit.strategies.optim.schedule.make_schedule = noticing
+ftkit.strategies.schedule.make_schedule = noticing
 """
 
 

@@ -30,7 +30,7 @@ from ftkit.recipe.devices import Cuda, Devices, VisibleGpu
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe_keys import LORA_KEYS
-from ftkit.strategies.optim.schedule import make_schedule
+from ftkit.strategies.schedule import make_schedule
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.hardware import HostLimit
 from ftkit.views.notebook import plans
@@ -611,7 +611,7 @@ def test_the_certain_micro_batch_follows_from_the_steps_of_the_run(
     made = make_plan(recipe, Devices(accelerator="cpu", count=1))
     known = Longest(at_most=300, at_least=300, label_tokens=200, is_exact=True)
     length = SequenceLength(tokens=300, source="data", trained=known, train_samples=60)
-    steps = make_schedule(recipe, 60, 1e-3)[0].total_steps
+    steps = make_schedule(recipe.train, 60, 1e-3)[0].total_steps
     found = certain_micro_batch(made, length, steps)
     assert (found.sequences, found.positions) == (rows, positions)
     assert found.targets == (200 + rows - 1 if positions > 1 else 1)

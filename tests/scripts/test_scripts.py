@@ -43,7 +43,7 @@ LIGHT_MODULES = [
     "models.pretrained.gguf.convert",
     "models.pretrained.hub",
     "models.pretrained.size_estimate",
-    "strategies.optim.schedule",
+    "strategies.schedule",
     "views.live_page",
     "views.notebook.api",
     "views.notebook.display",

@@ -21,8 +21,7 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.strategies.fsdp import Fsdp, FullyShard
-from ftkit.strategies.precision import parameter_dtype
-from ftkit.strategies.strategy import Ddp
+from ftkit.strategies.strategy import Ddp, parameter_dtype
 
 LAYERS = 2
 

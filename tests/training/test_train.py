@@ -32,7 +32,7 @@ from ftkit.recipe.recipe import Method
 from ftkit.runs.job import Job
 from ftkit.runs.report.metrics import Row, read_metrics, read_validation
 from ftkit.runs.report.report import Report
-from ftkit.strategies.optim.clipping import clip_gradients
+from ftkit.strategies.optimizers import clip_gradients
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import Strategy
 from ftkit.training.loop import NonFiniteLoss, StopRequest

@@ -57,10 +57,10 @@ from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Memory, Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.resume import continue_command
-from ftkit.strategies.optim.optimizers import base_learning_rate, resolve_optimizer
-from ftkit.strategies.optim.schedule import make_schedule
-from ftkit.strategies.precision import compute_dtype, parameter_dtype
+from ftkit.strategies.optimizers import base_learning_rate, resolve_optimizer
+from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.state import PARAMETER, state_kinds
+from ftkit.strategies.strategy import compute_dtype, parameter_dtype
 from ftkit.training.checkpointing import write_companions
 from ftkit.training.setup import identities, result_chat_files
 from ftkit.utils.confinement import checked_size, extend_limits, without_limits
@@ -320,7 +320,11 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
     with run.reading():
         placed = placed_tensors(state, model, base, adapter, run.directory, begun)
     schedule, notices = make_schedule(
-        recipe, of_epoch, base_learning_rate(recipe), start_step=state.step, start_samples=samples
+        recipe.train,
+        of_epoch,
+        base_learning_rate(recipe.optimizer),
+        start_step=state.step,
+        start_samples=samples,
     )
     of_base, of_data = identities(recipe.checkpoint_dir, base, data, None)
     metadata = Metadata(
@@ -388,7 +392,7 @@ def _decay_lines(groups: Sequence[ParameterGroup], *, decays_all: bool) -> list[
 
 def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
     """Kinds of optimizer state that begin at zero, as the checkpoint has none."""
-    chosen, arguments = resolve_optimizer(recipe, may_fuse=False)
+    chosen, arguments = resolve_optimizer(recipe.optimizer, may_fuse=False)
     kinds = state_kinds(chosen, arguments, torch.device("cpu"))
     if state.moments is None:
         if not all(kinds.values()):

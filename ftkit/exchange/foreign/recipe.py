@@ -16,8 +16,8 @@ from ftkit.exchange.foreign.state import ForeignRun, ForeignState
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import LoraRecipe, Method, Recipe
-from ftkit.strategies.optim.optimizers import base_learning_rate
-from ftkit.strategies.optim.schedule import Schedule, make_schedule
+from ftkit.strategies.optimizers import base_learning_rate
+from ftkit.strategies.schedule import Schedule, make_schedule
 from ftkit.utils.names import leaves
 from ftkit.utils.yaml_files import dump_yaml, load_yaml
 
@@ -171,13 +171,13 @@ def _schedule(
 ) -> Schedule:
     lr = float(recipe.optimizer["init_args"].get("lr") or 0.0)
     return make_schedule(
-        recipe, samples_per_epoch, lr, start_step=state.step, start_samples=samples
+        recipe.train, samples_per_epoch, lr, start_step=state.step, start_samples=samples
     )[0]
 
 
 def _next_rate(recipe: Recipe, state: ForeignState, samples_per_epoch: int, samples: int) -> float:
     schedule = _schedule(recipe, state, samples_per_epoch, samples)
-    return base_learning_rate(recipe) * schedule.share(state.step)
+    return base_learning_rate(recipe.optimizer) * schedule.share(state.step)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ftkit.strategies.optim.clipping import clip_gradients
+from ftkit.strategies.optimizers import clip_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

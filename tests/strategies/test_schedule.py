@@ -12,7 +12,7 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import LrSchedule, Recipe
-from ftkit.strategies.optim.schedule import Schedule, make_schedule, sample_budget
+from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
 
 
 def recipe(**keys: object) -> Recipe:
@@ -23,7 +23,7 @@ def recipe(**keys: object) -> Recipe:
 
 def schedule(samples: int = 100, lr: float = 1e-3, **keys: object) -> tuple[Schedule, list[str]]:
     train = {"train__global_batch_size": 10, "train__epochs": 1, "train__lr_warmup_steps": 0}
-    return make_schedule(recipe(**train | keys), samples, lr)
+    return make_schedule(recipe(**train | keys).train, samples, lr)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,10 @@ def test_rounding_never_adds_a_step() -> None:
 def test_a_run_consumes_whole_epochs_or_whole_steps(
     samples: int, batch: int, epochs: int | str, max_steps: str | int, budget: int
 ) -> None:
-    asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
-    made, _ = make_schedule(asked, samples, 1e-3)
-    assert sample_budget(asked, samples, made) == budget
+    keys = {"global_batch_size": batch, "epochs": epochs, "max_steps": max_steps}
+    train = recipe(**{f"train__{key}": value for key, value in keys.items()}).train
+    made, _ = make_schedule(train, samples, 1e-3)
+    assert sample_budget(train, samples, made) == budget
 
 
 @pytest.mark.parametrize(
@@ -97,11 +98,12 @@ def test_a_run_that_continues_counts_on_from_its_position(
     budget: int,
 ) -> None:
     """Data of 101 samples; start: steps done, samples consumed."""
-    asked = recipe(train__global_batch_size=batch, train__epochs=epochs, train__max_steps=max_steps)
+    keys = {"global_batch_size": batch, "epochs": epochs, "max_steps": max_steps}
+    train = recipe(**{f"train__{key}": value for key, value in keys.items()}).train
     position = {"start_step": start[0], "start_samples": start[1]}
-    made, _ = make_schedule(asked, 101, 1e-3, **position)
+    made, _ = make_schedule(train, 101, 1e-3, **position)
     assert made.total_steps == steps
-    assert sample_budget(asked, 101, made, **position) == budget
+    assert sample_budget(train, 101, made, **position) == budget
 
 
 @pytest.mark.parametrize("warmup", [1, 2, 5])

@@ -9,8 +9,7 @@ import torch
 from bitsandbytes.optim.adamw import AdamW8bit
 from torch import nn
 
-from ftkit.strategies.optim.clipping import clip_gradients
-from ftkit.strategies.optim.optimizers import OptimizerInBackward
+from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients
 
 WIDTH = 64
 

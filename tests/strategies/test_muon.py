@@ -10,7 +10,7 @@ from tiny import make_llama
 from ftkit.models.language_model import LanguageModel, outline, trainable
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.recipe.parsing import read_recipe
-from ftkit.strategies.optim.optimizers import (
+from ftkit.strategies.optimizers import (
     MuonWithAdamW,
     OptimizerInBackward,
     hidden_matrices,
@@ -32,13 +32,13 @@ def make(base: Path, **keys: str) -> tuple[LanguageModel, torch.optim.Optimizer,
         f"optimizer.{key}": value for key, value in keys.items()
     }
     recipe = read_recipe([], list(pairs.items()), method="full")
-    kind, arguments = resolve_optimizer(recipe, may_fuse=True)
+    kind, arguments = resolve_optimizer(recipe.optimizer, may_fuse=True)
     model = outline(open_base(str(base)), recipe, torch.float32)
     model.to_empty(device=CPU)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(generator=generator)
-    return model, make_optimizer(recipe, model, kind, arguments), arguments
+    return model, make_optimizer(recipe.optimizer, model, kind, arguments), arguments
 
 
 def give_gradients(model: LanguageModel) -> None:

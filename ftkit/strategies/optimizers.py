@@ -1,4 +1,4 @@
-"""Optimizers: a recipe's optimizer and its groups, Muon, and updates in the backward pass.
+"""Optimizers: groups of parameters, gradient clipping, Muon, and updates in the backward pass.
 
 LoRA+: Hayou et al. 2024, https://arxiv.org/abs/2402.12354.
 Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; with the learning rate and
@@ -9,52 +9,63 @@ Updates in the backward pass (LOMO): Lv et al. 2023, https://arxiv.org/abs/2306.
 import importlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
-from ftkit.recipe.recipe import LoraRecipe, Recipe
-from ftkit.strategies.optim.clipping import global_norm, norms_of
+from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
 _MUON = "torch.optim.Muon"
 """Class path in recipes."""
+# 256 KiB in float32: a piece stays in the cache of a core between conversion and sum.
+PIECE = 2**16
+"""16-bit numbers that are converted to float32 at once on a CPU, to sum their squares."""
 
 
-def base_learning_rate(recipe: Recipe) -> float:
-    """Full learning rate: the recipe's, or the default of its optimizer."""
-    given = recipe.optimizer["init_args"].get("lr")
+def base_learning_rate(optimizer: Component) -> float:
+    """Full learning rate: that of the arguments, or the default of the class."""
+    given = optimizer["init_args"].get("lr")
     if given is None:
-        signature = inspect.signature(_optimizer_class(recipe.optimizer["class_path"]))
+        signature = inspect.signature(_optimizer_class(optimizer["class_path"]))
         given = signature.parameters["lr"].default
     return float(given)
 
 
 def make_optimizer(
-    recipe: Recipe,
+    chosen: Component,
     model: nn.Module,
     optimizer_class: type[Optimizer],
     arguments: dict[str, Any],
+    *,
+    lora_plus_ratio: float | None = None,
 ) -> Optimizer:
-    """Create the recipe's optimizer over the trained parameters.
+    """Create an optimizer over the trained parameters.
 
     Args:
-        recipe: of the run.
+        chosen: the recipe's optimizer.
         model: that is trained.
         optimizer_class: from `resolve_optimizer`, or a class derived from it.
         arguments: from `resolve_optimizer`.
+        lora_plus_ratio: learning rate of LoRA's matrices B, relative to that of A; None: equal.
 
     Raises:
         UserError: the class refuses its arguments.
     """
-    chosen = recipe.optimizer
-    is_muon = optimizer_class is MuonWithAdamW
-    groups = _muon_groups(model) if is_muon else _groups(recipe, model)
+    if optimizer_class is MuonWithAdamW:
+        groups = _muon_groups(model)
+    elif lora_plus_ratio is None:
+        groups = [{"params": trainable(model)}]
+    else:
+        groups = _lora_plus_groups(model, base_learning_rate(chosen), lora_plus_ratio)
     try:
         return optimizer_class(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -65,35 +76,28 @@ def make_optimizer(
         ) from None
 
 
-def _groups(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:
-    """Trained parameters in groups of one learning rate; the first one has the recipe's rate."""
-    ratio = recipe.lora_plus_ratio if isinstance(recipe, LoraRecipe) else None
-    if ratio is None:
-        return [{"params": trainable(model)}]
-    found: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            # LoRA+ trains B at a higher rate than A.
-            found[".lora_B." in name].append(parameter)
-    rate = base_learning_rate(recipe)
-    return [{"params": found[False], "lr": rate}, {"params": found[True], "lr": rate * ratio}]
+def _lora_plus_groups(model: nn.Module, rate: float, ratio: float) -> list[dict[str, Any]]:
+    """Trained parameters in two groups: LoRA+ trains B at a higher rate than A."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    of_b = [p for name, p in named if ".lora_B." in name]
+    others = [p for name, p in named if ".lora_B." not in name]
+    # The first group has the recipe's own rate, which is the one that reports show.
+    return [{"params": others, "lr": rate}, {"params": of_b, "lr": rate * ratio}]
 
 
 def resolve_optimizer(
-    recipe: Recipe, *, may_fuse: bool, class_path: str | None = None
+    chosen: Component, *, may_fuse: bool
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Class and arguments of the recipe's optimizer.
+    """Class and arguments of an optimizer.
 
     Args:
-        recipe: of the run.
+        chosen: its class path and arguments, as in a recipe.
         may_fuse: whether torch's fused implementation suits the strategy and the precision.
-        class_path: an equivalent class to use instead of the recipe's.
 
     Raises:
         UserError: the class does not exist or does not take the arguments.
     """
-    class_path = class_path or recipe.optimizer["class_path"]
-    arguments = dict(recipe.optimizer["init_args"])
+    class_path, arguments = chosen["class_path"], dict(chosen["init_args"])
     optimizer_class = _optimizer_class(class_path)
     known = inspect.signature(optimizer_class).parameters
     for name in arguments:
@@ -129,6 +133,64 @@ def _optimizer_class(class_path: str) -> type[Optimizer]:
             f"Try --optimizer {close or 'AdamW'}."
         )
     return found
+
+
+# Gradient clipping by the global norm, also of sharded gradients
+
+
+def norms_of(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Norm of each gradient, in float32."""
+    if gradients and gradients[0].device.type == "cpu":
+        return [_norm_on_cpu(gradient) for gradient in gradients]
+    # One kernel for many gradients; torch.nn.utils calls the same one, but in their dtype.
+    norms: Sequence[Tensor] = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return norms
+
+
+def _norm_on_cpu(gradient: Tensor) -> Tensor:
+    # By rows: a CPU adds squares one by one, and over many millions the error reaches 1e-3. It
+    # also takes half the time in float32, and a quarter in 16 bits if these are converted first.
+    of_rows = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+    is_plain = not (isinstance(gradient, DTensor) or is_fake(gradient))
+    if is_plain and gradient.ndim > 1 and gradient.itemsize == 2:
+        pieces = gradient.flatten(0, -2).split(max(1, PIECE // gradient.size(-1)))
+        return torch.linalg.vector_norm(torch.cat([of_rows(piece.float()) for piece in pieces]))
+    return torch.linalg.vector_norm(of_rows(gradient))
+
+
+def global_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Norm of all gradients together, a scalar."""
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm
+
+
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None) -> Tensor:
+    """Measure the global norm of the gradients, and scale them so that it is at most `limit`.
+
+    Args:
+        parameters: of one dtype, on one device.
+        limit: None: the norm is only measured.
+
+    Returns:
+        Norm before clipping, a scalar in float32; a DTensor if the gradients are.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = global_norm(norms_of(gradients))
+    if limit is None:
+        return norm
+    if gradients[0].dtype == torch.float32:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+    # torch's function would round norm and factor to the dtype of the gradients: bfloat16 has 8
+    # bits of precision.
+    known = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # The same 1e-6 as in torch.nn.utils.clip_grad_norm_.
+    factor = (limit / (known + 1e-6)).clamp(max=1.0)
+    if factor.device.type != "cpu":  # a GPU rounds a scalar to the dtype of the other operand
+        factor = factor[None]
+    for gradient in gradients:
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+    return norm
 
 
 # Muon
@@ -184,7 +246,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def uses_muon(group: dict[str, Any]) -> bool:
-    """Whether Muon updates a parameter group."""
+    """Return whether Muon updates a parameter group."""
     # Newton-Schulz steps, which only Muon's groups have.
     return "ns_steps" in group
 

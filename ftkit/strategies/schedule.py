@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
-from ftkit.recipe.recipe import LrSchedule, Recipe, Train
+from ftkit.recipe.recipe import LrSchedule, Train
 
 # The default of get_inverse_sqrt_schedule in transformers.
 _INVERSE_SQRT_STEPS = 10_000
@@ -77,7 +77,7 @@ _CURVES: dict[LrSchedule, Callable[[Schedule, int], float]] = {
 
 
 def make_schedule(
-    recipe: Recipe,
+    train: Train,
     samples: int,
     learning_rate: float,
     *,
@@ -90,13 +90,12 @@ def make_schedule(
     capped by max_steps; start_step if the run is already there or beyond.
 
     Args:
-        recipe: of the run.
+        train: section of the recipe.
         samples: of one epoch.
         learning_rate: the full one.
         start_step: optimizer steps already done, if the run continues.
         start_samples: samples that these consumed.
     """
-    train = recipe.train
     batch = train.global_batch_size
     total = train.max_steps
     if train.epochs:
@@ -108,7 +107,7 @@ def make_schedule(
         warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
     else:
         warmup = train.lr_warmup_steps or 0
-    notices = _notices(recipe, samples, learning_rate, total)
+    notices = _notices(batch, samples, learning_rate, total)
     if warmup > total:
         notices.append(
             f"The warm-up of {warmup} steps is longer than the run of {total}: the learning rate "
@@ -138,8 +137,8 @@ def _without_effect(train: Train) -> list[str]:
     ]
 
 
-def _notices(recipe: Recipe, samples: int, learning_rate: float, total: int) -> list[str]:
-    batch, notices = recipe.train.global_batch_size, []
+def _notices(batch: int, samples: int, learning_rate: float, total: int) -> list[str]:
+    notices = []
     if learning_rate == 0:
         notices.append(
             "The learning rate is 0: the model would not change. Try --optimizer.lr 2e-4."
@@ -154,7 +153,7 @@ def _notices(recipe: Recipe, samples: int, learning_rate: float, total: int) -> 
 
 
 def sample_budget(
-    recipe: Recipe,
+    train: Train,
     samples: int,
     schedule: Schedule,
     *,
@@ -164,13 +163,14 @@ def sample_budget(
     """Samples that the whole run consumes; the last step may be smaller than the others.
 
     Args:
-        recipe: of the run.
+        train: section of the recipe.
         samples: of one epoch.
         schedule: computed for the same start.
         start_step: optimizer steps already done, if the run continues.
         start_samples: samples that these consumed.
     """
-    train = recipe.train
+    # The last step of an epoch takes samples of the next one too, so that all steps have the same
+    # size; only the run's own last step may be smaller.
     wanted = start_samples + (schedule.total_steps - start_step) * train.global_batch_size
     within = min(wanted, train.epochs * samples) if train.epochs else wanted
     return max(within, start_samples)

@@ -1,1 +1,0 @@
-"""Optimizers: made from a recipe, their schedule, clipping, and the kinds of their state."""
