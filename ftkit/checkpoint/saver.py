@@ -131,6 +131,7 @@ class Saver:
             needed = sum(piece.size_bytes for piece in pieces)
             if needed > most:
                 self.unstaged_bytes = needed
+                # It is written in portions from the trained tensors, so training has to wait.
                 asynchronous = False
         if asynchronous:
             held = self.copies.take(pieces)
@@ -221,6 +222,7 @@ class Saver:
             error, entries = self._collect(step, files, error)
             if error is None:
                 self.store.commit(dataclasses.replace(metadata, files=entries))
+                # Only now: until the commit, an older one may be the only complete checkpoint.
                 note = self._prune()
         except Exception as failure:
             error = _describe_error(failure)

@@ -167,12 +167,20 @@ def _measure(
     samples = held_out.samples
     limit = min(most, len(samples))
     traits = base.architecture.attention
-    model.kernel = attention_kernel(traits, session.plan)
+    plan = session.plan
+    kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
+    model.kernel = kernel
     # The same layout as in the run: sums in another order differ in the last digits.
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
+    path = attention_path(
+        traits,
+        kernel,
+        padding_free=plan.recipe.train.padding_free,
+        micro_batch_tokens=plan.micro_batch_tokens,
+    )
     layout = RankLayout.of(
-        session.plan,
-        padding_free=attention_path(traits, session.plan) != "padded",
+        plan,
+        padding_free=path != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
 
@@ -272,7 +280,11 @@ def _evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
     files = find_tasks(names, key="--tasks", trusted=options.trust_task_code)
     session = start_session(result, options)
     loaded = session.loaded
-    loaded.model.kernel = attention_kernel(loaded.base.architecture.attention, session.plan)
+    loaded.model.kernel = attention_kernel(
+        loaded.base.architecture.attention,
+        session.plan.accelerator,
+        has_flash=session.plan.has_flash,
+    )
     from ftkit.evaluation.harness import TaskOptions, TaskSet  # imports take seconds
 
     how = TaskOptions(

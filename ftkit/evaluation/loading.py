@@ -73,7 +73,7 @@ def plan_use(
         compile=False,
         kernels="torch",
     )
-    devices = find_devices(recipe, here=True)
+    devices = find_devices(recipe.accelerator, recipe.devices, here=True)
     half: Precision = "bf16-true" if devices.bf16_native else "16-true"
     # As the run computed, so that losses are those that it reported and answers those it has
     # learned.

@@ -55,7 +55,7 @@ def start_session(result: Result, options: UseOptions) -> Session:
         quantize = None if options.quantize == "none" else options.quantize
     set_arithmetic(deterministic=plan.recipe.deterministic)
     silence_libraries()
-    device = make_device(plan)
+    device = make_device(plan.accelerator)
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase(f"loading {result.name}", brief=True) as phase,

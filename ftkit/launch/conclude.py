@@ -29,7 +29,7 @@ from ftkit.runs.report.report import (
 )
 from ftkit.runs.report.table import render, summary_line
 from ftkit.runs.resume import DamagedCheckpoint, exit_summary
-from ftkit.runs.state import brought_up_to_files, report_at_start
+from ftkit.runs.state import brought_up_to_files
 from ftkit.strategies.step_memory import StepMemory
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
@@ -46,7 +46,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     """Write and show the report of a run whose ranks have ended; the exit code of the command.
 
     Args:
-        job: of the run.
+        job: of the run; a rank that left no report gets an empty one, which has most of it.
         received: signals that requested the end, the first one first.
 
     Raises:
@@ -88,7 +88,15 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if report.outcome == "out_of_memory":
             with display.phase("searching for changes that would make it fit"):
                 # In a process of its own, for at most 60 s.
-                shortage = find_shortage(job, reports[rank].peak_memory, report.exit_reason)
+                shortage = find_shortage(
+                    dataclasses.replace(
+                        job.recipe, checkpoint_dir=job.base, devices=job.plan.devices
+                    ),
+                    job.devices,
+                    job.command,
+                    reports[rank].peak_memory,
+                    report.exit_reason,
+                )
             report = dataclasses.replace(report, shortage=shortage)
             with suppress(OSError):
                 write_report(report, out_dir)
@@ -200,9 +208,10 @@ def _collect_output(run: RunDirectory, world_size: int) -> None:
 def _empty_report(job: Job) -> Report:
     """The report of a rank that ended before it wrote one."""
     seconds = time.time() - job.started_at_s
+    # Read only now: a checkpoint that the run began with may be deleted while it continues.
     start = None if job.start is None else read_metadata(Path(job.start))
-    report = report_at_start(job, start)
-    return dataclasses.replace(report, phases_s=PhaseTimes(set_up=seconds, total=seconds))
+    phases = PhaseTimes(set_up=seconds, total=seconds)
+    return dataclasses.replace(job.new_report(start), phases_s=phases)
 
 
 def _with_outcome(

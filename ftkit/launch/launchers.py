@@ -1,16 +1,15 @@
 """Launchers: ranks that torchrun or SLURM started, and requeueing of SLURM jobs out of time."""
 
-import dataclasses
 import os
 import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ftkit.errors import EXIT_BY_SIGNAL, UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.plan import Plan
-from ftkit.recipe.recipe import Recipe
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import print_notice
 
@@ -36,17 +35,15 @@ class ExternalRanks:
         """Number of machines."""
         return self.world_size // self.local_world_size
 
-    def applied_to(self, recipe: Recipe) -> Recipe:
-        """The recipe with the devices and machines that there are."""
-        return dataclasses.replace(recipe, devices=self.local_world_size, num_nodes=self.num_nodes)
-
-    def notice(self, recipe: Recipe) -> str | None:
+    def notice(self, wanted: int | Literal["auto"]) -> str | None:
         """Notice for the user if the number of machines is not that of the recipe.
 
         A number of the recipe gives way to what is there: an elastic launcher starts a run again
         on fewer machines after it has lost one, and the losses are the same on any number.
+
+        Args:
+            wanted: key `num_nodes` of the recipe.
         """
-        wanted = recipe.num_nodes
         if wanted in ("auto", 1, self.num_nodes):  # 1 is what recipes say that name none
             return None
         return (
@@ -54,28 +51,28 @@ class ExternalRanks:
             "With num_nodes auto, ftkit uses all of them."
         )
 
-    def on(self, recipe: Recipe, devices: Devices) -> Recipe:
-        """The recipe as each rank sees the GPUs.
+    def devices_and_nodes(self, devices: Devices) -> tuple[int, int]:
+        """Devices of a machine, and machines, as each rank counts them.
 
-        Where every process sees a single GPU of its own, as with SLURM's --gpus-per-task=1, the
-        recipe has a machine for each rank: so torch, Lightning and DeepSpeed count GPUs.
+        Where every process sees a single GPU of its own, as with SLURM's --gpus-per-task=1, there
+        is a machine for each rank: so torch, Lightning and DeepSpeed count GPUs.
 
         Raises:
             UserError: there are too few GPUs.
         """
         shown = devices.count
         if devices.accelerator == "cpu" or shown >= self.local_world_size:
-            return recipe
+            return self.local_world_size, self.num_nodes
         if shown > 1:
             raise UserError(
                 f"{self.local_world_size} processes were started on this machine, and this one is "
                 f"shown {shown} GPUs. Start {shown} of them, or show each a GPU of its own: "
                 "srun --gpus-per-task=1."
             )
-        return dataclasses.replace(recipe, devices=1, num_nodes=self.world_size)
+        return 1, self.world_size
 
     def placement(self, plan: Plan) -> dict[str, str]:
-        """Variables of torchrun that differ for the rank where `on` changed the recipe."""
+        """Variables of torchrun that differ for a rank that is shown a GPU of its own."""
         if plan.devices == self.local_world_size:
             return {}
         # torch, Lightning and DeepSpeed count GPUs by LOCAL_RANK.

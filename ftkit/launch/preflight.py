@@ -18,7 +18,6 @@ from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.recipe import Recipe, Train
-from ftkit.runs.job import Job
 from ftkit.runs.report.report import PeakMemory
 from ftkit.strategies.step_memory import Shortage
 from ftkit.utils.accelerators.kinds import HOST_KIND
@@ -41,14 +40,16 @@ _ANY_RUN_BYTES, _ANY_CPU_RUN_BYTES = 2 * 2**30, 2**29
 def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     """The recipe with the largest micro-batch that fits in free memory, if it is auto.
 
+    The whole recipe is planned.
+
     Raises:
         DoesNotFit: not even one sequence does.
     """
     key = recipe.train.auto_key
     if key is None:
         return recipe
-    free = free_here(recipe, devices)
-    found = _ask_shown(recipe, devices, free)
+    free = free_here(ranks_here(recipe.devices, devices), devices)
+    found = _check_shown(recipe, devices, free)
     if "error" in found:
         raise UserError(str(found["error"]))
     if found["fits"] is False:
@@ -65,20 +66,26 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
 def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:
     """Refuse a run that certainly does not fit, and warn if it may not.
 
-    Total memory of devices, and host memory with swap, are certain; free memory is not. A plan
-    takes seconds, and is made only if the model is large for the device.
+    Total memory of devices, and host memory with swap, are certain; free memory is not. A plan of
+    the whole recipe takes seconds, and is made only if the model is large for the device.
 
     Raises:
         DoesNotFit: lists what would fit.
     """
-    device = device_here(recipe, devices)
-    if device is None or not _may_be_too_large(recipe, devices, device):
+    ranks = ranks_here(recipe.devices, devices)
+    device = device_here(ranks, devices)
+    if device is None:
         return
-    found = _ask_shown(recipe, devices, device)
+    now_bytes = device.memory_bytes  # of a GPU all of it, whatever other programs hold now
+    if device.name == HOST:
+        now_bytes = free_here(ranks, devices).memory_bytes
+    if not _may_be_too_large(recipe, device, now_bytes, ranks):
+        return
+    found = _check_shown(recipe, devices, device)
     if "fits" not in found:  # the run itself will report why
         return
     if found["fits"] is not False:
-        for shortage in _possible_shortages(found, device, recipe, devices):
+        for shortage in _possible_shortages(found, device, now_bytes):
             print(f"memory may not be enough: this run needs {shortage}", flush=True)
         return
     # Swap counts against a refusal, because the kernel kills only when both are full; it does not
@@ -105,20 +112,17 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     raise DoesNotFit("\n".join(lines))
 
 
-def _possible_shortages(
-    found: dict[str, Any], device: Gpu, recipe: Recipe, devices: Devices
-) -> Iterator[str]:
+def _possible_shortages(found: dict[str, Any], device: Gpu, now_bytes: int) -> Iterator[str]:
     """Memory of which a run may need more than there is."""
     sequences = f"(sequences: {found['length']})"
-    there, where = device.memory_bytes, "on each GPU"
+    where = "on each GPU"
     if device.name == HOST:
-        there = free_here(recipe, devices).memory_bytes
         where = "of host memory that is free for each rank now"
-        if there < device.memory_bytes and device.swap_bytes:
+        if now_bytes < device.memory_bytes and device.swap_bytes:
             where += ", and swap is slow"
-    if found["high_bytes"] > there and (device.name == HOST or found["fits"] is None):
+    if found["high_bytes"] > now_bytes and (device.name == HOST or found["fits"] is None):
         needs = f"{bytes_text(found['low_bytes'])} to {bytes_text(found['high_bytes'])}"
-        yield f"{needs} of {bytes_text(there)} {where} {sequences}"
+        yield f"{needs} of {bytes_text(now_bytes)} {where} {sequences}"
     if device.host_bytes is not None and found["host_bytes"] > device.host_bytes:
         needs = f"{bytes_text(found['host_low_bytes'])} to {bytes_text(found['host_bytes'])}"
         yield f"{needs} of {bytes_text(device.host_bytes)} of host memory for each rank {sequences}"
@@ -137,20 +141,27 @@ _ADVICE_S = 60.0
 """How long the end of a run may take to find what would fit."""
 
 
-def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
+def find_shortage(
+    recipe: Recipe,
+    devices: Devices,
+    command: Sequence[str],
+    peak: PeakMemory | None,
+    message: str,
+) -> Shortage:
     """Memory that a failed run lacked, and what would fit.
 
     Args:
-        job: of the run.
+        recipe: of the run, all of which is planned again.
+        devices: of this machine.
+        command: the command line, to which changes are added.
         peak: highest memory of the rank that ran out of memory.
         message: its error.
     """
-    devices = job.devices
-    recipe = dataclasses.replace(job.recipe, checkpoint_dir=job.base, devices=job.plan.devices)
-    device = device_here(recipe, devices)
+    ranks = ranks_here(recipe.devices, devices)
+    device = device_here(ranks, devices)
     if devices.accelerator == HOST_KIND:
         held_bytes = (peak.host_bytes or peak.rss_bytes) if peak else None
-        device = free_here(recipe, devices)
+        device = free_here(ranks, devices)
     else:
         held_bytes = peak.allocated_bytes if peak else None
         if capacity := _bytes_in(_CAPACITY, message):
@@ -159,7 +170,7 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
     available_bytes = None if device is None else device.memory_bytes
     found: dict[str, Any] = {}
     if device is not None:
-        found = _ask(recipe, devices, device, failed=True, timeout_s=_ADVICE_S)
+        found = _check(recipe, devices, device, failed=True, timeout_s=_ADVICE_S)
     return Shortage(
         held_bytes=held_bytes,
         asked_bytes=_bytes_in(_REQUESTED, message),
@@ -167,7 +178,7 @@ def find_shortage(job: Job, peak: PeakMemory | None, message: str) -> Shortage:
         predicted_peak_bytes=found.get("peak_bytes"),
         predicted_for=found.get("length"),
         changes=[
-            f"{change['title']}: {_command(job.command, change)}"
+            f"{change['title']}: {_command(command, change)}"
             for change in found.get("changes", ())
             if change["fits"]
         ],
@@ -203,15 +214,11 @@ def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
     return found and int(float(found[1]) * SIZE_UNITS.get(found[2], 1))
 
 
-def _may_be_too_large(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
-    """Whether a run may be too large, by a generous estimate from the settings of its model.
+def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -> bool:
+    """Return whether a run may be too large, by a generous estimate from its model's settings.
 
     Weights are not read, so the answer is the same whether they are on this machine or not.
     """
-    on_cpu = device.name == HOST
-    memory_bytes = device.memory_bytes
-    if on_cpu:
-        memory_bytes = free_here(recipe, devices).memory_bytes
     name = recipe.checkpoint_dir
     if name.startswith("random:"):
         return True
@@ -228,13 +235,13 @@ def _may_be_too_large(recipe: Recipe, devices: Devices, device: Gpu) -> bool:
     needed_bytes = (
         of_parameters
         + _most_positions(train, length) * model.layers * layer_bytes
-        + (_ANY_CPU_RUN_BYTES if on_cpu else _ANY_RUN_BYTES)
+        + (_ANY_CPU_RUN_BYTES if device.name == HOST else _ANY_RUN_BYTES)
     )
-    if needed_bytes > _SUSPICIOUS * memory_bytes:
+    if needed_bytes > _SUSPICIOUS * now_bytes:
         return True
     if device.host_bytes is None:
         return False
-    offloaded_bytes = of_parameters / ranks_here(recipe, devices)  # at most, by any strategy
+    offloaded_bytes = of_parameters / ranks  # at most, by any strategy
     return offloaded_bytes > _SUSPICIOUS * device.host_bytes
 
 
@@ -267,16 +274,16 @@ def _gib(found: dict[str, Any]) -> str:
     return bytes_text(int(found["low_bytes"]))
 
 
-def _ask_shown(recipe: Recipe, devices: Devices, device: Gpu) -> dict[str, Any]:
-    """`_ask` with a progress line: it takes seconds."""
+def _check_shown(recipe: Recipe, devices: Devices, device: Gpu) -> dict[str, Any]:
+    """`_check` with a progress line: it takes seconds."""
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase("predicting memory", brief=True),
     ):
-        return _ask(recipe, devices, device)
+        return _check(recipe, devices, device)
 
 
-def _ask(
+def _check(
     recipe: Recipe,
     devices: Devices,
     device: Gpu,
@@ -285,7 +292,7 @@ def _ask(
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Run `ftkit.planning.check`; {} if it fails, or takes too long."""
-    recipe = dataclasses.replace(recipe, devices=ranks_here(recipe, devices))
+    recipe = dataclasses.replace(recipe, devices=ranks_here(recipe.devices, devices))
     if devices.accelerator == HOST_KIND:
         recipe = dataclasses.replace(recipe, accelerator="cpu")
     with tempfile.TemporaryDirectory() as directory:

@@ -86,7 +86,8 @@ def run_finetuning(options: FinetuneOptions) -> int:
             "Try --eval.max_new_tokens 100."
         )
     if recipes and "out_dir" not in dict(overrides):
-        recipe = follow_moved(recipe, Path(recipes[-1]))
+        out_dir = follow_moved(recipe.resume, recipe.out_dir, Path(recipes[-1]))
+        recipe = dataclasses.replace(recipe, out_dir=out_dir)
     return launch(
         recipe,
         command=options.line,
@@ -217,18 +218,19 @@ def prepare_run(
     check_data(recipe.data, recipe.eval.sets)
     find_tasks(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
     requested = recipe
-    if placed is not None:
-        recipe = placed.applied_to(recipe)
     devices = find_devices(
-        recipe, on_asking=lambda: print_notice("asking torch about the devices ...")
+        recipe.accelerator,
+        recipe.devices if placed is None else placed.local_world_size,
+        on_asking=lambda: print_notice("asking torch about the devices ..."),
     )
     if placed is not None:
-        recipe = placed.on(recipe, devices)
+        count, nodes = placed.devices_and_nodes(devices)
+        recipe = dataclasses.replace(recipe, devices=count, num_nodes=nodes)
     recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
     plan.rules.check_installed()
-    check_kernels_installed(recipe, plan.accelerator)
-    check_loggers_installed(recipe)
+    check_kernels_installed(recipe.kernels, plan.accelerator, compiles=recipe.compile)
+    check_loggers_installed(recipe.extra_loggers)
     check_interfaces(plan.communication)
     if overwrite and recipe.resume is not False:
         raise UserError(
@@ -236,7 +238,7 @@ def prepare_run(
             "from. Leave one of the two out: try --resume false."
         )
     wanted = recipe.out_dir.expanduser()
-    in_place = resumes_in_place(recipe)
+    in_place = resumes_in_place(recipe.resume, wanted)
     with ExitStack() as stack:
         # A run that is continued in its directory locks it before anything there is read: a run at
         # work may be writing it. A new run claims its place last, when all else is settled.
@@ -298,9 +300,9 @@ def prepare_run(
                     if not start.in_place:
                         copy_rows(start, run)
                     _show_start(start, run, display)
-                if placed is not None and (notice := placed.notice(requested)):
+                if placed is not None and (notice := placed.notice(requested.num_nodes)):
                     display.message(notice)
-                display.message(_beginning(job.recipe, plan, [*devices.names, "CPU"][0]))
+                display.message(_beginning(job.plan, [*devices.names, "CPU"][0]))
             # The recipe in out_dir starts the same run again elsewhere; `resume` says what this
             # command did.
             written = dataclasses.replace(job.recipe, resume=False)
@@ -366,8 +368,9 @@ def _has_begun(run: RunDirectory, start_step: int) -> bool:
     return progress is not None and progress.steps > start_step
 
 
-def _beginning(recipe: Recipe, plan: Plan, device: str) -> str:
+def _beginning(plan: Plan, device: str) -> str:
     """Message for the wait until ranks have imported torch, the longest of the preparation."""
+    recipe = plan.recipe
     ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     return (
         f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})\n"

@@ -141,7 +141,7 @@ def _check(run: SweepRun) -> None:
     try:
         check_data(recipe.data, recipe.eval.sets)
         if recipe.train.auto_key is None:
-            make_plan(recipe, find_devices(recipe))
+            make_plan(recipe, find_devices(recipe.accelerator, recipe.devices))
     except UserError as error:
         raise UserError(f"{run.name}: {error}") from None
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import AMPERE, Devices, free_bytes, visible_gpus
-from ftkit.recipe.recipe import Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.console.formatting import parse_size
 from ftkit.utils.hardware import available_host_bytes, host_limit
@@ -115,24 +115,23 @@ def _gpu_here() -> Gpu:
     )
 
 
-def ranks_here(recipe: Recipe, devices: Devices) -> int:
-    """Ranks of a run on this machine."""
-    if isinstance(recipe.devices, int):
-        return recipe.devices
+def ranks_here(requested: int | Literal["auto"], devices: Devices) -> int:
+    """Ranks of a run on this machine, by the key `devices` of its recipe."""
+    if isinstance(requested, int):
+        return requested
     return 1 if devices.accelerator == HOST_KIND else devices.count
 
 
-def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
+def device_here(ranks: int, devices: Devices) -> Gpu | None:
     """Memory of each rank of a run on this machine: the smallest GPU, or a share of host memory.
 
     Args:
-        recipe: of the plan.
+        ranks: on this machine.
         devices: of this machine.
 
     Returns:
         None where the memory of the devices is not known.
     """
-    ranks = ranks_here(recipe, devices)
     host = host_limit(ranks)
     if devices.accelerator == HOST_KIND:
         return Gpu(name=HOST, memory_bytes=host.memory_bytes, swap_bytes=host.swap_bytes)
@@ -147,13 +146,12 @@ def device_here(recipe: Recipe, devices: Devices) -> Gpu | None:
     )
 
 
-def free_here(recipe: Recipe, devices: Devices) -> Gpu:
-    """Memory that each rank of a run can take now."""
-    ranks = ranks_here(recipe, devices)
+def free_here(ranks: int, devices: Devices) -> Gpu:
+    """Memory that each of the ranks on this machine can take now."""
     if devices.accelerator == HOST_KIND:
         return Gpu(name=HOST, memory_bytes=available_host_bytes(ranks))
     free = min(free_bytes(min(ranks, devices.count), devices.accelerator))
-    known = device_here(recipe, devices)
+    known = device_here(ranks, devices)
     if known is None:
         name = devices.names[0] if devices.names else device_kind(devices.accelerator).noun
         return Gpu(name=name, memory_bytes=free, bf16=devices.bf16_native)

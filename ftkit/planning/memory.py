@@ -4,12 +4,12 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from ftkit.models.bodies.attention import attention_path
+from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
 from ftkit.recipe.plan import Plan, has_liger
-from ftkit.recipe.recipe import LoraRecipe, Recipe
+from ftkit.recipe.recipe import Kernels, LoraRecipe
 from ftkit.strategies.state import bytes_per_number, state_kinds
 from ftkit.strategies.step_memory import (
     CATEGORIES,
@@ -142,7 +142,9 @@ def predict(
         checkpoint_bytes=saved_bytes,
         parameters=simulation.sizes.parameters,
         trained_parameters=trained,
-        is_more_because=_unsimulated_savings(plan.recipe),
+        is_more_because=_unsimulated_savings(
+            compiles=plan.recipe.compile, kernels=plan.recipe.kernels
+        ),
         offloaded_bytes=offloaded,
     )
 
@@ -155,12 +157,12 @@ def _kept_in_host_bytes(plan: Plan, offloaded: dict[Category, int]) -> int:
     return sum(offloaded.get(category, 0) for category in kept)
 
 
-def _unsimulated_savings(recipe: Recipe) -> str:
-    """Settings of a recipe that save memory and are not simulated."""
+def _unsimulated_savings(*, compiles: bool, kernels: Kernels) -> str:
+    """Settings that save memory and are not simulated, in words."""
     reasons = []
-    if recipe.compile:
+    if compiles:
         reasons.append("compiled blocks keep less")
-    if recipe.kernels == "liger" and not has_liger():
+    if kernels == "liger" and not has_liger():
         reasons.append(
             "Liger-Kernel is not installed on this machine, and torch's kernels need more memory"
         )
@@ -175,10 +177,17 @@ def heaviest_micro_batch(base: BaseModel, plan: Plan, tokens: int) -> MicroBatch
         plan: how it is trained.
         tokens: of the longest sample.
     """
+    traits = base.architecture.attention
+    path = attention_path(
+        traits,
+        attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
+        padding_free=plan.recipe.train.padding_free,
+        micro_batch_tokens=plan.micro_batch_tokens,
+    )
     return largest_micro_batch(
         plan.micro_batch_size,
         tokens,
-        padding_free=attention_path(base.architecture.attention, plan) != "padded",
+        padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,
     )
 

@@ -12,7 +12,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.dry_run import require_trainable
 from ftkit.models.lora.save import check_adapter
-from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
+from ftkit.models.pretrained.base_model import checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
 from ftkit.models.pretrained.save import layout_of
@@ -24,7 +24,14 @@ from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
-from ftkit.recipe.recipe import FINETUNE, LoraRecipe, Method, MicroBatchKey, Recipe
+from ftkit.recipe.recipe import (
+    FINETUNE,
+    AcceleratorKey,
+    LoraRecipe,
+    Method,
+    MicroBatchKey,
+    Recipe,
+)
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
@@ -191,8 +198,9 @@ def plan_files(
     key = recipe.train.auto_key
     if key is None:
         return _plan_at(place, recipe, source, name)
+    ranks = ranks_here(recipe.devices, place.devices)
     if gpu is None:
-        place = dataclasses.replace(place, gpu=free_here(recipe, place.devices))
+        place = dataclasses.replace(place, gpu=free_here(ranks, place.devices))
 
     def with_bound(bound: int) -> Planned:
         filled = dataclasses.replace(recipe, train=recipe.train.with_auto_value(bound))
@@ -200,8 +208,7 @@ def plan_files(
 
     least = 1 if key == "micro_batch_size" else with_bound(1).micro_batch.least
     nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
-    ranks = nodes * ranks_here(recipe, place.devices)
-    whole = with_bound(math.ceil(recipe.train.global_batch_size / ranks) * least)
+    whole = with_bound(math.ceil(recipe.train.global_batch_size / (nodes * ranks)) * least)
     return whole if whole.fits else largest_that_fits(whole, with_bound) or with_bound(least)
 
 
@@ -244,27 +251,42 @@ class _Place:
 def _place(recipe: Recipe, gpu: Gpu | None) -> _Place:
     """This machine, or as many of the named GPU as the recipe needs."""
     if gpu is not None:
-        return _Place(devices=_devices_of(recipe, gpu), gpu=gpu, is_here=False)
+        devices = _devices_of(recipe.accelerator, recipe.devices, gpu)
+        return _Place(devices=devices, gpu=gpu, is_here=False)
     try:
-        devices = find_devices(recipe)
+        devices = find_devices(recipe.accelerator, recipe.devices)
     except UserError as error:
         raise _with_advice(error, recipe) from None
-    return _Place(devices=devices, gpu=device_here(recipe, devices), is_here=True)
+    device = device_here(ranks_here(recipe.devices, devices), devices)
+    return _Place(devices=devices, gpu=device, is_here=True)
 
 
 def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> Planned:
     """Make the plan of a recipe at a place."""
     check_data(recipe.data, recipe.eval.sets)
     gpu = place.gpu
-    made = _make_plan(recipe, place)
+    try:
+        made = make_plan(recipe, place.devices)
+    except UserError as error:
+        raise (_with_advice(error, recipe) if place.is_here else error) from None
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     require_trainable(base)
-    layout = _result_layout(base, recipe)
+    layout: ResultLayout | None = None
+    if recipe.checkpoint.save and not base.random:
+        if isinstance(recipe, LoraRecipe):
+            check_adapter(base, recipe)  # refuses what the run would refuse
+            layout = "peft"
+        else:
+            layout = layout_of(base)
+    gguf = find_gguf(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     length = sequence_length(recipe.data, base, recipe.train.max_seq_length, recipe.eval.sets)
     samples = length.train_samples
-    steps = _steps(recipe, samples)
+    steps = recipe.train.max_steps
+    if samples is not None:
+        rate = base_learning_rate(recipe.optimizer)
+        steps = make_schedule(recipe.train, samples, rate)[0].total_steps
     largest = heaviest_micro_batch(base, made, length.tokens)
     memory = predict(base, made, largest)
     least_bytes = memory.low_bytes
@@ -285,7 +307,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         least_bytes=least_bytes,
         gpu=gpu,
         method_source=source,
-        conversion=_conversion(recipe),
+        conversion=None if gguf is None else planned_conversion(gguf, ROOT),
         kept_bytes=base.extra_weights_bytes,
         disk_bytes=_disk_bytes(made, memory, steps, base.extra_weights_bytes) if layout else 0,
         result_layout=layout,
@@ -295,16 +317,12 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     )
 
 
-def _make_plan(recipe: Recipe, place: _Place) -> Plan:
-    try:
-        return make_plan(recipe, place.devices)
-    except UserError as error:
-        raise (_with_advice(error, recipe) if place.is_here else error) from None
-
-
 def _with_advice(error: UserError, recipe: Recipe) -> UserError:
-    """Return the error, with advice if the recipe could run on other machines."""
-    if not _runs_on_gpus(recipe):
+    """Return the error, with advice if the recipe, all of it, could run on other machines."""
+    gpus = Gpu(name="GPU", memory_bytes=0)
+    try:
+        make_plan(recipe, _devices_of(recipe.accelerator, recipe.devices, gpus))
+    except UserError:
         return error
     return UserError(
         f"{error}\nftkit plan plans for this machine. Try --gpu a100-80gb, which plans for GPUs "
@@ -312,40 +330,15 @@ def _with_advice(error: UserError, recipe: Recipe) -> UserError:
     )
 
 
-def _runs_on_gpus(recipe: Recipe) -> bool:
-    """Whether a recipe that cannot run on this machine could run on others."""
-    try:
-        make_plan(recipe, _devices_of(recipe, Gpu(name="GPU", memory_bytes=0)))
-    except UserError:
-        return False
-    return True
-
-
-def _conversion(recipe: Recipe) -> Conversion | None:
-    """Conversion of a base model in a GGUF file."""
-    file = find_gguf(recipe.checkpoint_dir)
-    return None if file is None else planned_conversion(file, ROOT)
-
-
-def _result_layout(base: BaseModel, recipe: Recipe) -> ResultLayout | None:
-    """Layout in which the result will be written; refuses what a run would refuse."""
-    if base.random or not recipe.checkpoint.save:
-        return None
-    if not isinstance(recipe, LoraRecipe):
-        return layout_of(base)
-    check_adapter(base, recipe)
-    return "peft"
-
-
-def _devices_of(recipe: Recipe, gpu: Gpu) -> Devices:
-    """Devices that the recipe needs, on whatever machine it will run."""
-    count = recipe.devices if isinstance(recipe.devices, int) else 1
-    if recipe.accelerator == HOST_KIND and gpu.name == HOST:
+def _devices_of(accelerator: AcceleratorKey, requested: int | Literal["auto"], gpu: Gpu) -> Devices:
+    """Devices that a recipe needs, on whatever machine it will run."""
+    count = requested if isinstance(requested, int) else 1
+    if accelerator == HOST_KIND and gpu.name == HOST:
         return Devices(accelerator=HOST_KIND, count=count)
-    if recipe.accelerator == HOST_KIND:
+    if accelerator == HOST_KIND:
         raise UserError(f"accelerator is cpu, but --gpu is {gpu.name}. Leave one of them out.")
     return Devices(
-        accelerator=USUAL_KIND if recipe.accelerator == "auto" else recipe.accelerator,
+        accelerator=USUAL_KIND if accelerator == "auto" else accelerator,
         count=max(count, 1),
         names=(gpu.name,),
         bf16_native=gpu.bf16,
@@ -377,13 +370,6 @@ def certain_micro_batch(
         targets=targets,
         tokens=positions + rows - 1 if padding_free else None,
     )
-
-
-def _steps(recipe: Recipe, samples: int | None) -> int | None:
-    if samples is None:
-        return recipe.train.max_steps
-    schedule, _ = make_schedule(recipe.train, samples, base_learning_rate(recipe.optimizer))
-    return schedule.total_steps
 
 
 def _disk_bytes(

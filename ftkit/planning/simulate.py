@@ -142,7 +142,9 @@ def _run(
     # The code of a run, not a formula, which would have to change with every layer: predictions are
     # equal to the byte.
     model = outline(with_layers(base, layers), recipe, parameter_dtype(plan), compute_dtype(plan))
-    model.kernel = attention_kernel(base.architecture.attention, plan)
+    model.kernel = attention_kernel(
+        base.architecture.attention, plan.accelerator, has_flash=plan.has_flash
+    )
     model.routing = model.body.watch_routing(
         trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
     )

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.recipe import AcceleratorKey
 from ftkit.utils.accelerators.kinds import USUAL_KIND, device_kind
 from ftkit.utils.hardware import hardware
 from ftkit.utils.imports import quick_imports
@@ -99,12 +99,17 @@ class Devices:
 
 
 def find_devices(
-    recipe: Recipe, *, here: bool = False, on_asking: Callable[[], None] = lambda: None
+    accelerator: AcceleratorKey = "auto",
+    used: int | Literal["auto"] = "auto",
+    *,
+    here: bool = False,
+    on_asking: Callable[[], None] = lambda: None,
 ) -> Devices:
     """Devices of this machine for the accelerator of a recipe.
 
     Args:
-        recipe: its keys `accelerator` and `devices`.
+        accelerator: key of the recipe.
+        used: its key `devices`; GPUs beyond these may be of a kind that torch cannot use.
         here: query torch in this process, which will train. Others query in a child.
         on_asking: called before a child is started, which takes seconds.
 
@@ -112,37 +117,38 @@ def find_devices(
         UserError: the installed torch cannot use a GPU, has no kernels for it, or has no device of
             this kind.
     """
-    if recipe.accelerator not in ("auto", "cpu", "cuda"):
+    if accelerator not in ("auto", "cpu", "cuda"):
         if not here:
             on_asking()
-        return _of_another_kind(recipe, _current() if here else _current_once())
+        return _of_another_kind(accelerator, _current() if here else _current_once())
     cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1)
     # Device files of NVIDIA's driver and of WSL: they tell of a GPU without importing torch.
     native, windows = (Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
     native = native or (is_for_rocm() and Path("/dev/kfd").exists())
-    asked_for = recipe.accelerator == "cuda"
-    if recipe.accelerator == "cpu" or not (asked_for or native or windows):
+    is_required = accelerator == "cuda"
+    if accelerator == "cpu" or not (is_required or native or windows):
         return cpu
-    if gpus_are_hidden() and not asked_for:
+    if gpus_are_hidden() and not is_required:
         return cpu
     if not here:
         on_asking()
     cuda = ask_torch() if here else _asked_once()
     if cuda.error:
         # Windows has /dev/dxg for GPUs of every maker.
-        if not (asked_for or native or hardware().gpus):
+        if not (is_required or native or hardware().gpus):
             return cpu
-        raise UserError(_unusable(cuda, asked_for=asked_for))
+        raise UserError(_unusable(cuda, is_required=is_required))
     count = len(cuda.gpus)
-    used = cuda.gpus[: recipe.devices if isinstance(recipe.devices, int) else count]
-    for gpu in used:
+    # Kernels are only needed on those that the run takes: an old card beside them does no harm.
+    taken = cuda.gpus[: used if isinstance(used, int) else count]
+    for gpu in taken:
         require_kernels(gpu, cuda)
     return Devices(
         accelerator="cuda",
         count=count,
         names=tuple(gpu.name for gpu in cuda.gpus),
         memory_bytes=tuple(gpu.memory_bytes for gpu in cuda.gpus),
-        bf16_native=all(gpu.capability >= AMPERE for gpu in used),
+        bf16_native=all(gpu.capability >= AMPERE for gpu in taken),
         deepspeed=has_deepspeed(),
     )
 
@@ -238,13 +244,13 @@ def _install(version: str, build: str) -> str:
     return f"pip install torch=={base}+{build} --index-url {WHEELS}/{build}"
 
 
-def _unusable(cuda: Cuda, *, asked_for: bool) -> str:
+def _unusable(cuda: Cuda, *, is_required: bool) -> str:
     """The error message for GPUs that torch cannot use."""
     found = hardware()
     names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
     if names:
         start = f"This machine has {names}, but torch {cuda.torch} cannot use it"
-    elif asked_for:
+    elif is_required:
         start = f"accelerator is cuda, but torch {cuda.torch} sees no GPU"
     else:
         maker = "AMD" if is_for_rocm() else "NVIDIA"
@@ -257,20 +263,19 @@ def _unusable(cuda: Cuda, *, asked_for: bool) -> str:
     return f"{start}: {cuda.error}\n{advice}"
 
 
-def _of_another_kind(recipe: Recipe, current: Current) -> Devices:
+def _of_another_kind(accelerator: str, current: Current) -> Devices:
     """Devices of a kind that is neither the CPU nor CUDA."""
-    asked = recipe.accelerator
-    if current.name != asked or not current.devices:
-        has = "cpu" if current.name in (None, asked) else f"cpu and {current.name}"
+    if current.name != accelerator or not current.devices:
+        has = "cpu" if current.name in (None, accelerator) else f"cpu and {current.name}"
         why = f": {current.error}" if current.error else ""
-        other = "cpu" if current.name in (None, asked) else f"{current.name} or cpu"
+        other = "cpu" if current.name in (None, accelerator) else f"{current.name} or cpu"
         raise UserError(
-            f"accelerator is {asked}, but torch {current.torch} has no such device on this "
+            f"accelerator is {accelerator}, but torch {current.torch} has no such device on this "
             f"machine, only {has}{why}. Install a build of torch for it, or try --accelerator "
             f"{other}."
         )
     return Devices(
-        accelerator=asked,
+        accelerator=accelerator,
         count=len(current.devices),
         names=current.devices,
         memory_bytes=current.memory_bytes,

@@ -7,15 +7,18 @@ import importlib.util
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
+    Eval,
+    Kernels,
     LoggerName,
     LoraRecipe,
+    Memory,
     MicroBatchKey,
     Precision,
     Recipe,
@@ -158,11 +161,11 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     RULES[strategy].shards(options, count, nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
-    notices += ignored_layers(recipe)
-    check_best(recipe, nodes)
-    check_kernels(recipe, devices, strategy, compiles=RULES[strategy].compiles)
+    notices += _ignored_layers(recipe)
+    _check_best(recipe, nodes)
+    _check_kernels(recipe, devices.accelerator, strategy)
     if trains and recipe.memory.offload_activations:
-        notices += _check_offloading(recipe, devices)
+        notices += _check_offloading(recipe.memory, devices.accelerator)
     size, tokens = _micro_batch(recipe.train, notices)
     plan = Plan(
         recipe=recipe,
@@ -234,14 +237,14 @@ def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
     return [f"accelerator is {kind.name}: ftkit has not been tested on such devices."]
 
 
-def _check_offloading(recipe: Recipe, devices: Devices) -> list[str]:
-    if not recipe.memory.activation_checkpointing:
+def _check_offloading(memory: Memory, accelerator: str) -> list[str]:
+    if not memory.activation_checkpointing:
         raise UserError(
             "memory.offload_activations is true, but memory.activation_checkpointing is false: it "
             "is the inputs kept by it that are offloaded. Try --memory.activation_checkpointing "
             "true."
         )
-    on_cpu = devices.accelerator == HOST_KIND
+    on_cpu = accelerator == HOST_KIND
     return ["memory.offload_activations has no effect: this is host memory."] * on_cpu
 
 
@@ -432,13 +435,8 @@ def _share(number: float) -> bool:
     return 0 <= number < 1
 
 
-def check_best(recipe: Recipe, nodes: int) -> None:
-    """Refuse result: best where not all machines could read the best checkpoint.
-
-    Args:
-        recipe: the recipe.
-        nodes: number of machines.
-    """
+def _check_best(recipe: Recipe, nodes: int) -> None:
+    """Refuse result: best where not all machines could read the best checkpoint."""
     if recipe.checkpoint.result == "best" and nodes > 1 and url_of(recipe.out_dir):
         raise UserError(
             f"checkpoint.result is best and out_dir is {display_path(recipe.out_dir)}: each of the "
@@ -447,19 +445,20 @@ def check_best(recipe: Recipe, nodes: int) -> None:
         )
 
 
-def check_validations(recipe: Recipe, total_steps: int) -> list[str]:
+def check_validations(settings: Eval, total_steps: int, *, takes_best: bool) -> list[str]:
     """Check the validation settings against the length of the run; returns notices.
 
     Args:
-        recipe: the recipe.
+        settings: section eval of the recipe.
         total_steps: of the run.
+        takes_best: whether the result is the best checkpoint.
 
     Raises:
         UserError: the result is the best checkpoint, but none is validated.
     """
-    settings, patience = recipe.eval, recipe.eval.patience
+    patience = settings.patience
     before_last = (total_steps - 1) // settings.interval if settings.interval else 0
-    if recipe.checkpoint.result == "best" and not before_last and not settings.final_validation:
+    if takes_best and not before_last and not settings.final_validation:
         raise UserError(
             f"checkpoint.result is best, but none of the {total_steps} steps is validated: "
             f"eval.interval is {settings.interval} and eval.final_validation is false. "
@@ -488,18 +487,11 @@ def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int |
     return []
 
 
-def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: bool) -> None:
-    """Refuse kernels and compilation that these devices or this strategy cannot run.
-
-    Args:
-        recipe: its keys `compile` and `kernels`.
-        devices: of this machine.
-        strategy: the resolved strategy.
-        compiles: whether blocks may be compiled under it.
-    """
-    if recipe.kernels == "liger" and not device_kind(devices.accelerator).has_triton:
+def _check_kernels(recipe: Recipe, accelerator: str, strategy: StrategyName) -> None:
+    """Refuse kernels and compilation that these devices or this strategy cannot run."""
+    if recipe.kernels == "liger" and not device_kind(accelerator).has_triton:
         raise UserError(
-            f"kernels is liger, but the accelerator is {devices.accelerator} and these kernels are "
+            f"kernels is liger, but the accelerator is {accelerator} and these kernels are "
             "for CUDA. "
             "Try --kernels torch."
         )
@@ -513,20 +505,25 @@ def check_kernels(recipe: Recipe, devices: Devices, strategy: str, *, compiles: 
             f"train.label_smoothing is {recipe.train.label_smoothing:g} and kernels is liger, "
             "whose loss has not been tested with it. Try --kernels torch."
         )
-    if recipe.compile and not compiles:
+    if recipe.compile and not RULES[strategy].compiles:
         raise UserError(
             f"compile is true, but {strategy} gathers the parameters of each layer in the middle "
             "of a block. Try --strategy fsdp, or --compile false."
         )
 
 
-def check_kernels_installed(recipe: Recipe, accelerator: str) -> None:
+def check_kernels_installed(kernels: Kernels, accelerator: str, *, compiles: bool) -> None:
     """Refuse a run whose kernels or compiler are not installed.
+
+    Args:
+        kernels: key of the recipe.
+        accelerator: kind of device.
+        compiles: its key `compile`.
 
     Raises:
         UserError: names what to install.
     """
-    if recipe.kernels == "liger" and not has_liger():
+    if kernels == "liger" and not has_liger():
         raise UserError(
             "kernels is liger, but Liger-Kernel is not installed. Try pip install "
             "'liger-kernel>=0.8.5', or --kernels torch."
@@ -534,22 +531,25 @@ def check_kernels_installed(recipe: Recipe, accelerator: str) -> None:
     # torch.compile writes C++ for CPUs; Triton compiles its launchers, which are C.
     variable, usual = ("CXX", "g++") if accelerator == "cpu" else ("CC", "gcc")
     compiler = os.environ.get(variable, usual)
-    needs_compiler = recipe.compile or recipe.kernels == "liger"
+    needs_compiler = compiles or kernels == "liger"
     if needs_compiler and shutil.which(compiler) is None:
-        key, off = ("compile", "false") if recipe.compile else ("kernels", "torch")
+        key, off = ("compile", "false") if compiles else ("kernels", "torch")
         raise UserError(
             f"{key} needs a compiler on this machine, but there is no {compiler}. Install it or "
             f"set ${variable}, or try --{key} {off}."
         )
 
 
-def check_loggers_installed(recipe: Recipe) -> None:
+def check_loggers_installed(names: Iterable[LoggerName]) -> None:
     """Refuse a run whose loggers are not installed.
+
+    Args:
+        names: loggers beside metrics.csv.
 
     Raises:
         UserError: names what to install.
     """
-    for name in recipe.extra_loggers:
+    for name in names:
         if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"logger_name has {name}, but it is not installed. Try pip install "
@@ -562,7 +562,7 @@ def has_liger() -> bool:
     return all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
 
 
-def ignored_layers(recipe: Recipe) -> list[str]:
+def _ignored_layers(recipe: Recipe) -> list[str]:
     """Notices about layer switches that lora_targets overrides."""
     if not isinstance(recipe, LoraRecipe) or recipe.lora_targets is None:
         return []

@@ -113,6 +113,11 @@ class RunDirectory:
         """A row for each sample of host and devices."""
         return self.path / _SYSTEM
 
+    def shown_path(self, path: Path) -> str:
+        """A path, relative to this directory if it is inside."""
+        path, own = path.absolute(), self.path.absolute()
+        return str(path.relative_to(own) if path.is_relative_to(own) else path)
+
     @property
     def rows(self) -> tuple[Path, ...]:
         """Tables that grow by rows: `metrics`, `validation` and `system`."""

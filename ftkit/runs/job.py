@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from ftkit.checkpoint.metadata import Metadata
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.own_metric import OwnMetric
@@ -15,7 +16,8 @@ from ftkit.recipe.parsing import from_dict, recipe_as_dict, to_dict
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.directory import RankDirectory, RunDirectory
-from ftkit.runs.report.report import Progress, Report, Restart
+from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
+from ftkit.runs.report.report import Loss, Progress, Report, Restart, Resumed
 from ftkit.utils.console.formatting import parse_duration, utc_now, utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_json, write_with_reserve
@@ -103,9 +105,13 @@ class Job:
         """The recipe resolved on the devices."""
         return make_plan(self.recipe, self.devices)
 
-    def new_report(self) -> Report:
-        """The report of a run that has only started."""
-        return Report(
+    def new_report(self, start: Metadata | None = None) -> Report:
+        """The report of a session before its first step; it covers earlier sessions.
+
+        Args:
+            start: metadata of the checkpoint that it continues from; None: the run is new.
+        """
+        report = Report(
             outcome="failed",
             exit_reason="the process ended without an error message",
             exit_code=1,
@@ -119,6 +125,27 @@ class Job:
             hardware=hardware(),
             progress=Progress(),
             restarts=list(self.restarts),
+        )
+        if start is None:
+            return report
+        carried = start.carried
+        return dataclasses.replace(
+            report,
+            progress=Progress(steps=start.step, samples=start.samples, epochs=start.epochs),
+            loss=from_json(Loss, carried.get("loss") or {}),
+            exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
+            examples=from_json(list[AnsweredExample], carried.get("examples") or []),
+            scores=from_json(list[AnswerScore], carried.get("scores") or []),
+            tasks=from_json(list[TaskScore], carried.get("tasks") or []),
+            resumed=None
+            if self.start is None
+            else Resumed(
+                from_step=start.step,
+                checkpoint=self.directory.shown_path(Path(self.start)),
+                strategy=start.layout.strategy,
+                world_size=start.layout.world_size,
+                changes=list(self.changes),
+            ),
         )
 
     def write(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Resume: which checkpoint a run continues from, whether it may, and the directory as it was then.
+"""Resume: the checkpoint that a run continues from, and its directory as it was then.
 
 This is decided before a rank starts, without torch: the recipe is compared with that of the
 checkpoint, and every file of the checkpoint is checked. Files that are newer than the checkpoint
@@ -20,7 +20,7 @@ from ftkit.checkpoint.store import Store, check_files, step_of, verify
 from ftkit.errors import Completed, UserError
 from ftkit.recipe.changes import recipe_changes
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.recipe import Method, Precision, Recipe
+from ftkit.recipe.recipe import Method, Precision, Recipe, Train
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.report.report import Loss, Progress, Report, read_report
@@ -90,29 +90,35 @@ def exit_summary(out_dir: Path, method: Method, steps: int) -> str:
     )
 
 
-def resumes_in_place(recipe: Recipe) -> bool:
-    """Whether a recipe continues the run in its out_dir, rather than starting a new one."""
-    if not isinstance(recipe.resume, str) or recipe.resume == "auto":
-        return recipe.resume is not False
-    path, run = local_path(recipe.resume).expanduser().resolve(), _run(recipe)
-    run = RunDirectory(run.path.resolve())
+def resumes_in_place(resume: bool | int | str, out_dir: Path) -> bool:
+    """Return whether a run continues the one in its out_dir, rather than starting a new one.
+
+    Args:
+        resume: key of the recipe.
+        out_dir: key of the recipe.
+    """
+    if not isinstance(resume, str) or resume == "auto":
+        return resume is not False
+    path = local_path(resume).expanduser().resolve()
+    run = RunDirectory(out_dir.expanduser().resolve())
     return path == run.path or path.is_relative_to(run.store.directory)
 
 
-def follow_moved(recipe: Recipe, file: Path) -> Recipe:
-    """The recipe with the directory where its run is now, if that was moved or copied.
+def follow_moved(resume: bool | int | str, out_dir: Path, file: Path) -> Path:
+    """The out_dir of a recipe, or the directory where its run is now, if that was moved or copied.
 
     Args:
-        recipe: as requested.
+        resume: key of the recipe.
+        out_dir: key of the recipe.
         file: it was read from.
     """
     run = RunDirectory(file.expanduser().resolve().parent)
-    by_out_dir = recipe.resume == "auto" or not isinstance(recipe.resume, str)
-    if recipe.resume is False or not by_out_dir or file.name != run.recipe.name:
-        return recipe
-    if run.path == _run(recipe).path.resolve() or run.store.newest() is None:
-        return recipe
-    return dataclasses.replace(recipe, out_dir=run.path)
+    by_out_dir = resume == "auto" or not isinstance(resume, str)
+    if resume is False or not by_out_dir or file.name != run.recipe.name:
+        return out_dir
+    if run.path == out_dir.expanduser().resolve() or run.store.newest() is None:
+        return out_dir
+    return run.path
 
 
 def require_free(out_dir: Path, method: Method) -> None:
@@ -140,13 +146,13 @@ def find_start(recipe: Recipe) -> Start | None:
     see `verify_start`.
 
     Args:
-        recipe: as requested, with the precision resolved.
+        recipe: as requested, with the precision resolved; all of it is compared with the saved one.
 
     Raises:
         UserError: no such checkpoint, a damaged one, or one of a run that trains something else.
         Completed: the run is complete, and the recipe does not prolong it.
     """
-    resume, run = recipe.resume, _run(recipe)
+    resume, run = recipe.resume, _run_in(recipe.out_dir)
     if resume is False:
         return None
     store = run.store
@@ -159,7 +165,8 @@ def find_start(recipe: Recipe) -> Start | None:
                 f"{_there_are(store)}"
             )
         return _start(recipe, store.path(resume), in_place=True)
-    return _start(recipe, _checkpoint_at(resume), in_place=resumes_in_place(recipe))
+    in_place = resumes_in_place(resume, recipe.out_dir)
+    return _start(recipe, _checkpoint_at(resume), in_place=in_place)
 
 
 def verify_start(
@@ -172,7 +179,7 @@ def verify_start(
 
     Args:
         start: from `find_start`.
-        recipe: the one given there.
+        recipe: the one given there; earlier checkpoints are compared with it.
         display: shows the progress.
         interrupted: whether the run is to end anyway; then the rest is not read.
 
@@ -191,7 +198,7 @@ def verify_start(
 
         with suppress(InterruptedError):
             while problems := _damage(start, advance):
-                damaged = _damaged(recipe, start.checkpoint, problems)
+                damaged = _damaged(start.checkpoint, problems, recipe.resume, start.in_place)
                 start = _start_before(recipe, damaged, start.passed_over)
     return start
 
@@ -204,8 +211,8 @@ def _damage(start: Start, advance: OnProgress) -> list[str]:
     ]
 
 
-def _run(recipe: Recipe) -> RunDirectory:
-    return RunDirectory(recipe.out_dir.expanduser())
+def _run_in(out_dir: Path) -> RunDirectory:
+    return RunDirectory(out_dir.expanduser())
 
 
 def _report(run: RunDirectory) -> Report | None:
@@ -247,7 +254,7 @@ def _start_before(
     In other cases the damage is raised.
     """
     store, step = Store(damaged.checkpoint.parent), step_of(damaged.checkpoint.name)
-    if recipe.resume != "auto" or step is None or _has_finished(_run(recipe), step):
+    if recipe.resume != "auto" or step is None or _has_finished(_run_in(recipe.out_dir), step):
         raise damaged
     for earlier in reversed([one for one in store.steps() if one < step]):
         passed_over += (damaged.why,)
@@ -288,7 +295,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     fetch_without_shards(checkpoint)
     problems = check_files(checkpoint) or _content_problems(checkpoint)
     if problems:
-        raise _damaged(recipe, checkpoint, problems)
+        raise _damaged(checkpoint, problems, recipe.resume, in_place)
     metadata = read_metadata(checkpoint)
     refusals, changes = recipe_changes(_saved_recipe(recipe, checkpoint, metadata), recipe)
     if refusals:
@@ -342,17 +349,19 @@ def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recip
     return saved
 
 
-def _damaged(recipe: Recipe, checkpoint: Path, problems: list[str]) -> DamagedCheckpoint:
+def _damaged(
+    checkpoint: Path, problems: list[str], resume: bool | int | str, in_place: bool
+) -> DamagedCheckpoint:
     step = step_of(checkpoint.name)
     store = Store(checkpoint.parent)
     before = [s for s in store.steps() if step is not None and s < step]
     sound = next((s for s in reversed(before) if not store.check_files(s)), None)
     if sound is None:
         advice = "There is no other before it: try --overwrite without --resume to start again."
-    elif recipe.resume is True:
+    elif resume is True:
         advice = "Try --resume auto, which continues from the newest intact one."
     else:
-        option = sound if resumes_in_place(recipe) else shlex.quote(display_path(store.path(sound)))
+        option = sound if in_place else shlex.quote(display_path(store.path(sound)))
         advice = f"Try the one before it: --resume {option}."
     why = f"{display_path(checkpoint)} cannot be continued from: {' '.join(problems)}"
     return DamagedCheckpoint(checkpoint, why, advice)
@@ -367,13 +376,15 @@ def _there_are(store: Store) -> str:
 
 def _refuse_completed(recipe: Recipe, start: Start) -> None:
     """Raise Completed unless steps are left, or the result is missing."""
-    run, metadata = _run(recipe), start.metadata
+    run, metadata = _run_in(recipe.out_dir), start.metadata
     finished = _has_finished(run, metadata.step)
-    has_result = run.final.is_dir() or not _writes_result(recipe)
-    left = _steps_left(recipe, metadata)
+    writes_result = recipe.checkpoint.save and not recipe.checkpoint_dir.startswith("random:")
+    has_result = run.final.is_dir() or not writes_result
+    patience = recipe.eval.patience
+    left = _steps_left(recipe.train, patience, metadata)
     if not has_result or (left and not finished):
         return
-    if not left and not finished and _writes_result(recipe):
+    if not left and not finished and writes_result:
         return  # it ended while the result was written, or before its report
     saved = _saved_recipe(recipe, start.checkpoint, metadata)
     if left and _grew(saved, recipe):
@@ -381,12 +392,13 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     where = f"; the result is in {display_path(run.final)}" if run.final.is_dir() else ""
     raise Completed(
         f"{display_path(run.path)} is complete at step {metadata.step:,}{where}\n"
-        f"train on with: {continue_command(run.path, recipe.method)} {_more(recipe, metadata)}"
+        f"train on with: {continue_command(run.path, recipe.method)} "
+        f"{_more(recipe.train, patience, metadata)}"
     )
 
 
 def _has_finished(run: RunDirectory, newest: int) -> bool:
-    """Whether the run is complete, by a report about its newest checkpoint."""
+    """Return whether the run is complete, by a report about its newest checkpoint."""
     # An older report does not count: a session after it was killed.
     report = _report(run)
     if report is None or report.outcome != "completed":
@@ -394,43 +406,35 @@ def _has_finished(run: RunDirectory, newest: int) -> bool:
     return (report.progress or Progress()).steps == newest
 
 
-def _writes_result(recipe: Recipe) -> bool:
-    return recipe.checkpoint.save and not recipe.checkpoint_dir.startswith("random:")
-
-
-def _steps_left(recipe: Recipe, metadata: Metadata) -> int:
+def _steps_left(train: Train, patience: int | None, metadata: Metadata) -> int:
     schedule, _ = make_schedule(
-        recipe.train,
+        train,
         metadata.data.train_samples,
-        # Any learning rate: only the number of steps is asked for.
+        # Any learning rate: the number of steps does not depend on it.
         1.0,
         start_step=metadata.step,
         start_samples=metadata.samples,
     )
-    return 0 if _is_out_of_patience(recipe, metadata) else schedule.total_steps - metadata.step
+    return 0 if _is_out_of_patience(patience, metadata) else schedule.total_steps - metadata.step
 
 
-def _is_out_of_patience(recipe: Recipe, metadata: Metadata) -> bool:
+def _is_out_of_patience(patience: int | None, metadata: Metadata) -> bool:
     loss = from_json(Loss, metadata.carried.get("loss") or {})
     assert isinstance(loss, Loss)
-    return loss.has_exhausted(recipe.eval.patience)
+    return loss.has_exhausted(patience)
 
 
 def _grew(saved: Recipe, now: Recipe) -> bool:
-    """Whether a limit of the run is higher than before, or gone."""
-
-    def limits(recipe: Recipe) -> list[float]:
-        values = [*(getattr(recipe.train, key) for key in _LIMITS), recipe.eval.patience]
-        return [float("inf") if value is None else value for value in values]
-
-    return any(after > before for before, after in zip(limits(saved), limits(now), strict=True))
+    """Return whether a limit of the run is higher than before, or gone."""
+    pairs = [(getattr(saved.train, key), getattr(now.train, key)) for key in _LIMITS]
+    pairs.append((saved.eval.patience, now.eval.patience))
+    return any(before is not None and (after is None or after > before) for before, after in pairs)
 
 
-def _more(recipe: Recipe, metadata: Metadata) -> str:
+def _more(train: Train, patience: int | None, metadata: Metadata) -> str:
     """Options that prolong the run."""
-    train, patience = recipe.train, recipe.eval.patience
     options = []
-    if patience is not None and _is_out_of_patience(recipe, metadata):
+    if patience is not None and _is_out_of_patience(patience, metadata):
         return f"--eval.patience {2 * patience}"
     if train.epochs and metadata.samples >= train.epochs * metadata.data.train_samples:
         epochs = int(metadata.samples // metadata.data.train_samples) + 1

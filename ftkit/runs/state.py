@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ftkit.checkpoint.metadata import Metadata
 from ftkit.checkpoint.store import step_of
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import RunCheckpoints, size_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor, is_at_work
-from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.runs.report.meters import SourceMeter
 from ftkit.runs.report.metrics import (
     ROUTER_COLUMN,
@@ -39,7 +37,6 @@ from ftkit.runs.report.report import (
     Progress,
     Report,
     Restart,
-    Resumed,
     Tokens,
     read_report,
 )
@@ -130,43 +127,6 @@ def _noted(run: RunDirectory) -> Report | None:
     return dataclasses.replace(reports[0], peak_memory=PeakMemory.of(memory) if memory else None)
 
 
-def report_at_start(job: Job, start: Metadata | None) -> Report:
-    """The report of a session before its first step; it covers earlier sessions.
-
-    Args:
-        job: of the session.
-        start: metadata of the checkpoint that it continues from; None: the run is new.
-    """
-    report = job.new_report()
-    if start is None:
-        return report
-    carried = start.carried
-    return dataclasses.replace(
-        report,
-        progress=Progress(steps=start.step, samples=start.samples, epochs=start.epochs),
-        loss=from_json(Loss, carried.get("loss") or {}),
-        exact_match=from_json(ExactMatch | None, carried.get("exact_match")),
-        examples=from_json(list[AnsweredExample], carried.get("examples") or []),
-        scores=from_json(list[AnswerScore], carried.get("scores") or []),
-        tasks=from_json(list[TaskScore], carried.get("tasks") or []),
-        resumed=None
-        if job.start is None
-        else Resumed(
-            from_step=start.step,
-            checkpoint=shown_path(Path(job.start), job.directory),
-            strategy=start.layout.strategy,
-            world_size=start.layout.world_size,
-            changes=list(job.changes),
-        ),
-    )
-
-
-def shown_path(path: Path, run: RunDirectory) -> str:
-    """A path, relative to the directory of the run if it is inside."""
-    path, out_dir = path.absolute(), run.path.absolute()
-    return str(path.relative_to(out_dir) if path.is_relative_to(out_dir) else path)
-
-
 def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
     """The report of rank 0, updated from newer rows and checkpoints of its session.
 
@@ -190,11 +150,11 @@ def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
         return dataclasses.replace(report, warnings=[*report.warnings, str(error)])
 
 
-def is_report_of(report: Path, job: Path) -> bool:
-    """Whether a report belongs to the session of a job file."""
+def is_report_of(report: Path, job_file: Path) -> bool:
+    """Return whether a report belongs to the session of a job file."""
     try:
-        with reading(job, "a JSON object with a number started_at_s"):
-            started_at = utc_text(float(json.loads(job.read_bytes())["started_at_s"]))
+        with reading(job_file, "a JSON object with a number started_at_s"):
+            started_at = utc_text(float(json.loads(job_file.read_bytes())["started_at_s"]))
         return read_report(report).started_at == started_at
     except UserError:
         return False
@@ -281,7 +241,7 @@ def _with_checkpoints(report: Report, run: RunDirectory) -> Report:
     checkpoints = dataclasses.replace(
         noted,
         saved=noted.saved + len(new),
-        last=shown_path(newest, run),
+        last=run.shown_path(newest),
         last_bytes=size_of(newest),
     )
     return dataclasses.replace(report, checkpoints=checkpoints)
@@ -350,7 +310,17 @@ def last_session(run: RunDirectory) -> LastSession | None:
     report = _read_if_sound(run.report)
     job = _job_of_killed(run)
     if job is not None and (report is None or report.started_at != utc_text(job.started_at_s)):
-        return _killed(run, job)
+        # Steps by the rows, which a rank writes more often than its report.
+        rank = run.rank_of_killed(0)
+        noted = brought_up_to_files(_read_if_sound(rank.report) or job.new_report(), run)
+        left = [path for path in (run.job_of_killed, rank.report) if path.exists()]
+        return LastSession(
+            reason=_reason_of_killed(run, job.plan.world_size),
+            ended_at=utc_text(max(path.stat().st_mtime for path in left)),
+            steps=max((noted.progress or Progress()).steps, job.start_step),
+            world_size=job.plan.world_size,
+            restarts=job.restarts,
+        )
     if report is None:
         return None
     return LastSession(
@@ -362,31 +332,10 @@ def last_session(run: RunDirectory) -> LastSession | None:
     )
 
 
-def _killed(run: RunDirectory, job: Job) -> LastSession:
-    """A session that was killed before its supervisor could write a report."""
-    rank = run.rank_of_killed(0)
-    noted = _read_if_sound(rank.report)
-    left = [path for path in (run.job_of_killed, rank.report) if path.exists()]
-    heard_s = max(path.stat().st_mtime for path in left)
-    return LastSession(
-        reason=_reason(run, job),
-        ended_at=utc_text(heard_s),
-        steps=_steps_of_killed(run, job, noted),
-        world_size=job.plan.world_size,
-        restarts=job.restarts,
-    )
-
-
-def _steps_of_killed(run: RunDirectory, job: Job, noted: Report | None) -> int:
-    """Steps according to the rows, which a rank writes more often than its report."""
-    report = brought_up_to_files(noted or job.new_report(), run)
-    return max((report.progress or Progress()).steps, job.start_step)
-
-
-def _reason(run: RunDirectory, job: Job) -> str:
+def _reason_of_killed(run: RunDirectory, world_size: int) -> str:
     """The first error of a rank, if one left any, after the fact that all were killed."""
     found = []
-    for rank in range(job.plan.world_size):
+    for rank in range(world_size):
         if error := RankError.read(run.rank_of_killed(rank)):
             found.append((error.happened_at_s, f"rank {rank}: {error.message}"))
     holder = Supervisor.in_file(run.lock_of_killed)

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ftkit.recipe.plan import Plan
 from ftkit.utils.accelerators.kinds import HOST_KIND, kind_of_backend
 
 
@@ -42,11 +41,16 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def make_device(plan: Plan) -> torch.device:
-    """Device of this rank."""
-    if plan.accelerator == HOST_KIND:
+def world_size() -> int:
+    """Number of processes on all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def make_device(accelerator: str) -> torch.device:
+    """Device of this rank, of this kind."""
+    if accelerator == HOST_KIND:
         return torch.device(HOST_KIND)
-    return torch.device(plan.accelerator, local_rank())
+    return torch.device(accelerator, local_rank())
 
 
 def broadcast_text(text: str) -> str:

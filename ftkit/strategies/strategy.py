@@ -170,7 +170,7 @@ class Strategy(ABC):
     @property
     def device(self) -> torch.device:
         """Device of this rank."""
-        return make_device(self.plan)
+        return make_device(self.plan.accelerator)
 
     @cached_property
     def precision(self) -> Precision:

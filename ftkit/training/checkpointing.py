@@ -23,7 +23,6 @@ from ftkit.checkpoint.saver import Retention, Saved, Saver
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import capture, replace_trained
 from ftkit.checkpoint.store import Store, best_checkpoint, is_milestone
-from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.save import save_adapter
@@ -31,7 +30,6 @@ from ftkit.models.pretrained.base_model import BaseModel, save_without_weights
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.recipe import LoraRecipe, Recipe
-from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import loss_columns, read_validation
 from ftkit.runs.report.report import ChosenResult
 from ftkit.strategies.distributed import broadcast_ints, rank
@@ -50,9 +48,7 @@ class Checkpointing:
     def __init__(
         self,
         setup: Setup,
-        directory: RunDirectory,
         journal: Journal,
-        weights: EvaluatedWeights,
         *,
         run_ids: dict[str, str],
         changes: Sequence[str],
@@ -62,16 +58,15 @@ class Checkpointing:
 
         Args:
             setup: of this rank.
-            directory: of the run.
             journal: for messages and measurements.
-            weights: to be evaluated, of which the adapter in a checkpoint is made.
             run_ids: of loggers, for their next session.
             changes: of the recipe since the checkpoint from which the run continues.
             restarts: of the run up to now.
         """
-        self._setup, self._directory, self._journal = setup, directory, journal
-        self._weights, self._run_ids = weights, run_ids
+        self._setup, self._journal = setup, journal
+        self._weights, self._run_ids = setup.evaluated_weights, run_ids
         self._changes, self._restarts = changes, restarts
+        self._directory = directory = setup.directory
         self._settings, start = setup.recipe.checkpoint, setup.start
         settings = self._settings
         self._retention = Retention(
@@ -90,7 +85,7 @@ class Checkpointing:
         )
         self.before_update = self._saver.copies.before_update
         """To be called before the first update of a step."""
-        weights.before = self.before_update
+        self._weights.before = self.before_update
         self._between_losses_s = parse_duration(settings.time_between_losses)
         self._stalls_s: list[float] = []
         self._advised_s: float | None = None
@@ -360,7 +355,7 @@ def write_companions(
 
     Args:
         directory: of the checkpoint.
-        recipe: of the run.
+        recipe: of the run, saved as a whole.
         base: the base model.
         chat_files: files that say how the result is prompted.
         adapter: trained parameters of LoRA, by our names.

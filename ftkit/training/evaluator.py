@@ -13,7 +13,6 @@ from ftkit.evaluation.scorer import EvaluationAborted, Scorer
 from ftkit.evaluation.scoring import Score, Scoring
 from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import (
-    EvaluatedWeights,
     answer_records,
     answer_scores,
     validation_loss,
@@ -50,7 +49,6 @@ class Evaluator:
         stopped: Callable[[], int],
         journal: Journal,
         loggers: Loggers,
-        weights: EvaluatedWeights,
         trusted: Path | None,
     ) -> None:
         """Prepare evaluations; rank 0 loads the tasks of the recipe.
@@ -61,14 +59,13 @@ class Evaluator:
             stopped: whether a signal asks to end, which ends an evaluation early; ranks agree.
             journal: for results.
             loggers: for validation losses and scores of tasks.
-            weights: to be evaluated.
             trusted: directory whose Python code tasks may run.
 
         Raises:
             UserError: the sample record or a task does not exist.
         """
         self._setup, self._stopped, self._journal, self._loggers = setup, stopped, journal, loggers
-        self._scoring, self._weights = scoring, weights
+        self._scoring, self._weights = scoring, setup.evaluated_weights
         recipe = setup.recipe
         self._settings = recipe.eval
         self._example = _example_index(

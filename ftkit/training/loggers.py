@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ class Loggers:
 
         Args:
             loggers: from `make_loggers`.
-            recipe: of the run.
+            recipe: of the run, of which all values are logged.
             warn: called if a logger fails.
         """
         self._loggers, self._warn = loggers, warn
@@ -75,12 +75,19 @@ class Loggers:
 
 
 def make_loggers(
-    recipe: Recipe, *, start_step: int, run_ids: dict[str, str]
+    names: Iterable[LoggerName],
+    out_dir: Path,
+    log: Log,
+    *,
+    start_step: int,
+    run_ids: dict[str, str],
 ) -> dict[LoggerName, Logger]:
     """Create the loggers beside metrics.csv; they continue the runs of earlier sessions.
 
     Args:
-        recipe: of the run.
+        names: of the loggers.
+        out_dir: of the run.
+        log: names of the run.
         start_step: optimizer steps already done. TensorBoard removes its values of later steps.
         run_ids: id of the run in each service, by name of the logger. New ids are added: that of
             W&B here, so that a checkpoint has it before W&B is contacted.
@@ -91,32 +98,32 @@ def make_loggers(
     made: dict[LoggerName, Logger] = {}
     if rank() > 0:
         return made
-    for name in recipe.extra_loggers:
+    for name in names:
         if name == "tensorboard":
             first_step = start_step + 1 if start_step else 0  # 0: the validation before all steps
             made[name] = _TensorBoard(
-                recipe.out_dir, name="tensorboard", version="", purge_step=first_step
+                out_dir, name="tensorboard", version="", purge_step=first_step
             )
         elif name == "wandb":
-            made[name] = _wandb(recipe, run_ids)
+            made[name] = _wandb(out_dir, log, run_ids)
         elif name == "mlflow":
-            made[name] = MlflowLogger(recipe.out_dir, recipe.log, run_ids)
+            made[name] = MlflowLogger(out_dir, log, run_ids)
         elif name == "trackio":
-            made[name] = TrackioLogger(recipe.out_dir, recipe.log, run_ids)
+            made[name] = TrackioLogger(out_dir, log, run_ids)
     return made
 
 
-def _wandb(recipe: Recipe, run_ids: dict[str, str]) -> Logger:
+def _wandb(out_dir: Path, log: Log, run_ids: dict[str, str]) -> Logger:
     from lightning.pytorch.loggers import WandbLogger  # imports all of Lightning, in seconds
 
     is_known = "wandb" in run_ids
     if not is_known:
         run_ids["wandb"] = secrets.token_hex(4)
     return WandbLogger(
-        save_dir=recipe.out_dir,
-        project=recipe.log.project,
-        name=recipe.log.run,
-        group=recipe.log.group,
+        save_dir=out_dir,
+        project=log.project,
+        name=log.run,
+        group=log.group,
         id=run_ids["wandb"],
         # "must" fails if W&B does not have the run, instead of beginning an empty one of the same
         # id.

@@ -8,9 +8,7 @@ from enum import IntEnum
 from types import FrameType
 
 from ftkit.data.samples.loader import train_batches
-from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.errors import EXIT_BY_SIGNAL
-from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.planning.meter import MemoryMeter, steps_to_measure
 from ftkit.runs.job import StopAfter
 from ftkit.runs.report.meters import StepRecord
@@ -85,10 +83,8 @@ class Training:
     def __init__(
         self,
         setup: Setup,
-        order: ElasticOrder,
         evaluator: Evaluator,
         checkpointing: Checkpointing | None,
-        weights: EvaluatedWeights,
         stop: StopRequest,
         journal: Journal,
         loggers: Loggers,
@@ -100,10 +96,8 @@ class Training:
 
         Args:
             setup: of this rank.
-            order: samples of all steps.
             evaluator: for validations and scores.
             checkpointing: saves the training state; None: nothing is saved.
-            weights: to be evaluated, which the model has at the end.
             stop: signals that ask to end.
             journal: for messages and measurements.
             loggers: beside metrics.csv.
@@ -111,8 +105,8 @@ class Training:
             stop_after: when this session ends, if before the end of training.
         """
         self._setup, self._recipe, self._start = setup, setup.recipe, setup.start
-        self._order, self._evaluator, self._checkpointing = order, evaluator, checkpointing
-        self._weights, self._stop, self._loggers = weights, stop, loggers
+        self._order, self._evaluator, self._checkpointing = setup.order, evaluator, checkpointing
+        self._stop, self._loggers = stop, loggers
         self._display, self._recorder = journal.display, journal.recorder
         self._started_at_s, self._stop_after = started_at_s, stop_after
         self._meter = MemoryMeter(
@@ -120,7 +114,7 @@ class Training:
             setup.model,
             # One or two steps only: following all tensors costs a tenth of a second a step. No
             # step of a compiled model: the meter cannot see into its graphs.
-            set() if self._recipe.compile else steps_to_measure(order),
+            set() if self._recipe.compile else steps_to_measure(self._order),
             self._recorder.device_peak,
             self._recorder.on_step_memory,
         )
@@ -334,7 +328,7 @@ class Training:
                     self._checkpointing.load_best(step, self._evaluator.validation_loss(step))
             # Averages stay in place of the weights: answers and result are then of the same
             # numbers.
-            self._weights.keep()
+            self._setup.evaluated_weights.keep()
             self._evaluator.evaluate(step, validation=validates, scores=True, example=wanted)
             self.signal_number = self._stop.requested() or None
             if self._checkpointing is not None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TextIO
 
 from ftkit.redaction import redacted, redacted_output
-from ftkit.strategies.schedule import sample_budget
 from ftkit.utils.imports import postpone_modules, without_hub_kernels
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import loading_shown, set_verbosity
@@ -36,27 +35,26 @@ import torch
 
 from ftkit.checkpoint.metadata import DamagedPart, Metadata, read_metadata
 from ftkit.checkpoint.saver import SavingFailed
-from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError, device_line, is_out_of_memory
 from ftkit.evaluation.scoring import Scoring
-from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.chat_templates.prompt_styles import prompt_style_file
 from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.save import save_adapter
 from ftkit.models.lora.serving import serving_notice
 from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.planning.memory import predict_measured
+from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
-from ftkit.strategies.distributed import make_device, rank
+from ftkit.strategies.distributed import make_device, rank, world_size
 from ftkit.strategies.strategy import set_arithmetic
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.loggers import Loggers, make_loggers
 from ftkit.training.loop import Interrupted, NonFiniteLoss, StopRequest, Training
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import Journal, Setup, set_up
+from ftkit.training.setup import Journal, Setup, StartingPoint, open_start, set_up
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
 
@@ -65,7 +63,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     """Set up, train, evaluate, and save the result.
 
     Args:
-        job: of the run.
+        job: of the run: what the command line asks of all parts of a rank.
         metadata: of the checkpoint that the run continues from.
         stop: signals that ask to end.
         journal: for messages and measurements.
@@ -79,7 +77,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         journal.warn(notice)
     torch.manual_seed(recipe.seed + rank())  # ranks draw different dropout masks
     set_arithmetic(deterministic=recipe.deterministic)
-    take_device(make_device(plan))
+    take_device(make_device(plan.accelerator))
     scoring = Scoring(
         exact_match=recipe.eval.exact_match,
         rouge_l=recipe.eval.rouge_l,
@@ -88,36 +86,33 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         executes=rank() == 0,  # the user's own metrics run once
     )
 
-    setup = set_up(job, metadata, journal)
-    run_ids = dict(metadata.loggers) if metadata is not None and setup.start.in_place else {}
-    loggers = make_loggers(recipe, start_step=setup.start.step, run_ids=run_ids)
-    weights = EvaluatedWeights(setup.strategy)
+    start = StartingPoint()
+    if job.start is not None and metadata is not None:
+        start = open_start(Path(job.start), metadata, job.directory.store.directory)
+    device_name = [*job.devices.names, "CPU"][0]
+    setup = set_up(plan, job.base, start, device_name, journal)
+    run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
+    loggers = make_loggers(
+        recipe.extra_loggers, recipe.out_dir, recipe.log, start_step=start.step, run_ids=run_ids
+    )
     checkpointing = None
     if setup.is_saved:
         checkpointing = Checkpointing(
-            setup,
-            job.directory,
-            journal,
-            weights,
-            run_ids=run_ids,
-            changes=job.changes,
-            restarts=len(job.restarts),
+            setup, journal, run_ids=run_ids, changes=job.changes, restarts=len(job.restarts)
         )
+    # Only now: a checkpoint has the id of W&B's run before W&B is contacted.
     started_loggers = Loggers(loggers, recipe, journal.warn)
     training = Training(
         setup,
-        _order(setup),
         Evaluator(
             setup,
             scoring,
             stop.requested,
             journal,
             started_loggers,
-            weights,
             trusted=None if job.trusted is None else Path(job.trusted),
         ),
         checkpointing,
-        weights,
         stop,
         journal,
         started_loggers,
@@ -134,32 +129,12 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     if setup.is_saved:
         recorder.enter("saving")
         with journal.display.phase("saving the result"):
-            _save_result(setup, job.directory.final)
+            _save_result(setup, setup.directory.final)
         is_adapter = recipe.method == "lora" and rank() == 0
-        if is_adapter and (refused := serving_notice(job.directory.final)) is not None:
+        if is_adapter and (refused := serving_notice(setup.directory.final)) is not None:
             journal.warn(refused)
-        recorder.saved(job.directory.final.name)
+        recorder.saved(setup.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
-
-
-def _order(setup: Setup) -> ElasticOrder:
-    """Samples of every step on this rank."""
-    recipe, start, samples = setup.recipe, setup.start, setup.data.train
-    return ElasticOrder(
-        samples.lengths,
-        samples.label_counts,
-        epochs=setup.data.epochs(recipe.seed),
-        global_batch_size=recipe.train.global_batch_size,
-        total_samples=sample_budget(
-            recipe,
-            setup.data.samples_per_epoch,
-            setup.schedule,
-            start_step=start.step,
-            start_samples=start.samples,
-        ),
-        layout=setup.layout,
-        start=Position(step=start.step, samples=start.samples),
-    )
 
 
 def _save_result(setup: Setup, out: Path) -> None:
@@ -196,27 +171,34 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
     state = job.directory.rank(rank())
     state.path.mkdir(exist_ok=True)
     _log_libraries()
-    with _display(job, state, terminal) as display:
+    with _display(state, terminal) as display:
         try:
             start = None if job.start is None else read_metadata(Path(job.start))
-            with Recorder(job, state, start=start, show_warning=display.warning) as recorder:
+            with Recorder(
+                job.new_report(start),
+                state,
+                job.plan,
+                started_at_s=job.started_at_s,
+                start=start,
+                show_warning=display.warning,
+            ) as recorder:
                 try:
                     run_job(job, start, stop, Journal(display, recorder))
                 except BaseException as failure:
                     # At once: other ranks wait for this one.
-                    _report_failure(stop.raised or failure, job, state)
+                    _report_failure(stop.raised or failure, state)
                     raise
                 finally:
-                    _note_prediction(job, recorder, display)
+                    _note_prediction(recorder, job.base, job.plan, display)
         except BaseException as exception:
-            _report_failure(exception, job, state)
+            _report_failure(exception, state)
             return 1
         finally:
             state.completing.unlink(missing_ok=True)
     return 0
 
 
-def _report_failure(exception: BaseException, job: Job, state: RankDirectory) -> None:
+def _report_failure(exception: BaseException, state: RankDirectory) -> None:
     """Write how this rank failed, for the supervisor."""
     if state.error.exists():  # only the first failure counts: later ones follow from it
         return
@@ -226,10 +208,10 @@ def _report_failure(exception: BaseException, job: Job, state: RankDirectory) ->
     error = _explain(exception)
     error.write(state)
     if error.kind in ("failed", "out_of_memory"):
-        _log_traceback(exception, job)
+        _log_traceback(exception, state.run.log)
 
 
-def _note_prediction(job: Job, recorder: Recorder, display: Display) -> None:
+def _note_prediction(recorder: Recorder, base: str, plan: Plan, display: Display) -> None:
     """Add the predicted memory of the measured step to the report."""
     # In rank 0, where everything is imported already, and at the end, when nothing waits for it.
     measured, resolved = recorder.report.step_memory, recorder.report.resolved
@@ -239,7 +221,7 @@ def _note_prediction(job: Job, recorder: Recorder, display: Display) -> None:
     assert longest is not None
     try:
         with display.phase("predicting memory", brief=True):
-            predicted = predict_measured(job.base, job.plan, measured, longest)
+            predicted = predict_measured(base, plan, measured, longest)
     except Exception as error:  # the report is complete without it
         recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
     else:
@@ -259,10 +241,10 @@ def _log_libraries() -> None:
     )
 
 
-def _display(job: Job, state: RankDirectory, terminal: TextIO) -> Display:
+def _display(state: RankDirectory, terminal: TextIO) -> Display:
     """Display of this rank; only rank 0 writes to the terminal."""
     if rank() == 0:
-        return Display(job.recipe.out_dir, stream=terminal)
+        return Display(state.run.path, stream=terminal)
     return Display(state.path, stream=_Silence())
 
 
@@ -273,11 +255,11 @@ class _Silence(io.StringIO):
         return len(text)
 
 
-def _log_traceback(exception: BaseException, job: Job) -> None:
+def _log_traceback(exception: BaseException, log: Path) -> None:
     lines = traceback.format_exception(exception)
-    if job.plan.world_size > 1:
+    if world_size() > 1:
         lines = [f"rank {rank()}:\n", *lines]
-    with suppress(OSError), job.directory.log.open("a", encoding="utf-8") as file:
+    with suppress(OSError), log.open("a", encoding="utf-8") as file:
         file.write(redacted("".join(lines)))
 
 

@@ -14,8 +14,8 @@ from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.models.bodies.routing import Routing
 from ftkit.planning.meter import DevicePeak
+from ftkit.recipe.plan import Plan
 from ftkit.runs.directory import RankDirectory
-from ftkit.runs.job import Job
 from ftkit.runs.report import numbers
 from ftkit.runs.report.meters import SourceMeter, StepRecord, ThroughputMeter
 from ftkit.runs.report.metrics import MetricsWriter, ValidationWriter
@@ -30,13 +30,13 @@ from ftkit.runs.report.report import (
     PhaseTimes,
     Progress,
     RankMemory,
+    Report,
     Source,
     Spread,
     Throughput,
     Tokens,
     write_report,
 )
-from ftkit.runs.state import report_at_start, shown_path
 from ftkit.runs.system_metrics import SystemSampler
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.step_memory import RankStepMemory, StepMemory
@@ -61,30 +61,34 @@ class Recorder:
 
     def __init__(
         self,
-        job: Job,
+        report: Report,
         state: RankDirectory,
+        plan: Plan,
         *,
+        started_at_s: float,
         start: Metadata | None = None,
         show_warning: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Open the logs and start the report.
 
         Args:
-            job: the run.
+            report: of the session before its first step.
             state: directory of this rank's report. Rank 0 also writes metrics.csv and
                 validation.csv, whose rows after the start were removed before
                 (`ftkit.runs.report.metrics.cut_rows`).
+            plan: of the run.
+            started_at_s: when the command started, in seconds since the epoch.
             start: metadata of the checkpoint to continue from; None: the run begins.
             show_warning: shows a warning of the recorder itself.
         """
         self._show_warning = show_warning
         self._start = start
         self._start_step = start.step if start else 0
-        self._job, self._plan, self._state = job, job.plan, state
-        self._device = device = make_device(self._plan)
+        self._run, self._plan, self._state = state.run, plan, state
+        self._device = device = make_device(plan.accelerator)
         self._rank = state.rank
         self._times = dict.fromkeys(get_args(PhaseName), 0.0)
-        self._since = job.started_at_s
+        self._started_at_s = self._since = started_at_s
         self._written_at = time.time()
         self._meter = ThroughputMeter()
         self._first_loss: float | None = None
@@ -94,10 +98,10 @@ class Recorder:
         self._samples_per_epoch = 0
         self._flops_per_token: float | None = None
         self._routing = Routing((), 0, None)
-        run = job.directory
+        run = self._run
         tables = run if state.rank == 0 else state
-        names = [part.name for part in data_source(job.recipe.data).parts()]
-        sets = tuple(validation_sets(job.recipe.data, job.recipe.eval.sets))
+        names = [part.name for part in data_source(plan.recipe.data).parts()]
+        sets = tuple(validation_sets(plan.recipe.data, plan.recipe.eval.sets))
         before = start.carried if start else {}
         self._sources = SourceMeter.from_carried(names, before.get("sources"))
         self._sets = SourceMeter.from_carried(sets, before.get("sets"), least=1)
@@ -114,7 +118,7 @@ class Recorder:
         self._cpu = CpuUtilization()
         self._host_bytes = 0
         self.report = dataclasses.replace(
-            report_at_start(job, start),
+            report,
             files=Files(metrics=run.metrics.name, validation=run.validation.name, log=run.log.name),
             sources=self._sources.sources,
             sets=self._sets.sources,
@@ -134,7 +138,7 @@ class Recorder:
         self._note_failures()
         self._summarise()
         self._account(self.report.phase)
-        write_with_reserve(self._write, self._job.directory.reserve)
+        write_with_reserve(self._write, self._run.reserve)
 
     @property
     def steps(self) -> int:
@@ -194,7 +198,7 @@ class Recorder:
             checkpoints=dataclasses.replace(
                 self._checkpoints(),
                 saved=len(self._stalls_s),
-                last=shown_path(checkpoint, self._job.directory),
+                last=self._run.shown_path(checkpoint),
                 last_bytes=size_bytes,
                 stall_s=Spread.of(self._stalls_s),
                 write_s=Spread.of(self._writes_s),
@@ -251,7 +255,7 @@ class Recorder:
         now = time.time()
         self._times[self.report.phase] += now - self._since
         self._since = now
-        times = PhaseTimes(**self._times, total=now - self._job.started_at_s)
+        times = PhaseTimes(**self._times, total=now - self._started_at_s)
         self.note(phase=phase, phases_s=times)
         # From the first step on: imports and downloads would lower the mean.
         if phase == "training" and not self._cpu.started:
@@ -398,7 +402,7 @@ class Recorder:
 
     def _note_failures(self) -> None:
         """Warn once of rows that cannot be written."""
-        run = self._job.directory
+        run = self._run
         for file, table in ((run.metrics, self._metrics), (run.validation, self._validation)):
             if table.failure is None:
                 continue

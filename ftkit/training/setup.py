@@ -1,4 +1,4 @@
-"""Set-up of a rank: everything that it needs for the first step, from a job's recipe."""
+"""Set-up of a rank: everything that it needs for the first step, from the plan."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
 from ftkit.data.inspection.findings import REPORTED_BY_COUNTS, Evidence, findings
 from ftkit.data.prepare import Counts
 from ftkit.data.samples.layout import RankLayout
+from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError
+from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.bodies.attention import AttentionPath, attention_kernel, attention_path
 from ftkit.models.chat_templates.template import OF_TOKENIZER, ChatTemplate, resolve_chat_template
@@ -43,12 +45,12 @@ from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
-from ftkit.runs.job import Job
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import DataCounts, Resolved, Source
 from ftkit.runs.report.table import losses_of_data_text, summary_text
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
-from ftkit.strategies.schedule import Schedule, make_schedule
+from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
 from ftkit.strategies.state import bytes_per_number, state_kinds
 from ftkit.strategies.strategy import (
     Strategy,
@@ -136,6 +138,11 @@ class Setup:
         return self.plan.recipe
 
     @property
+    def directory(self) -> RunDirectory:
+        """Directory of the run."""
+        return RunDirectory(self.recipe.out_dir)
+
+    @property
     def is_saved(self) -> bool:
         """Whether there will be checkpoints and a result."""
         return self.recipe.checkpoint.save and not self.base.random
@@ -155,29 +162,65 @@ class Setup:
         )
 
     @cached_property
+    def order(self) -> ElasticOrder:
+        """Samples of every step on this rank."""
+        samples, start = self.data.train, self.start
+        return ElasticOrder(
+            samples.lengths,
+            samples.label_counts,
+            epochs=self.data.epochs(self.recipe.seed),
+            global_batch_size=self.recipe.train.global_batch_size,
+            total_samples=sample_budget(
+                self.recipe.train,
+                self.data.samples_per_epoch,
+                self.schedule,
+                start_step=start.step,
+                start_samples=start.samples,
+            ),
+            layout=self.layout,
+            start=Position(step=start.step, samples=start.samples),
+        )
+
+    @cached_property
+    def evaluated_weights(self) -> EvaluatedWeights:
+        """The weights to evaluate: those that are trained, or their averages."""
+        return EvaluatedWeights(self.strategy)
+
+    @cached_property
     def chat_files(self) -> dict[str, bytes]:
         """Files beside the weights of the result that say how it is prompted."""
         return result_chat_files(self.base, self.data)
 
 
-def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
+def set_up(
+    plan: Plan, base_model: str, start: StartingPoint, device_name: str, journal: Journal
+) -> Setup:
     """Set up this rank, up to the first step.
 
     Args:
-        job: of the run.
-        metadata: of the checkpoint that the run continues from.
+        plan: of the run.
+        base_model: a directory, or random:NAME.
+        start: the base model or a checkpoint.
+        device_name: product name of the device, for the report.
         journal: for progress, a summary, and what the recipe was resolved to.
 
     Raises:
         UserError: data, adapter, checkpoint or the free disk space do not suit the recipe.
     """
-    plan, recipe, display = job.plan, job.recipe, journal.display
+    recipe, display = plan.recipe, journal.display
+    train = recipe.train
 
-    start = _open_start(job.start, metadata, job.directory.store.directory)
-    base = _open_base(job.base, start, recipe.implementation)
+    base = _open_base(base_model, start, recipe.implementation)
     require_trainable(base)
-    max_seq_length = checked_length(base, recipe.train.max_seq_length)
-    attention = attention_path(base.architecture.attention, plan)
+    max_seq_length = checked_length(base, train.max_seq_length)
+    traits = base.architecture.attention
+    kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
+    attention = attention_path(
+        traits,
+        kernel,
+        padding_free=train.padding_free,
+        micro_batch_tokens=plan.micro_batch_tokens,
+    )
     router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
 
     with display.phase("reading data") as phase:
@@ -193,22 +236,30 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
 
     strategy = make_strategy(plan)
     if recipe.checkpoint.save and not base.random:
-        _check_result_format(base, recipe, journal)
+        if isinstance(recipe, LoraRecipe):
+            check_adapter(base, recipe)
+        elif layout_of(base) == "litgpt":
+            journal.warn(
+                "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit "
+                f"cannot write {base.name} for Hugging Face."
+            )
     strategy.prepare(display.phase)
-    learning_rate = base_learning_rate(recipe)
+    learning_rate = base_learning_rate(recipe.optimizer)
     schedule, notices = make_schedule(
-        recipe,
+        train,
         data.samples_per_epoch,
         learning_rate,
         start_step=start.step,
         start_samples=start.samples,
     )
-    for notice in (*notices, *check_validations(recipe, schedule.total_steps)):
+    takes_best = recipe.checkpoint.result == "best"
+    notices += check_validations(recipe.eval, schedule.total_steps, takes_best=takes_best)
+    for notice in notices:
         journal.warn(notice)
     # On the meta device: the whole model never exists on a rank, which fills only its own part.
     with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-    model.kernel = attention_kernel(base.architecture.attention, plan)
+    model.kernel = kernel
     model.routing = model.body.watch_routing(router_loss)
 
     setup = Setup(
@@ -225,11 +276,14 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
         model=model,
         strategy=strategy,
     )
-    _check_checkpoints(setup, size_of(job.directory.store.directory))
-    _log_summary(setup, job.devices.names, journal)
+    _check_checkpoints(setup, size_of(setup.directory.store.directory))
+    _log_summary(setup, device_name, journal)
 
+    adapter: Adapter | None = None
     # A checkpoint already has the adapter's values, trained further.
-    adapter = None if start.stored is not None else _first_adapter(recipe, base, model)
+    if isinstance(recipe, LoraRecipe) and recipe.adapter is not None and start.stored is None:
+        adapter = read_adapter(recipe.adapter, base)
+        check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
     with display.phase("loading weights") as phase:
         fill(
@@ -260,11 +314,18 @@ def set_up(job: Job, metadata: Metadata | None, journal: Journal) -> Setup:
 # The starting point and the base model
 
 
-def _open_start(directory: str | None, metadata: Metadata | None, own: Path) -> StartingPoint:
-    """Open the checkpoint that a job continues from, if any; `own` has those of the run itself."""
-    if directory is None or metadata is None:
-        return StartingPoint()
-    checkpoint = Path(directory)
+def open_start(checkpoint: Path, metadata: Metadata, own: Path) -> StartingPoint:
+    """Open the checkpoint that a run continues from.
+
+    Args:
+        checkpoint: its directory.
+        metadata: read from it.
+        own: directory of the checkpoints of the run itself.
+
+    Raises:
+        DamagedPart: a file of the checkpoint is damaged.
+        UserError: it cannot be read.
+    """
     try:
         stored = StoredState.in_checkpoint(checkpoint, metadata)
     except DamagedPart:  # the supervisor may try an earlier checkpoint
@@ -352,15 +413,6 @@ def _local_identity(checkpoint_dir: str, implementation: Implementation) -> Base
         return None
 
 
-def _first_adapter(recipe: Recipe, base: BaseModel, model: LanguageModel) -> Adapter | None:
-    """The adapter that a new run starts from, if the recipe names one."""
-    if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
-        return None
-    adapter = read_adapter(recipe.adapter, base)
-    check_shapes(adapter, model, recipe.adapter)
-    return adapter
-
-
 # How the result is prompted
 
 
@@ -389,16 +441,6 @@ def _keeps_template(base: BaseModel, data: DataSets) -> bool:
 
 
 # Checks
-
-
-def _check_result_format(base: BaseModel, recipe: Recipe, journal: Journal) -> None:
-    if isinstance(recipe, LoraRecipe):
-        check_adapter(base, recipe)
-    elif layout_of(base) == "litgpt":
-        journal.warn(
-            "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit "
-            f"cannot write {base.name} for Hugging Face."
-        )
 
 
 def _check_checkpoints(setup: Setup, existing_bytes: int) -> None:
@@ -505,7 +547,7 @@ def _lost_text(counts: DataCounts) -> str:
     )
 
 
-def _log_summary(setup: Setup, device_names: tuple[str, ...], journal: Journal) -> None:
+def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
     """Report what the recipe was resolved to, and show it in two lines."""
     plan, recipe, model, train = setup.plan, setup.recipe, setup.model, setup.data.train
     samples_per_epoch = setup.data.samples_per_epoch
@@ -517,7 +559,7 @@ def _log_summary(setup: Setup, device_names: tuple[str, ...], journal: Journal) 
     resolved = Resolved(
         base_model=setup.base.name,
         accelerator=plan.accelerator,
-        device=device_names[0] if device_names else "CPU",
+        device=device_name,
         devices=plan.devices,
         world_size=plan.world_size,
         strategy=plan.strategy,

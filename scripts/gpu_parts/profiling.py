@@ -75,7 +75,7 @@ def _train(scene: Scene) -> None:
     recipe = read_recipe([], words, method="full")
     job = Job(
         recipe=recipe,
-        devices=find_devices(recipe),
+        devices=find_devices(recipe.accelerator, recipe.devices),
         base=recipe.checkpoint_dir,
         command=(),
         started_at_s=time.time(),
@@ -83,7 +83,10 @@ def _train(scene: Scene) -> None:
     state = job.directory.rank(0)
     Path(state.path).mkdir(parents=True)
     gc.collect()
-    with Display(out, stream=io.StringIO()) as display, Recorder(job, state) as recorder:
+    with (
+        Display(out, stream=io.StringIO()) as display,
+        Recorder(job.new_report(), state, job.plan, started_at_s=job.started_at_s) as recorder,
+    ):
         run_job(job, None, StopRequest(), Journal(display, recorder))
 
 

@@ -304,7 +304,7 @@ def test_an_error_while_importing_is_in_the_log(start: Start, tmp_path: Path) ->
     assert f"\nrank 1: {error}" in (run.out_dir / "run.log").read_text()
 
 
-NO_ADVICE = "from ftkit.launch import preflight; preflight._ask = lambda *_, **__: {}"
+NO_ADVICE = "from ftkit.launch import preflight; preflight._check = lambda *_, **__: {}"
 """It takes longer than such a run; test_shortage.py is about it."""
 OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 
@@ -424,14 +424,15 @@ ONE_GPU = Devices(accelerator="cuda", count=1, names=("NVIDIA L4",))
 FOUR_TASKS = ExternalRanks(rank=5, world_size=8, local_world_size=4)
 
 
-def asked_of_tasks(accelerator: str = "auto") -> Recipe:
-    words = [("checkpoint_dir", "base"), ("accelerator", accelerator)]
-    return FOUR_TASKS.applied_to(read_recipe([], words, method="lora"))
+def recipe_of_tasks(devices: Devices) -> Recipe:
+    count, nodes = FOUR_TASKS.devices_and_nodes(devices)
+    recipe = read_recipe([], [("checkpoint_dir", "base")], method="lora")
+    return dataclasses.replace(recipe, devices=count, num_nodes=nodes)
 
 
 def test_a_gpu_for_each_task_is_a_machine_for_each_rank() -> None:
     """As SLURM's --gpus-per-task=1 shows them: whoever counts GPUs finds one, which is cuda:0."""
-    recipe = FOUR_TASKS.on(asked_of_tasks(), ONE_GPU)
+    recipe = recipe_of_tasks(ONE_GPU)
     assert (recipe.devices, recipe.num_nodes) == (1, 8)
     plan = make_plan(recipe, ONE_GPU)
     assert (plan.world_size, plan.strategy) == (8, "ddp")
@@ -448,7 +449,7 @@ def test_a_gpu_for_each_task_is_a_machine_for_each_rank() -> None:
     ],
 )
 def test_tasks_that_see_every_gpu_or_none_are_ranks_of_their_machine(devices: Devices) -> None:
-    recipe = FOUR_TASKS.on(asked_of_tasks(), devices)
+    recipe = recipe_of_tasks(devices)
     plan = make_plan(recipe, devices)
     assert (plan.devices, recipe.num_nodes, plan.world_size) == (4, 2, 8)
     assert FOUR_TASKS.placement(plan) == {}
@@ -456,17 +457,16 @@ def test_tasks_that_see_every_gpu_or_none_are_ranks_of_their_machine(devices: De
 
 def test_more_tasks_than_gpus_that_they_are_shown_are_refused() -> None:
     with pytest.raises(UserError, match=key_words("4 processes ... 2 GPUs ... --gpus-per-task=1")):
-        FOUR_TASKS.on(asked_of_tasks(), dataclasses.replace(ONE_GPU, count=2))
+        recipe_of_tasks(dataclasses.replace(ONE_GPU, count=2))
 
 
 AS_IF_EACH_SAW_A_GPU = """
 import sys
 if "ftkit.training.rank" not in sys.orig_argv:
-    import dataclasses
     import ftkit.launch.ranks
-    def on(self, recipe, devices):
-        return dataclasses.replace(recipe, devices=1, num_nodes=self.world_size)
-    ftkit.launch.launchers.ExternalRanks.on = on
+    def devices_and_nodes(self, devices):
+        return 1, self.world_size
+    ftkit.launch.launchers.ExternalRanks.devices_and_nodes = devices_and_nodes
 """
 
 

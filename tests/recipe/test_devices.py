@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from simulated_card.machine import machine as process_with
 from ftkit.errors import UserError
 from ftkit.recipe import devices
 from ftkit.recipe.devices import Cuda, Current, VisibleGpu, find_devices, free_bytes, runs_on
-from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.recipe import Recipe
 from ftkit.utils.hardware import Hardware, InstalledGpu
 
 GIB = 2**30
@@ -33,11 +32,6 @@ OLD_DRIVER = Cuda(
     error="The NVIDIA driver on your system is too old (found version 12040).",
 )
 WHEELS = "https://download.pytorch.org/whl"
-
-
-def recipe(**keys: object) -> Recipe:
-    pairs = [(key.replace("__", "."), str(value)) for key, value in keys.items()]
-    return read_recipe([], [("checkpoint_dir", "base"), *pairs], method="lora")
 
 
 def here(*gpus: VisibleGpu, architectures: tuple[str, ...] = CUDA_13) -> Cuda:
@@ -76,8 +70,8 @@ class Machine:
         known = Hardware(gpus=[InstalledGpu(name=name) for name in nvml], cuda=newest_cuda)
         self.patch.setattr(devices, "hardware", lambda: known)
 
-    def refusal(self, **keys: object) -> str:
-        return message_of(find_devices, recipe(**keys))
+    def refusal(self, **keys: Any) -> str:
+        return message_of(find_devices, **keys)
 
 
 @pytest.fixture
@@ -89,13 +83,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_without_a_driver_the_cpu_is_used_and_torch_is_not_queried(machine: Machine) -> None:
-    found = find_devices(recipe())
+    found = find_devices()
     assert (found.accelerator, found.count, machine.queries) == ("cpu", os.cpu_count(), 0)
 
 
 def test_a_requested_cpu_needs_no_query_of_torch(machine: Machine) -> None:
     machine.has(here(H100))
-    assert find_devices(recipe(accelerator="cpu")).accelerator == "cpu"
+    assert find_devices(accelerator="cpu").accelerator == "cpu"
     assert machine.queries == 0
 
 
@@ -108,7 +102,7 @@ def test_gpus_are_those_that_torch_is_shown_with_their_own_memory(
         name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", capability=(9, 0), memory_bytes=9 * GIB
     )
     machine.has(here(slice_, H100))
-    found = find_devices(recipe(), here=in_this_process)
+    found = find_devices(here=in_this_process)
     assert (found.accelerator, found.count) == ("cuda", 2)
     assert found.names == (slice_.name, H100.name)
     assert found.memory_bytes == (9 * GIB, 79 * GIB)
@@ -117,8 +111,8 @@ def test_gpus_are_those_that_torch_is_shown_with_their_own_memory(
 
 def test_only_the_gpus_in_use_decide_about_bfloat16(machine: Machine) -> None:
     machine.has(here(H100, V100, architectures=CUDA_12_6))
-    assert find_devices(recipe(devices=1)).bf16_native
-    assert not find_devices(recipe(devices=2)).bf16_native
+    assert find_devices(used=1).bf16_native
+    assert not find_devices(used=2).bf16_native
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
@@ -127,7 +121,7 @@ def test_a_user_who_hides_every_gpu_gets_the_cpu(
 ) -> None:
     machine.has(Cuda(torch="2.13.0", error="No CUDA GPUs are available"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert find_devices(recipe()).accelerator == "cpu"
+    assert find_devices().accelerator == "cpu"
 
 
 @pytest.mark.parametrize("shown", ["0", "3,1", "GPU-8a1f", "MIG-2c0e"])
@@ -136,7 +130,7 @@ def test_a_user_who_shows_some_gpus_gets_these(
 ) -> None:
     machine.has(here(L4))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    assert find_devices(recipe()).names == ("NVIDIA L4",)
+    assert find_devices().names == ("NVIDIA L4",)
 
 
 # --- What torch cannot use ----------------------------------------------------------------------
@@ -152,7 +146,7 @@ def test_a_gpu_that_torch_cannot_use_is_refused_with_its_reason_never_replaced_b
     assert message.startswith(start)
     assert f"pip install torch==2.13.0+cu126 --index-url {WHEELS}/cu126" in message
     assert message.endswith("Or try --accelerator cpu.")
-    assert find_devices(recipe(accelerator="cpu")).accelerator == "cpu"
+    assert find_devices(accelerator="cpu").accelerator == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +174,7 @@ def test_a_driver_that_does_not_answer_is_refused_too(machine: Machine) -> None:
 
 def test_a_gpu_of_another_maker_under_windows_means_the_cpu(machine: Machine) -> None:
     machine.has(CPU_BUILD, files=("/dev/dxg",), nvml=())
-    assert find_devices(recipe()).accelerator == "cpu"
+    assert find_devices().accelerator == "cpu"
     machine.has(CPU_BUILD, files=("/dev/dxg",), nvml=("NVIDIA GeForce RTX 4090",))
     assert "has NVIDIA GeForce RTX 4090, but torch" in machine.refusal()
 
@@ -200,7 +194,7 @@ XPU = Current(
 
 def test_another_kind_is_what_torch_calls_its_accelerator(machine: Machine) -> None:
     machine.patch.setattr(devices, "_current_once", lambda: XPU)
-    found = find_devices(recipe(accelerator="xpu"))
+    found = find_devices(accelerator="xpu")
     assert (found.accelerator, found.count, found.names) == ("xpu", 1, ("Intel Arc B580",))
     assert (found.memory_bytes, found.bf16_native) == ((12 * GIB,), True)
     assert machine.queries == 0
@@ -231,7 +225,7 @@ def test_a_kind_that_this_torch_does_not_have_is_refused_with_those_that_it_has(
 def test_a_kind_is_looked_for_by_the_installed_torch() -> None:
     """In this process, which computes itself; the name is a slip of the pen."""
     with pytest.raises(UserError, match=key_words("accelerator is gpu")):
-        find_devices(recipe(accelerator="gpu"), here=True)
+        find_devices(accelerator="gpu", here=True)
 
 
 def test_amds_gpus_are_cudas_to_a_torch_for_rocm(
@@ -239,9 +233,9 @@ def test_amds_gpus_are_cudas_to_a_torch_for_rocm(
 ) -> None:
     amd = VisibleGpu(name="AMD Instinct MI300X", capability=(9, 4), memory_bytes=192 * GIB)
     machine.has(here(amd, architectures=("gfx942",)), files=("/dev/kfd",), nvml=())
-    assert find_devices(recipe()).accelerator == "cpu"  # nothing was installed for it
+    assert find_devices().accelerator == "cpu"  # nothing was installed for it
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+rocm7.2")
-    found = find_devices(recipe())
+    found = find_devices()
     assert (found.accelerator, found.names, found.bf16_native) == ("cuda", (amd.name,), True)
     machine.has(Cuda(torch="2.13.0+rocm7.2", error="no device"), files=("/dev/kfd",), nvml=())
     assert says(
@@ -249,7 +243,7 @@ def test_amds_gpus_are_cudas_to_a_torch_for_rocm(
         "AMD's driver ... torch 2.13.0+rocm7.2 ... no device ... rocm-smi ... --accelerator cpu",
     )
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
-    assert find_devices(recipe()).accelerator == "cpu"
+    assert find_devices().accelerator == "cpu"
 
 
 # --- Kernels ------------------------------------------------------------------------------------
@@ -288,7 +282,7 @@ def test_a_card_without_kernels_is_named_with_the_build_that_has_them(machine: M
     assert says(message, "Tesla V100-SXM2-32GB ... 7.0 ... torch 2.13.0+cu130 ... sm_75 sm_80")
     assert says(message, f"torch==2.13.0+cu126 --index-url {WHEELS}/cu126")
     machine.has(here(V100, architectures=CUDA_12_6))
-    assert find_devices(recipe()).names == (V100.name,)
+    assert find_devices().names == (V100.name,)
 
 
 def test_a_card_newer_than_the_build_is_named_with_a_newer_build(machine: Machine) -> None:
@@ -304,8 +298,8 @@ def test_a_card_that_no_build_knows_is_named(machine: Machine) -> None:
 
 def test_a_card_that_is_not_used_needs_no_kernels(machine: Machine) -> None:
     machine.has(here(H100, V100))
-    assert find_devices(recipe(devices=1)).count == 2
-    assert "Tesla V100" in machine.refusal(devices=2)
+    assert find_devices(used=1).count == 2
+    assert "Tesla V100" in machine.refusal(used=2)
 
 
 # --- Asking torch -------------------------------------------------------------------------------
@@ -337,6 +331,7 @@ def test_the_properties_of_gpus_come_from_torch(monkeypatch: pytest.MonkeyPatch)
 
 TORCH = """
 from types import SimpleNamespace
+from typing import Any
 __version__ = "2.13.0+cu130"
 def free(index):
     if index > 1:
@@ -399,12 +394,10 @@ def test_on_cards_the_answer_is_cudas_and_nothing_of_them_is_taken_here() -> Non
 
         from ftkit.errors import UserError
         from ftkit.recipe.devices import find_devices, free_bytes
-        from ftkit.recipe.parsing import read_recipe
 
         os.environ["CUDA_VISIBLE_DEVICES"] = shown
-        recipe = read_recipe([], [("checkpoint_dir", "base")], method="lora")
         try:
-            found = find_devices(recipe)
+            found = find_devices()
         except UserError as error:
             return [str(error).partition(",")[0]]
         free = free_bytes(found.count)

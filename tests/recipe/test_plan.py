@@ -11,7 +11,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import Plan, check_kernels_installed, check_validations, make_plan
-from ftkit.recipe.recipe import Method, Recipe
+from ftkit.recipe.recipe import Eval, Method, Recipe
 from ftkit.recipe.recipe_keys import accepted_types, key_types
 from ftkit.recipe.strategies import DeepSpeedOptions
 
@@ -462,19 +462,19 @@ def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> 
 
 
 def test_patience_that_cannot_end_a_run_suggests_an_interval_that_can() -> None:
-    (notice,) = check_validations(recipe(eval__patience=3, eval__interval=40), 100)
+    (notice,) = check_validations(Eval(patience=3, interval=40), 100, takes_best=False)
     assert says(notice, "eval.patience 3 ... 100 steps")
     suggested = int(notice.rpartition("--eval.interval ")[2].removesuffix("."))
-    assert check_validations(recipe(eval__patience=3, eval__interval=suggested), 100) == []
+    settings = Eval(patience=3, interval=suggested)
+    assert check_validations(settings, 100, takes_best=False) == []
 
 
 def test_the_best_checkpoint_can_only_be_the_result_if_one_is_validated() -> None:
-    keys = {"checkpoint__result": "best", "eval__interval": 100}
-    assert check_validations(recipe(**keys), 100) == []
-    unvalidated = recipe(**keys, eval__final_validation="false")
-    assert check_validations(unvalidated, 101) == []
+    assert check_validations(Eval(interval=100), 100, takes_best=True) == []
+    unvalidated = Eval(interval=100, final_validation=False)
+    assert check_validations(unvalidated, 101, takes_best=True) == []
     with pytest.raises(UserError, match=key_words("none of the 100 steps")):
-        check_validations(unvalidated, 100)
+        check_validations(unvalidated, 100, takes_best=True)
     best = {"checkpoint__result": "best"}
     assert "checkpoint.save is false" in refusal(**best, checkpoint__save="false")
     assert "Try --out_dir on a disk" in refusal(**best, num_nodes=2, out_dir="s3://bucket/run")
@@ -580,8 +580,8 @@ def test_without_its_package_or_a_compiler_a_run_is_refused(
 ) -> None:
     monkeypatch.setattr("ftkit.recipe.plan.has_liger", lambda: False)
     with pytest.raises(UserError, match=key_words("Liger-Kernel ... pip install")):
-        check_kernels_installed(recipe("full", kernels="liger"), "cuda")
+        check_kernels_installed("liger", "cuda", compiles=False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=key_words("no-such-compiler ... --compile false")):
-        check_kernels_installed(recipe("full", compile="true"), "cpu")
-    check_kernels_installed(recipe("full"), "cpu")
+        check_kernels_installed("auto", "cpu", compiles=True)
+    check_kernels_installed("auto", "cpu", compiles=False)

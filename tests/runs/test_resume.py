@@ -160,7 +160,8 @@ def test_a_directory_without_a_checkpoint_is_refused(out: Path, tmp_path: Path) 
     ],
 )
 def test_a_run_continues_in_its_own_directory(out: Path, resume: str, in_place: bool) -> None:
-    assert resumes_in_place(recipe(out, resume=resume.format(out=out))) is in_place
+    value = recipe(out, resume=resume.format(out=out)).resume
+    assert resumes_in_place(value, out) is in_place
 
 
 # --- What is compared ---------------------------------------------------------------------------
@@ -440,14 +441,13 @@ def test_a_moved_run_continues_where_its_recipe_is(
 ) -> None:
     save_run(recipe(out), 5)
     moved = out.rename(tmp_path / "moved")
-    found = follow_moved(recipe(out, resume=resume), moved / name)
-    assert found.out_dir == (moved if follows else out)
+    found = follow_moved(recipe(out, resume=resume).resume, out, moved / name)
+    assert found == (moved if follows else out)
 
 
 def test_a_recipe_next_to_base_models_keeps_its_out_dir(out: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "org").mkdir(parents=True)
-    new_recipe = recipe(out, resume="auto")
-    assert follow_moved(new_recipe, tmp_path / "recipe.yaml") == new_recipe
+    assert follow_moved("auto", out, tmp_path / "recipe.yaml") == out
 
 
 # --- The supervisor's part ----------------------------------------------------------------------

@@ -159,7 +159,7 @@ def kernel_that_kills_for_memory() -> None:
 
 def no_advice() -> None:
     """Nothing is found that would fit; importing takes too long for every test."""
-    preflight._ask = lambda *_, **__: {}
+    preflight._check = lambda *_, **__: {}
 
 
 def on_card(
@@ -259,7 +259,7 @@ def ended_by_a_library(last_words: str) -> None:
 def fails_and_predicts_late() -> None:
     """An error in the first forward pass, and a prediction that takes until others have ended."""
 
-    def predict_late(_: object, recorder: Recorder, *__: object) -> None:
+    def predict_late(recorder: Recorder, *_: object) -> None:
         supervisor = psutil.Process(os.getppid())
         give_up_s = time.monotonic() + 60
         while len(supervisor.children()) > 1:

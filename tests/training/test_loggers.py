@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import check_loggers_installed
-from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.recipe import LoggerName, Recipe
 from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers
 
 
@@ -27,10 +27,18 @@ def make(logger: str, out_dir: Path, **more: str) -> Recipe:
     return read_recipe([], values, method="lora")
 
 
+def loggers_of(
+    recipe: Recipe, *, start_step: int = 0, run_ids: dict[str, str]
+) -> dict[LoggerName, Logger]:
+    return make_loggers(
+        recipe.extra_loggers, recipe.out_dir, recipe.log, start_step=start_step, run_ids=run_ids
+    )
+
+
 def session(
     recipe: Recipe, steps: range, run_ids: dict[str, str], *, start_step: int = 0
 ) -> Logger:
-    (logger,) = make_loggers(recipe, start_step=start_step, run_ids=run_ids).values()
+    (logger,) = loggers_of(recipe, start_step=start_step, run_ids=run_ids).values()
     if start_step == 0:
         logger.log_metrics({"val_loss": 9.0}, step=0)
     for step in steps:
@@ -86,7 +94,7 @@ def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_run_without_an_id_begins_one_even_if_it_continues(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run_ids: dict[str, str] = {}
-    (logger,) = make_loggers(make("wandb", tmp_path), start_step=5, run_ids=run_ids).values()
+    (logger,) = loggers_of(make("wandb", tmp_path), start_step=5, run_ids=run_ids).values()
     assert logger._wandb_init["id"] == run_ids["wandb"]  # type: ignore[attr-defined]
     assert logger._wandb_init["resume"] == "allow"  # type: ignore[attr-defined]
 
@@ -95,7 +103,7 @@ def test_only_rank_0_chooses_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("wandb")
     monkeypatch.setenv("RANK", "1")
     run_ids: dict[str, str] = {}
-    assert make_loggers(make("wandb", tmp_path), start_step=0, run_ids=run_ids) == {}
+    assert loggers_of(make("wandb", tmp_path), start_step=0, run_ids=run_ids) == {}
     assert run_ids == {}
 
 
@@ -110,7 +118,7 @@ def told(
     """Warnings of a session; every third step has a validation, logged after its loss."""
     warnings: list[str] = []
     loggers = Loggers(
-        make_loggers(recipe, start_step=start_step, run_ids=run_ids), recipe, warnings.append
+        loggers_of(recipe, start_step=start_step, run_ids=run_ids), recipe, warnings.append
     )
     for step in steps:
         loggers.log({"loss": factor / step, "learning_rate": 0.1}, step)
@@ -174,7 +182,7 @@ class TestMlflow:
         told(recipe, range(1, 3), run_ids)
         warnings: list[str] = []
         loggers = Loggers(
-            make_loggers(recipe, start_step=2, run_ids=run_ids), recipe, warnings.append
+            loggers_of(recipe, start_step=2, run_ids=run_ids), recipe, warnings.append
         )
         loggers.log({"val_loss": 0.5}, 2)
         loggers.finalize("success")
@@ -185,7 +193,7 @@ class TestMlflow:
     ) -> None:
         recipe, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), list[str]()
         for start_step in (0, 3):
-            made = make_loggers(recipe, start_step=start_step, run_ids=run_ids)
+            made = loggers_of(recipe, start_step=start_step, run_ids=run_ids)
             loggers = Loggers(made, recipe, warnings.append)
             losses = {
                 "val_loss": 3.0,
@@ -234,7 +242,7 @@ class TestMlflow:
 
     def test_one_warning_for_a_server_that_becomes_unreachable(self, tmp_path: Path) -> None:
         recipe, run_ids, warnings = make("mlflow", tmp_path), dict[str, str](), list[str]()
-        made = make_loggers(recipe, start_step=0, run_ids=run_ids)
+        made = loggers_of(recipe, start_step=0, run_ids=run_ids)
         (logger,) = made.values()
         loggers = Loggers(made, recipe, warnings.append)
         shutil.rmtree(tmp_path / "mlflow")
@@ -311,7 +319,7 @@ class TestTrackio:
     ) -> None:
         recipe, warned = make("trackio", tmp_path, log__project="pets"), list[str]()
         for failure in ("write-logs-to-sqlite", "", "local-sender-loop"):
-            made = make_loggers(recipe, start_step=0, run_ids={})
+            made = loggers_of(recipe, start_step=0, run_ids={})
             loggers = Loggers(made, recipe, warned.append)
             loggers.log({"loss": 1.0}, 1)
             (*_, run) = runs.values()
@@ -356,7 +364,7 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == logger else name)
     recipe = make(f"[tensorboard, {logger}]", tmp_path)
     with pytest.raises(UserError, match=f"logger_name has {logger}, .*Try pip install {logger}"):
-        check_loggers_installed(recipe)
+        check_loggers_installed(recipe.extra_loggers)
 
 
 @pytest.mark.parametrize(
@@ -372,4 +380,4 @@ def test_a_logger_that_is_not_installed_is_refused_before_anything_starts(
 def test_each_logger_is_made_once_and_csv_needs_none(
     asked: str, made: list[str], tmp_path: Path
 ) -> None:
-    assert list(make_loggers(make(asked, tmp_path), start_step=0, run_ids={})) == made
+    assert list(loggers_of(make(asked, tmp_path), start_step=0, run_ids={})) == made

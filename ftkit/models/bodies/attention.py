@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import AttentionTraits
-from ftkit.recipe.plan import Plan
 from ftkit.utils.accelerators.use import pinned
 
 AttentionPath = Literal["varlen", "sdpa per sequence", "padded"]
@@ -32,14 +31,26 @@ LARGEST_FLASH_HEAD = 256
 """Largest head size of flash attention, which must be a multiple of 8."""
 
 
-def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
+def attention_path(
+    traits: AttentionTraits,
+    kernel: AttentionKernel,
+    *,
+    padding_free: bool | None,
+    micro_batch_tokens: int | None = None,
+) -> AttentionPath:
     """Choose the layout of micro-batches for attention.
 
+    Args:
+        traits: of the model's attention.
+        kernel: from `attention_kernel`.
+        padding_free: key of the recipe; None: rows where they are faster.
+        micro_batch_tokens: of the plan; such micro-batches are always rows.
+
     Raises:
-        UserError: the plan requires rows, but the model's attention cannot compute them.
+        UserError: rows are required, but the model's attention cannot compute them.
     """
-    tokens = plan.micro_batch_tokens
-    padding_free = plan.recipe.train.padding_free if tokens is None else True
+    tokens = micro_batch_tokens
+    padding_free = padding_free if tokens is None else True
     if not traits.takes_rows:
         if padding_free:
             key, value, instead = (
@@ -52,7 +63,6 @@ def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
                 f"micro-batches. Try --train.{key} {instead}."
             )
         return "padded"
-    kernel = attention_kernel(traits, plan)
     # By default rows are chosen where they are faster: on CPUs always, on GPUs if one kernel takes
     # the whole row. Otherwise many small kernels would cost more than padding.
     if padding_free is False or (padding_free is None and kernel == "sdpa"):
@@ -60,13 +70,21 @@ def attention_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
     return "varlen" if kernel == "flash" else "sdpa per sequence"
 
 
-def attention_kernel(traits: AttentionTraits, plan: Plan) -> AttentionKernel:
-    """Choose the kernel of attention for the devices of a plan."""
-    if plan.accelerator == "cpu":
+def attention_kernel(
+    traits: AttentionTraits, accelerator: str, *, has_flash: bool
+) -> AttentionKernel:
+    """Choose the kernel of attention.
+
+    Args:
+        traits: of the model's attention.
+        accelerator: kind of device, as torch calls it.
+        has_flash: whether the devices have flash attention in the number format of the plan.
+    """
+    if accelerator == "cpu":
         return "cpu"
     size = traits.head_size
     takes = traits.is_plain and size % 8 == 0 and size <= LARGEST_FLASH_HEAD
-    return "flash" if plan.has_flash and takes else "sdpa"
+    return "flash" if has_flash and takes else "sdpa"
 
 
 @dataclass(frozen=True)

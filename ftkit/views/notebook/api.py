@@ -280,7 +280,8 @@ def start(
     overrides: list[Override] = [(key, as_text(value)) for key, value in keys.items()]
     parsed = read_recipe(files, overrides, method=FINETUNE[command])
     if files and "out_dir" not in keys:
-        parsed = follow_moved(parsed, Path(files[-1]))
+        moved_to = follow_moved(parsed.resume, parsed.out_dir, Path(files[-1]))
+        parsed = dataclasses.replace(parsed, out_dir=moved_to)
     words = [command, *(f"--config={file}" for file in files)]
     words += [f"--{key}={text}" for key, text in overrides]
     # A file, because the run would stop at a full pipe that nobody reads.

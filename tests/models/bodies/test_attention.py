@@ -21,9 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import Sample
 from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import AttentionTraits
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.bodies import attention
-from ftkit.models.bodies.attention import AttentionKernel, Scores, Sequences, attend, attention_path
+from ftkit.models.bodies.attention import (
+    AttentionKernel,
+    AttentionPath,
+    Scores,
+    Sequences,
+    attend,
+    attention_kernel,
+    attention_path,
+)
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base
@@ -314,6 +323,15 @@ def plan_of(devices: Devices, precision: str, padding_free: str) -> Plan:
     return make_plan(read_recipe([], list(keys.items()), method="lora"), devices)
 
 
+def path_of(traits: AttentionTraits, plan: Plan) -> AttentionPath:
+    return attention_path(
+        traits,
+        attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
+        padding_free=plan.recipe.train.padding_free,
+        micro_batch_tokens=plan.micro_batch_tokens,
+    )
+
+
 @pytest.mark.parametrize(
     ("devices", "precision", "settings", "paths"),
     [
@@ -336,7 +354,7 @@ def test_rows_are_the_default_where_they_are_faster(
     traits = architecture(**settings).attention
     usual, *wanted = paths.split(", ")
     for value, expected in (("null", usual), ("true", (wanted or [usual])[0]), ("false", "padded")):
-        assert attention_path(traits, plan_of(devices, precision, value)) == expected
+        assert path_of(traits, plan_of(devices, precision, value)) == expected
 
 
 @pytest.mark.parametrize(
@@ -352,19 +370,19 @@ def test_latent_attention_is_padded_and_rows_are_refused(
     config = litgpt.Config(**SIZES)
     config.latent_attention = {"q_lora_rank": 8}
     traits = LitgptArchitecture(config).attention
-    assert attention_path(traits, plan_of(HOST, "32-true", "null")) == "padded"
+    assert path_of(traits, plan_of(HOST, "32-true", "null")) == "padded"
     plan = plan_of(HOST, "32-true", padding_free)
     with pytest.raises(UserError, match=words):
-        attention_path(traits, dataclasses.replace(plan, micro_batch_tokens=tokens))
+        path_of(traits, dataclasses.replace(plan, micro_batch_tokens=tokens))
 
 
 def test_micro_batches_of_a_number_of_tokens_are_rows_even_where_rows_are_slower() -> None:
     older = Devices(accelerator="cuda", count=1, bf16_native=False)
     made = plan_of(older, "32-true", "null")
     traits = architecture().attention
-    assert attention_path(traits, made) == "padded"
+    assert path_of(traits, made) == "padded"
     of_tokens = dataclasses.replace(made, micro_batch_tokens=512)
-    assert attention_path(traits, of_tokens) == "sdpa per sequence"
+    assert path_of(traits, of_tokens) == "sdpa per sequence"
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "sdpa"])
