@@ -16,7 +16,7 @@ from ftkit.evaluation.result import Result
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.language_model import LanguageModel, outline, outline_plain
 from ftkit.models.load_weights import Whole, fill
-from ftkit.models.lora.load import check_shapes, read_adapter
+from ftkit.models.lora.adapter_files import check_shapes, read_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     fingerprint,

@@ -29,9 +29,8 @@ from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import PAIRS, packed_in
 from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.lora.experts import expert_pairs, merged_experts
-from ftkit.models.lora.layers import lora_layers
+from ftkit.models.lora.layers import lora_layers, merged
 from ftkit.models.lora.targets import TRAINED, our_name
-from ftkit.models.lora.variants import merged
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf

@@ -14,14 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Architecture
-from ftkit.models.architectures.router_loss import RouterLoss
 from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.body import Body
-from ftkit.models.bodies.routing import Routing
 from ftkit.models.lora.layers import add_adapter
-from ftkit.models.loss import Head
+from ftkit.models.loss import Head, OutputLayer
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.recipe.recipe import LoraRecipe, Quantization, Recipe
+from ftkit.models.routing import RouterLoss, Routing
+from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
 from ftkit.utils.accelerators.kinds import device_kind
 
 
@@ -42,7 +41,7 @@ class LanguageModel(nn.Module):
         self.kernel: AttentionKernel = "sdpa"
         """Kernel that computes attention."""
         self.tied = tied
-        self.lora: LoraRecipe | None = None
+        self.lora: Lora | None = None
         """Settings of the adapter; None: there is none."""
         self.quantized: Quantization | None = None
         """Quantisation of the weights in the blocks; None: they are not quantised."""
@@ -104,12 +103,12 @@ def outline(
         dtype: of the parameters that are not quantised.
         compute_dtype: of the arithmetic of quantised layers. Default: dtype.
     """
-    asked = recipe.train.tie_embeddings
+    tie_embeddings = recipe.train.tie_embeddings
     model = outline_plain(
         base,
         dtype,
         compute_dtype,
-        tied=base.tied if asked is None else asked,
+        tied=base.tied if tie_embeddings is None else tie_embeddings,
         kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
     )
     if isinstance(recipe, LoraRecipe):
@@ -122,8 +121,6 @@ def outline(
 
         apply_liger(model, model.body.gated_mlps())
     if recipe.compile:
-        from ftkit.models.compiled import compile_blocks
-
         compile_blocks(model.body, model.head.lm_head)
     if every := int(recipe.memory.activation_checkpointing):
         offloads = recipe.memory.offload_activations
@@ -236,3 +233,49 @@ def _body_of(architecture: Architecture) -> Body:
 
     assert isinstance(architecture, TransformersArchitecture)
     return TransformersBody(architecture)
+
+
+COMPILE_BACKEND = "inductor"
+
+
+def compile_blocks(body: Body, output_layer: nn.Module) -> None:
+    """Compile blocks and loss by torch.compile at their first use, once for all lengths.
+
+    A block has a graph for each of a few kinds of call: one line or several, one token or more.
+    Attention depends on the lengths of the sequences in a micro-batch, which differ in each step,
+    and experts on the tokens that choose them: both stay outside, between two graphs. Evaluation
+    and answers are not compiled, because they would need more graphs.
+
+    Args:
+        body: the blocks are its own; hooks of a strategy stay outside of the graphs.
+        output_layer: not compiled if an adapter has replaced it.
+    """
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.optimize_ddp = False  # it splits whole models at DDP's buckets, and these are blocks
+    inductor.fallback_random = True  # so that dropout draws the same numbers as without compile
+    body.exclude_from_compile()
+    # Blocks, not the model: 5 to 9 graphs in all instead of one for each length.
+    for block in body.blocks:
+        plain = block.forward
+        # dynamic=True from the start: otherwise the first length gets a graph of its own.
+        compiled = torch.compile(plain, dynamic=True, backend=COMPILE_BACKEND)
+        block.forward = partial(_forward, compiled, plain)
+    if isinstance(output_layer, OutputLayer):
+        compute = torch.compile(output_layer.loss_and_grad, dynamic=True, backend=COMPILE_BACKEND)
+        output_layer.loss_and_grad = compute
+
+
+def _forward(
+    compiled: Callable[..., Any], plain: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
+    # Evaluation would need further graphs, and takes a small part of the time.
+    return (compiled if torch.is_grad_enabled() else plain)(*inputs, **options)
+
+
+def compiled_graphs() -> int:
+    """Number of graphs that torch has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.lora.layers import lora_layers
+from ftkit.models.lora.layers import (
+    adapter_from_base,
+    follows_from_base,
+    initial_adapter,
+    lora_layers,
+)
 from ftkit.models.lora.targets import is_adapter, our_name
-from ftkit.models.lora.variants import adapter_from_base, follows_from_base, initial_adapter
 from ftkit.models.pretrained.base_model import BaseModel, weights
 from ftkit.utils.progress import OnProgress
 
@@ -120,7 +124,7 @@ def fill(
                 put(ours, adapter[ours])
             elif is_adapter(ours):
                 assert model.lora is not None
-                if not follows_from_base(ours, model.lora):
+                if not follows_from_base(ours, model.lora.lora_init):
                     put(ours, initial_adapter(ours, parameter.shape, seed))
         if not left:
             return

@@ -11,7 +11,7 @@ from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.dry_run import require_trainable
-from ftkit.models.lora.save import check_adapter
+from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf

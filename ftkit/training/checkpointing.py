@@ -25,7 +25,7 @@ from ftkit.checkpoint.state import capture, replace_trained
 from ftkit.checkpoint.store import Store, best_checkpoint, is_milestone
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.load_weights import trained_weights
-from ftkit.models.lora.save import save_adapter
+from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.pretrained.base_model import BaseModel, save_without_weights
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.parsing import to_yaml
@@ -365,7 +365,15 @@ def write_companions(
     own.write_text(to_yaml(dataclasses.replace(recipe, resume=False)), encoding="utf-8")
     if isinstance(recipe, LoraRecipe):
         others = directory / ADAPTER
-        save_adapter(adapter, base, recipe, others, fingerprint, chat_files)
+        save_adapter(
+            adapter,
+            base,
+            recipe,
+            others,
+            tie_embeddings=recipe.train.tie_embeddings,
+            base_fingerprint=fingerprint,
+            beside=chat_files,
+        )
         return [own, *others.iterdir()]
     others.mkdir()
     save_without_weights(base, others)

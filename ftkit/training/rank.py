@@ -39,7 +39,7 @@ from ftkit.errors import UserError, device_line, is_out_of_memory
 from ftkit.evaluation.scoring import Scoring
 from ftkit.models.chat_templates.prompt_styles import prompt_style_file
 from ftkit.models.load_weights import trained_weights
-from ftkit.models.lora.save import save_adapter
+from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.lora.serving import serving_notice
 from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.planning.memory import predict_measured
@@ -146,7 +146,15 @@ def _save_result(setup: Setup, out: Path) -> None:
         for _ in tensors:
             pass
     elif isinstance(recipe, LoraRecipe):
-        save_adapter(tensors, base, recipe, out, setup.identities[0].fingerprint, beside)
+        save_adapter(
+            tensors,
+            base,
+            recipe,
+            out,
+            tie_embeddings=recipe.train.tie_embeddings,
+            base_fingerprint=setup.identities[0].fingerprint,
+            beside=beside,
+        )
     elif layout_of(base) == "hf":
         save_hf(base, tensors, out, others=beside)
     else:

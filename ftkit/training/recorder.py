@@ -12,7 +12,7 @@ import torch
 
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source, validation_sets
-from ftkit.models.bodies.routing import Routing
+from ftkit.models.routing import Routing
 from ftkit.planning.meter import DevicePeak
 from ftkit.recipe.plan import Plan
 from ftkit.runs.directory import RankDirectory

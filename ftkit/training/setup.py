@@ -29,8 +29,7 @@ from ftkit.models.dry_run import require_trainable
 from ftkit.models.flops import attention_cost, mean_flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
-from ftkit.models.lora.load import Adapter, check_shapes, read_adapter
-from ftkit.models.lora.save import check_adapter
+from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     checked_length,

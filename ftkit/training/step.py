@@ -11,8 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
-from ftkit.models.compiled import compiled_graphs
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.language_model import LanguageModel, compiled_graphs
 from ftkit.models.loss import normalize_loss
 from ftkit.planning.meter import MemoryMeter
 from ftkit.recipe.recipe import Train

@@ -10,9 +10,8 @@ import torch._dynamo
 from torch import Tensor
 from transformers_models import make_transformers_model
 
-from ftkit.models import compiled
-from ftkit.models.compiled import compiled_graphs
-from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models import language_model
+from ftkit.models.language_model import LanguageModel, compiled_graphs, outline
 from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.recipe import LoraRecipe, Memory, Recipe
@@ -96,7 +95,7 @@ def assert_same(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(language_model, "COMPILE_BACKEND", "aot_eager")
     counts = assert_same(RECIPES[name], LENGTHS)
     assert counts == [counts[0]] * len(LENGTHS)
     assert 0 < counts[0] < 12
@@ -106,7 +105,7 @@ def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.Monkey
 def test_experts_stay_outside_whatever_tokens_choose_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(language_model, "COMPILE_BACKEND", "aot_eager")
     model, recipe = MIXTURES[name]
     base = open_base(str(make_transformers_model(tmp_path / model, model)), "transformers")
     counts = assert_same(recipe, LENGTHS[:4], base)

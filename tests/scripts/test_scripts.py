@@ -42,7 +42,6 @@ LIGHT_MODULES = [
     "evaluation.result",
     "models.pretrained.gguf.convert",
     "models.pretrained.hub",
-    "models.pretrained.size_estimate",
     "strategies.schedule",
     "views.live_page",
     "views.notebook.api",

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import Whole, fill, trained_weights
-from ftkit.models.lora.load import check_shapes, read_adapter
-from ftkit.models.lora.save import check_adapter, save_adapter
+from ftkit.models.lora.adapter_files import check_adapter, check_shapes, read_adapter, save_adapter
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
@@ -79,7 +78,8 @@ def logits(model: LanguageModel) -> Tensor:
 
 def export(model: LanguageModel, base: BaseModel, recipe: LoraRecipe, out: Path) -> Path:
     check_adapter(base, recipe)
-    save_adapter(trained_weights(model, Whole()), base, recipe, out)
+    parameters = trained_weights(model, Whole())
+    save_adapter(parameters, base, recipe, out, tie_embeddings=recipe.train.tie_embeddings)
     return out
 
 

@@ -14,14 +14,14 @@ from ftkit.utils.process import die_with_parent
 if __name__ == "__main__":
     die_with_parent(os.getppid())
     gc.disable()
-    from ftkit.models import compiled
+    from ftkit.models import language_model
     from ftkit.training import loop, rank
 
     # Both take longer than such a run; memory_cases.py measures, and counted_cases.py predicts.
     rank._note_prediction = lambda *_: None
     if "MEASURES_MEMORY" not in globals():
         loop.steps_to_measure = lambda order: set()  # type: ignore[attr-defined]
-    compiled.BACKEND = "aot_eager"  # the same graphs, without half a minute of g++
+    language_model.COMPILE_BACKEND = "aot_eager"  # the same graphs, without half a minute of g++
     gc.freeze()  # as ftkit.utils.imports.quick_imports; a fifth of the time in which cases run
     gc.enable()
     with Path(os.devnull).open("w") as nowhere:

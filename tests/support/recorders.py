@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import Metadata
-from ftkit.models.bodies.routing import Routing
+from ftkit.models.routing import Routing
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.job import Job

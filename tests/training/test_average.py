@@ -14,7 +14,7 @@ from ftkit.checkpoint.state import trained_parameter
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.result import find_result
 from ftkit.evaluation.validation import EvaluatedWeights
-from ftkit.models.lora.load import read_adapter
+from ftkit.models.lora.adapter_files import read_adapter
 from ftkit.strategies.state import AVERAGE
 
 DECAY = 0.7

@@ -14,8 +14,7 @@ from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
-from ftkit.models.architectures.router_loss import RouterLoss
-from ftkit.models.bodies.routing import Routing
+from ftkit.models.routing import RouterLoss, Routing
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.runs.report.meters import PARTS
 from ftkit.runs.report.metrics import read_metrics, read_validation

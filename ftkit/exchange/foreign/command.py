@@ -46,8 +46,7 @@ from ftkit.exchange.output_files import check_apart, check_space
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import kept_parameters
-from ftkit.models.lora.load import adapter_tensors
-from ftkit.models.lora.save import check_adapter
+from ftkit.models.lora.adapter_files import adapter_tensors, check_adapter
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base, storage_of
 from ftkit.recipe.devices import Devices

@@ -22,7 +22,7 @@ from ftkit.exchange.foreign.state import (
     plain_names,
 )
 from ftkit.exchange.foreign.unpickling import IN_LIGHTNING, held, load_torch_file, mapping_in
-from ftkit.models.lora.load import stored_adapter
+from ftkit.models.lora.adapter_files import stored_adapter
 from ftkit.models.lora.targets import TRAINED
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.models.pretrained.hub import has_tokenizer, read_json, weight_files

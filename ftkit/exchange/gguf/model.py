@@ -28,7 +28,7 @@ from ftkit.exchange.gguf.metadata import (
 from ftkit.exchange.gguf.modelfile import MODELFILE, modelfile
 from ftkit.exchange.model_card import card_files
 from ftkit.exchange.output_files import check_space, output_directory
-from ftkit.models.lora.load import stored_adapter
+from ftkit.models.lora.adapter_files import stored_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     companions,

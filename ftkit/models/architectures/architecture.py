@@ -1,15 +1,16 @@
-"""The architecture of a model: its description without weights, in any implementation."""
+"""The architecture of a model: its description without weights, and its names of parameters."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from ftkit.models.architectures.naming import Fused, Naming
-from ftkit.models.architectures.router_loss import RouterLoss
+from ftkit.models.routing import RouterLoss
 
 ModelLayout = Literal["hf", "litgpt"]
 """Layout of a model's directory: Hugging Face's or LitGPT's."""
@@ -26,6 +27,8 @@ Initial = Literal["normal", "ones", "zeros"]
 HEAD = "lm_head.weight"
 """Our name of the weight of the output layer, in every architecture."""
 
+_LAYER = re.compile(r"\.(\d+)(?=\.)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTraits:
@@ -37,6 +40,83 @@ class AttentionTraits:
     """Whether kernels can compute its scores: no bound, no sinks, values as large as keys."""
     takes_rows: bool
     """Whether it takes sequences in a row; otherwise micro-batches must be padded."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Several of our modules stored as one."""
+
+    parts: tuple[str, ...]
+    """Our modules, in the order of their rows."""
+    layout: Literal["rows", "heads"] = "rows"
+    """rows: one part after the other. heads: for each head, its rows of every part."""
+
+    def modules_beside(self, ours: str) -> list[str]:
+        """Names of all parts of a layer, given one of them, or a parameter of one.
+
+        Raises:
+            ValueError: the name is not in a layer.
+        """
+        layer = _LAYER.search(ours)
+        if layer is None:
+            raise ValueError(f"{ours} is not in a layer")
+        return [part.format(layer[1]) for part in self.parts]
+
+    def parameters_beside(self, ours: str) -> list[str]:
+        """Names of a parameter (weight, bias) in all parts of a layer, given one of them."""
+        kind = ours.rpartition(".")[2]
+        return [f"{module}.{kind}" for module in self.modules_beside(ours)]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Module names of a checkpoint by ours; ``{}`` stands for the layer."""
+
+    modules: Mapping[str, str]
+    """Ours -> theirs, one to one."""
+    fused: Mapping[str, Fused] = field(default_factory=lambda: MappingProxyType({}))
+    """Name in files -> names in ftkit, where one tensor of a file holds several."""
+
+    def theirs(self, ours: str) -> str | None:
+        """Their name of a module or parameter; None if it has no name of its own there."""
+        return _renamed(ours, self.modules)
+
+    def stored_in(self, ours: str) -> tuple[str, Fused | None]:
+        """Their name of the tensor that holds our parameter, and how it is fused there, if so."""
+        for module, fused in self.fused.items():
+            if theirs := _renamed(ours, dict.fromkeys(fused.parts, module)):
+                return theirs, fused
+        theirs = self.theirs(ours)
+        assert theirs is not None, f"{ours} is not a parameter of this architecture"
+        return theirs, None
+
+
+@dataclass(frozen=True)
+class SameNames(Naming):
+    """Names equal to ours, except for the output layer."""
+
+    modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    head: str = "lm_head"
+    """Their name of the output layer."""
+
+    def theirs(self, ours: str) -> str:
+        """Their name of a module or parameter."""
+        module, *kind = ours.split(".", 1)
+        return ".".join((self.head, *kind)) if module == "lm_head" else ours
+
+
+def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
+    """Replace the module at the start of a name as ``modules`` says; None: it is not there."""
+    layer = _LAYER.search(name)
+    module = name if layer is None else f"{name[: layer.start()]}.{{}}{name[layer.end() :]}"
+    suffix = ""
+    # The longest known beginning of the name wins: adapters add modules below those of the table.
+    while module and module not in modules:
+        module, _, last = module.rpartition(".")
+        suffix = f".{last}{suffix}"
+    if not module:
+        return None
+    return (modules[module] + suffix).format(layer.group(1) if layer else "")
 
 
 class Architecture(ABC):

@@ -1,4 +1,4 @@
-"""Checks of a model's settings before anything is built from them.
+"""Checks of a model before anything is built: its settings, its weights, and LitGPT if it needs it.
 
 A number that no model has would make lists and tensors of that size. Whether settings that pass
 belong to the weights beside them is compared later, tensor by tensor. Weights that are stored
@@ -6,6 +6,7 @@ quantised cannot be trained: their checkpoints are refused by the name of the me
 """
 
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -218,3 +219,25 @@ def _unnamed_method(quantization: Mapping[str, Any]) -> str:
     if any(key.startswith(("load_in_", "bnb_", "_load_in_")) for key in quantization):
         return "bitsandbytes"
     return "quantised"
+
+
+_INSTALL = "pip install --no-deps litgpt"
+"""Without its dependencies, whose bounds exclude new libraries; ftkit has what it imports."""
+
+
+def litgpt_is_installed() -> bool:
+    """Whether LitGPT can be imported; it is not imported."""
+    return importlib.util.find_spec("litgpt") is not None
+
+
+def require_litgpt(why: str) -> None:
+    """Refuse what needs LitGPT where it is not installed.
+
+    Args:
+        why: the first sentence of the message, which says what needs LitGPT.
+
+    Raises:
+        UserError: it is not installed; with the command that installs it.
+    """
+    if not litgpt_is_installed():
+        raise UserError(f"{why} LitGPT is not installed.\nTry {_INSTALL}.")

@@ -10,9 +10,8 @@ from litgpt.config import Config, configs
 from torch import nn
 
 from ftkit.errors import UserError
-from ftkit.models.architectures import naming
+from ftkit.models.architectures.architecture import Fused, Naming
 from ftkit.models.architectures.checks import require_plain_weights
-from ftkit.models.architectures.naming import Naming
 
 Settings = Mapping[str, Any]
 """The content of a config.json."""
@@ -352,17 +351,81 @@ def _gpt_neox(settings: Settings) -> dict[str, Any]:
     }
 
 
+_QKV = tuple(f"transformer.h.{{}}.attn.qkv.{projection}_proj" for projection in "qkv")
+_GATE_UP = ("transformer.h.{}.mlp.fc_1", "transformer.h.{}.mlp.fc_2")
+
+_LLAMA_MODULES = {
+    "transformer.wte": "model.embed_tokens",
+    "transformer.h.{}.norm_1": "model.layers.{}.input_layernorm",
+    "transformer.h.{}.attn.qkv.q_proj": "model.layers.{}.self_attn.q_proj",
+    "transformer.h.{}.attn.qkv.k_proj": "model.layers.{}.self_attn.k_proj",
+    "transformer.h.{}.attn.qkv.v_proj": "model.layers.{}.self_attn.v_proj",
+    "transformer.h.{}.attn.proj": "model.layers.{}.self_attn.o_proj",
+    "transformer.h.{}.norm_2": "model.layers.{}.post_attention_layernorm",
+    "transformer.h.{}.mlp.fc_1": "model.layers.{}.mlp.gate_proj",
+    "transformer.h.{}.mlp.fc_2": "model.layers.{}.mlp.up_proj",
+    "transformer.h.{}.mlp.proj": "model.layers.{}.mlp.down_proj",
+    "transformer.ln_f": "model.norm",
+    "lm_head": "lm_head",
+}
+_LLAMA_NAMES = Naming(_LLAMA_MODULES)
+
+_QWEN3_NAMES = Naming(
+    _LLAMA_MODULES
+    | {
+        "transformer.h.{}.attn.norm_q": "model.layers.{}.self_attn.q_norm",
+        "transformer.h.{}.attn.norm_k": "model.layers.{}.self_attn.k_norm",
+    }
+)
+
+_GEMMA2_NAMES = Naming(
+    _LLAMA_MODULES
+    | {
+        "transformer.h.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+        "transformer.h.{}.norm_2": "model.layers.{}.pre_feedforward_layernorm",
+        "transformer.h.{}.post_mlp_norm": "model.layers.{}.post_feedforward_layernorm",
+    }
+)
+
+_PHI3_NAMES = Naming(
+    {ours: theirs for ours, theirs in _LLAMA_MODULES.items() if ours not in (*_QKV, *_GATE_UP)},
+    {
+        "model.layers.{}.self_attn.qkv_proj": Fused(_QKV),
+        "model.layers.{}.mlp.gate_up_proj": Fused(_GATE_UP),
+    },
+)
+
+_GPT_NEOX_NAMES = Naming(
+    {
+        "transformer.wte": "gpt_neox.embed_in",
+        "transformer.h.{}.norm_1": "gpt_neox.layers.{}.input_layernorm",
+        "transformer.h.{}.attn.proj": "gpt_neox.layers.{}.attention.dense",
+        "transformer.h.{}.norm_2": "gpt_neox.layers.{}.post_attention_layernorm",
+        "transformer.h.{}.mlp.fc": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+        "transformer.h.{}.mlp.proj": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+        "transformer.ln_f": "gpt_neox.final_layer_norm",
+        "lm_head": "embed_out",
+    },
+    {"gpt_neox.layers.{}.attention.query_key_value": Fused(_QKV, "heads")},
+)
+
+LITGPT_NAMES = Naming(
+    {"transformer": "transformer", "lm_head": "lm_head"},
+    {"transformer.h.{}.attn.qkv": Fused(_QKV)},
+)
+"""Parameters of a LitGPT checkpoint of any architecture."""
+
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", "LlamaForCausalLM", naming.LLAMA, _silu),
-        Family("mistral", "MistralForCausalLM", naming.LLAMA, _mistral),
-        Family("qwen2", "Qwen2ForCausalLM", naming.LLAMA, _qwen2),
-        Family("qwen3", "Qwen3ForCausalLM", naming.QWEN3, _qwen3),
-        Family("gemma", "GemmaForCausalLM", naming.LLAMA, _gemma, tied=True),
-        Family("gemma2", "Gemma2ForCausalLM", naming.GEMMA2, _gemma2, tied=True),
-        Family("phi3", "Phi3ForCausalLM", naming.PHI3, _phi3),
-        Family("gpt_neox", "GPTNeoXForCausalLM", naming.GPT_NEOX, _gpt_neox),
+        Family("llama", "LlamaForCausalLM", _LLAMA_NAMES, _silu),
+        Family("mistral", "MistralForCausalLM", _LLAMA_NAMES, _mistral),
+        Family("qwen2", "Qwen2ForCausalLM", _LLAMA_NAMES, _qwen2),
+        Family("qwen3", "Qwen3ForCausalLM", _QWEN3_NAMES, _qwen3),
+        Family("gemma", "GemmaForCausalLM", _LLAMA_NAMES, _gemma, tied=True),
+        Family("gemma2", "Gemma2ForCausalLM", _GEMMA2_NAMES, _gemma2, tied=True),
+        Family("phi3", "Phi3ForCausalLM", _PHI3_NAMES, _phi3),
+        Family("gpt_neox", "GPTNeoXForCausalLM", _GPT_NEOX_NAMES, _gpt_neox),
     )
 }
 

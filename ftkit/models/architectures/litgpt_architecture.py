@@ -20,10 +20,10 @@ from ftkit.models.architectures.architecture import (
     AttentionTraits,
     Initial,
     ModelLayout,
+    Naming,
 )
 from ftkit.models.architectures.checks import require_plausible, require_sound
 from ftkit.models.architectures.families import AttentionBiasConfig, Family, Settings
-from ftkit.models.architectures.naming import LITGPT, Naming
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.yaml_files import load_yaml
 
@@ -46,7 +46,11 @@ LitGPT's layout and limits the positions in Hugging Face's."""
 
 @dataclass(frozen=True)
 class LitgptArchitecture(Architecture):
-    """Architecture of LitGPT's GPT."""
+    """Architecture of LitGPT's GPT.
+
+    Our names are those of `litgpt.GPT`, with the fused ``attn.qkv`` split into
+    ``attn.qkv.q_proj``, ``k_proj`` and ``v_proj``, each with its rows in the order of the heads.
+    """
 
     config: Config
     family: Family | None = None
@@ -165,7 +169,7 @@ class LitgptArchitecture(Architecture):
 
     def naming_in(self, layout: ModelLayout) -> Naming | None:
         if layout == "litgpt":
-            return LITGPT
+            return families.LITGPT_NAMES
         return None if self.family is None else self.family.naming
 
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:

@@ -11,8 +11,7 @@ from ftkit.models.architectures.architecture import (
     Implementation,
     ModelLayout,
 )
-from ftkit.models.architectures.checks import require_plausible
-from ftkit.models.architectures.litgpt_library import litgpt_is_installed, require_litgpt
+from ftkit.models.architectures.checks import litgpt_is_installed, require_litgpt, require_plausible
 from ftkit.utils.damaged_files import reading
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from ftkit.models.architectures.architecture import (
     AttentionTraits,
     Initial,
     ModelLayout,
+    SameNames,
 )
-from ftkit.models.architectures.naming import SameNames
-from ftkit.models.architectures.router_loss import RouterLoss
 from ftkit.models.architectures.transformers_outline import (
     blocks_of,
     compute_buffers,
@@ -39,6 +38,7 @@ from ftkit.models.architectures.transformers_outline import (
     untranspose_layers,
     whole_class_name,
 )
+from ftkit.models.routing import RouterLoss
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which a token sees others of its own sequence, by position alone."""

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.router_loss import RouterLoss
+from ftkit.models.routing import RouterLoss
 
 _MOST_BUFFER_BYTES = 2**31
 """Masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of this."""

@@ -9,10 +9,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.models.architectures.router_loss import RouterLoss
 from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.experts import FusedExperts
-from ftkit.models.bodies.routing import Routing
+from ftkit.models.routing import RouterLoss, Routing
 
 
 @dataclass(frozen=True)

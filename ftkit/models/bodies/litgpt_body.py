@@ -20,12 +20,11 @@ from litgpt.model import (
 )
 from torch import Tensor
 
-from ftkit.models.architectures.router_loss import RouterLoss
 from ftkit.models.bodies.attention import AttentionKernel, AttentionLayer, Scores, Sequences
 from ftkit.models.bodies.body import Body, GatedMlp
 from ftkit.models.bodies.experts import FusedExperts, count_of_each, rows_of_each
 from ftkit.models.bodies.norm import RMSNorm
-from ftkit.models.bodies.routing import Routing
+from ftkit.models.routing import RouterLoss, Routing
 
 
 class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types

@@ -1,13 +1,26 @@
-"""Transformers' models as bodies: their own modules and names, with ftkit's attention in them."""
+"""Transformers' models as bodies: their own modules, with ftkit's attention and experts in them.
+
+Transformers calls the attention that a model's settings name, and makes no masks for an attention
+that is not its own. Here the sequences take the place of a mask.
+
+For experts whose matrices are one parameter of three dimensions, transformers calls the function
+that a model's settings name; older models have modules of their own. The code of transformers uses
+products that fake tensors do not support in float32, or reads values of tensors, and cannot use
+quantised matrices. Here these are unpacked one by one for their product, and nothing unpacked is
+kept.
+"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ftkit.models.architectures.router_loss import RouterLoss
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture, is_router
 from ftkit.models.architectures.transformers_outline import (
     blocks_of,
@@ -15,20 +28,34 @@ from ftkit.models.architectures.transformers_outline import (
     head_name,
     router_outputs,
 )
-from ftkit.models.bodies.attention import AttentionKernel, Sequences
+from ftkit.models.bodies.attention import (
+    AttentionKernel,
+    Scores,
+    Sequences,
+    attend,
+    attend_to_cache,
+)
 from ftkit.models.bodies.body import Body, GatedMlp
-from ftkit.models.bodies.experts import FusedExperts
+from ftkit.models.bodies.experts import (
+    PAIRS,
+    FusedExperts,
+    PackedMatrices,
+    count_of_each,
+    grouped_product,
+    packed_in,
+    rows_of_each,
+)
 from ftkit.models.bodies.norm import replace_norms
-from ftkit.models.bodies.routing import Routing
-from ftkit.models.bodies.transformers_attention import Attended, KeyValueCache, follow
-from ftkit.models.bodies.transformers_experts import compute_experts, fused_experts
+from ftkit.models.routing import RouterLoss, Routing
+
+_OURS = "ftkit"
+"""Name by which transformers finds the functions for attention and experts below."""
 
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """Activations by the names of their classes."""
 
 _LIKE_PARAMETERS = {"bias", "mup_vector"}
 """Tables of factors, which have the dtype of the parameters; the others hold angles."""
-
 
 _MASKS_OF_STATES = ("_update_mamba_mask", "_update_linear_attn_mask")
 """Methods that read a mask of padding to see if it is needed; there is none here."""
@@ -45,10 +72,10 @@ class TransformersBody(Body):
         self._model_name = architecture.language_name
         self._place(model)
         self._takes_rows = architecture.takes_rows
-        self._attended = Attended()
+        self._attended = _Attended()
         if self._takes_rows:
-            follow(model, self._attended)
-        compute_experts(model)
+            _use_attention(model, self._attended)
+        _use_experts(model)
         replace_norms(model)
         _compute_without_values(model)
         # Before adapters are added: `train` switches those only.
@@ -120,7 +147,7 @@ class TransformersBody(Body):
                 yield GatedMlp(module, activation, gate=gate, up=up, down=down)  # type: ignore[arg-type]
 
     def fused_experts(self) -> Iterator[FusedExperts]:
-        return fused_experts(self._model)
+        return _fused_experts(self._model)
 
     @property
     def kept_in_full(self) -> frozenset[str]:
@@ -175,7 +202,7 @@ class TransformersBody(Body):
 
     def start_cache(self, batch: int, length: int) -> None:
         if self._takes_rows:
-            self._attended.cache = KeyValueCache((batch, length))
+            self._attended.cache = _KeyValueCache((batch, length))
         else:
             self._so_far = torch.zeros(batch, length, dtype=torch.long, device=self.device)
 
@@ -258,3 +285,279 @@ class _Gating:
         counts = torch.zeros(module.num_experts, dtype=torch.int64, device=hidden.device)
         counts = counts.scatter_add_(0, experts, torch.ones_like(experts))
         return order, order // module.top_k, weights[order], counts, logits
+
+
+@dataclass
+class _KeyValueCache:
+    """Keys and values of all layers by the positions of their tokens."""
+
+    shape: tuple[int, int]
+    """Number of sequences, and of positions in each."""
+    positions: Tensor | None = None
+    """[sequences, tokens], of the tokens in the current pass."""
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """[sequences, groups, positions, size] each, by the index of the layer."""
+
+    def extended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of the current pass and return all of a layer.
+
+        Args:
+            layer: its index.
+            keys: [sequences, groups, tokens, size].
+            values: [sequences, groups, tokens, value size].
+        """
+        assert self.positions is not None
+        # Allocated in the first pass, when shapes and dtype of the layer are known.
+        if layer not in self.layers:
+            count, length = self.shape
+            self.layers[layer] = (
+                keys.new_zeros(count, keys.size(1), length, keys.size(3)),
+                values.new_zeros(count, values.size(1), length, values.size(3)),
+            )
+        for kept, new in zip(self.layers[layer], (keys, values), strict=True):
+            places = self.positions[:, None, :, None].expand_as(new)
+            kept.scatter_(2, places, new.to(kept.dtype))
+        return self.layers[layer]
+
+
+@dataclass
+class _Attended:
+    """State that all attention layers of a model share."""
+
+    sequences: Sequences | None = None
+    """Tokens that belong together, if there is no cache."""
+    cache: _KeyValueCache | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            layer: its index.
+            q: [batch, heads, tokens, size].
+            k: [batch, groups, tokens, size].
+            v: [batch, groups, tokens, value size].
+            scores: how products become weights.
+
+        Returns:
+            [batch, tokens, heads, value size].
+        """
+        q, k = q.to(v.dtype), k.to(v.dtype)  # rotation may return float32
+        if self.cache is not None:
+            assert self.cache.positions is not None
+            keys, values = self.cache.extended(layer, k, v)
+            return attend_to_cache(q, keys, values, self.cache.positions, scores)
+        assert self.sequences is not None
+        batch = len(q)
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
+        return attend(q, k, v, self.sequences, scores).unflatten(0, (batch, -1))
+
+
+def _use_attention(model: nn.Module, attended: _Attended) -> None:
+    """Make a model use the attention below.
+
+    Args:
+        model: of transformers, with a replaceable attention.
+        attended: shared by its layers; it changes with each micro-batch.
+    """
+    model.config._attn_implementation = _OURS  # type: ignore[union-attr]  # a PreTrainedModel
+    for module in model.modules():
+        # Transformers' attention layers; other modules with an index never look at it.
+        if hasattr(module, "layer_idx"):
+            module.attended = attended  # type: ignore[assignment]  # no module
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers: it takes [batch, heads, tokens, size] each.
+
+    It returns [batch, tokens, heads, value size], and None instead of the weights.
+    """
+    assert attention_mask is None, "transformers makes masks for its own attention alone"
+    attended: _Attended = module.attended
+    scores = Scores(
+        scale=query.size(-1) ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        window=_window(module, sliding_window),
+        sinks=s_aux,
+    )
+    return attended.attend(module.layer_idx, query, key, value, scores), None
+
+
+def _window(module: Any, given: int | None) -> int | None:
+    """Window of a layer, which depends on its kind if layers have kinds."""
+    kinds = getattr(module.config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] == "full_attention":
+        return None
+    return given or (None if kinds is None else module.config.sliding_window)
+
+
+AttentionInterface.register(_OURS, _attention)
+
+
+def _use_experts(model: nn.Module) -> None:
+    """Make a model compute its experts with the functions below.
+
+    Args:
+        model: of transformers.
+    """
+    for experts in _fused_experts(model):
+        module: Any = experts.module
+        if experts.takes_pairs:
+            module.config._experts_implementation = _OURS
+        elif _stands_alone(module):
+            module.forward = _RowsOfEach(module, transposed=experts.transposed)
+        else:
+            module.forward = _AllRows(module)
+
+
+def _fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
+    """Yield experts whose matrices are one parameter: all of a layer, or one of its products.
+
+    Args:
+        model: of transformers.
+    """
+    for module in model.modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
+            own, packed = module.named_parameters(recurse=False), packed_in(module)
+            matrices = tuple(name for name, p in own if p.ndim == 3 or name in packed)
+            yield FusedExperts(module, matrices, transposed=bool(module.is_transposed))
+        elif _stands_alone(module):
+            transposed = type(module).__name__.endswith("Gemm")
+            yield FusedExperts(module, ("weight",), transposed, takes_pairs=False)
+        elif type(module).__name__ == "Llama4TextExperts":
+            names = ("gate_up_proj", "down_proj")
+            yield FusedExperts(module, names, transposed=True, takes_pairs=False)
+
+
+def _stands_alone(module: nn.Module) -> bool:
+    """Whether a module is one product of all experts, within a layer that computes the rest."""
+    return type(module).__name__.endswith(("ParallelExperts", "GroupedExpertsGemm"))
+
+
+class _RowsOfEach:
+    """Product of each row with the matrix of its expert."""
+
+    def __init__(self, module: Any, *, transposed: bool) -> None:
+        self._module, self._transposed = module, transposed
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Multiply [rows, in], sorted by expert, given the number of rows of each expert."""
+        counts = counts.to(rows.device)
+        if matrices := packed_in(self._module).get("weight"):
+            return _packed_product(
+                rows, self._module.weight, matrices, rows_of_each(counts, len(rows))
+            )
+        ends = counts.cumsum(0).to(torch.int32)
+        return grouped_product(rows, self._module.weight, ends, transposed=self._transposed)
+
+
+class _AllRows:
+    """Llama 4's experts: each computes all tokens, multiplied by 0 where it was not chosen."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._theirs = module, module.forward
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute [experts * tokens, width], sorted by expert."""
+        module, packed = self._module, packed_in(self._module)
+        if not packed:
+            result: Tensor = self._theirs(hidden)
+            return result
+        tokens = len(hidden) // module.num_experts
+        rows = [slice(i * tokens, (i + 1) * tokens) for i in range(module.num_experts)]
+        both = _packed_product(hidden, module.gate_up_proj, packed["gate_up_proj"], rows)
+        gate, up = both.chunk(2, dim=-1)
+        x = up * module.act_fn(gate)
+        return _packed_product(x, module.down_proj, packed["down_proj"], rows)
+
+
+def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Function of experts for transformers; it returns [tokens, width].
+
+    hidden is [tokens, width]; chosen, int64, and weights are [tokens, experts per token].
+    """
+    of_each = chosen.size(-1)
+    experts = chosen.flatten()
+    order = experts.argsort(stable=True)
+    counts = count_of_each(experts, module.num_experts)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    packed = packed_in(module)
+    rows = rows_of_each(counts, len(experts)) if packed else []
+
+    def product(given: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        if matrices := packed.get(name):
+            result = _packed_product(given, weight, matrices, rows)
+        else:
+            result = grouped_product(given, weight, ends, transposed=module.is_transposed)
+        if module.has_bias:
+            result = result + getattr(module, f"{name}_bias")[experts[order]]
+        pairs = getattr(module, f"{name}{PAIRS}", None)
+        # In the memory of the result, as LoRA of linear layers does.
+        return result if pairs is None else result.add_(pairs(given, ends))
+
+    x = hidden[order // of_each]
+    if module.has_gate:
+        x = module._apply_gate(product(x, "gate_up_proj"))
+    else:
+        x = module.act_fn(product(x, "up_proj"))
+    x = product(x, "down_proj") * weights.flatten()[order, None]
+    # Back in the order of tokens: index_add_ would sum in an order of its own on a GPU.
+    x = x[order.argsort()].unflatten(0, (-1, of_each)).sum(1)
+    return x.to(hidden.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_OURS, _experts)
+
+
+def _packed_product(
+    x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
+) -> Tensor:
+    """Multiply each row by the quantised matrix of its expert: [rows, in] to [rows, out]."""
+    x = x.to(matrices.compute_dtype)
+    result: Tensor = _PackedProduct.apply(x, weight, matrices, rows)
+    return result
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Product of each row with the quantised matrix of its expert, with a gradient for the row."""
+
+    # The parameter itself is saved for the backward pass: a view would keep alive what strategies
+    # gather.
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
+    ) -> Tensor:
+        if is_fake(x):
+            rows = [slice(0, len(x))]  # matrices are unpacked one by one: the memory is that of one
+        ctx.matrices, ctx.rows = matrices, rows
+        ctx.save_for_backward(weight)
+        result = x.new_empty(len(x), matrices.rows)
+        # One matrix at a time: in bf16 all experts of a layer of Mixtral-8x7B take 2.6 GiB
+        # unpacked, one matrix 0.2.
+        for expert, own in enumerate(rows):
+            if own.start < own.stop:
+                torch.mm(x[own], matrices.unpacked(weight, expert).t(), out=result[own])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        matrices: PackedMatrices = ctx.matrices
+        gradient = gradients[0].to(matrices.compute_dtype)
+        of_x = gradient.new_empty(len(gradient), matrices.columns)
+        for expert, own in enumerate(ctx.rows):
+            if own.start < own.stop:
+                torch.mm(gradient[own], matrices.unpacked(weight, expert), out=of_x[own])
+        return of_x, None, None, None

@@ -1,4 +1,4 @@
-"""LoRA of fused experts: a low-rank pair for the matrix of each expert, in files of PEFT.
+"""LoRA of fused experts: a low-rank pair for the matrix of each expert, also in PEFT's files.
 
 In an adapter with `target_parameters` (PEFT 0.21), A holds the experts one after the other,
 [experts * rank, in], and B has them as its innermost dimension, [out, rank * experts]. If a module
@@ -18,7 +18,7 @@ from ftkit.errors import UserError
 from ftkit.models.bodies.experts import PAIRS, FusedExperts, grouped_product
 from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
-from ftkit.recipe.recipe import LoraRecipe
+from ftkit.recipe.recipe import Lora
 
 _ALIGNED = 8
 """Torch's grouped products need rows of a multiple of this many numbers: 16 bytes, 2 for each."""
@@ -34,7 +34,7 @@ class _Matrices(nn.Module):
         self._pads = pads
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Compute the `grouped_product`."""
+        """Multiply each row by the matrix of its expert."""
         weight: Tensor = self.weight
         beyond = x.size(-1) - weight.size(-1)  # zeros that the other matrix has added
         more = -weight.size(1) % _ALIGNED if self._pads else 0
@@ -78,29 +78,29 @@ class ExpertPairs(nn.Module):
         return result
 
 
-def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
+def add_expert_pairs(model: Any, base: BaseModel, lora: Lora) -> None:
     """Add low-rank pairs to the matrices of all experts; no memory is taken.
 
     Args:
         model: outlined on the meta device.
         base: named in the message.
-        recipe: its LoRA keys.
+        lora: rank, scale and variant.
 
     Raises:
         UserError: the model has no experts whose matrices are one parameter.
     """
     # rsLoRA divides alpha by the square root of the rank.
-    root = math.sqrt(recipe.lora_r) if recipe.lora_variant == "rslora" else recipe.lora_r
-    found: Iterator[FusedExperts] = model.body.fused_experts()
-    layers = [experts for experts in found if experts.takes_pairs]
+    divisor = math.sqrt(lora.lora_r) if lora.lora_variant == "rslora" else lora.lora_r
+    fused: Iterator[FusedExperts] = model.body.fused_experts()
+    layers = [experts for experts in fused if experts.takes_pairs]
     if not layers:
-        linear = base.architecture.expert_share < 1
+        has_experts = base.architecture.expert_share < 1
         raise UserError(
             f"lora_experts is true, but {base.name} has no experts whose matrices are one "
             "parameter. "
             + (
                 "Its experts are linear layers: try --lora_experts false --lora_mlp true."
-                if linear
+                if has_experts
                 else "Try --lora_experts false."
             )
         )
@@ -108,8 +108,8 @@ def add_expert_pairs(model: Any, base: BaseModel, recipe: LoraRecipe) -> None:
         for name in layer.matrices:
             pairs = ExpertPairs(
                 layer.sizes(name),
-                recipe.lora_r,
-                recipe.lora_alpha / root,
+                lora.lora_r,
+                lora.lora_alpha / divisor,
                 transposed=layer.transposed,
             )
             # Not PEFT's ParamWrapper, which adds the product of every expert's pair to its whole
@@ -134,29 +134,29 @@ def merged_experts(weight: Tensor, a: Tensor, b: Tensor, pairs: ExpertPairs) -> 
         b: [experts, out, rank].
         pairs: give layout and scale.
     """
-    found = weight.to(torch.float32, copy=True)
-    for matrix, left, right in zip(found, b.float(), a.float(), strict=True):
+    merged = weight.to(torch.float32, copy=True)
+    for matrix, left, right in zip(merged, b.float(), a.float(), strict=True):
         (matrix.t() if pairs.transposed else matrix).addmm_(left, right, alpha=pairs.scaling)
-    return found
+    return merged
 
 
 def in_peft(pairs: Mapping[str, tuple[Tensor, Tensor]], base: BaseModel) -> dict[str, Tensor]:
-    """Return the tensors of an adapter by PEFT's names, without the prefix of the model.
+    """Return the tensors of an adapter of experts by PEFT's names, without its prefix.
 
     Args:
         pairs: A, [experts, rank, in], and B, [experts, out, rank], by our names of the parameters.
         base: the adapted model.
     """
-    found = {}
+    tensors = {}
     for ours, name in _wrappers(base, pairs).items():
         a, b = pairs[ours]
-        found[f"{name}.lora_A.weight"] = a.flatten(0, 1).contiguous()
-        found[f"{name}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
-    return found
+        tensors[f"{name}.lora_A.weight"] = a.flatten(0, 1).contiguous()
+        tensors[f"{name}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+    return tensors
 
 
 def parameters_adapted(base: BaseModel, targets: Iterable[str]) -> dict[str, str]:
-    """Map PEFT's names of adapting modules to our names of the parameters of experts.
+    """Map PEFT's names of the modules that adapt experts to our names of their parameters.
 
     Args:
         base: the adapted model.
@@ -196,12 +196,13 @@ def from_peft(tensor: Tensor, matrix: str, experts: int) -> Tensor:
 
 def _wrappers(base: BaseModel, parameters: Iterable[str]) -> dict[str, str]:
     """PEFT's name of the module that wraps each of our parameters."""
-    wanted, of_owner = set(parameters), dict[str, list[str]]()
+    wanted, by_owner = set(parameters), dict[str, list[str]]()
     for name in parameter_shapes(base):
         if name in wanted:
-            of_owner.setdefault(name.rpartition(".")[0], []).append(name)
+            by_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    # PEFT wraps a module once for each of its parameters; the first wrapper is the innermost.
     return {
         name: owner + ".base_layer" * (len(names) - 1 - index)
-        for owner, names in of_owner.items()
+        for owner, names in by_owner.items()
         for index, name in enumerate(names)
     }

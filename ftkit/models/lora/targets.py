@@ -1,4 +1,4 @@
-"""Target layers of LoRA: their names, and those that a recipe picks by switch, name or pattern."""
+"""Target layers of LoRA: their names, and the choice by switch, name or pattern."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,16 +10,15 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
-from ftkit.recipe.recipe import LoraRecipe
+from ftkit.recipe.recipe import Lora
 
 TRAINED, INITIAL = "default", "initial"
 """Names of the low-rank matrices of a layer: the trained ones and, if their initial values come
 from the base weight, a frozen copy of these values."""
 
-
 _RENAMED_HEADS = {"GPTNeoXForCausalLM": ("embed_out", "lm_head")}
 """Names of output layers that differ between versions of transformers: since 5.24, if not earlier,
-GPT-NeoX has lm_head. Recipes and adapters may have either."""
+GPT-NeoX has lm_head. Recipes and adapters may use either."""
 _MATCH_S = 1.0
 """Time limit for one name; a match takes microseconds."""
 
@@ -37,10 +36,10 @@ def head_names(base: BaseModel) -> tuple[str, ...]:
 
 
 def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
-    """Full names in Hugging Face's model, or else in its files, by which a layer may be chosen.
+    """Full names by which a layer may be chosen: in Hugging Face's model, or else in its files.
 
-    A layer that is part of one of theirs can be named by itself (theirs followed by ours) and by
-    theirs, which is the last name.
+    A part of a fused layer can be named by itself (the fused layer's name, then ours) and by the
+    fused layer, whose name is the last one.
     """
     if ours == "lm_head":
         return head_names(base)
@@ -50,54 +49,55 @@ def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to the adapter."""
+    """Return whether a parameter belongs to the adapter."""
     return ".lora_" in name
 
 
-def adapted_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[str]:
-    """Full names in the model of the layers that the recipe's LoRA keys choose."""
+def adapted_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[str]:
+    """Full names in the model of the layers that are adapted."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return chosen_layers(linear, base, recipe)
+    return chosen_layers(linear, base, lora)
 
 
-def chosen_layers(linear: list[str], base: BaseModel, recipe: LoraRecipe) -> list[str]:
-    """Choose among linear layers as the recipe's LoRA keys say.
+def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
+    """Choose the linear layers to adapt, by `lora_targets` or else by the switches.
 
     Args:
         linear: our names, or the names in a model.
         base: gives Hugging Face's names.
-        recipe: its LoRA keys.
+        lora: targets and switches.
 
     Raises:
         UserError: a name of `lora_targets` matches no layer.
     """
-    if recipe.lora_targets is None:
+    if lora.lora_targets is None:
         endings = tuple(
             f".{ending}"
             for key, layer_endings in base.architecture.lora_layers.items()
-            if getattr(recipe, key)
+            if getattr(lora, key)
             for ending in layer_endings
         )
         return [name for name in linear if name.endswith(endings)]
-    targets = recipe.lora_targets
+    targets = lora.lora_targets
     names = {name: names_of(base, our_name(name)) for name in linear}
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
-        found = {name for name, theirs in names.items() if _are_called(theirs, target)}
-        if not found and isinstance(targets, str):
-            found = {name for name, theirs in names.items() if _match(theirs, target)}
-        if not found:
+        matching = {name for name, theirs in names.items() if _are_called(theirs, target)}
+        # A text may be an expression, as in PEFT; a name in a list never is.
+        if not matching and isinstance(targets, str):
+            matching = {name for name, theirs in names.items() if _match(theirs, target)}
+        if not matching:
             raise UserError(
                 f"lora_targets names {target}, which is not a linear layer of {base.name}. "
                 + _advice("lora_targets", target, names.values())
             )
-        chosen |= found
+        chosen |= matching
     return [name for name in linear if name in chosen]
 
 
-def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[nn.Module]:
+def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Module]:
     """Layers that are trained whole (`lora_modules_to_save`)."""
-    targets = recipe.lora_modules_to_save or []
+    targets = lora.lora_modules_to_save or []
     if not targets:
         return []
     modules = {our_name(name): module for name, module in model.named_modules()}
@@ -106,17 +106,17 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
         weight.removesuffix(".weight") for weight in (HEAD, base.architecture.embedding)
     )
     names[head] = None
-    theirs = {ours: names_of(base, ours)[-1:] for ours in names} | {head: head_names(base)}
-    adapted = {our_name(name) for name in adapted_layers(model, base, recipe)}
+    known = {ours: names_of(base, ours)[-1:] for ours in names} | {head: head_names(base)}
+    adapted = {our_name(name) for name in adapted_layers(model, base, lora)}
     chosen = []
     for target in targets:
-        found = [ours for ours, their in theirs.items() if _are_called(their, target)]
-        if not found:
+        matching = [ours for ours, theirs in known.items() if _are_called(theirs, target)]
+        if not matching:
             raise UserError(
                 f"lora_modules_to_save names {target}, which is not a layer of {base.name}. "
-                + _advice("lora_modules_to_save", target, theirs.values())
+                + _advice("lora_modules_to_save", target, known.values())
             )
-        for ours in found:
+        for ours in matching:
             shared = getattr(model, "tied", False) and ours in (head, embedding)
             if ours in adapted or (shared and head in adapted):
                 raise UserError(
@@ -126,7 +126,7 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
             module = modules[ours]
             if hasattr(module, "unpacked") or packed_in(module):
                 raise UserError(
-                    f"lora_modules_to_save names {target}, but quantize {recipe.quantize} keeps "
+                    f"lora_modules_to_save names {target}, but quantize {lora.quantize} keeps "
                     "it in a few bits, which cannot be trained. Try --lora_targets instead."
                 )
             chosen.append(module)
@@ -134,12 +134,12 @@ def whole_layers(model: nn.Module, base: BaseModel, recipe: LoraRecipe) -> list[
 
 
 def _are_called(names: tuple[str, ...], target: str) -> bool:
-    """Whether one of the names is the target, or ends with it."""
+    """Return whether one of the names is the target, or ends with it."""
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
 def _match(names: tuple[str, ...], pattern: str) -> bool:
-    """Whether a regular expression matches one of the names as a whole."""
+    """Return whether a regular expression matches one of the names as a whole."""
     try:
         # The expression of a foreign adapter may take forever; `re` has no time limit.
         return any(regex.fullmatch(pattern, name, timeout=_MATCH_S) for name in names)

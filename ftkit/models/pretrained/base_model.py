@@ -1,7 +1,4 @@
-"""The base model: opened with its weights, from its settings alone, or without weights; identified.
-
-The parameter names of ftkit are explained in `ftkit.models.architectures.naming`.
-"""
+"""The base model: opened with its weights, or described by its settings alone; its fingerprint."""
 
 import hashlib
 import json
@@ -21,8 +18,8 @@ from ftkit.models.architectures.architecture import (
     Architecture,
     Implementation,
     ModelLayout,
+    Naming,
 )
-from ftkit.models.architectures.naming import Naming
 from ftkit.models.architectures.read import (
     default_architecture,
     known_architecture,
@@ -35,11 +32,13 @@ from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import (
     DTYPES,
+    HeldParameter,
+    NamedStorage,
+    WeightStorage,
     WeightTensor,
     stored_tensors,
     write_settings,
 )
-from ftkit.models.pretrained.weight_storage import HeldParameter, NamedStorage, WeightStorage
 from ftkit.utils import embedded
 
 # The initializer_range of most config.json files.

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.litgpt_library import litgpt_is_installed
+from ftkit.models.architectures.checks import litgpt_is_installed
 from ftkit.utils.names import nearest
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, LITGPT_SETTINGS, ModelLayout
-from ftkit.models.architectures.litgpt_library import require_litgpt
+from ftkit.models.architectures.checks import require_litgpt
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.pretrained.base_model import (
     SETTINGS,
@@ -25,8 +25,13 @@ from ftkit.models.pretrained.base_model import (
     storage_of,
 )
 from ftkit.models.pretrained.tokenizer import GENERATION
-from ftkit.models.pretrained.weight_files import DTYPES, ShardWriter, write_settings
-from ftkit.models.pretrained.weight_storage import Tensors, WeightStorage
+from ftkit.models.pretrained.weight_files import (
+    DTYPES,
+    ShardWriter,
+    Tensors,
+    WeightStorage,
+    write_settings,
+)
 from ftkit.utils.files import new_directory
 
 _ALSO_TEMPLATES = ("tokenizer_config.json", "chat_template.json")

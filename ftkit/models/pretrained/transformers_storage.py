@@ -23,11 +23,11 @@ from transformers.core_model_loading import (
 )
 
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.models.pretrained.weight_files import WeightTensor
-from ftkit.models.pretrained.weight_storage import (
+from ftkit.models.pretrained.weight_files import (
     HeldParameter,
     Tensors,
     WeightStorage,
+    WeightTensor,
     checked,
     is_old_buffer,
     lacking,

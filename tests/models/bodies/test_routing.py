@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers_models import SIZES, VOCABULARY, save_random, transformers_model
 
 from ftkit.errors import UserError
-from ftkit.models import compiled
+from ftkit.models import language_model
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.language_model import LanguageModel, outline, trained_router_loss
 from ftkit.models.load_weights import Whole, fill
@@ -175,7 +175,7 @@ def test_compiled_blocks_have_the_same_loss_gradients_and_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     """In bfloat16: torch compiles products of experts in no other format."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(language_model, "COMPILE_BACKEND", "aot_eager")
     directory, memory = make(tmp_path, "gpt_oss"), Memory(activation_checkpointing=checkpointing)
     found = []
     for compile_ in (False, True):

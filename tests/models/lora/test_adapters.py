@@ -17,11 +17,9 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
 from ftkit.models.language_model import outline
-from ftkit.models.lora.layers import _without_bitsandbytes
-from ftkit.models.lora.load import read_adapter
-from ftkit.models.lora.save import check_adapter
+from ftkit.models.lora.adapter_files import check_adapter, read_adapter
+from ftkit.models.lora.layers import _without_bitsandbytes, initial_adapter
 from ftkit.models.lora.targets import is_adapter, our_name
-from ftkit.models.lora.variants import initial_adapter
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe

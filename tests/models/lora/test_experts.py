@@ -20,8 +20,8 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.flops import flops_per_token
 from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.lora.adapter_files import check_adapter, taken_for_experts
 from ftkit.models.lora.experts import expert_pairs
-from ftkit.models.lora.save import check_adapter, taken_for_experts
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.plan import check_ranges
 

@@ -12,9 +12,8 @@ from adapters import MAKERS, build, lora_recipe, train
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ftkit.models.lora.layers import lora_layers
+from ftkit.models.lora.layers import lora_layers, unpacked_weight
 from ftkit.models.lora.targets import INITIAL, TRAINED
-from ftkit.models.lora.variants import numbers_of
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,7 +55,7 @@ def layer_of(tmp_path_factory: pytest.TempPathFactory) -> Layers:
 def by_hand(layer: Any, x: Tensor) -> Tensor:
     """As the papers have it, product by product."""
     a, b, base = layer.lora_A, layer.lora_B, layer.get_base_layer()
-    weight, bias, scaling = numbers_of(base), base.bias, layer.scaling[TRAINED]
+    weight, bias, scaling = unpacked_weight(base), base.bias, layer.scaling[TRAINED]
     dropped = layer.lora_dropout[TRAINED](x)
     update = F.linear(F.linear(dropped, a[TRAINED].weight), b[TRAINED].weight)
     if INITIAL in a:

@@ -23,13 +23,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit.errors import UserError
+from ftkit.launch.preflight import rough_model
 from ftkit.models.pretrained.base_model import fingerprint, open_base, read_blueprint
 from ftkit.models.pretrained.gguf import convert as conversion
 from ftkit.models.pretrained.gguf import model as gguf_model
 from ftkit.models.pretrained.gguf.convert import planned_conversion
 from ftkit.models.pretrained.gguf.header import BLOCKS, GgufHeader, GgufTensor, read_header
 from ftkit.models.pretrained.hub import find_here, find_or_download
-from ftkit.models.pretrained.size_estimate import rough_model
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 SIZES = LLAMA | {"pad_token_id": None}

@@ -26,6 +26,7 @@ from litgpt.config import configs
 from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
+from ftkit.exchange.push import explained_upload
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub import download, find_or_download, missing_files
 from ftkit.models.pretrained.hub_errors import (
@@ -33,7 +34,6 @@ from ftkit.models.pretrained.hub_errors import (
     http_library,
     nearest_names,
 )
-from ftkit.models.pretrained.upload import explained_upload
 from ftkit.utils import embedded, progress
 from ftkit.utils.console.formatting import bytes_text
 

@@ -18,10 +18,11 @@ from tiny import make_data
 from torch import Tensor
 
 from ftkit.errors import UserError
+from ftkit.launch.preflight import rough_model
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import require_text_alone
-from ftkit.models.lora.load import read_adapter
+from ftkit.models.lora.adapter_files import read_adapter
 from ftkit.models.pretrained.base_model import (
     fingerprint,
     open_base,
@@ -31,7 +32,6 @@ from ftkit.models.pretrained.base_model import (
     weights,
 )
 from ftkit.models.pretrained.save import save_hf
-from ftkit.models.pretrained.size_estimate import rough_model
 
 WEIGHTS = "model.safetensors"
 

@@ -12,10 +12,10 @@ from recorders import make_recorder, train
 
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.sample_set import SampleSet
-from ftkit.models.bodies.routing import Routing
 from ftkit.models.flops import flops_per_token, mean_flops_per_token
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.routing import Routing
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method
 from ftkit.utils.accelerators.kinds import BEFORE_AMPERE_TFLOPS, TENSOR_CORE_TFLOPS, peak_flops

@@ -1,4 +1,4 @@
-"""Saving of LoRA adapters, as PEFT reads and writes them for the Hugging Face model.
+"""Files of LoRA adapters, saved and loaded as PEFT does for the Hugging Face model.
 
 Where that model fuses several of our layers into one, so does the adapter: the matrices A of the
 parts are stacked, and each part's B fills its own rows and columns of a larger B, which is zero
@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import HEAD
-from ftkit.models.architectures.naming import Fused, Naming
+from ftkit.models.architectures.architecture import HEAD, Fused, Naming
 from ftkit.models.bodies.experts import PAIRS
-from ftkit.models.lora.experts import in_peft
+from ftkit.models.lora.experts import from_peft, in_peft, parameters_adapted
 from ftkit.models.lora.targets import (
     INITIAL,
     TRAINED,
@@ -29,19 +29,34 @@ from ftkit.models.lora.targets import (
     head_names,
     is_adapter,
     names_of,
+    our_name,
 )
-from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
+from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
 from ftkit.models.pretrained.save import save_beside
-from ftkit.recipe.peft_adapter import BASE_KEY, CONFIG, NOTES_KEY, PARTS_KEY, WEIGHTS
-from ftkit.recipe.recipe import LoraRecipe
+from ftkit.models.pretrained.weight_files import load_pickled
+from ftkit.recipe.peft_adapter import (
+    BASE_KEY,
+    CONFIG,
+    NOTES_KEY,
+    OLD_WEIGHTS,
+    PARTS_KEY,
+    WEIGHTS,
+    adapter_keys,
+    read_notes,
+    target_parameters,
+)
+from ftkit.recipe.recipe import Lora
+from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import new_directory
 from ftkit.utils.safetensors_files import save_tensors
 
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
+"""Beginning of all names in PEFT's files."""
 _MAGNITUDE = "lora_magnitude_vector"
+_SAVED_AGAIN = "Take it from where it was saved again."
 
 
-def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
+def check_adapter(base: BaseModel, lora: Lora) -> None:
     """Refuse LoRA whose result could not be written as a PEFT adapter.
 
     Raises:
@@ -55,21 +70,21 @@ def check_adapter(base: BaseModel, recipe: LoraRecipe) -> None:
             "does not know Hugging Face's names of its layers. Try ftkit finetune_full, whose "
             "result is a LitGPT directory, or --checkpoint.save false to measure LoRA only."
         )
-    if recipe.lora_variant == "dora" and naming.fused:
+    if lora.lora_variant == "dora" and naming.fused:
         raise UserError(
             f"lora_variant is dora, but Hugging Face's {base.architecture.class_name} has query, "
             "key and value in one layer, for which a DoRA adapter has one rank. "
             "Try --lora_variant rslora."
         )
-    if recipe.lora_variant == "dora":
-        _check_dora(base, recipe)
+    if lora.lora_variant == "dora":
+        _check_dora(base, lora)
 
 
-def _check_dora(base: BaseModel, recipe: LoraRecipe) -> None:
+def _check_dora(base: BaseModel, lora: Lora) -> None:
     """Refuse DoRA for layers whose weights PEFT adapts as parameters."""
     weights = (*parameter_shapes(base), HEAD)
     layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    chosen = [names_of(base, ours)[0] for ours in chosen_layers(layers, base, recipe)]
+    chosen = [names_of(base, ours)[0] for ours in chosen_layers(layers, base, lora)]
     if taken := taken_for_experts(base, chosen):
         raise UserError(
             f"lora_variant is dora, but PEFT adapts {min(taken)} of {base.name} as a parameter, "
@@ -103,8 +118,10 @@ class _Layer:
 def save_adapter(
     parameters: Iterable[tuple[str, Tensor]],
     base: BaseModel,
-    recipe: LoraRecipe,
+    lora: Lora,
     out: Path,
+    *,
+    tie_embeddings: bool | None,
     base_fingerprint: str | None = None,
     beside: Mapping[str, bytes] | None = None,
 ) -> None:
@@ -116,8 +133,9 @@ def save_adapter(
         parameters: our names and values of all parameters of the adapter, and of layers that are
             trained whole.
         base: the adapted model.
-        recipe: the adapter's settings.
+        lora: the adapter's settings.
         out: a directory that does not exist yet.
+        tie_embeddings: whether embedding and head were one in training; None: as in the base model.
         base_fingerprint: of the base model, noted so that other models are refused.
         beside: further files, by name; they replace those of the base model.
     """
@@ -127,7 +145,7 @@ def save_adapter(
     layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
     pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
     of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
-    tensors = {f"{PREFIX}{name}": tensor for name, tensor in of_experts.items()}
+    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in of_experts.items()}
     ranks: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
     for theirs, ours, fused in _their_layers(base, layers):
@@ -136,33 +154,37 @@ def save_adapter(
             (layer,) = found.values()
             a, b = layer.a, layer.b
             if layer.magnitude is not None:
-                tensors[f"{PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
+                tensors[f"{_PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
         else:  # a plain PEFT adapter with equal logits; its notes list the parts, for reading
             a = torch.cat([layer.a for layer in found.values()])
             b = _block_diagonal(found, ours, fused, base)
             parts[theirs] = list(found)
-        tensors[f"{PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
-        tensors[f"{PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
+        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
+        tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
         ranks[theirs] = a.shape[0]
-    whole = _whole_layers({n: t for n, t in given.items() if not is_adapter(n)}, base, recipe)
-    tensors |= {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
-    notes = {NOTES_KEY: json.dumps(_notes(recipe, base, parts, layers))} if parts else {}
+    whole = _whole_layers(
+        {name: tensor for name, tensor in given.items() if not is_adapter(name)},
+        base,
+        tied=base.tied if tie_embeddings is None else tie_embeddings,
+    )
+    tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
+    notes = {NOTES_KEY: json.dumps(_notes(lora, base, parts, layers))} if parts else {}
     if base_fingerprint is not None:
         notes[BASE_KEY] = base_fingerprint
     # The rank of the layers that are not fused; rank_pattern lists the others.
-    rank = next((r for theirs, r in ranks.items() if theirs not in parts), recipe.lora_r)
+    rank = next((r for theirs, r in ranks.items() if theirs not in parts), lora.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
     as_parameters = taken_for_experts(base, ranks)
     targets = _by_short_name({theirs: theirs in as_parameters for theirs in ranks}, base)
     config = LoraConfig(
         r=rank,
-        lora_alpha=_alpha(recipe, rank),  # type: ignore[arg-type]
+        lora_alpha=_alpha(lora, rank),  # type: ignore[arg-type]
         # PEFT refuses dropout together with target_parameters.
-        lora_dropout=0 if as_parameters else recipe.lora_dropout,
-        use_dora=recipe.lora_variant == "dora",
-        use_rslora=recipe.lora_variant == "rslora",
+        lora_dropout=0 if as_parameters else lora.lora_dropout,
+        use_dora=lora.lora_variant == "dora",
+        use_rslora=lora.lora_variant == "rslora",
         rank_pattern=others,
-        alpha_pattern={name: _alpha(recipe, other) for name, other in others.items()},
+        alpha_pattern={name: _alpha(lora, other) for name, other in others.items()},
         target_modules=[name for name, is_parameter in targets.items() if not is_parameter],
         target_parameters=sorted(
             {".".join(name.split(".")[-2:]) for name in pairs}
@@ -237,7 +259,7 @@ def _block_diagonal(
 
 
 def _whole_layers(
-    parameters: Mapping[str, Tensor], base: BaseModel, recipe: LoraRecipe
+    parameters: Mapping[str, Tensor], base: BaseModel, *, tied: bool
 ) -> dict[str, Tensor]:
     """Parameters of layers that are trained whole, by Hugging Face's names."""
     naming = _huggingface_naming(base)
@@ -248,18 +270,17 @@ def _whole_layers(
             parts = [parameters[part] for part in fused.parameters_beside(name)]
             tensor = base.architecture.fuse(parts, fused)
         found[theirs] = tensor
-    tied = base.tied if recipe.train.tie_embeddings is None else recipe.train.tie_embeddings
     embedding, head = (naming.stored_in(n)[0] for n in (base.architecture.embedding, HEAD))
     if tied and embedding in found:  # PEFT trains a copy of each
         found[head] = found[embedding].clone()
     return found
 
 
-def _alpha(recipe: LoraRecipe, rank: int) -> int | float:
-    """Alpha with which matrices of another rank have the scale of the recipe."""
+def _alpha(lora: Lora, rank: int) -> int | float:
+    """Alpha with which matrices of another rank have the same scale."""
     # PEFT divides alpha by the rank, which stacked parts multiply.
-    factor = rank / recipe.lora_r
-    alpha = recipe.lora_alpha * (math.sqrt(factor) if recipe.lora_variant == "rslora" else factor)
+    factor = rank / lora.lora_r
+    alpha = lora.lora_alpha * (math.sqrt(factor) if lora.lora_variant == "rslora" else factor)
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
@@ -283,13 +304,13 @@ def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]
 
 
 def _notes(
-    recipe: LoraRecipe, base: BaseModel, parts: Mapping[str, list[str]], layers: Iterable[str]
+    lora: Lora, base: BaseModel, parts: Mapping[str, list[str]], layers: Iterable[str]
 ) -> dict[str, Any]:
     """Settings of the trained layers that an adapter of fused layers does not show."""
-    rank = recipe.lora_r * (1 if recipe.lora_init == "default" else 2)
+    rank = lora.lora_r * (1 if lora.lora_init == "default" else 2)
     return {
         "lora_r": rank,
-        "lora_alpha": _alpha(recipe, rank),
+        "lora_alpha": _alpha(lora, rank),
         "lora_targets": sorted({names_of(base, ours)[0] for ours in layers}),
         PARTS_KEY: parts,
     }
@@ -339,3 +360,212 @@ def _is_taken(kind: str, model: Any) -> bool:
     except ValueError:  # the others that are stacked with it are missing
         return True
     return kind not in (config.target_modules or ())
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Content of an adapter's files."""
+
+    changes: Mapping[str, Any]
+    """Keys of a recipe that the adapter decides."""
+    tensors: Mapping[str, Tensor]
+    """Tensors by our names of the parameters."""
+
+
+def read_adapter(directory: Path, base: BaseModel) -> Adapter:
+    """Read a PEFT adapter of a base model's Hugging Face version, made by ftkit or elsewhere.
+
+    Raises:
+        UserError: it is not an adapter, damaged, of a kind that ftkit does not train, or of
+            another model; names the tensor.
+    """
+    stored = stored_adapter(directory)
+    return Adapter(adapter_keys(directory), adapter_tensors(stored, directory, base))
+
+
+def adapter_tensors(
+    stored: Mapping[str, Tensor], directory: Path, base: BaseModel
+) -> dict[str, Tensor]:
+    """Tensors of a PEFT adapter by our names of the parameters.
+
+    Args:
+        stored: by PEFT's names, as its files have them.
+        directory: of the adapter's settings.
+        base: the adapted model.
+
+    Raises:
+        UserError: they belong to another model, or are copies that differ from its weights.
+    """
+    parts = read_notes(directory).get(PARTS_KEY, {})
+    whole = tuple(adapter_keys(directory)["lora_modules_to_save"] or ())
+    tensors: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
+    holders = _holders(base)
+    shapes = parameter_shapes(base)
+    wrapped = parameters_adapted(base, target_parameters(directory))
+    for name, tensor in stored.items():
+        wrapper, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        if wrapper in wrapped:
+            parameter = wrapped[wrapper]
+            tensors[f"{parameter}{PAIRS}.{matrix}.{TRAINED}.weight"] = from_peft(
+                tensor, matrix, shapes[parameter][0]
+            )
+            continue
+        theirs, kind = _split(name)
+        found = holders.get(theirs)
+        if found is None:
+            raise UserError(
+                f"adapter {directory} holds {name}, but {base.name} has no layer "
+                f"{theirs or name}. Give the model that the adapter was made for."
+            )
+        try:
+            ours = _ours(tensor, kind, *found, parts.get(theirs), base)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            raise UserError(
+                f"adapter {directory}: {name} of shape {list(tensor.shape)} does not fit "
+                f"{base.name} ({error}). Give the model that the adapter was made for."
+            ) from None
+        is_trained = kind.startswith("lora_") or f".{theirs}".endswith(
+            tuple(f".{module}" for module in whole)
+        )
+        (tensors if is_trained else copies).update(ours)
+    if base.tied and HEAD in tensors | copies:
+        value = (tensors | copies).pop(HEAD)
+        embedding = tensors.get(base.architecture.embedding)
+        tensors.pop(HEAD, None)
+        copies.pop(HEAD, None)
+        if embedding is None:
+            copies[base.architecture.embedding] = value
+        elif not torch.equal(embedding, value):
+            raise UserError(
+                f"adapter {directory} trains head and embedding apart, but they are one in "
+                f"{base.name}. Merge the adapter where it was made, and start from the result."
+            )
+    # PEFT also saves embedding and head if the vocabulary differs from the one on the hub
+    # (save_embedding_layers).
+    _check_copies(copies, base, directory)
+    return tensors
+
+
+def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
+    """Refuse copies of the base model's weights (PEFT sometimes adds them) that differ from it."""
+    for name, tensor in weights(base) if copies else ():
+        if name in copies and not torch.equal(tensor.to(copies[name].dtype), copies[name]):
+            raise UserError(
+                f"adapter {directory} comes with {name} of its own, which differs from that of "
+                f"{base.name}. Give the model that the adapter was made for."
+            )
+
+
+def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
+    """Refuse an adapter whose tensors are not exactly the trained parameters of a model.
+
+    Args:
+        adapter: from the directory.
+        model: adapted, with nothing trained but the adapter.
+        directory: of the adapter, for the message.
+
+    Raises:
+        UserError: a tensor is missing, unknown to the model, or of another shape.
+    """
+    shapes = {
+        our_name(name): parameter.shape
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    for name, tensor in adapter.tensors.items():
+        if name not in shapes:
+            problem = "is not among its target modules"
+        elif tensor.shape != shapes[name]:
+            problem = f"has shape {list(tensor.shape)}, but the model needs {list(shapes[name])}"
+        else:
+            continue
+        raise UserError(
+            f"adapter {directory}: {name} {problem}. Give the model that the adapter was made for."
+        )
+    for name in shapes:
+        if name not in adapter.tensors:
+            raise UserError(
+                f"adapter {directory} lacks {name}, which is a target module in its {CONFIG}. Give "
+                "the model that the adapter was made for."
+            )
+
+
+def stored_adapter(directory: Path) -> dict[str, Tensor]:
+    """Read the tensors of an adapter's file, by PEFT's names.
+
+    Raises:
+        UserError: there is no such file, or it is damaged or holds something else.
+    """
+    file, old = directory / WEIGHTS, directory / OLD_WEIGHTS
+    for candidate in (file, old):
+        require_regular(candidate)
+    if file.is_file():
+        with reading(file, "tensors of an adapter as safetensors", advice=_SAVED_AGAIN):
+            return load_file(file)
+    if not old.is_file():
+        raise UserError(f"adapter {directory} has no {WEIGHTS}. {_SAVED_AGAIN}")
+    found = load_pickled(old)
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in found.items()
+    ):
+        raise UserError(f"{old} holds no tensors. Save it as {WEIGHTS}.")
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Hugging Face's layer and kind: lora_A, lora_B, lora_magnitude_vector, weight or bias."""
+    # Weights that PEFT saves beside their adapter have base_layer in their names.
+    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    layer, found, kind = plain.rpartition(".lora_")
+    if found:
+        return layer, "lora_" + kind.removesuffix(".weight")
+    layer, _, kind = plain.rpartition(".")
+    return layer, kind
+
+
+def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
+    """Layers of Hugging Face's model, with the layers of ours that each holds."""
+    naming = base.architecture.naming_in("hf")
+    if naming is None:
+        return {}
+    found: dict[str, tuple[list[str], Fused | None]] = {}
+    for name in (*parameter_shapes(base), HEAD):
+        if name.endswith(".weight"):
+            theirs, fused = naming.stored_in(name)
+            holder = found.setdefault(theirs.removesuffix(".weight"), ([], fused))
+            layer = name.removesuffix(".weight")
+            if layer not in holder[0]:
+                holder[0].append(layer)
+    head, *others = head_names(base)
+    for other in others:
+        found[other] = found[head]
+    return found
+
+
+def _ours(
+    tensor: Tensor,
+    kind: str,
+    layers: list[str],
+    fused: Fused | None,
+    adapted: list[str] | None,
+    base: BaseModel,
+) -> dict[str, Tensor]:
+    """Split a tensor of a Hugging Face layer into tensors by our names.
+
+    `adapted` names the layers that own the tensor's ranks in turn; None: each owns all.
+    """
+    end = f".{kind}.{TRAINED}.weight" if kind.startswith("lora_") else f".{kind}"
+    if fused is None:
+        return {f"{layers[0]}{end}": tensor}
+    owners = layers if adapted is None else adapted
+    if kind == "lora_A":
+        pieces = [tensor] * len(owners) if adapted is None else tensor.chunk(len(owners))
+        return {f"{name}{end}": piece for name, piece in zip(owners, pieces, strict=True)}
+    found = {}
+    for index, name in enumerate(owners):
+        rows = base.architecture.part_of(tensor, fused, f"{name}.weight")
+        if kind == "lora_B" and adapted is not None:
+            rows = rows.chunk(len(owners), dim=1)[index]
+        found[f"{name}{end}"] = rows
+    return found
