@@ -1,4 +1,4 @@
-"""Dry run of a model on fake tensors: whether it computes a loss and gradients.
+"""Dry run of a model on fake tensors, to see that it computes a loss and gradients.
 
 It takes a second and no memory. The code of any family may fail in its own way on settings that do
 not fit each other: the user learns of it before anything else is done.
@@ -59,7 +59,7 @@ def _try_shortened(architecture: Architecture) -> None:
 
 
 def try_architecture(architecture: Architecture) -> None:
-    """Run forward and backward pass; raise if no block has gradients."""
+    """Run forward and backward pass; raise RuntimeError if no block has gradients."""
     with torch.device("meta"):
         # bfloat16: on fake tensors, torch computes the shapes of grouped products in this dtype
         # only.

@@ -17,7 +17,7 @@ Context = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Settings by which the next token is chosen."""
 
     temperature: float = 0.0
     """Divides the logits; 0: choose the most likely token."""
@@ -101,7 +101,7 @@ def answer_in_tokens(
 
 
 class TextStream:
-    """Text of tokens that arrive one by one.
+    """Decodes tokens that arrive one by one.
 
     A character may be spread over several tokens, and a token's text may depend on the one before.
     Text that was returned is never taken back.
@@ -121,8 +121,7 @@ class TextStream:
         text = self._new_text()
         if text.endswith("\ufffd"):  # part of a character
             return ""
-        # A token's text may depend on the one before: it is decoded together with the tokens shown
-        # last.
+        # A token's text may depend on the one before: the tokens shown last are decoded with it.
         self._context, self._shown = self._shown, len(self._ids)
         return text
 
@@ -214,7 +213,7 @@ def _without_interest(
 
 
 def _all(finished: Tensor, *, apart: bool) -> bool:
-    """Whether no prompt needs another pass: on this rank, or with own prompts on any rank."""
+    """Return whether all prompts are finished: on this rank; with prompts of its own, on all."""
     if apart and dist.is_initialized() and dist.get_world_size() > 1:
         left = (~finished).sum()
         dist.all_reduce(left)

@@ -46,7 +46,7 @@ class LanguageModel(nn.Module):
         self.quantized: Quantization | None = None
         """Quantisation of the weights in the blocks; None: they are not quantised."""
         self.routing = Routing((), 0, None)
-        """Counts of what routers do in training."""
+        """Counts of the experts that routers choose in training."""
         # On the meta device too, so that parameters are counted and adapted once.
         self.tie()
 
@@ -93,13 +93,13 @@ def outline(
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
 ) -> LanguageModel:
-    """Build the model on the meta device, adapted and frozen as the recipe says.
+    """Build the model on the meta device, adapted and frozen by the recipe.
 
     Sizes can be counted and layers sharded before any memory is taken; `fill` loads the weights.
 
     Args:
         base: the model whose architecture it has.
-        recipe: its LoRA keys choose the quantised base and the adapted layers.
+        recipe: LoRA and quantisation, kernels, compilation and activation checkpointing.
         dtype: of the parameters that are not quantised.
         compute_dtype: of the arithmetic of quantised layers. Default: dtype.
     """
@@ -127,7 +127,7 @@ def outline(
         # `forward` is replaced, not the block: names of parameters stay, and hooks of FSDP and
         # DeepSpeed run outside.
         for block in list(model.body.blocks)[::every]:
-            block.forward = partial(_keep_the_input_alone, block.forward, offloads)
+            block.forward = partial(_keep_only_the_input, block.forward, offloads)
     return model.to(dtype)
 
 
@@ -156,10 +156,10 @@ def trained_router_loss(architecture: Architecture, coefficient: float | None) -
     return known if coefficient is None else dataclasses.replace(known, coefficient=coefficient)
 
 
-def _keep_the_input_alone(
+def _keep_only_the_input(
     forward: Callable[..., Any], offloads: bool, hidden: Tensor, *rest: Any, **options: Any
 ) -> Any:
-    """Run a block and keep its input alone: the backward pass computes the rest again."""
+    """Run a block and keep only its input: the backward pass computes the rest again."""
     if not torch.is_grad_enabled():
         return forward(hidden, *rest, **options)
     with in_host_memory(hidden) if offloads else nullcontext():

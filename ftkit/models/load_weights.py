@@ -138,8 +138,8 @@ def fill(
                 if any(key.startswith(f"{our_name(name)}.lora_") for key in left):
                     assert model.lora is not None
                     layer = model.get_submodule(name)
-                    numbers = _numbers(layer, stored.to(device), dtype)
-                    for end, value in adapter_from_base(numbers, layer, model.lora).items():
+                    weight = _computed_weight(layer, stored.to(device), dtype)
+                    for end, value in adapter_from_base(weight, layer, model.lora).items():
                         put(f"{our_name(name)}.{end}", value)
 
 
@@ -185,8 +185,8 @@ def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.devic
     return packed(model, name, tensor, device)
 
 
-def _numbers(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the [out, in] weight that an adapted layer computes with, unpacked."""
+def _computed_weight(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the [out, in] weight that an adapted layer computes with."""
     base = layer.get_base_layer()
     unpacked: Tensor = base.unpacked(stored) if hasattr(base, "unpacked") else stored.to(dtype)
     return unpacked

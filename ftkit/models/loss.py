@@ -98,7 +98,7 @@ class OutputLayer(nn.Linear):
     """
 
     loss_and_grad: Callable[..., tuple[Tensor, Tensor]] = staticmethod(loss_and_grad)
-    """Replaced by a fused kernel, or compiled, where a recipe asks for it."""
+    """Replaced by a fused kernel, or compiled, if the recipe says so."""
 
     def forward(
         self,
@@ -321,7 +321,7 @@ class Head(nn.Module):
 
 
 def _in_float16(rows: Tensor) -> bool:
-    """Whether the products are in float16: small gradients need the loss scale from the start."""
+    """Return whether products are in float16, where small gradients need the loss scale."""
     kind = rows.device.type
     mixed = torch.is_autocast_enabled(kind)
     return (torch.get_autocast_dtype(kind) if mixed else rows.dtype) == torch.float16

@@ -3,8 +3,8 @@
 QLoRA: Dettmers et al. 2023, https://arxiv.org/abs/2305.14314. LLM.int8: Dettmers et al. 2022,
 https://arxiv.org/abs/2208.07339.
 
-The packed weight is a parameter. What turns it back into numbers (the scales, about 0.016 to 0.06
-bytes per weight) is whole on every rank.
+The packed weight is a parameter. The scales that unpack it, about 0.016 to 0.06 bytes per weight,
+are whole on every rank.
 """
 
 from collections.abc import Container

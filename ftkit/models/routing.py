@@ -92,7 +92,7 @@ class Routing:
 
     @property
     def load(self) -> list[list[int]]:
-        """How often training has chosen each expert of each layer, on this rank.
+        """Counts of training's choices on this rank, for each layer and expert.
 
         Empty if nothing was counted, or if the device has failed.
         """

@@ -32,14 +32,14 @@ _LAYER = re.compile(r"\.(\d+)(?=\.)")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTraits:
-    """Traits of attention on which its kernel and its cost depend."""
+    """Traits of attention that determine its kernel and its cost."""
 
     heads: int
     head_size: int
     is_plain: bool
-    """Whether kernels can compute its scores: no bound, no sinks, values as large as keys."""
+    """True if kernels can compute its scores: no bound, no sinks, values as large as keys."""
     takes_rows: bool
-    """Whether it takes sequences in a row; otherwise micro-batches must be padded."""
+    """True if it computes sequences in a row; otherwise micro-batches must be padded."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Fused:
     """rows: one part after the other. heads: for each head, its rows of every part."""
 
     def modules_beside(self, ours: str) -> list[str]:
-        """Names of all parts of a layer, given one of them, or a parameter of one.
+        """Return the names of all parts in a layer, given one of them or its parameter.
 
         Raises:
             ValueError: the name is not in a layer.
@@ -63,26 +63,26 @@ class Fused:
         return [part.format(layer[1]) for part in self.parts]
 
     def parameters_beside(self, ours: str) -> list[str]:
-        """Names of a parameter (weight, bias) in all parts of a layer, given one of them."""
+        """Return the names of a parameter (weight or bias) in all parts, given one of them."""
         kind = ours.rpartition(".")[2]
         return [f"{module}.{kind}" for module in self.modules_beside(ours)]
 
 
 @dataclass(frozen=True)
 class Naming:
-    """Module names of a checkpoint by ours; ``{}`` stands for the layer."""
+    """Names of a checkpoint's modules, by ours; ``{}`` stands for the number of the layer."""
 
     modules: Mapping[str, str]
-    """Ours -> theirs, one to one."""
+    """Our name -> the checkpoint's, one to one."""
     fused: Mapping[str, Fused] = field(default_factory=lambda: MappingProxyType({}))
-    """Name in files -> names in ftkit, where one tensor of a file holds several."""
+    """Name in files -> our names, for tensors that hold several of our parameters."""
 
     def theirs(self, ours: str) -> str | None:
-        """Their name of a module or parameter; None if it has no name of its own there."""
+        """Return the checkpoint's name of a module or parameter; None if it has none of its own."""
         return _renamed(ours, self.modules)
 
     def stored_in(self, ours: str) -> tuple[str, Fused | None]:
-        """Their name of the tensor that holds our parameter, and how it is fused there, if so."""
+        """Return the name of the tensor that holds our parameter, and the others fused in it."""
         for module, fused in self.fused.items():
             if theirs := _renamed(ours, dict.fromkeys(fused.parts, module)):
                 return theirs, fused
@@ -97,16 +97,16 @@ class SameNames(Naming):
 
     modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     head: str = "lm_head"
-    """Their name of the output layer."""
+    """The checkpoint's name of the output layer."""
 
     def theirs(self, ours: str) -> str:
-        """Their name of a module or parameter."""
+        """Return the checkpoint's name of a module or parameter."""
         module, *kind = ours.split(".", 1)
         return ".".join((self.head, *kind)) if module == "lm_head" else ours
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
-    """Replace the module at the start of a name as ``modules`` says; None: it is not there."""
+    """Replace the module at the start of a name; None: it is not among the modules."""
     layer = _LAYER.search(name)
     module = name if layer is None else f"{name[: layer.start()]}.{{}}{name[layer.end() :]}"
     suffix = ""
@@ -157,7 +157,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def has_equal_layers(self) -> bool:
-        """Whether all blocks have the same structure."""
+        """True if all blocks have the same structure."""
 
     @property
     @abstractmethod
@@ -187,7 +187,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def asks_for_router_loss(self) -> bool:
-        """Whether the settings turn that loss on."""
+        """True if the settings turn the routers' loss on."""
 
     @property
     @abstractmethod
@@ -197,7 +197,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def is_usually_tied(self) -> bool:
-        """Whether embedding and head are tied if config.json does not say."""
+        """True if embedding and head are tied where config.json does not say."""
 
     @property
     @abstractmethod
@@ -207,7 +207,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def untied_shapes(self) -> dict[str, torch.Size]:
-        """`parameter_shapes` if embedding and head are not tied."""
+        """Shapes of all parameters if embedding and head are not tied."""
 
     @property
     def rest_shapes(self) -> Mapping[str, torch.Size]:
@@ -271,8 +271,7 @@ class Architecture(ABC):
         rows = [shapes[part][0] for part in names]
         if fused.layout == "heads":
             count = self.attention.heads
-            # GPT-NeoX stores query, key and value of the first head, then those of the second, and
-            # so on.
+            # GPT-NeoX stores query, key and value of the first head, then those of the second.
             of_heads = tensor.unflatten(0, (count, -1))
             per_head = [part // count for part in rows]
             return of_heads.split(per_head, dim=1)[names.index(name)].flatten(0, 1)

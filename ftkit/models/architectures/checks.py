@@ -1,8 +1,8 @@
 """Checks of a model before anything is built: its settings, its weights, and LitGPT if it needs it.
 
-A number that no model has would make lists and tensors of that size. Whether settings that pass
-belong to the weights beside them is compared later, tensor by tensor. Weights that are stored
-quantised cannot be trained: their checkpoints are refused by the name of the method.
+A number that no model has would make lists and tensors of that size. Later, settings that pass are
+compared with the weights beside them, tensor by tensor. Weights that are stored quantised cannot be
+trained: they are refused with the name of the method.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _MOST_LAYERS = 2**10
 """The deepest published language models have an eighth of this."""
 _MOST_EXPERTS = 2**16
-"""In a layer."""
+"""Most experts of one layer."""
 _MOST_EXPERTS_OF_ALL_LAYERS = 2**16
-"""LitGPT's code makes modules of each; the largest published models have a third of this."""
+"""LitGPT's code builds modules for each; the largest published models have a third of this."""
 # Vocabularies reach 2^18 and layers 2^16; a list or an outline of this size is still possible.
 _MOST_SIZE = 2**24
 # Contexts of published models reach ten million positions (Llama 4 Scout).
@@ -59,7 +59,7 @@ _METHODS = {
 }
 """Usual name of each quant_method of a config.json."""
 _KEYS = ("quantization_config", "compression_config")
-"""Earlier versions of llm-compressor wrote the second."""
+"""Keys of a config.json with a quantised model; earlier llm-compressor wrote the second."""
 _EIGHT_BITS = ("eetq", "fbgemm_fp8", "fp8")
 
 
@@ -69,14 +69,14 @@ class _Rule:
     least: float
     most: float
     is_one: bool
-    """Whether the value must be one number; otherwise lists of numbers pass, too."""
+    """True if the value must be one number; otherwise lists of numbers pass, too."""
 
     @property
     def text(self) -> str:
         return f"a number from {self.least:,} to {self.most:,}"
 
     def allows(self, value: Any) -> bool:
-        """Whether the value is possible; null and other kinds of values are left to the model."""
+        """Return whether a value is possible; null and other types are left to the model."""
         if isinstance(value, list | Mapping) and not self.is_one:
             items = value.values() if isinstance(value, Mapping) else value
             return all(self.allows(item) for item in items)
@@ -192,13 +192,14 @@ def require_plain_weights(settings: Mapping[str, Any], name: str) -> None:
         UserError: names the method and the model to use instead.
     """
     for key in _KEYS:
-        found = settings.get(key)
-        if found:
-            raise quantized_weights(found if isinstance(found, Mapping) else {}, name)
+        quantization = settings.get(key)
+        if quantization:
+            known = quantization if isinstance(quantization, Mapping) else {}
+            raise quantized_weights(known, name)
 
 
 def quantized_weights(quantization: Mapping[str, Any], name: str) -> UserError:
-    """Error that refuses such a model and says what to use instead.
+    """Make the error for a model with quantised weights; it says what to use instead.
 
     Args:
         quantization: how its weights are stored, as in a config.json.
@@ -221,12 +222,12 @@ def _unnamed_method(quantization: Mapping[str, Any]) -> str:
     return "quantised"
 
 
+# Without its dependencies, whose bounds exclude new libraries; ftkit installs what it imports.
 _INSTALL = "pip install --no-deps litgpt"
-"""Without its dependencies, whose bounds exclude new libraries; ftkit has what it imports."""
 
 
 def litgpt_is_installed() -> bool:
-    """Whether LitGPT can be imported; it is not imported."""
+    """Return whether LitGPT is installed, without importing it."""
     return importlib.util.find_spec("litgpt") is not None
 
 

@@ -27,7 +27,7 @@ class Family:
     settings: Callable[[Settings], dict[str, Any]]
     """config.json -> fields of `litgpt.Config` that differ from those of a plain Llama."""
     tied: bool = False
-    """Whether embedding and head are tied if config.json does not say."""
+    """True if embedding and head are tied where config.json does not say."""
 
 
 @dataclass

@@ -157,7 +157,7 @@ class LitgptArchitecture(Architecture):
             del fields[name]
         fields["unit_offset"] = "Gemma" in config.name  # LitGPT decides by the name, too
         fields["attention_scores_scalar"] = config.attention_scores_scalar or config.head_size
-        # No other MLP reads it, so it must not tell models apart.
+        # Other MLPs do not read it, so it must not tell models apart.
         if config.mlp_class_name not in ("GptNeoxMLP", "GemmaMLP"):
             del fields["gelu_approximate"]
         rope = fields.pop("rope_adjustments") or {}
@@ -214,14 +214,14 @@ def read_litgpt_architecture(
 
 
 def named_architecture(name: str) -> LitgptArchitecture:
-    """Architecture that LitGPT knows by a name.
+    """Return the architecture that LitGPT knows by a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: LitGPT does not know the name.
     """
-    found = Config.from_name(name)
-    assert found is not None, "Config.from_name finds or raises"
-    config = families.within_window(found)
+    known = Config.from_name(name)
+    assert known is not None, "Config.from_name finds or raises"
+    config = families.within_window(known)
     family = families.family_of_config(config)
     return LitgptArchitecture(config, family, families.window_of(config, {}))
 

@@ -25,8 +25,6 @@ Settings = Mapping[str, Any]
 _FEWEST_POSITIONS = 2
 """A sequence of one token has nothing to predict."""
 _ADVICE = "Take it from the original model, or choose another model."
-
-
 _PLAIN_ROPE = {"rope_type": "default"}
 
 
@@ -60,19 +58,19 @@ def read_architecture(
     require_plausible(settings, file)
     if layout == "litgpt":
         require_litgpt(f"{name} is in LitGPT's layout.")
-        return _of_litgpt(directory, settings, name, layout)
+        return _litgpt_architecture(directory, settings, name, layout)
     if implementation == "litgpt":
         require_litgpt(f"{name} is computed by LitGPT's code (model_implementation).")
-        return _of_litgpt(directory, settings, name, layout)
+        return _litgpt_architecture(directory, settings, name, layout)
     if implementation is None and (known := _known_to_litgpt(directory, settings, name)):
         return known
     # Imported here: transformers takes as long as all other imports.
     from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 
     with reading(file, "settings of which transformers makes a whole model", advice=_ADVICE):
-        found = read_transformers_architecture(settings, name)
-        _require_whole(found)
-    return found
+        architecture = read_transformers_architecture(settings, name)
+        _require_whole(architecture)
+    return architecture
 
 
 def _known_to_litgpt(directory: Path, settings: Settings, name: str) -> "LitgptArchitecture | None":
@@ -84,28 +82,28 @@ def _known_to_litgpt(directory: Path, settings: Settings, name: str) -> "LitgptA
     if family_of_settings(settings) is None:
         return None
     try:
-        known = _of_litgpt(directory, settings, name, "hf")
+        known = _litgpt_architecture(directory, settings, name, "hf")
     except UserError:
         return None  # transformers may run what LitGPT cannot
     # With LitGPT's code, positions end at the window; transformers computes the whole context.
     return known if known.window is None else None
 
 
-def _of_litgpt(
+def _litgpt_architecture(
     directory: Path, settings: Settings, name: str, layout: ModelLayout
 ) -> "LitgptArchitecture":
     from ftkit.models.architectures.litgpt_architecture import read_litgpt_architecture
 
     file = directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json")
     with reading(file, "settings of which LitGPT makes a whole model", advice=_ADVICE):
-        found = read_litgpt_architecture(directory, settings, name, layout)
-        if found.window is None or layout == "litgpt":  # otherwise transformers computes it
-            _require_whole(found)
-    return found
+        architecture = read_litgpt_architecture(directory, settings, name, layout)
+        if architecture.window is None or layout == "litgpt":  # otherwise transformers computes it
+            _require_whole(architecture)
+    return architecture
 
 
 def _require_whole(architecture: Architecture) -> None:
-    """Compute everything that follows from the settings: it fails if they are damaged."""
+    """Compute everything that follows from the settings, which fails if they are damaged."""
     if architecture.context_length < _FEWEST_POSITIONS:
         raise ValueError(f"it has {architecture.context_length} positions")
     architecture.parameter_shapes(tied=False)
@@ -185,7 +183,7 @@ def default_architecture(model_type: str) -> Architecture | None:
 
 
 def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
-    """Make a config.json for a model of LitGPT; None: its sizes are not enough."""
+    """Make a config.json for a model that LitGPT knows; None: its sizes are not enough."""
     from litgpt.config import Config
 
     from ftkit.models.architectures import families

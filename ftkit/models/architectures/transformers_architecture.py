@@ -41,9 +41,9 @@ from ftkit.models.architectures.transformers_outline import (
 from ftkit.models.routing import RouterLoss
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
-"""Kinds of layers in which a token sees others of its own sequence, by position alone."""
+"""Kinds of layers in which only positions decide which tokens of its sequence a token sees."""
 _OWN_MASKS = {"doge", "glm_moe_dsa"}
-"""Families in which the mask of attention depends on the values of tokens, too."""
+"""Families in which the mask of attention also depends on the values of tokens."""
 _POSITIONS_WITHOUT_LIMIT = 2048
 """Context of a model whose config.json has none."""
 _FOLLOWING_LENGTH = {"dynamic", "longrope"}
@@ -60,7 +60,7 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of layers that choose experts, or of modules that hold them."""
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SWITCHED_OFF = ("output_router_logits", "use_mamba_kernels")
-"""Settings that are switched off: losses of routers, which are not computed there, and kernels
+"""Settings that are switched off: the loss of routers, which ftkit computes itself, and kernels
 without which some models refuse to run."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
@@ -104,11 +104,11 @@ class TransformersArchitecture(Architecture):
 
     @property
     def is_part(self) -> bool:
-        """Whether it is the language model within a multimodal one."""
+        """True if this is the language model within a multimodal one."""
         return whole_class_name(self.name) is not None
 
-    # Its names in the whole model are our names: transformers' rules for older names, for saving
-    # and for PEFT are those of the whole model.
+    # Our names are those in the whole model, because transformers' rules for older names, for
+    # saving and for PEFT apply to the whole model.
     @cached_property
     def language_name(self) -> str:
         """Name of the language model, without its head, in the whole model."""
@@ -116,9 +116,9 @@ class TransformersArchitecture(Architecture):
 
     def language_in(self, whole: PreTrainedModel) -> PreTrainedModel:
         """Return the language model, without its head."""
-        found = whole.get_submodule(self.language_name)
-        assert isinstance(found, PreTrainedModel)
-        return found
+        language = whole.get_submodule(self.language_name)
+        assert isinstance(language, PreTrainedModel)
+        return language
 
     @property
     def name(self) -> str:
@@ -157,11 +157,11 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def _kinds(self) -> list[object]:
         """Kind of each block: its type in the settings, and the shapes of its parameters."""
-        called = getattr(self.config, "layer_types", None) or ()
-        if len(called) != self.layers:
-            called = [""] * self.layers
-        kept = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
-        return [(name, frozenset(of_it.items())) for name, of_it in zip(called, kept, strict=True)]
+        types = getattr(self.config, "layer_types", None) or ()
+        if len(types) != self.layers:
+            types = [""] * self.layers
+        shapes = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
+        return [(kind, frozenset(own.items())) for kind, own in zip(types, shapes, strict=True)]
 
     @property
     def attention(self) -> AttentionTraits:
@@ -182,7 +182,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def takes_rows(self) -> bool:
-        """Whether attention can be replaced, and nothing else mixes tokens."""
+        """True if attention can be replaced, and nothing else mixes tokens."""
         kinds = set(getattr(self.config, "layer_types", None) or ())
         language = self.language_in(self._plain)
         is_interface = language._supports_attention_backend and self.name not in _OWN_MASKS
@@ -209,16 +209,16 @@ class TransformersArchitecture(Architecture):
             UserError: it changes its logits in another way.
         """
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
-        found = finished_logits(self.build(), self.language_name, products)
+        logits = finished_logits(self.build(), self.language_name, products)
         known = (getattr(self.config, name, None) for name in _SOFTCAPS)
         softcap = next((cap for cap in known if cap), None)
-        factor = float(found[-1] / products[-1])
+        factor = float(logits[-1] / products[-1])
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
             expected = products * scale
             expected = torch.tanh(expected / bound) * bound if bound else expected
             # Tried on numbers, because families name these settings differently, or scale without a
             # setting.
-            if torch.allclose(found, expected, rtol=1e-6, atol=0.0):
+            if torch.allclose(logits, expected, rtol=1e-6, atol=0.0):
                 return scale, bound
         raise UserError(
             f"{self.class_name} changes its logits in a way that ftkit does not know. Choose "
@@ -252,13 +252,13 @@ class TransformersArchitecture(Architecture):
 
     @cached_property
     def lora_layers(self) -> Mapping[str, tuple[str, ...]]:
-        found: dict[str, dict[str, None]] = {}
+        by_key: dict[str, dict[str, None]] = {}
         for block in self._blocks:
             for name, module in block.named_modules():
                 if isinstance(module, nn.Linear):
                     for key in _lora_keys(name):
-                        found.setdefault(key, {})[name] = None
-        return {key: tuple(names) for key, names in found.items()} | {"lora_head": ("lm_head",)}
+                        by_key.setdefault(key, {})[name] = None
+        return {key: tuple(names) for key, names in by_key.items()} | {"lora_head": ("lm_head",)}
 
     @cached_property
     def untied_shapes(self) -> dict[str, torch.Size]:
@@ -273,7 +273,7 @@ class TransformersArchitecture(Architecture):
         return own | of_head
 
     def is_rest(self, name: str) -> bool:
-        """Whether a parameter or buffer of the whole model is outside its language model."""
+        """Return whether a parameter or buffer of the whole model is outside its language model."""
         return self.is_part and not name.startswith(
             (f"{self.language_name}.", f"{head_name(self.outline)}.")
         )
@@ -381,7 +381,7 @@ def _decoded(value: Any) -> Any:
 
 
 def is_router(name: str) -> bool:
-    """Whether a layer with this name in its block chooses experts."""
+    """Return whether a layer chooses experts, given its name in its block."""
     return not _ROUTERS.isdisjoint(name.split("."))
 
 

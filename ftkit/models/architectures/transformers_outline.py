@@ -1,4 +1,4 @@
-"""Models of transformers on the meta device: their parts, and how ftkit prepares them."""
+"""Models of transformers on the meta device: finding their parts, and preparing them."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from ftkit.models.routing import RouterLoss
 
 _MOST_BUFFER_BYTES = 2**31
 """Masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of this."""
-
 
 _TOKENS = 8
 """Tokens for which two losses of routers are compared; the last one is padding."""
@@ -68,6 +67,7 @@ def set_depth(config: PretrainedConfig, layers: int) -> None:
 
 def untranspose_layers(model: nn.Module) -> None:
     """Replace layers that hold their weight transposed by linear layers."""
+    # LoRA, quantisation and the FLOPs of a step only know nn.Linear.
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             model.set_submodule(name, nn.Linear(module.nx, module.nf))
@@ -167,14 +167,14 @@ class _SameProducts(nn.Identity):
 
 @dataclass(frozen=True)
 class Called:
-    """Record of what a whole model does on text."""
+    """Record of a call of a whole model on text."""
 
     tokens: Tensor
     """[1, tokens], its input."""
     embeddings: Tensor
     """[1, tokens, width], the embeddings of its input."""
     arguments: dict[str, Any]
-    """Arguments with which it has called its language model, by name."""
+    """Arguments with which it called its language model, by name."""
     logits: Tensor
     """[1, tokens, vocabulary], made of the products of its head."""
 
@@ -253,7 +253,7 @@ def router_outputs(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 
 def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
-    """Find the auxiliary loss of a model's routers; None: it has none, or another one.
+    """Find the auxiliary loss of a model's routers; None: it has none, or an unknown one.
 
     Args:
         model: with its head; on any device.
@@ -267,12 +267,12 @@ def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
     if not any(router_outputs(model.base_model)):
         return None
     # Tried, not listed by family: a list would miss the next family, or a changed function.
-    found = RouterLoss(experts=experts, chosen=chosen, coefficient=float(coefficient))
-    return found if _is_as_theirs(found, type(model)) else None
+    loss = RouterLoss(experts=experts, chosen=chosen, coefficient=float(coefficient))
+    return loss if _is_as_theirs(loss, type(model)) else None
 
 
 def _is_as_theirs(loss: RouterLoss, model_class: type[PreTrainedModel]) -> bool:
-    """Whether transformers computes the same loss for some logits of two layers."""
+    """Return whether transformers computes an equal loss for some logits of two layers."""
     theirs = getattr(sys.modules[model_class.__module__], "load_balancing_loss_func", None)
     if theirs is None:
         return False

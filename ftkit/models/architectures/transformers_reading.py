@@ -108,8 +108,8 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
 
 def _obstacle(architecture: TransformersArchitecture) -> str | None:
     """Obstacle in its settings, with the defaults of the family, or in its modules."""
-    if (found := _obstacle_of_config(architecture.config)) or architecture.is_part:
-        return found
+    if (obstacle := _obstacle_of_config(architecture.config)) or architecture.is_part:
+        return obstacle
     return _obstacle_of_model(architecture.outline)
 
 
@@ -219,7 +219,7 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _differences(called: Called) -> Iterator[str]:
-    """Yield arguments of a call beside embeddings of the tokens and their positions, in words."""
+    """Describe each argument of a call that the tokens and their positions do not determine."""
     places = torch.arange(_TOKENS, device="cpu")
     for key, value in called.arguments.items():
         match key:
@@ -240,7 +240,7 @@ def _differences(called: Called) -> Iterator[str]:
 
 
 def _is_same(value: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal; on the meta device, whether their shapes are."""
+    """Return whether two tensors are equal; on the meta device, only shapes are compared."""
     return value.shape == expected.shape and (value.is_meta or torch.equal(value, expected))
 
 
@@ -253,7 +253,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Whether each token sees itself and all tokens before it, and no other."""
+    """Return whether each token sees itself and all tokens before it, and no other."""
     if mask.ndim == 2:  # a mask of padding
         return bool((mask != 0).all())
     seen = mask if mask.dtype == torch.bool else mask == 0

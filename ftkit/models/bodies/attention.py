@@ -92,7 +92,7 @@ class Sequences:
     """Sequences of a micro-batch: which of its tokens belong together."""
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence; sequences lie one after the other."""
+    """Tokens of each sequence, one sequence after the other."""
     kernel: AttentionKernel = "sdpa"
     """Kernel that computes attention."""
     starts: Tensor | None = None
@@ -111,11 +111,11 @@ class Sequences:
         if lengths is None:
             batch, length = input_ids.shape
             return cls((length,) * batch, kernel)
-        starts, found = None, tuple(lengths)
+        starts, known = None, tuple(lengths)
         # Other kernels never read them, and a copy to the device would be for nothing.
         if kernel == "flash":
-            starts = _copied(np.cumsum([0, *found], dtype=np.int32), input_ids.device)
-        return cls(found, kernel, starts)
+            starts = _copied(np.cumsum([0, *known], dtype=np.int32), input_ids.device)
+        return cls(known, kernel, starts)
 
     def positions(self, device: torch.device) -> Tensor:
         """Return [tokens] int64: the position of each token in its sequence."""
@@ -129,7 +129,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Scores:
-    """How products of queries and keys become weights of values."""
+    """Rule by which products of queries and keys become weights of values."""
 
     scale: float
     """Factor of the products."""
@@ -145,7 +145,7 @@ class Scores:
 
     @property
     def are_plain(self) -> bool:
-        """Whether kernels can compute them: scaled products, perhaps within a window."""
+        """True if kernels can compute the scores: scaled products, perhaps within a window."""
         return self.softcap is None and self.sinks is None
 
     def window_within(self, length: int) -> int | None:
@@ -175,16 +175,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
         return _varlen(q, k, v, sequences, scores)
     # The kernel for CPUs takes values of the size of keys only.
     if sequences.kernel == "cpu" and scores.are_plain and q.size(-1) == v.size(-1):
-        found: Tensor = _FlashOnCpu.apply(q, k, v, sequences, scores)
-        return found
+        attended: Tensor = _FlashOnCpu.apply(q, k, v, sequences, scores)
+        return attended
     results = []
     for (count, length), *parts in _by_run(sequences, q, k, v):
-        one, other, third = (_by_heads(part, count) for part in parts)
+        of_run = tuple(_by_heads(part, count) for part in parts)
         if scores.are_plain:
-            result = _sdpa(one, other, third, scores, grouped=sequences.kernel == "flash")
+            result = _sdpa(*of_run, scores, grouped=sequences.kernel == "flash")
         else:
-            seen_not = _hidden(length, scores.window_within(length), q.device)
-            result = _weighted(one, other, third, scores, seen_not)
+            hidden = _hidden(length, scores.window_within(length), q.device)
+            result = _weighted(*of_run, scores, hidden)
         results.append(result.transpose(1, 2).flatten(0, 1))
     return results[0] if len(results) == 1 else torch.cat(results)
 
@@ -212,10 +212,10 @@ def attend_to_cache(
     hidden = hidden[:, None]
     if scores.are_plain:
         k, v = _repeated(keys, q.size(1)), _repeated(values, q.size(1))
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scores.scale)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scores.scale)
     else:
-        found = _weighted(q, keys, values, scores, hidden)
-    return found.transpose(1, 2)
+        attended = _weighted(q, keys, values, scores, hidden)
+    return attended.transpose(1, 2)
 
 
 class AttentionLayer:
@@ -266,8 +266,8 @@ class _FlashOnCpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, joined, *sums = ctx.saved_tensors
-        found = [value.new_empty(value.shape) for value in (q, k, v)]
-        runs = _by_run(ctx.sequences, gradient, q, k, v, joined, *found)
+        gradients = [value.new_empty(value.shape) for value in (q, k, v)]
+        runs = _by_run(ctx.sequences, gradient, q, k, v, joined, *gradients)
         for sum_, ((count, length), *parts) in zip(sums, runs, strict=True):
             *known, to_q, to_k, to_v = (_by_heads(part, count) for part in parts)
             # The kernel takes two to four times as long in 16 bits.
@@ -277,7 +277,7 @@ class _FlashOnCpu(torch.autograd.Function):
             )
             for to, result in zip((to_q, to_k, to_v), results, strict=True):
                 to.copy_(result)
-        return *found, None, None
+        return *gradients, None, None
 
 
 def _by_heads(part: Tensor, count: int) -> Tensor:
@@ -310,7 +310,7 @@ def _causality(scores: Scores, length: int, like: Tensor) -> dict[str, Any]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, grouped: bool) -> Tensor:
-    """SDPA of [count, heads, length, size] each; grouped: whether its kernel takes groups."""
+    """SDPA of [count, heads, length, size] each; grouped: its kernel takes groups of heads."""
     if not grouped:  # a kernel that cannot would compute the whole matrix of scores
         k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
     causality = _causality(scores, q.size(2), q)

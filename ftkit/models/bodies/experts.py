@@ -26,9 +26,9 @@ class FusedExperts:
     matrices: tuple[str, ...]
     """Names of its parameters that hold a matrix of each expert."""
     transposed: bool
-    """Whether they are [experts, in, out]; else [experts, out, in]."""
+    """True if the parameters are [experts, in, out]; else [experts, out, in]."""
     takes_pairs: bool = True
-    """Whether LoRA can adapt the matrices."""
+    """True if LoRA can adapt the matrices."""
 
     def sizes(self, name: str) -> tuple[int, int, int]:
         """Number of experts, out and in of a parameter."""
@@ -182,7 +182,6 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return [experts, a, b]: sums over each expert's rows, given [rows, a] and [rows, b]."""
-    # As in `_products`.
-    if is_fake(left):
+    if is_fake(left):  # as in `_products`
         return left.new_empty(len(ends), left.size(-1), right.size(-1))
     return F.grouped_mm(left.mT, right, offs=ends)

@@ -56,8 +56,8 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         for name, module in list(self.named_modules()):
             if isinstance(module, litgpt.model.RMSNorm):
                 (size,) = module.weight.shape
-                found = RMSNorm(size, module.eps, add_unit_offset=module.add_unit_offset)
-                self.set_submodule(name, found)
+                norm = RMSNorm(size, module.eps, add_unit_offset=module.add_unit_offset)
+                self.set_submodule(name, norm)
             elif isinstance(module, LLaMAMoE):
                 self.set_submodule(name, Experts(module.config))
 
@@ -126,8 +126,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         seen = None if config.latent_attention else sequences
         x = self.embedding(input_ids)
         if config.scale_embeddings:
-            # Rounded to the dtype first, as in LitGPT and transformers: the same numbers in 16
-            # bits.
+            # Rounded to the dtype first, as in LitGPT and transformers: equal numbers in 16 bits.
             x = x * torch.tensor(config.n_embd**0.5, dtype=x.dtype)
         for index, block in enumerate(self.blocks):
             if config.rope_indices is None:
@@ -208,8 +207,8 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
             self.config.attention_scores_scalar or self.config.head_size
         )
         scores = Scores(scale, softcap=self.config.attention_logit_softcapping)
-        found = self.attend(*heads, mask, scores)
-        result: Tensor = self.proj(found.reshape(*x.shape[:2], -1))
+        attended = self.attend(*heads, mask, scores)
+        result: Tensor = self.proj(attended.reshape(*x.shape[:2], -1))
         return result
 
     def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,11 +254,11 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
             expert(tokens[order[own] // of_each])
             for expert, own in zip(self.experts, rows, strict=True)
         ]
-        found = torch.cat(results) * weights.flatten()[order, None]
-        found = found[order.argsort()].unflatten(0, (-1, of_each)).sum(1).view_as(x)
+        weighted = torch.cat(results) * weights.flatten()[order, None]
+        result = weighted[order.argsort()].unflatten(0, (-1, of_each)).sum(1).view_as(x)
         if self.config.n_shared_expert:
-            found = found + self.shared_experts(x)
-        return found
+            result = result + self.shared_experts(x)
+        return result
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of each token, [tokens, experts per token] each."""

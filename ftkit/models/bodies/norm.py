@@ -53,13 +53,13 @@ def replace_norms(model: nn.Module) -> None:
     # for its backward pass.
     for name, norm in list(model.named_modules()):
         if type(norm).__name__.endswith("RMSNorm"):
-            found = _same_as(norm)
-            if found is not None:
-                model.set_submodule(name, found)
+            ours = _same_as(norm)
+            if ours is not None:
+                model.set_submodule(name, ours)
 
 
 def _same_as(norm: Any) -> RMSNorm | None:
-    """Our norm that computes the same as another, on its device; None: there is none."""
+    """Our norm that computes the same as another, on its device; None: no norm of ours does."""
     # Nothing but a trial shows whether a norm adds one to its weight or does anything else. Some
     # inputs are so small that eps matters.
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))

@@ -98,10 +98,9 @@ class TransformersBody(Body):
         self.train()
 
     def train(self, mode: bool = True) -> Self:
-        """Switch the layers of adapters alone: the model's own have no dropout and no noise."""
+        """Switch only the layers of adapters: the model's own have no dropout and no noise."""
         super().train(mode)
-        # Dropout, jitter and sampled routing would make updates depend on the rank, and read
-        # values.
+        # Dropout, jitter and sampled routing would make updates depend on the rank.
         for module in self._own:
             module.training = False
         return self
@@ -121,9 +120,9 @@ class TransformersBody(Body):
 
     @property
     def embedding(self) -> nn.Embedding:
-        found = self._model.get_input_embeddings()
-        assert isinstance(found, nn.Embedding)
-        return found
+        embedding = self._model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        return embedding
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -196,8 +195,8 @@ class TransformersBody(Body):
         return self._last_hidden(input_ids, places.expand_as(input_ids))
 
     def _last_hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        found = self._model(input_ids=input_ids, position_ids=positions, use_cache=False)
-        hidden: Tensor = found.last_hidden_state
+        outputs = self._model(input_ids=input_ids, position_ids=positions, use_cache=False)
+        hidden: Tensor = outputs.last_hidden_state
         return hidden
 
     def start_cache(self, batch: int, length: int) -> None:
@@ -322,7 +321,7 @@ class _KeyValueCache:
 
 @dataclass
 class _Attended:
-    """State that all attention layers of a model share."""
+    """State that all attention layers of a model share in a forward pass."""
 
     sequences: Sequences | None = None
     """Tokens that belong together, if there is no cache."""
@@ -353,11 +352,11 @@ class _Attended:
 
 
 def _use_attention(model: nn.Module, attended: _Attended) -> None:
-    """Make a model use the attention below.
+    """Make a model compute its attention by the function below.
 
     Args:
         model: of transformers, with a replaceable attention.
-        attended: shared by its layers; it changes with each micro-batch.
+        attended: state that its layers share; it changes with each micro-batch.
     """
     model.config._attn_implementation = _OURS  # type: ignore[union-attr]  # a PreTrainedModel
     for module in model.modules():
@@ -405,7 +404,7 @@ AttentionInterface.register(_OURS, _attention)
 
 
 def _use_experts(model: nn.Module) -> None:
-    """Make a model compute its experts with the functions below.
+    """Make a model compute its experts by the functions below.
 
     Args:
         model: of transformers.
@@ -440,7 +439,7 @@ def _fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
 
 
 def _stands_alone(module: nn.Module) -> bool:
-    """Whether a module is one product of all experts, within a layer that computes the rest."""
+    """Return whether a module is one product of all experts, inside a layer that does the rest."""
     return type(module).__name__.endswith(("ParallelExperts", "GroupedExpertsGemm"))
 
 
@@ -465,13 +464,13 @@ class _AllRows:
     """Llama 4's experts: each computes all tokens, multiplied by 0 where it was not chosen."""
 
     def __init__(self, module: Any) -> None:
-        self._module, self._theirs = module, module.forward
+        self._module, self._unquantized = module, module.forward
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute [experts * tokens, width], sorted by expert."""
         module, packed = self._module, packed_in(self._module)
         if not packed:
-            result: Tensor = self._theirs(hidden)
+            result: Tensor = self._unquantized(hidden)
             return result
         tokens = len(hidden) // module.num_experts
         rows = [slice(i * tokens, (i + 1) * tokens) for i in range(module.num_experts)]

@@ -69,9 +69,9 @@ def _main() -> None:
         signal.signal(number, signal.SIG_DFL)
     stop_with_parent(parent)
     _limit(resource.RLIMIT_AS, _address_space() + _MOST_BYTES)
-    # A process that a template ends leaves no core dump.
+    # A template that crashes this process must not leave a core dump.
     _limit(resource.RLIMIT_CORE, 0)
-    # What Python prints when it ends by a fault of a template helps nobody: the parent says it.
+    # Python's output when a template makes it crash helps nobody: the parent reports the reason.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     serve(Connection(descriptor))
 

@@ -22,7 +22,7 @@ from ftkit.models.chat_templates.sandbox import NotRendered
 MOST_SECONDS = 10.0
 """Most CPU time for one rendering; real ones take less than a thousandth."""
 _TIMES_OF_CONVERSATION = 6
-"""How many times that all renderings of a conversation may take: there are two for each turn."""
+"""Multiple of that for all renderings of a conversation, of which each turn has two."""
 _MOST_BYTES_OF_CALL = 2**27
 """Most bytes of a conversation, which has to fit in the memory of the process."""
 _MOST_BYTES_AT_ONCE, _MOST_CALLS = 2**20, 256
@@ -66,7 +66,7 @@ def run_each_confined(
     """Call a function with each of many items, as `run_confined`, without waiting for each alone.
 
     Raises:
-        Exceeded: an item exceeds the bounds; any other refusal is what the item becomes.
+        Exceeded: an item exceeds the bounds. Other refusals are yielded as results.
     """
     calls: list[bytes] = []
     for item in items:
@@ -146,7 +146,7 @@ class _Process:
         self._child.wait()
 
     def forget(self) -> None:
-        """Leave it to the process that started it, of which this one is a fork."""
+        """Leave the child to the process that started it, of which this one is a fork."""
         self._connection.close()
         self._child.returncode = 0  # or Popen would wait for a child that is not ours
 
@@ -182,8 +182,9 @@ def _results(function: Callable[..., Any], calls: list[bytes]) -> list[Any | Not
                 tries = tries + 1 if before == len(replies) else 1
                 if tries == _MOST_TRIES:
                     raise Exceeded(f"ends the process that renders it ({death})") from None
-            except BaseException:  # such as KeyboardInterrupt: replies to come would be taken for
-                _end()  # those to the next request
+            # Such as KeyboardInterrupt: later replies would be taken for those to the next request.
+            except BaseException:
+                _end()
                 raise
     return [_result(reply) for reply in replies]
 

@@ -39,9 +39,9 @@ class PromptStyle:
     system: str = ""
     """The system prompt of records that have none."""
     system_with_input: str = ""
-    """The same, for records with an input; empty: the same one."""
+    """The system prompt of records with an input that have none; empty: as without an input."""
     has_system: bool = True
-    """Whether the style has a place for a system prompt."""
+    """True if the style has a place for a system prompt."""
     strips_system: bool = False
     before: str = ""
     """Before the instruction."""
@@ -428,7 +428,7 @@ _OF_MODELS = (
     (r"SmolLM2.*-Instruct", "SmolLM2"),
     (r"salamandra-.*-instruct", "Salamandra"),
 )
-"""Parts of names of models, the first that matches counts, and the classes of their styles."""
+"""Patterns in names of models, of which the first match counts, and the classes of their styles."""
 
 
 def style_of_model(name: str) -> PromptStyle:
@@ -442,7 +442,7 @@ def style_of_model(name: str) -> PromptStyle:
 
 
 class SpecialTokens(Protocol):
-    """The part of a tokenizer that a template needs."""
+    """Interface of a tokenizer to the template of a prompt style."""
 
     @property
     def use_bos(self) -> bool: ...
@@ -478,16 +478,16 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
     """
     from ftkit.models.chat_templates.template import ChatTemplate  # imports jinja2
 
-    bare, told = _prompts(style, None), _prompts(style, _SYSTEM_MARK)
-    later_bare, later_told, answers_end = bare, told, "eos_token"
+    bare, full = _prompts(style, None), _prompts(style, _SYSTEM_MARK)
+    later_bare, later_full, answers_end = bare, full, "eos_token"
     # A style that can leave its system prompt out writes it before the first turn only.
-    if told.plain.endswith(bare.plain):  # it can do without
-        later_told = bare
-    elif told.plain.startswith(_SYSTEM_MARK):
-        later_bare = later_told = told.without(_SYSTEM_MARK)
+    if full.plain.endswith(bare.plain):
+        later_full = bare
+    elif full.plain.startswith(_SYSTEM_MARK):
+        later_bare = later_full = full.without(_SYSTEM_MARK)
     elif isinstance(style, PromptStyle) and style.before_later is not None:
         later = f"{style.before_later}{_INSTRUCTION_MARK}{style.after}"
-        later_bare = later_told = _Prompts(later, later)
+        later_bare = later_full = _Prompts(later, later)
         answers_end = "(eos_token if loop.last else '')"
     # Some styles write BOS themselves, such as Llama 3's.
     bos = tokenizer.special_tokens.get("bos_token", "")
@@ -500,8 +500,8 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
         "{%- if message.role == 'system' -%}{%- set turn.system = message.content -%}",
         "{%- elif message.role == 'user' -%}",
         "{%- set system = turn.system -%}",
-        f"{{%- if turn.first -%}}{_choice(told, bare, system)}",
-        f"{{%- else -%}}{_choice(later_told, later_bare, system)}{{%- endif -%}}",
+        f"{{%- if turn.first -%}}{_choice(full, bare, system)}",
+        f"{{%- else -%}}{_choice(later_full, later_bare, system)}{{%- endif -%}}",
         "{%- set turn.first = false -%}",
         f"{{%- elif message.role == 'assistant' -%}}{{{{- message.content ~ {answers_end} -}}}}",
         "{%- else -%}",
@@ -521,17 +521,17 @@ def _prompts(style: AnyStyle, system: str | None) -> _Prompts:
     return _Prompts(plain, with_input)
 
 
-# Tried, so that no style has to say it a second time.
 def _trims(style: AnyStyle) -> bool:
+    # Tried, so that styles do not have to declare it.
     return f" {_SYSTEM_MARK} " not in style.apply(prompt="", sys_prompt=f" {_SYSTEM_MARK} ")
 
 
-def _choice(told: _Prompts, bare: _Prompts, system: str) -> str:
+def _choice(full: _Prompts, bare: _Prompts, system: str) -> str:
     """Jinja that writes the prompt of a message."""
-    if told == bare:
+    if full == bare:
         return _prompt(bare, system)
     return (
-        f"{{%- if system -%}}{_prompt(told, system)}"
+        f"{{%- if system -%}}{_prompt(full, system)}"
         f"{{%- else -%}}{_prompt(bare, system)}{{%- endif -%}}"
     )
 

@@ -21,14 +21,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 FREE_CHARACTERS, MOST_GROWTH = 2**18, 16
-"""A text may have so many characters, and so many more for each one that the template is given,
-beside those of the template itself.
-Without a bound that follows from the conversation, a template that makes megabytes of every record
-keeps the tokenizer busy for hours."""
+"""Most characters of a text: the first number, those of the template, and the second times those
+that it is given. Without a bound that follows from the conversation, a template that makes
+megabytes of every record keeps the tokenizer busy for hours."""
 DATE = datetime(2024, 7, 26)
 """The date that templates get as today's, so that a rendering does not depend on the day on which
 it is made. Llama 3.1's template writes the same date where it gets none."""
-
 
 _TOO_LONG = f"its text is more than {MOST_GROWTH} times longer than the conversation"
 _MOST_REASON = 500
@@ -41,7 +39,7 @@ class NotRendered(Exception):
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason)
         self.line = line
-        """Of the source, where that is not a template."""
+        """Line of the source with the error, if it does not compile."""
 
 
 @dataclass
@@ -51,10 +49,10 @@ class _Output:
     pieces: list[str] = field(default_factory=list)
     characters: int = 0
     generated: list[tuple[int, str]] = field(default_factory=list)
-    """Where each `generation` block begins, and its text."""
+    """First character and text of each `generation` block."""
 
 
-_OUTPUT: ContextVar[_Output] = ContextVar("what the current rendering has written")
+_OUTPUT: ContextVar[_Output] = ContextVar("output of the current rendering")
 
 
 def check_source(source: str) -> None:
@@ -68,10 +66,10 @@ def check_source(source: str) -> None:
 
 
 def rendered(source: str, variables: Mapping[str, object]) -> tuple[str, list[tuple[int, str]]]:
-    """Render a template: its text, and where each `generation` block begins, with its text.
+    """Render a template: its text, and first character and text of each `generation` block.
 
     Raises:
-        NotRendered: whatever the template raises, or its text is much longer than what it is given.
+        NotRendered: the template raises anything, or its text is much longer than its input.
     """
     most = FREE_CHARACTERS + len(source) + MOST_GROWTH * _characters_in(variables)
     output = _Output()

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation in, the text that the model is given out."""
+"""Chat templates: they render conversations to the text that a model reads."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.names import nearest
 
 CHAT_TEMPLATE = "chat_template.jinja"
-"""Where transformers and ftkit look for the template of a model, beside its tokenizer."""
+"""File beside the tokenizer in which transformers and ftkit look for a model's template."""
 
 Message = Mapping[str, Any]
 """role and content; tool_calls, reasoning_content and others where there are."""
@@ -30,7 +30,7 @@ OF_TOKENIZER = "tokenizer"
 
 _DIRECTORY = Path(__file__).parent / "named"
 NAMED = {file.stem: file for file in sorted(_DIRECTORY.glob("*.jinja"))}
-"""Templates of ours, after published formats."""
+"""ftkit's own templates, written after published formats."""
 
 
 class TemplateRefusal(NotRendered):
@@ -48,9 +48,9 @@ class ChatTemplate:
     source: str
     """Jinja."""
     name: str
-    """For people: chatml, the path of its file, or whose it is."""
+    """Name in messages: chatml, the path of its file, or where it comes from."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """bos_token, eos_token and the like: their texts, which templates may ask for."""
+    """Texts of bos_token, eos_token and others, which templates may use."""
 
     def __post_init__(self) -> None:
         """Compile.
@@ -84,8 +84,8 @@ class ChatTemplate:
         Args:
             messages: in order.
             tools: JSON schemas of what may be called.
-            add_generation_prompt: end with what an answer follows.
-            variables: others that the template asks for.
+            add_generation_prompt: end with the beginning of an answer.
+            variables: others that the template reads.
 
         Raises:
             TemplateRefusal: the template raises, or makes too large a text.
@@ -109,7 +109,7 @@ class ChatTemplate:
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template marks itself what an assistant generates."""
+        """True if the template itself marks what the assistant generates."""
         return _GENERATION.search(self.source) is not None
 
     def _run(
@@ -198,7 +198,7 @@ def _either(named: Mapping[str, str]) -> str | None:
 
 
 class TemplatedTokenizer(Protocol):
-    """The part of a tokenizer that a template needs."""
+    """Interface of a tokenizer to its chat template."""
 
     model_name: str
 
@@ -213,8 +213,8 @@ def check_chat_template(value: object, key: str = "data.chat_template") -> None:
     """Refuse invalid values of data.chat_template, as far as possible without a tokenizer.
 
     Args:
-        value: what it is.
-        key: where it is named.
+        value: of the key.
+        key: named in the message.
 
     Raises:
         UserError: it is neither a name nor a file.
@@ -238,7 +238,7 @@ def resolve_chat_template(
     Args:
         value: tokenizer, a name, or the path of a file.
         tokenizer: of the base model.
-        key: where it is named.
+        key: named in messages.
 
     Raises:
         UserError: there is none, or it is not a template.

@@ -1,12 +1,12 @@
 """Turns of the assistant: which characters of a rendered conversation carry loss.
 
-A prompt is what the template makes of all messages before a turn; what it adds with the turn is
-what the assistant says, its end included. Both are rendered for each turn that is trained on, and
-have to stand in the whole as they are: so a turn is learned after exactly what the model is given
-when it answers. What a template marks as generated is cut to the turn it stands in.
+A prompt is the rendering of all messages before a turn; the text that is added with the turn is the
+assistant's, its end included. Both are rendered for each turn that is trained on, and the whole
+conversation has to begin with both: so a turn is learned after exactly the prompt that the model
+gets when it answers. Spans that a template marks as generated are cut to their turn.
 
-Each text is rendered once more, with brackets around what every other message says: so whoever
-makes tokens of it can check that none of that carries loss, without trusting what was found here.
+Each text is rendered once more, with brackets around every other message: so the code that makes
+tokens of it can check that none of these messages carries loss, independently of the turns.
 """
 
 import re
@@ -21,17 +21,17 @@ from ftkit.models.chat_templates.sandbox import NotRendered
 from ftkit.models.chat_templates.template import ChatTemplate, MarksNotFound, Span, TemplateRefusal
 
 NO_TURN = "no turn to train on"
-"""Why a conversation becomes no sample: no assistant says anything, or all of it is masked."""
+"""Reason to skip a conversation in which no assistant says anything, or all of it is masked."""
 CHANGED = "the template changes earlier turns"
-"""Why one is refused where data.reasoning is refuse."""
+"""Reason to skip one if data.reasoning is refuse."""
 OTHER_PROMPT = "the template's prompt is not what it writes before an answer"
-"""Why one is refused: the model would never be given what it is trained to answer."""
+"""Reason to skip one: the model would never get the prompt that it is trained to answer."""
 NO_TOOLS = "the template leaves out tools or tool calls"
-"""Why one is refused that has them: its answers would come from nowhere."""
+"""Reason to skip one with tools: its answers would come from nowhere."""
 NOT_MARKED = "the template marks no generation in it"
-"""Why one is refused of a template that says itself what is generated."""
+"""Reason to skip one if the template marks generated text in others."""
 REFUSED = "the template refuses it: "
-"""How the reason begins where the template itself raises; its own words follow."""
+"""Beginning of the reason if the template raises; its own words follow."""
 
 _MOST_SHOWN = 40
 """Characters of a prompt in a reason."""
@@ -39,10 +39,10 @@ _PRIVATE_USE = (0xE000, 0xF900)
 """Characters of Unicode that no text needs: two of them are brackets."""
 
 PARTS_CHANGED = "the template changes a text of which a part is not to be learned"
-"""Why a conversation is refused: nobody knows which characters these are."""
+"""Reason to skip a conversation: these characters cannot be located."""
 
 _OPENING, _CLOSING = "\ue010", "\ue011"
-"""Brackets; of Unicode's private use, so hardly a text has them."""
+"""Brackets; of Unicode's private use, so texts hardly ever have them."""
 
 
 class Written(NamedTuple):
@@ -52,19 +52,19 @@ class Written(NamedTuple):
     trained: list[Span]
     """Characters that carry loss, rising and apart from each other."""
     others: list[Span]
-    """Where messages stand that must carry no loss, without white space around them. A message is
-    missing here if the template does not write it as it is."""
+    """Spans of messages that must not carry loss, without white space around them. A message that
+    the template does not write unchanged is missing here."""
     omits_reasoning: bool
-    """Whether a turn that carries loss has reasoning that the template does not write with it."""
+    """True if a turn that carries loss has reasoning that the template does not write with it."""
 
 
 class _Turn(NamedTuple):
     """Position of one answer of the assistant in the rendered conversation."""
 
     start: int
-    """Where the prompt before it ends."""
+    """End of the prompt before it."""
     space_end: int
-    """With the token that ends it, and the white space that the template writes behind it."""
+    """End of the turn, its end token and the white space that the template writes behind it."""
     generated: list[Span]
     """Spans of the turn, and of the white space behind it, that the template marks; without marks,
     the turn."""
@@ -81,12 +81,12 @@ class TurnFinder:
         train_on: TrainOn,
         reasoning: Reasoning,
     ) -> None:
-        """Prepare.
+        """Prepare for conversations of one template.
 
         Args:
-            template: writes the conversations.
+            template: renders the conversations.
             added_tokens: texts of the tokens that may end a turn.
-            train_on: of messages that do not say it themselves.
+            train_on: rule for messages without a `train` key.
             reasoning: handling of conversations whose earlier turns are changed.
         """
         self._template = template
@@ -98,10 +98,10 @@ class TurnFinder:
         )
 
     def written(self, record: dict[str, Any]) -> list[Written]:
-        """A conversation as the texts of samples: one, or one for each turn.
+        """Render a conversation to the texts of samples: one, or one for each turn.
 
         Raises:
-            TemplateRefusal: it becomes none; the text is the reason.
+            TemplateRefusal: it makes no sample; the text is the reason.
         """
         chosen, masked = self._chosen(record["messages"])
         if not chosen:
@@ -131,7 +131,7 @@ class TurnFinder:
         return samples
 
     def written_each(self, records: Iterable[dict[str, Any]]) -> Iterator[list[Written] | str]:
-        """Many conversations as the texts of samples, or the reason why one becomes none.
+        """Yield the texts of samples of each conversation, or the reason why it makes none.
 
         Raises:
             UserError: the template exceeds its bounds.
@@ -149,18 +149,19 @@ class TurnFinder:
             raise self._template.explained(error) from None
 
     def _chosen(self, messages: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """Messages that carry loss, and those of the assistant that are kept from it.
+        """Messages that carry loss, and those of the assistant that are excluded from it.
 
-        The second are looked for where everything else is trained on. What the assistant says
-        before anybody has asked carries loss only if the message says so.
+        The second are only needed where everything else is trained on. A message of the assistant
+        before the first user message carries loss only if its `train` key says so.
         """
         said = [
             i
             for i, message in enumerate(messages)
             if message["role"] == "assistant" and _says_something(message)
         ]
-        asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
-        by_rule = {i for i in said if i > asked}
+        users = (i for i, message in enumerate(messages) if message["role"] == "user")
+        first_user = next(users, len(messages))
+        by_rule = {i for i in said if i > first_user}
         if self._train_on == "last":
             by_rule = set(said[-1:]) & by_rule
         chosen = [i for i in said if messages[i].get("train", i in by_rule)]
@@ -175,9 +176,8 @@ class TurnFinder:
         """Locate a turn in the whole conversation; None if later turns changed it."""
         start, text, marks = self._said(conversation, index)
         whole = conversation.whole
-        # Found by rendering up to the turn, in every conversation: few templates mark turns, a text
-        # that is searched for may stand elsewhere too, and one conversation says nothing about the
-        # next.
+        # By rendering up to the turn, in every conversation: few templates mark turns, and the text
+        # of a turn may also occur elsewhere.
         for end in self._ends(text, start):
             if whole.startswith(text[:end]):
                 return _found(start, end, marks, text, whole)
@@ -192,7 +192,7 @@ class TurnFinder:
     def _said(
         self, conversation: "_Conversation", index: int
     ) -> tuple[int, str, list[Span] | None]:
-        """Where the prompt of a turn ends, the text up to the turn's end, and what is marked."""
+        """End of the prompt of a turn, the text up to the turn's end, and marked spans."""
         prompt = conversation.prompt(index)
         text, marks = conversation.until(index + 1)
         if not text.startswith(prompt) or len(text) == len(prompt):
@@ -267,7 +267,7 @@ class _Conversation:
         return Written(text, trained, places, any(map(self._omits_reasoning, learned)))
 
     def _omits_reasoning(self, index: int) -> bool:
-        """Whether a turn has reasoning that its rendering does not contain."""
+        """Return whether a turn has reasoning that its rendering does not contain."""
         thought = _squeezed(self.messages[index].get("reasoning_content") or "")
         if not thought:
             return False
@@ -307,7 +307,7 @@ def _refusals() -> Iterator[None]:
 
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without what is said about their training."""
+    """Messages without the keys that control their training."""
     marks = ("train", "untrained")
     return [{key: value for key, value in m.items() if key not in marks} for m in messages]
 
@@ -330,9 +330,9 @@ def _called(message: dict[str, Any]) -> list[str]:
 
 
 def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: str) -> _Turn:
-    """A turn, of which carries loss what is marked inside it.
+    """A turn with the spans that carry loss: the marks inside it, or all of it.
 
-    A mark may hold the line end behind the turn, which is then learned as in transformers. Where
+    A mark may include the line end behind the turn, which is then learned as in transformers. Where
     the template ends the conversation too, the mark reaches further than the turn in the sample.
 
     Args:
@@ -408,13 +408,13 @@ def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]
 def without_untrained(
     template: ChatTemplate, record: dict[str, Any], samples: list[Written], *, of_all: bool
 ) -> list[Written]:
-    """Samples of a conversation, with no loss on the parts of its messages that are not learned.
+    """Samples of a conversation, without loss on the untrained parts of its messages.
 
     Args:
-        template: made the texts.
+        template: rendered the texts.
         record: the conversation; `untrained` of a message has spans of its content.
         samples: of all its messages, or of the first ones.
-        of_all: whether what others than the assistant say is learned too.
+        of_all: whether messages of other roles are learned too.
 
     Raises:
         TemplateRefusal: the parts cannot be separated from the rest of the text, or none is left.

@@ -222,7 +222,7 @@ def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
 
 
 def _of_experts(layers: Iterable[str]) -> list[str]:
-    """Names of those that adapt the matrices of experts."""
+    """Names of the layers that adapt the matrices of experts."""
     return [name for name in layers if name.endswith(PAIRS)]
 
 
@@ -285,10 +285,7 @@ def _alpha(lora: Lora, rank: int) -> int | float:
 
 
 def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]:
-    """Values by the last word of the layers' names if all layers of this name have the same value.
-
-    By full names otherwise; sorted.
-    """
+    """Sort values by the last word of names where all layers with it are equal, else by full name."""
     naming = _huggingface_naming(base)
     everywhere: dict[str, set[str]] = {}
     theirs_of_all = [naming.stored_in(name)[0] for name in parameter_shapes(base)]
@@ -326,7 +323,7 @@ def _sort_targets(path: Path) -> None:
 
 
 def taken_for_experts(base: BaseModel, layers: Iterable[str]) -> set[str]:
-    """Names of the linear layers that PEFT would not adapt as target modules.
+    """Return the names of the linear layers that PEFT would not adapt as target modules.
 
     PEFT 0.21 reads targets called as experts were before transformers stacked them (gate_proj,
     up_proj, down_proj) as targets of the stacked parameters: short names, full names and patterns.
@@ -347,7 +344,7 @@ def taken_for_experts(base: BaseModel, layers: Iterable[str]) -> set[str]:
 
 
 def _is_taken(kind: str, model: Any) -> bool:
-    """Whether PEFT turns the last word of a name into another target."""
+    """Return whether PEFT would turn the last word of a name into another target."""
     from peft.tuners.lora import LoraConfig
 
     try:
@@ -367,7 +364,7 @@ class Adapter:
     """Content of an adapter's files."""
 
     changes: Mapping[str, Any]
-    """Keys of a recipe that the adapter decides."""
+    """Keys of a recipe that follow from the adapter."""
     tensors: Mapping[str, Tensor]
     """Tensors by our names of the parameters."""
 
@@ -514,7 +511,7 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Hugging Face's layer and kind: lora_A, lora_B, lora_magnitude_vector, weight or bias."""
+    """Split a name into layer and kind: lora_A, lora_B, lora_magnitude_vector, weight or bias."""
     # Weights that PEFT saves beside their adapter have base_layer in their names.
     plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     layer, found, kind = plain.rpartition(".lora_")

@@ -29,7 +29,7 @@ class ServingRule:
     key: str
     """Key of adapter_config.json."""
     broken: Callable[[Any], bool]
-    """Whether vLLM refuses a value of the key."""
+    """True if vLLM refuses a value of the key."""
     text: str
     """Description of such an adapter."""
 

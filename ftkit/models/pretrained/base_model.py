@@ -60,10 +60,10 @@ _TIED = (
     "qwen3-4b",
     "smollm2-",
 )
-"""Beginnings of names whose config.json says tie_word_embeddings, beside families that all do."""
+"""Beginnings of the names of tied models in families that are not tied otherwise."""
 
 _SAMPLED = 256
-"""Most values of each parameter that are looked at."""
+"""Most values of each parameter that a fingerprint reads."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class BaseModel:
     """A base model whose settings are read and whose weights are not yet."""
 
     name: str
-    """Short, for reports."""
+    """Short name, for reports."""
     directory: Path | None
-    """None: random weights."""
+    """Directory of its files; None: the weights are random."""
     architecture: Architecture
-    """By the checkpoint's own settings, whatever its size."""
+    """Architecture from the checkpoint's own settings."""
     tokenizer: Tokenizer
     tokenizer_directory: Path
     tied: bool
-    """Embedding and head are shared: there is no lm_head.weight."""
+    """True if embedding and head are one, without an lm_head.weight."""
     dtype: torch.dtype
     """Number format of the embedding on disk."""
     layout: ModelLayout
@@ -87,17 +87,17 @@ class BaseModel:
     settings: Mapping[str, Any]
     """The content of config.json; {} where there is none."""
     companions: Mapping[str, bytes] | None = None
-    """Files beside the weights, by name: held where there are no weights, because a checkpoint
-    that a run started from may be deleted before it ends. None: they are read when needed."""
+    """Files beside the weights, by name, if it was opened without weights: the checkpoint that a
+    run started from may be deleted before the run ends. None: they are read when needed."""
     known_as: str | None = None
-    """ORG/NAME whose sizes come from LitGPT; None: from its own settings, or it is random."""
+    """ORG/NAME of a model whose sizes come from LitGPT; None: they come from its own settings."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
-    """Tensors of its files beside the language model, by name: the result has them again. The files
-    are open from the start, so that nothing is lost if they are deleted meanwhile."""
+    """Tensors of its files beside the language model, by name, which the result contains too. The
+    files are opened at the start, so that nothing is lost if they are deleted meanwhile."""
 
     @property
     def extra_weights_bytes(self) -> int:
-        """Bytes of the weights beside the language model; from the settings without files."""
+        """Bytes of the weights beside the language model; without files, by the settings."""
         if self.rest:
             return sum(tensor.nbytes for tensor in self.rest.values())
         named = self.settings.get("dtype") or self.settings.get("torch_dtype")
@@ -107,20 +107,20 @@ class BaseModel:
 
     @property
     def random(self) -> bool:
-        """Whether the weights are random, to measure time and memory only."""
+        """True if the weights are random, to measure time and memory only."""
         return self.directory is None
 
     @property
     def has_weights(self) -> bool:
-        """Whether `weights` can read them; False for a model opened from a checkpoint."""
+        """True if `weights` can read them; False for a model opened from a checkpoint."""
         return self.companions is None
 
     @property
     def naming(self) -> Naming:
         """Names of the parameters in its files."""
-        found = self.architecture.naming_in(self.layout)
-        assert found is not None, f"{self.name} was found in a layout that cannot hold it"
-        return found
+        naming = self.architecture.naming_in(self.layout)
+        assert naming is not None, f"{self.name} was read in a layout that cannot hold it"
+        return naming
 
 
 def open_base(
@@ -130,18 +130,19 @@ def open_base(
     token: str | None = None,
     root: Path = hub.ROOT,
 ) -> BaseModel:
-    """Open a base model, downloading it if needed; reads everything but the weights themselves.
+    """Open a base model, downloading it if needed; everything is read except the weights.
 
     Args:
-        checkpoint_dir: what `hub.find_or_download` takes, or ``random:NAME`` for random weights
-            in an architecture that LitGPT knows by this name (or its ORG/NAME), or in the
+        checkpoint_dir: a name as `hub.find_or_download` takes it, or ``random:NAME`` for random
+            weights in an architecture that LitGPT knows by this name (or its ORG/NAME), or in the
             default one of a model type of transformers.
-        implementation: whose code computes it; None: see `read_architecture`.
+        implementation: library whose code computes it; None: see `read_architecture`.
         token: of a Hugging Face account. Default: $HF_TOKEN.
-        root: where downloads go.
+        root: directory of downloads.
 
     Raises:
-        UserError: not found, not complete, not supported, or not of the shapes in its settings.
+        UserError: the model is missing, incomplete or not supported, or its weights do not have the
+            shapes in its settings.
     """
     if checkpoint_dir.startswith("random:"):
         return _open_random(checkpoint_dir, implementation)
@@ -156,7 +157,7 @@ def open_base(
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
     tied = is_tied(architecture, settings)
     if architecture.rest_shapes and head and embedding:
-        # Settings of whole models say it where it is not so; transformers believes the files.
+        # Settings of whole models may say so wrongly; transformers believes the files.
         tied = tied and _is_equal(head, embedding, compare=True)
     if layout == "litgpt":
         # LitGPT stores a tied head beside its embedding, and unties them when it trains them.
@@ -183,21 +184,22 @@ def open_base(
 
 
 def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
-    """Whether embedding and head share their weights, according to the settings.
+    """Return whether embedding and head share their weights, according to the settings.
 
     Args:
         architecture: that they describe.
-        settings: the content of config.json; empty where there is none.
+        settings: the content of config.json; empty if there is none.
     """
-    if architecture.rest_shapes:  # whose settings have several places for it
+    # Settings of whole models have several places for it, which transformers combines.
+    if architecture.rest_shapes:
         return architecture.is_usually_tied
     return bool(settings.get("tie_word_embeddings", architecture.is_usually_tied))
 
 
 def open_without_weights(directory: Path) -> BaseModel:
-    """Open a base model without its weights, from what `save_without_weights` wrote.
+    """Open a base model without its weights, from the files of `save_without_weights`.
 
-    It serves to build the model and to write it; its weights come from elsewhere.
+    It suffices to build the model and to write it; the weights come from a checkpoint.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -238,15 +240,16 @@ def open_without_weights(directory: Path) -> BaseModel:
     )
 
 
-def checked_length(base: BaseModel, asked: int | None) -> int:
-    """Tokens of the longest sequence: the given number, or the context length of the model.
+def checked_length(base: BaseModel, max_seq_length: int | None) -> int:
+    """Return the tokens of the longest sequence: the given number, or the model's context length.
 
     Raises:
-        UserError: it was built for shorter ones, or its attention does not reach so far.
+        UserError: the model was built for shorter sequences, or its attention does not reach so
+            far.
     """
     longest = base.architecture.context_length
-    if asked is None or asked <= longest:
-        return asked or longest
+    if max_seq_length is None or max_seq_length <= longest:
+        return max_seq_length or longest
     limit = f"{base.name} was built for at most {longest} positions"
     if base.architecture.window is not None:
         limit = (
@@ -254,7 +257,8 @@ def checked_length(base: BaseModel, asked: int | None) -> int:
             "ftkit trains"
         )
     raise UserError(
-        f"train.max_seq_length is {asked}, but {limit}. Try --train.max_seq_length {longest}."
+        f"train.max_seq_length is {max_seq_length}, but {limit}. "
+        f"Try --train.max_seq_length {longest}."
     )
 
 
@@ -283,13 +287,13 @@ def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
 
 
 def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter as (our name, tensor), in the order of `parameter_shapes`.
+    """Yield every parameter as (our name, tensor), in the order of `parameter_shapes`.
 
-    Drop each before taking the next, and memory stays at one parameter. A tied model has no
+    If each is dropped before the next is taken, memory holds one parameter. A tied model has no
     lm_head.weight.
 
     Raises:
-        UserError: as `weight_reader`, before any is given out.
+        UserError: as `weight_reader`, before the first is yielded.
     """
     read = weight_reader(base)
     return ((name, read(name)) for name in parameter_shapes(base))
@@ -298,8 +302,8 @@ def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
 def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
     """Return a function that reads a parameter by its name in ftkit.
 
-    Tensors are views of the files, mapped into memory and read when touched; only what lies
-    scattered over the heads of a fused projection (GPT-NeoX) is copied. Random ones are drawn.
+    Tensors are views of the mapped files and are read when touched; only rows that are scattered
+    over the heads of a fused projection (GPT-NeoX) are copied. Random weights are drawn.
 
     Raises:
         UserError: a tensor is missing, unexpected or of another shape.
@@ -327,10 +331,10 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
 
 
 def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage:
-    """Return how files of a layout store the parameters of an architecture."""
+    """Return the rules by which files of a layout store the parameters of an architecture."""
     if architecture.implementation == "litgpt":
         naming = architecture.naming_in(layout)
-        assert naming is not None, f"{architecture.name} was found in a layout that cannot hold it"
+        assert naming is not None, f"{architecture.name} was read in a layout that cannot hold it"
         return NamedStorage(architecture, naming)
     # These import transformers, which takes as long as all the rest.
     from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
@@ -374,7 +378,7 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
 
 
 def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> Tensor:
-    """Draw a parameter with a seed of its own, so that every rank draws the same numbers."""
+    """Draw a parameter with a seed of its own, so that every rank draws equal numbers."""
     initial = architecture.initial(name, shape)
     if initial == "normal":
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
@@ -398,13 +402,13 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _is_equal(left: HeldParameter, right: HeldParameter, compare: bool) -> bool:
-    """Whether two tensors share memory or, with compare, hold the same numbers."""
+    """Return whether two tensors share memory or, with compare, hold the same numbers."""
     a, b = left.read(), right.read()
     return a.data_ptr() == b.data_ptr() or (compare and torch.equal(a, b))
 
 
 def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files beside the weights: settings and tokenizer."""
+    """Yield names and contents of the files beside the weights: settings and tokenizer."""
     if base.companions is not None:
         held = base.companions.items()
         yield from ((name, content) for name, content in held if not is_licence(name))
@@ -420,7 +424,7 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
 
 
 def licences(base: BaseModel) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the licence files of a base model, for whatever holds its weights."""
+    """Yield names and contents of the licence files, which belong beside the model's weights."""
     if base.companions is not None:
         held = base.companions.items()
         yield from ((name, content) for name, content in held if is_licence(name))
@@ -439,15 +443,15 @@ def read_blueprint(
     """Describe a base model from its settings alone; it has no weights.
 
     Args:
-        checkpoint_dir: as `open_base` takes it; of a GGUF file its header is enough, of a directory
-            config.json or model_config.yaml, and a hub name that LitGPT knows need not be on this
+        checkpoint_dir: as `open_base` takes it. The header of a GGUF file is enough, or config.json
+            or model_config.yaml in a directory; a hub name that LitGPT knows need not be on this
             machine.
-        implementation: whose code computes it; None: see `read_architecture`.
-        unreached: what has kept `hub.fetch_settings` from it, for the message.
-        root: where downloads are.
+        implementation: library whose code computes it; None: see `read_architecture`.
+        unreached: error of `hub.fetch_settings`, for the message.
+        root: directory of downloads.
 
     Raises:
-        UserError: nothing is known of such a model, or it cannot be trained.
+        UserError: the model is unknown or cannot be trained.
     """
     if checkpoint_dir.startswith("random:"):
         return open_base(checkpoint_dir, implementation)
@@ -515,15 +519,14 @@ def _any_tokenizer() -> Tokenizer:
 
 
 def fingerprint(base: BaseModel) -> str:
-    """SHA-256 over the architecture and values spread over every parameter.
+    """Return a SHA-256 over the architecture and values spread over every parameter.
 
-    The same for a copy of the model in Hugging Face's and in LitGPT's layout and in any number
-    format that holds its values. Looks at up to 256 values of each parameter: enough to tell
-    apart models of which one was trained, not to find a flipped bit. Random weights follow from
-    the architecture and are not drawn.
+    It is equal for copies of a model in Hugging Face's and in LitGPT's layout, and in any number
+    format that holds its values. Up to 256 values of each parameter are read: enough to distinguish
+    models of which one was trained, not to find a flipped bit. Random weights follow from the
+    architecture and are not drawn.
 
-    It says whose code computes the model and whose names its parameters have: see
-    `implementation_of`.
+    It begins with the implementation, whose names the parameters have: see `implementation_of`.
 
     Args:
         base: with weights.
@@ -536,7 +539,7 @@ def fingerprint(base: BaseModel) -> str:
 
 
 def implementation_of(known: str) -> Implementation:
-    """Implementation of the model of a fingerprint; fingerprints of LitGPT's do not name it."""
+    """Return the implementation that a fingerprint names; those of LitGPT's models name none."""
     return "transformers" if known.startswith("transformers:") else "litgpt"
 
 
@@ -556,10 +559,8 @@ def _digest(base: BaseModel) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """[up to 256] float64, from the first value to the last in nearly equal strides.
-
-    The strides differ by one, so that no matrix is looked at in one column alone.
-    """
+    """[up to 256] float64, from the first value to the last in nearly equal strides."""
+    # Strides that differ by one: with equal ones, all values could be from one column.
     values = tensor.flatten()
     count = min(values.numel(), _SAMPLED)
     positions = torch.arange(count) * (values.numel() - 1) // max(1, count - 1)

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: a model name in, the directory of its files out."""
+"""The Hugging Face hub: finds the directory of a model by its name, or downloads it."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from ftkit.utils.remote.replica import fetch_whole
 from ftkit.utils.remote.urls import is_url, local_path
 
 ROOT = Path("checkpoints")
-"""Where downloads go, as LitGPT has it: checkpoints/ORG/NAME."""
+"""Directory of downloads, as in LitGPT: checkpoints/ORG/NAME."""
 
 EMBEDDED_MODELS = ("quickstart",)
 
@@ -43,7 +43,7 @@ PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-"""How images and sounds become what a model takes, of models that see or hear."""
+"""Settings of multimodal models for preparing images and sounds."""
 
 CARD = "README.md"
 """A model card; its head names the licence of a base model."""
@@ -56,45 +56,44 @@ _SETTINGS_FILES = (
     *PROCESSOR_FILES,
 )
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""In the order of transformers: the first that is there, alone or in shards, is the model."""
+"""Weight files in the order of transformers, which reads the first that exists, also in shards."""
 _DOWNLOADED = Path(".cache/huggingface")
-"""Directory that huggingface_hub leaves where it has downloaded."""
+"""Directory that huggingface_hub leaves in each download."""
 _SETTINGS_TIMEOUT_S = 5.0
-"""For an answer of the hub to what can be done without."""
+"""Time limit for an answer of the hub about settings, without which a plan is still possible."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _QUANTIZED_NOTES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""Files that quantisers write beside a config.json, because older ones write nothing into it."""
+"""Files beside config.json by which older quantisers, which do not change it, are recognised."""
 
 _SUFFIXES = (".safetensors", ".bin")
 
 _LICENCE = re.compile(r"(licen[cs]es?|notices?|use_policy)(?![a-z])[^/]*", re.IGNORECASE)
 
 OUTLINE = "base.json"
-"""Its name."""
+"""File of a checkpoint that describes its base model without weights."""
 EXTRA_WEIGHTS = "keeps_rest"
-"""Its key for models that are more than the language model that is trained."""
+"""Key of that file for models with more weights than the language model that is trained."""
 
 
 def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) -> Path:
     """Return the complete directory of a base model, downloading it if it is not here.
 
     Args:
-        name: a directory, a GGUF file or a directory with one (converted, if it is not yet),
-            ``ORG/NAME`` on the hub (found under root, where LitGPT's
-            ``checkpoints/ORG/NAME`` points as well), or ``embedded:NAME``. An
-            interrupted download is completed: files that are complete are not fetched again.
+        name: a directory, a GGUF file or a directory with one (converted once), ``ORG/NAME`` on the
+            hub (downloaded to root, also if given as LitGPT's ``checkpoints/ORG/NAME``), or
+            ``embedded:NAME``. An interrupted download is continued: complete files are kept.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
-        root: where downloads go.
+        root: directory of downloads.
 
     Raises:
-        UserError: there is no such model, its directory lacks files, or it cannot be downloaded.
+        UserError: the model does not exist, its directory lacks files, or the download fails.
     """
-    if found := find_here(name, root=root):
-        return found
+    if directory := find_here(name, root=root):
+        return directory
     if is_url(name):
         raise UserError(
             f"checkpoint_dir {name} holds no complete base model. Name the url below which "
@@ -127,7 +126,7 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
     """Return the complete directory of a base model or converted GGUF file; None if not here.
 
     Raises:
-        UserError: what is there cannot be read or trained, or no such model is embedded.
+        UserError: the model cannot be read or trained, or the embedded model does not exist.
     """
     if name.startswith("embedded:"):
         return _embedded(name)
@@ -144,14 +143,14 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
 
 
 def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
-    """Return the GGUF file that a name stands for: a path, or a directory with no other model.
+    """Return the GGUF file that a name means: a path, or a directory without another model.
 
     Args:
         name: as `find_or_download` takes it.
-        root: where downloads are.
+        root: directory of downloads.
 
     Raises:
-        UserError: the directory holds several.
+        UserError: the directory holds several GGUF files.
     """
     for candidate in _places(name, root):
         if _is_gguf(candidate) and candidate.exists() and not candidate.is_dir():
@@ -191,10 +190,10 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     Args:
         repo_id: ``ORG/NAME``.
         token: of a Hugging Face account. Default: $HF_TOKEN. Never printed or written.
-        root: where downloads go.
+        root: directory of downloads.
 
     Raises:
-        UserError: no such model, no access, no connection or no room; says what to do.
+        UserError: no such model, no access, no connection or no room; with a remedy.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -226,7 +225,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
                 _require_plain_weights(directory)
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
-    # Left by attempts before, under names that the newest one did not continue.
+    # Left by earlier attempts, under names that this one did not continue.
     for stale in _incomplete_files(directory):
         stale.unlink()
     if (missing := missing_files(directory)) and find_gguf(str(directory), root=root) is None:
@@ -237,21 +236,21 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     return directory
 
 
-# A command asks for the same settings in several places; the hub is asked once.
+# A command needs these settings in several places, and requests them once.
 @lru_cache
 def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) -> UserError | None:
     """Download the settings and tokenizer of a model, a few MB, if the hub answers.
 
-    They lie where a download finds them. Without them less is known of the model, which may be
-    enough, so a failed download of them is not an error.
+    A later download continues with them. Without them a plan may still be possible, so a failure is
+    returned, not raised.
 
     Args:
         name: as `find_or_download` takes it; nothing is done for other names.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
-        root: where downloads go.
+        root: directory of downloads.
 
     Returns:
-        What has kept them away, and what to do; None: nothing has.
+        Error of the failed download, with a remedy; None: nothing failed.
     """
     repo_id = _repository(name, root)
     if repo_id is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
@@ -278,8 +277,8 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
     """Return the directory with the settings of a base model; None if it is not here.
 
     Raises:
-        UserError: no such model is embedded, a directory holds several GGUF files, or the weights
-            are stored quantised.
+        UserError: the embedded model does not exist, a directory holds several GGUF files, or the
+            weights are stored quantised.
     """
     if name.startswith("embedded:"):
         return _embedded(name)
@@ -294,11 +293,11 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
 
 
 def hub_name(name: str, *, root: Path = ROOT) -> str | None:
-    """ORG/NAME of a base model that comes from the hub; None: it is known here alone.
+    """Return ORG/NAME of a base model from the hub; None: it did not come from there.
 
     Args:
         name: as `find_or_download` takes it.
-        root: where downloads are.
+        root: directory of downloads.
     """
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -308,14 +307,14 @@ def hub_name(name: str, *, root: Path = ROOT) -> str | None:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory contains a tokenizer."""
+    """Return whether a directory contains a tokenizer."""
     return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def missing_files(directory: Path) -> list[str]:
     """List the files that a directory lacks to be a base model; [] if complete.
 
-    Looks at names alone. A LitGPT directory needs its two files, a Hugging Face directory
+    Only names are compared. A LitGPT directory needs its two files, a Hugging Face directory
     config.json and every weight file of its index.
     """
     if _incomplete_files(directory):
@@ -330,7 +329,7 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def is_litgpt(directory: Path) -> bool:
-    """Whether the directory holds a model in LitGPT's own format."""
+    """Return whether the directory holds a model in LitGPT's own format."""
     return all((directory / name).is_file() for name in LITGPT_FILES)
 
 
@@ -413,7 +412,7 @@ def _require_plain_weights(directory: Path) -> None:
 
 
 def _repository(name: str, root: Path) -> str | None:
-    """ORG/NAME, where the name can mean a hub model."""
+    """Return ORG/NAME if the name can mean a model on the hub."""
     name = name.removeprefix("./").rstrip("/")
     # LitGPT's recipes name models by the path of their download, checkpoints/ORG/NAME.
     for prefix in (f"{root}/", f"{ROOT}/"):
@@ -422,7 +421,7 @@ def _repository(name: str, root: Path) -> str | None:
 
 
 def _incomplete_files(directory: Path) -> list[Path]:
-    """Files that huggingface_hub began to download into the directory and did not finish."""
+    """Files of which huggingface_hub has not finished the download into a directory."""
     return sorted((directory / _DOWNLOADED / "download").rglob("*.incomplete"))
 
 
@@ -451,10 +450,8 @@ def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
 
 
 def _byte_bars(progress: OnProgress | None, total_bytes: int = 0) -> Any:
-    """Return a class of progress bars for huggingface_hub that draws nothing and calls `progress`.
-
-    The library's own bars appear in spite of --quiet and stay silent in a log.
-    """
+    """Return a class of progress bars for huggingface_hub that only calls `progress`."""
+    # The library's own bars appear in spite of --quiet and stay silent in a log.
     from huggingface_hub.utils.tqdm import tqdm
 
     class ByteBar(tqdm):
@@ -506,8 +503,7 @@ def _listed(names: list[str]) -> str:
 def indexed_files(content: Mapping[str, Any], index: Path) -> list[Path]:
     """Return the weight files that an index names, existing or not; sorted.
 
-    Only the names are looked at: where a link leads does not matter, because the files of a hub's
-    cache are links to other directories.
+    Only names are compared: a link may lead out of the directory, as the files of a hub's cache do.
 
     Args:
         content: of the index.
@@ -537,15 +533,15 @@ def licence_files(directory: Path) -> list[Path]:
 
 
 def is_licence(name: str) -> bool:
-    """Whether a file of this name is a licence, whatever its suffix."""
+    """Return whether a file of this name is a licence, with any suffix."""
     return _LICENCE.fullmatch(name) is not None
 
 
 def has_extra_weights(directory: Path) -> bool:
-    """Whether a result needs weights of the base model that no checkpoint contains.
+    """Return whether a result needs weights of the base model that no checkpoint contains.
 
     Args:
-        directory: of a checkpoint, where settings, tokenizer and outline lie.
+        directory: of a checkpoint, with settings, tokenizer and outline.
 
     Raises:
         UserError: the outline is damaged.

@@ -12,7 +12,7 @@ from ftkit.utils.names import nearest
 
 
 def http_library() -> ModuleType:
-    """The library whose errors huggingface_hub raises: httpx, and httpx2 from its version 2 on."""
+    """Import the library whose errors huggingface_hub raises: httpx, from version 2 on httpx2."""
     from huggingface_hub import errors
 
     base = errors.HfHubHTTPError.__bases__[0]
@@ -26,9 +26,9 @@ def explained(
 
     Args:
         error: of the HTTP library, huggingface_hub or the operating system.
-        repo_id: what was to be downloaded.
-        directory: where to.
-        hint: names of models that may have been meant, as a sentence.
+        repo_id: of the model.
+        directory: of the download.
+        hint: makes a sentence with names of similar models.
     """
     from huggingface_hub import constants, errors
 

@@ -1,4 +1,4 @@
-"""Saving of a model as a directory, for Hugging Face or for LitGPT."""
+"""Saving of a model as a directory, in the layout of Hugging Face or of LitGPT."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -35,17 +35,14 @@ from ftkit.models.pretrained.weight_files import (
 from ftkit.utils.files import new_directory
 
 _ALSO_TEMPLATES = ("tokenizer_config.json", "chat_template.json")
-"""Where older programs look for a chat template."""
+"""Files in which older programs look for a chat template."""
 _NOTE = "_from_model_config"
-"""Where it is true, transformers takes end tokens from config.json."""
+"""Key with which transformers takes end tokens from config.json."""
 
 
 def layout_of(base: BaseModel) -> ModelLayout:
-    """Choose the layout of a fine-tuned model: Hugging Face's if possible.
-
-    Where it is not, the model came from a LitGPT directory, and can be written as one again.
-    """
-    # It came in LitGPT's layout then, and a run must not end with nothing.
+    """Choose the layout of a fine-tuned model: Hugging Face's if possible."""
+    # Otherwise it came from a LitGPT directory, and a run must not end without a result.
     if base.architecture.naming_in("hf") is None:
         return "litgpt"
     is_described = base.layout == "hf" or bool(base.settings)
@@ -66,7 +63,7 @@ def save_hf(
     The directory appears complete or not at all. Memory holds one shard at a time.
 
     Args:
-        base: what the tensors are a version of; its settings, tokenizer and licence are copied.
+        base: the original model, whose settings, tokenizer and licence are copied.
         tensors: all of the model.
         out: a directory that is empty or does not exist.
         max_shard_bytes: size of the files that the weights are split into.
@@ -74,8 +71,8 @@ def save_hf(
         others: further files, by name; they replace those of the base model.
 
     Raises:
-        UserError: Hugging Face has no such model, what is to be kept of it is not there, or ``out``
-            is taken or cannot be written.
+        UserError: Hugging Face has no such model, its other weights are missing, or ``out`` exists
+            or cannot be written.
         ValueError: the tensors are not those of the model.
     """
     storage = _storage_for(base, "hf")
@@ -113,21 +110,21 @@ def save_litgpt(
     overwrite: bool = False,
     others: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a model that LitGPT loads as its own: lit_model.pth and model_config.yaml.
+    """Write a model in LitGPT's layout: lit_model.pth and model_config.yaml.
 
-    The directory appears complete or not at all. Memory holds one tensor at a time. LitGPT reads
-    its weights through torch.load alone, so this is the one file of ftkit's that is a pickle. It
-    holds tensors and nothing else: torch's restricted loader (weights_only) reads it.
+    The directory appears complete or not at all. Memory holds one tensor at a time. LitGPT only
+    reads weights by torch.load, so this is ftkit's one file that is a pickle. It holds nothing but
+    tensors: torch's restricted loader (weights_only) reads it.
 
     Args:
-        base: what the tensors are a version of; its settings, tokenizer and licence are copied.
-        tensors: all of the model. A tied head is written too, as LitGPT wants it.
+        base: the original model, whose settings, tokenizer and licence are copied.
+        tensors: all of the model. A tied head is written too, as LitGPT expects it.
         out: a directory that is empty or does not exist.
         overwrite: replace the directory, once the new one is complete.
         others: further files, by name; they replace those of the base model.
 
     Raises:
-        UserError: LitGPT has no such model or is not installed, or ``out`` is taken or cannot be
+        UserError: LitGPT has no such model or is not installed, or ``out`` exists or cannot be
             written.
         ValueError: the tensors are not those of the model.
     """
@@ -158,10 +155,10 @@ def save_litgpt(
 
 
 def require_extra_weights(base: BaseModel) -> None:
-    """Refuse to write a language model without what its model has besides.
+    """Refuse to write a multimodal model without its weights beside the language model.
 
     Raises:
-        UserError: the rest is not there.
+        UserError: these weights are missing.
     """
     if base.architecture.rest_shapes and not base.rest:
         raise UserError(
@@ -171,7 +168,7 @@ def require_extra_weights(base: BaseModel) -> None:
 
 
 def _storage_for(base: BaseModel, layout: ModelLayout) -> WeightStorage:
-    """Return how a layout stores the model; UserError if it cannot."""
+    """Return the rules by which a layout stores the model; UserError if it cannot."""
     if (obstacle := base.architecture.obstacle_to(layout)) is not None:
         raise UserError(f"{base.name} {obstacle}")
     return storage_of(base.architecture, layout)
@@ -183,8 +180,8 @@ def _ends(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without what names code of the model's own."""
-    # The code was not used here, and transformers would ask to trust it.
+    """Settings without the key that names code in the model's repository."""
+    # That code was not used here, and transformers would ask to trust it.
     return {key: value for key, value in settings.items() if key != "auto_map"}
 
 
@@ -218,11 +215,11 @@ def _facts(
 
 
 def save_beside(base: BaseModel, others: Mapping[str, bytes] | None, directory: Path) -> None:
-    """Write what lies beside the weights of a version of a model: tokenizer, generation settings.
+    """Write the files beside the weights of a model: tokenizer and generation settings.
 
     Args:
-        base: has the files.
-        others: further ones, by name; they replace those of the base model.
+        base: the original model, whose files are copied.
+        others: further files, by name; they replace those of the base model.
         directory: exists.
     """
     for name, content in {**dict(companions(base)), **(others or {})}.items():
@@ -256,9 +253,9 @@ def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dic
     """Return the chat template and generation settings of a trained model, by file name.
 
     Args:
-        base: whose tokenizer and generation settings they belong to.
-        template: what it was trained with, as jinja.
-        stop_ids: tokens that end what it says; at least one.
+        base: the original model, with its tokenizer and generation settings.
+        template: jinja source that the model was trained with.
+        stop_ids: tokens that end its answers; at least one.
     """
     own = dict(companions(base))
     files = {CHAT_TEMPLATE: template.encode(), GENERATION: _generation(base, own, stop_ids)}

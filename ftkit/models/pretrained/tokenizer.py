@@ -16,16 +16,14 @@ from ftkit.models.pretrained.hub import read_json
 from ftkit.utils.damaged_files import reading, require_regular
 
 GENERATION = "generation_config.json"
-"""The settings of generation; they name the tokens that end an answer."""
+"""File with the settings of generation, which name the tokens that end an answer."""
 
+# The library runs these steps in Rust without a limit: 30 that each double a text make a billion
+# characters of one. In published tokenizers the growth is some hundreds, counted as here.
 _MOST_GROWTH = 2**14
-"""How many times longer the steps of a tokenizer.json may make a text.
-
-The library runs them in Rust without a limit of its own: 30 that each double a text make a billion
-characters of one. Those of published tokenizers come to some hundreds, counted as here.
-"""
+"""Largest factor by which the steps of a tokenizer.json may lengthen a text."""
 _MOST_UNUSED_IDS = 2**16
-"""Gaps between the ids of a vocabulary: the library lists every missing one when it writes it."""
+"""Most gaps between the ids of a vocabulary, each of which the library lists when it writes it."""
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _LONGEST_NFKC = 18
 """Characters of the longest form of one (U+FDFA)."""
@@ -40,11 +38,11 @@ _GROWTH = {
     "Metaspace": 2,
     "Prepend": 2,
 }
-"""By the kind of a step, at most: characters for each one that it gets."""
+"""Most characters that each kind of step makes of one."""
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text, and where they are in it."""
+    """The tokens of a text and their positions in it."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -54,13 +52,14 @@ class Encoded(NamedTuple):
 class Tokenizer:
     """The tokenizer of a base model, set up by its files alone.
 
-    Ids are those of LitGPT's tokenizer, which however decides by the name of the directory and of
-    the tokenizer's class whether texts begin with BOS. Here the tokenizer itself decides, so that a
-    renamed copy of a model behaves like the original.
+    Its ids are those of LitGPT's tokenizer.
     """
 
+    # LitGPT decides by the names of the directory and of the tokenizer's class whether texts begin
+    # with BOS. Here the tokenizer decides, so that a renamed copy behaves like the original.
+
     def __init__(self, directory: Path) -> None:
-        """Reads tokenizer.json, or else tokenizer.model, and the special tokens beside it.
+        """Read tokenizer.json, or else tokenizer.model, and the special tokens beside it.
 
         Raises:
             UserError: there is no tokenizer, it cannot be read, or it has no end-of-text token.
@@ -94,7 +93,7 @@ class Tokenizer:
                 self.backend = "huggingface"
                 self.bos_id = self._special_token("bos")
                 eos_id = self._special_token("eos")
-                # Asked of the post-processor itself: no setting says it for all tokenizers.
+                # Tried, because no setting says it for all tokenizers.
                 self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
                 self._word = self._word_that_loses_its_space()
         if eos_id is None:
@@ -109,10 +108,10 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary; None if it has no such token."""
         if self.backend == "sentencepiece":
-            found = int(self.processor.piece_to_id(token))  # of an unknown one: that of <unk>
-            return found if self.token_text(found) == token else None
-        found = self.processor.token_to_id(token)
-        return None if found is None else int(found)
+            known = int(self.processor.piece_to_id(token))  # <unk> for unknown ones
+            return known if self.token_text(known) == token else None
+        known = self.processor.token_to_id(token)
+        return None if known is None else int(known)
 
     def encode(
         self,
@@ -154,12 +153,12 @@ class Tokenizer:
     def encode_rendered(self, text: str) -> Encoded:
         """Tokenize a text from a chat template, as transformers does.
 
-        Special tokens are those that the text spells out, BOS too: nothing is added.
+        Special tokens are those that the text contains, BOS too: nothing is added.
         """
         return self.encode_all_rendered([text])[0]
 
     def encode_all_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """`encode_rendered` of many texts, which takes less time."""
+        """Tokenize many texts as `encode_rendered` does, in less time."""
         if self.backend == "sentencepiece":
             return [self._encode_pieces(text) for text in texts]
         found = self.processor.encode_batch(list(texts), add_special_tokens=False)
@@ -185,14 +184,14 @@ class Tokenizer:
 
     @cached_property
     def named_bos_id(self) -> int | None:
-        """BOS, if the tokenizer itself names it; models may say more in their own settings."""
+        """Id of BOS if the tokenizer names it; the model's settings may name one too."""
         if self.backend == "sentencepiece":
             return self.bos_id
         return self._named_token("bos")
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that no text is cut into but by spelling them out."""
+        """Ids of the tokens that are only recognised where a text contains them in full."""
         if self.backend == "sentencepiece":
             ids = range(self.processor.vocab_size())
             return {self.token_text(i): i for i in ids if self.processor.is_control(i)}
@@ -219,7 +218,7 @@ class Tokenizer:
         return self.processor.decode(tokens)
 
     def _encode_pieces(self, text: str) -> Encoded:
-        """Control tokens are cut out first: sentencepiece takes none from a text."""
+        """Tokenize a text with control tokens, which sentencepiece does not read from texts."""
         encoded = Encoded([], [])
         start = 0
         for part in re.split(self._controls, text) if self.added_tokens else [text]:
@@ -295,7 +294,7 @@ def end_tokens(directory: Path) -> frozenset[int]:
 
 
 def _fast(vocabulary: Path) -> Any:
-    """Without the cutting and padding that some files carry over from their last use."""
+    """Load tokenizer.json without the truncation and padding that some files set."""
     from tokenizers import Tokenizer as Processor
 
     text = vocabulary.read_text(encoding="utf-8")
@@ -320,7 +319,7 @@ def _text_of(token: Any) -> str | None:
 
 
 def _id_or_none(token: int) -> int | None:
-    """SentencePiece writes -1 for a token it does not have."""
+    """Return None for -1, SentencePiece's id of a token that it does not have."""
     return token if token >= 0 else None
 
 
@@ -346,7 +345,7 @@ def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
 
 
 def _steps(content: Any) -> Iterator[Mapping[str, Any]]:
-    """Every step of a part, also of those that hold others."""
+    """Yield every step of a part, also those inside others."""
     if isinstance(content, list):
         for item in content:
             yield from _steps(item)
@@ -377,7 +376,7 @@ def _growth_of_replacement(pattern: Any, content: str) -> float:
 
 
 def _longest_of_map(encoded: str) -> float:
-    """SentencePiece's map: the length of a trie, the trie, and what it replaces with, each ended.
+    """Longest replacement of SentencePiece's map: length of a trie, the trie, and replacements.
 
     https://github.com/google/sentencepiece/blob/master/src/normalizer.cc
     """

@@ -1,6 +1,6 @@
-"""Weight files of transformers' models, as the library itself reads and writes them.
+"""Weight files of transformers' models, read and written by the library's own rules.
 
-Its rules rename tensors of older files, and stack those of experts that files hold one by one.
+These rename tensors of older files, and stack the matrices of experts that files hold one by one.
 """
 
 import copy
@@ -42,12 +42,12 @@ _CONVERTS_BEFORE_RENAMING = hasattr(core_model_loading, "apply_converters")
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules by which tensors are renamed, and by which some become others."""
+    """Rules by which tensors are renamed or converted to others."""
 
     renamings: list[WeightRenaming]
     converters: list[WeightConverter]
     last_renamings: list[WeightRenaming]
-    """Renamings of what converters make."""
+    """Renamings after the conversion."""
 
     @classmethod
     def for_reading(cls, model: Any) -> "_Rules":
@@ -66,7 +66,7 @@ class _Rules:
         return cls([], converters, renamings)
 
     def renamed(self, name: str, *known: Any) -> tuple[str, str | None]:
-        """The new name, before `last_renamings`, and the pattern of the converter that applies.
+        """Return the new name, before `last_renamings`, and the pattern of its converter.
 
         Args:
             name: of a tensor.
@@ -78,13 +78,13 @@ class _Rules:
         return found
 
     def last_name(self, name: str) -> str:
-        """The name of what is not converted any more."""
+        """Return the final name of a tensor after its conversion."""
         for renaming in self.last_renamings:
             name = renaming.rename_source_key(name)[0]
         return name
 
     def converter(self, pattern: str) -> WeightConverter:
-        """A fresh one, which has seen no tensors."""
+        """Return a fresh converter, without tensors."""
         return copy.deepcopy(next(c for c in self.converters if pattern in c.source_patterns))
 
 
@@ -100,22 +100,22 @@ def _by_kind(
 
 @dataclass
 class _Conversion:
-    """Tensors that become others together."""
+    """Tensors that are converted together."""
 
     converter: WeightConverter
     target: str
-    """The first of their names."""
+    """First name of the results."""
     sources: list[tuple[str, str, Callable[[], Tensor]]]
     """Pattern, name and tensor."""
 
     @property
     def targets(self) -> list[str]:
-        """Names of what they become; of what a list becomes, the first alone."""
+        """Names of the results; of a list of results only the first."""
         patterns = list(self.converter.target_patterns)
         return [self.target.replace(patterns[0], pattern) for pattern in patterns]
 
     def results(self, model: Any) -> dict[str, Tensor]:
-        """The others."""
+        """Convert the tensors."""
         converter = copy.deepcopy(self.converter)
         for pattern, name, tensor in self.sources:
             converter.add_tensor(self.target, name, pattern, tensor())  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ class TransformersStorage(WeightStorage):
     """Files that `from_pretrained` reads and `save_pretrained` writes."""
 
     def __init__(self, architecture: TransformersArchitecture) -> None:
-        """Know the library's rules for a model.
+        """Read the library's rules for a model.
 
         Args:
             architecture: of the model.
@@ -145,8 +145,7 @@ class TransformersStorage(WeightStorage):
     def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
         found: dict[str, HeldParameter] = {}
         conversions: dict[str, _Conversion] = {}
-        # In the order of transformers: experts become rows of a stacked tensor in the order they
-        # come.
+        # In the order of transformers, in which experts are stacked.
         for name in sorted(stored, key=dot_natural_key):
             target, pattern = self._target(name)
             tensor = stored[name]
@@ -218,12 +217,12 @@ class TransformersStorage(WeightStorage):
         return self._architecture.is_rest(self._target(name)[0])
 
     def _is_known(self, target: str) -> bool:
-        """Whether transformers' name is that of a parameter of the language model."""
+        """Return whether a name of transformers is a parameter of the language model."""
         return target in self._known and target not in self._rest
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        """The name in transformers' model of what is stored, and the pattern that converts it."""
-        # By place: the names of these arguments are others in each version of transformers.
+        """Name of a stored tensor in transformers' model, and the pattern that converts it."""
+        # By position: the names of these arguments differ between versions of transformers.
         known = (self._model.base_model_prefix, self._known)
         target, pattern = self._reading.renamed(name, *known)
         # A rule for names of older files may also match a current name.
@@ -250,7 +249,7 @@ class TransformersStorage(WeightStorage):
         return (lambda: read().reshape(1)) if self._is_scalar(ours) else read
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether transformers ignores it, too."""
+        """Return whether transformers ignores a stored tensor, too."""
         patterns = self._model._keys_to_ignore_on_load_unexpected or ()
         return any(re.search(pattern, name) for pattern in patterns)
 

@@ -43,7 +43,7 @@ _ANY_DTYPES = DTYPES | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""And those of what is copied alone."""
+"""And those of tensors that are only copied."""
 
 _MAPS = frozenset(("collections OrderedDict", "torch.nn.parameter Parameter", "torch Size"))
 _REBUILDERS = frozenset(
@@ -51,9 +51,9 @@ _REBUILDERS = frozenset(
     for kind in ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state")
 )
 _STORAGES = ("torch ", "torch.storage ")
-"""Modules of classes of storages, whose names end with Storage, and of number formats."""
+"""Modules in which a pickle may name number formats, and classes whose names end with Storage."""
 _OLD_FORMAT_PICKLES = 4
-"""A number that marks the format, its version, facts of the machine, and the content."""
+"""Pickles of a file before PyTorch 1.6: magic number, version, facts of the machine, content."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, max_shard_bytes: int) -> None:
-        """Writes to the directory, which exists, files of at most ``max_shard_bytes``."""
+        """Write to a directory that exists, in files of at most ``max_shard_bytes``."""
         self.dtypes: dict[str, torch.dtype] = {}
-        """Of every tensor added so far."""
+        """Number format of every tensor added so far."""
         self._directory = directory
         self._max_shard_bytes = max_shard_bytes
         self._total_bytes = 0
@@ -109,7 +109,7 @@ class ShardWriter:
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes the next tensor; writes the shard before it, if it does not fit in."""
+        """Take the next tensor; write the current shard first if the tensor does not fit."""
         held_bytes = sum(held.nbytes for held in self._shard.values())
         if self._shard and held_bytes + tensor.nbytes > self._max_shard_bytes:
             self._write_shard()
@@ -118,7 +118,7 @@ class ShardWriter:
         self._total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Writes what is left and gives the files the names that transformers looks for."""
+        """Write the last shard and give the files the names that transformers looks for."""
         self._write_shard()
         count = len(self._shards)
         if count == 1:
@@ -142,14 +142,14 @@ class ShardWriter:
 
 
 def write_settings(file: Path, content: object) -> None:
-    """Writes a settings file as Hugging Face does."""
+    """Write a settings file as Hugging Face does."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _safetensors(file: Path, is_kept: Callable[[str], bool]) -> dict[str, WeightTensor]:
     tensors = {}
     with reading(file, "weights as safetensors", advice="Download it again."):
-        # It compares the header with the length of the file before it gives out any of it.
+        # Opening compares the header with the length of the file.
         handle = safe_open(file, "pt")
         for name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
             header = handle.get_slice(name)
@@ -244,11 +244,11 @@ def record_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
 
 
 def _require_tensors_alone(file: Path, stream: IO[bytes], pickles: int) -> None:
-    """Refuse pickles that name anything but what tensors and their names are made of."""
+    """Refuse pickles that name any class or function that tensors do not need."""
     for _ in range(pickles):
         for operation, argument, _ in pickletools.genops(stream):
-            # It takes the name from the stack, where it cannot be read; torch.save writes protocol
-            # 2, which does not have it.
+            # STACK_GLOBAL takes the name from the stack, where it cannot be read. torch.save writes
+            # protocol 2, which does not have this operation.
             if operation.name == "STACK_GLOBAL" or (
                 operation.name in ("GLOBAL", "INST") and not _is_of_tensors(str(argument))
             ):
@@ -259,7 +259,7 @@ def _require_tensors_alone(file: Path, stream: IO[bytes], pickles: int) -> None:
 
 
 def _is_of_tensors(name: str) -> bool:
-    """Whether a pickle may name this class or function, because tensors need it."""
+    """Return whether a pickle of tensors needs this class or function."""
     if name in _MAPS or name in _REBUILDERS:
         return True
     last = name.rpartition(" ")[2]
@@ -307,7 +307,7 @@ class HeldParameter:
 
 
 class WeightStorage(ABC):
-    """How the files of one layout store models of one architecture."""
+    """Rules by which the files of one layout store models of one architecture."""
 
     @abstractmethod
     def holders(self, stored: Mapping[str, WeightTensor]) -> dict[str, HeldParameter]:
@@ -321,7 +321,7 @@ class WeightStorage(ABC):
 
         Args:
             stored: all tensors of the files.
-            directory: where they lie, for messages.
+            directory: of the files, for messages.
             tied: whether embedding and head are one; a file may still contain the head.
 
         Raises:
@@ -329,7 +329,7 @@ class WeightStorage(ABC):
         """
 
     def is_kept(self, name: str) -> bool:
-        """Whether a stored tensor is outside the language model and is copied unchanged."""
+        """Return whether a stored tensor is outside the language model and is copied unchanged."""
         return False
 
     @abstractmethod
@@ -379,15 +379,15 @@ def unexplained(directory: Path, name: str) -> UserError:
 
 
 def is_old_buffer(name: str) -> bool:
-    """Whether a stored tensor is a buffer of old checkpoints that is not needed."""
+    """Return whether a stored tensor is a buffer of old checkpoints that is not needed."""
     return name.endswith(_BUFFERS)
 
 
 class NamedStorage(WeightStorage):
-    """Tensors with names of their own, some of them several of our parameters in one."""
+    """Files with one tensor for each parameter, or one for several that are fused."""
 
     def __init__(self, architecture: Architecture, naming: Naming) -> None:
-        """Know what files call the parameters.
+        """Take the names of the parameters in files.
 
         Args:
             architecture: of the model.

@@ -1,10 +1,10 @@
-"""The conversion of a GGUF file into a Hugging Face directory, made once and reused.
+"""Conversion of a GGUF file into a Hugging Face directory, which is made once and reused.
 
 transformers reads GGUF too (`gguf_file`, seen in 5.24), but holds the whole dequantised model in
 memory, where this module holds some rows of one tensor. It reads no Gemma 1, no biases of Llama, no
 head size of Qwen3 and no scaled positions, and ignores tensors that it does not know.
 
-It lies in ``checkpoints/gguf/KEY/NAME``, beside what is downloaded.
+The result is in ``checkpoints/gguf/KEY/NAME``, beside downloads.
 """
 
 import hashlib
@@ -36,9 +36,9 @@ _KEY_BYTES = 2**20
 # The size of shards that save_pretrained wrote for years.
 _MAX_SHARD_BYTES = 5 * 10**9
 _SPARE_BYTES = 2**26
-"""For tokenizer, settings and the file system's own use."""
-# Seconds between two looks at whether another process has finished its conversion.
+"""Room for tokenizer, settings and the file system's own use."""
 _LOOK_S = 0.5
+"""Seconds between two checks whether another process has finished its conversion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Conversion:
     memory_bytes: int
     """Most host memory used by the conversion."""
     is_made: bool
-    """Whether it is there already."""
+    """True if the conversion exists already."""
 
 
 def planned_conversion(file: Path, root: Path) -> Conversion:
@@ -97,27 +97,27 @@ def conversion_place(file: Path, root: Path) -> Path:
         raise UserError(
             f"checkpoint_dir {file} cannot be read ({error.strerror}). Check the file."
         ) from error
-    # Not a digest of the content: 40 GB would take half a minute at every start. A file that is
-    # replaced is converted again, and so is a copy with another time of change.
+    # Not a digest of the content: 40 GB would take half a minute at every start. A replaced file is
+    # converted again, and so is a copy with another modification time.
     facts = (_VERSION, file.stem, status.st_size, status.st_mtime_ns)
     digest = hashlib.sha256(json.dumps(facts).encode() + beginning)
     return root / DIRECTORY / digest.hexdigest()[:16] / file.stem
 
 
 def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
-    """Convert a GGUF file, unless that is done; return the Hugging Face directory.
+    """Convert a GGUF file, unless it is converted already; return the Hugging Face directory.
 
-    Memory holds some rows of one tensor at a time. Quantised weights become float16, all others
-    stay as they are. The directory appears complete or not at all; of several processes one
-    converts and the others wait.
+    Memory holds some rows of one tensor at a time. Quantised weights become float16, others keep
+    their format. The directory appears complete or not at all; one of several processes converts,
+    and the others wait.
 
     Args:
         file: the GGUF file.
         root: where downloads go.
-        licences: files on the terms of the model, by name; written beside it.
+        licences: licence files of the model, by name.
 
     Raises:
-        UserError: it is damaged, holds what ftkit cannot run exactly, or there is no room.
+        UserError: it is damaged, ftkit cannot run the model exactly, or there is no room.
     """
     place = conversion_place(file, root)
     if place.is_dir():
@@ -150,7 +150,7 @@ def gguf_settings(file: Path) -> dict[str, Any]:
     """Build config.json from the header of a GGUF file; nothing is converted.
 
     Raises:
-        UserError: as `convert`, but for what is in the tokenizer and the numbers.
+        UserError: as `convert`; tokenizer and numbers are not checked.
     """
     header = read_header(file)
     settings = settings_of(header)

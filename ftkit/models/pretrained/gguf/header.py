@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what it says of itself, believed only as far as its length allows.
+"""The header of a GGUF file, checked against the file's length.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -52,7 +52,7 @@ _VERSIONS = (2, 3)
 _MOST_HEADER_BYTES = 2**28
 """A vocabulary of a million tokens takes a tenth of it."""
 _MOST_KEYS, _MOST_TENSORS, _MOST_TEXTS = 2**16, 2**17, 2**21
-"""Empty texts and tensors take hardly any bytes of the file, but as much time as others."""
+"""Empty texts and tensors take hardly any bytes of a file, but as much time as others."""
 # GGML_MAX_DIMS of ggml.
 _MOST_DIMENSIONS = 4
 # Bytes; the first is GGUF's own, where general.alignment is missing.
@@ -148,7 +148,7 @@ class GgufHeader:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false.
+        """Read a boolean.
 
         Raises:
             UserError: it is something else.
@@ -188,7 +188,7 @@ class GgufHeader:
 
 
 def read_header(file: Path) -> GgufHeader:
-    """Read the header of a GGUF file, and compare all that it says with the file's length.
+    """Read the header of a GGUF file, and compare its sizes with the file's length.
 
     Nothing is allocated for a count that the rest of the file could not hold.
 
@@ -273,7 +273,7 @@ class _Reader:
         return tensors
 
     def _tensor(self) -> GgufTensor:
-        """With its place in the data, which begins after the header."""
+        """Read a tensor's entry; its start counts from the end of the header."""
         name = self._text("a tensor's name")
         dimensions = self._whole("<I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
@@ -298,11 +298,11 @@ class _Reader:
                 return [self._text(key) for _ in range(count)]
             return self._numbers(key, element, None)
         found = self._numbers(key, kind, 1)[0]
-        # 1e-05 is stored as 9.99999974737875e-06, and was meant.
+        # float32 stores 1e-05 as 9.99999974737875e-06: the shortest decimal was meant.
         return float(str(found)) if found.dtype.kind == "f" else found.item()
 
     def _numbers(self, key: str, kind: int, count: int | None) -> Any:
-        """count: None: it is read first."""
+        """Read an array; count None: its length is read first."""
         if kind not in _NUMBERS:
             raise _Unsound(f"{key} is of type {kind}, which is not known")
         dtype = np.dtype(_NUMBERS[kind])

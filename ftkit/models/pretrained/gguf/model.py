@@ -15,17 +15,17 @@ from ftkit.models.pretrained.gguf.header import BLOCKS, GgufHeader, GgufTensor
 from ftkit.utils.damaged_files import reading
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""How Llama 3.1 stretches each frequency of its rotary embedding; settings in config.json."""
+"""Factors of the frequencies in Llama 3.1's rotary embedding; config.json has settings for them."""
 
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_POSITIONS = 1.0, 4.0, 8192
-"""Of every Llama 3 with rope_type llama3; files hold what they come to."""
+"""Settings of every Llama 3 with rope_type llama3; files only hold the resulting factors."""
 _GEMMA2_27B_LAYERS = 46
-"""Its attention is scaled by the width of the model, that of smaller ones by a head's."""
+"""Gemma 2 27B, whose attention is scaled by the model's width; in smaller ones, by a head's."""
 
 _CHUNK_NUMBERS = 2**22
-"""How many are in memory at a time, unless a row has more."""
+"""Numbers in memory at a time, unless a row has more."""
 _WORK_BYTES = 16
-"""Of each of these, with what they are made of and what is made of them: at most, of all kinds."""
+"""Most bytes for each of these numbers in any format, with its source and its result."""
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F32"}
 """Kinds of plain numbers, and what they are written as; all others are written as F16."""
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -51,7 +51,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma2": _Family("gemma2", "Gemma2ForCausalLM", _GELU),
     "phi3": _Family("phi3", "Phi3ForCausalLM"),
 }
-"""By general.architecture."""
+"""Families by general.architecture."""
 
 
 def settings_of(header: GgufHeader) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
     if rotated != head_size and name != "phi3":
         raise UserError(
             f"checkpoint_dir {header.file} rotates {rotated} of the {head_size} numbers of a key, "
-            f"which ftkit knows in no {name}. Give the original model."
+            f"which ftkit does not support for {name}. Give the original model."
         )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -163,7 +163,7 @@ def _positions(header: GgufHeader, name: str) -> dict[str, Any]:
 
 
 def _llama3(header: GgufHeader, name: str, base: float) -> dict[str, Any]:
-    """Settings that come to exactly the factors in the file."""
+    """Settings from which the factors in the file follow."""
     tensor = header.tensors[ROPE_FACTORS]
     if tensor.kind != "F32" or len(tensor.shape) != 1:
         raise header.error(f"its {ROPE_FACTORS} is not a row of F32")
@@ -232,14 +232,14 @@ class ConvertedTensor:
     """A tensor to be written to a safetensors file, and how to convert it."""
 
     name: str
-    """Hugging Face's."""
+    """Hugging Face's name."""
     source: GgufTensor
     dtype: str
     """F32, F16 or BF16."""
     change: Callable[[np.ndarray], np.ndarray] | None
     """Converts numbers of the file to Hugging Face's order and convention."""
     rows_together: int
-    """Number of rows that `change` has to see at one time."""
+    """Number of rows that `change` needs together."""
 
     @property
     def nbytes(self) -> int:
@@ -303,11 +303,11 @@ class ConvertedTensor:
 
 
 def converted_tensors(header: GgufHeader, settings: Mapping[str, Any]) -> list[ConvertedTensor]:
-    """Every tensor of a model, in the order of its layers.
+    """Return every tensor of a model, in the order of its layers.
 
     Raises:
-        UserError: one is missing, unexpected or of another shape; or the package gguf is, which
-            unpacks quantised ones.
+        UserError: a tensor is missing, unexpected or of another shape; or tensors are quantised and
+            the package gguf, which unpacks them, is not installed.
     """
     family = settings["model_type"]
     head_size = settings["head_dim"]
@@ -327,8 +327,8 @@ def converted_tensors(header: GgufHeader, settings: Mapping[str, Any]) -> list[C
     unknown = header.tensors.keys() - expected.keys() - {ROPE_FACTORS}
     if unknown:
         raise UserError(
-            f"checkpoint_dir {header.file} holds {min(unknown)}, which ftkit knows in no "
-            f"{family}. Give the original model."
+            f"checkpoint_dir {header.file} holds {min(unknown)}, which ftkit does not "
+            f"expect in {family}. Give the original model."
         )
     kinds = {tensor.source.kind for tensor in found} - _PLAIN.keys()
     if kinds and importlib.util.find_spec("gguf") is None:
@@ -375,7 +375,7 @@ def _halves_after_each_other(values: np.ndarray, head_size: int) -> np.ndarray:
 
 
 def _without_one(values: np.ndarray) -> np.ndarray:
-    """Gemma's norms multiply by one more than their weight; llama.cpp stores that."""
+    """Subtract one: Gemma's norms multiply by 1 + weight, which is the number in the file."""
     return values - 1
 
 
@@ -386,7 +386,7 @@ def _is_finite(values: np.ndarray) -> bool:
 
 
 def _rows(tensor: GgufTensor) -> tuple[int, int]:
-    """Rows, and the numbers of each; a vector is one of rows of one number."""
+    """Number of rows, and numbers in each; a vector has rows of one number."""
     if len(tensor.shape) == 1:
         return tensor.shape[0], 1
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
@@ -396,7 +396,7 @@ def tensor_names(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int,
     """Hugging Face's name and the shape of every tensor of a model, by llama.cpp's name.
 
     Args:
-        settings: of config.json, with sizes of heads and all switches said.
+        settings: of config.json, with explicit head sizes and switches.
     """
     width, inner = settings["hidden_size"], settings["intermediate_size"]
     family, vocabulary = settings["model_type"], settings["vocab_size"]

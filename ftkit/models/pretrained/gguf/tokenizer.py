@@ -9,7 +9,7 @@ from ftkit.models.pretrained.gguf.header import GgufHeader
 from ftkit.utils.damaged_files import reading
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-"""Kinds of tokens that are not found by merging; 1 are words, 5 is not used."""
+"""Kinds of tokens that do not result from merging; 1 is a word, 5 is not used."""
 _SPACE = "▁"
 """Character that SentencePiece writes for a space."""
 
@@ -22,19 +22,19 @@ _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _DIGIT_NAMES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-"""One digit at a time, and else as GPT-2."""
+"""Rules that split digits one by one, and the rest as GPT-2 does."""
 _GPT2_NAMES = ("gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "mellum", "default")
 _PATTERNS = {
     **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(_QWEN2_NAMES, _QWEN2),
 }
-"""How texts are cut before tokens are merged, by tokenizer.ggml.pre."""
+"""Patterns that split texts before tokens are merged, by tokenizer.ggml.pre."""
 _WRITTEN = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx")
-"""Name that is written for each way of splitting text."""
+"""Names that are written, one for each way of splitting texts."""
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
-    """Names and contents of the tokenizer's files, the chat template and the generation settings.
+    """Return the tokenizer's files, chat template and generation settings, by file name.
 
     Raises:
         UserError: there is no tokenizer in the file, ftkit cannot rebuild it exactly, or it is
@@ -127,7 +127,7 @@ def _steps(cut: Any) -> list[dict[str, Any]]:
             return [step for part in content["pretokenizers"] for step in flat(part)]
         return [{key: value for key, value in content.items() if key != "trim_offsets"}]
 
-    # What pickling takes is its JSON: a pre-tokenizer shows its settings in no other way.
+    # Pickling returns its JSON, the only way to read a pre-tokenizer's settings.
     return [] if cut is None else flat(json.loads(cut.__getstate__()))
 
 
@@ -236,7 +236,7 @@ def _bpe(
     try:
         return models.BPE(vocab=vocabulary, merges=merges, **options)
     except Exception as error:  # tokenizers raises plain Exception
-        raise header.error(f"its tokenizer is none ({error})") from None
+        raise header.error(f"its tokenizer is not valid ({error})") from None
 
 
 def _add_tokens(
