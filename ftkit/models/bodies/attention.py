@@ -179,12 +179,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
         return attended
     results = []
     for (count, length), *parts in _by_run(sequences, q, k, v):
-        of_run = tuple(_by_heads(part, count) for part in parts)
+        queries, keys, values = (_by_heads(part, count) for part in parts)
         if scores.are_plain:
-            result = _sdpa(*of_run, scores, grouped=sequences.kernel == "flash")
+            result = _sdpa(queries, keys, values, scores, grouped=sequences.kernel == "flash")
         else:
             hidden = _hidden(length, scores.window_within(length), q.device)
-            result = _weighted(*of_run, scores, hidden)
+            result = _weighted(queries, keys, values, scores, hidden)
         results.append(result.transpose(1, 2).flatten(0, 1))
     return results[0] if len(results) == 1 else torch.cat(results)
 

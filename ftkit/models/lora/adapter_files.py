@@ -285,7 +285,7 @@ def _alpha(lora: Lora, rank: int) -> int | float:
 
 
 def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]:
-    """Sort values by the last word of names where all layers with it are equal, else by full name."""
+    """Sort values by the last word of names if all such layers are equal, else by full name."""
     naming = _huggingface_naming(base)
     everywhere: dict[str, set[str]] = {}
     theirs_of_all = [naming.stored_in(name)[0] for name in parameter_shapes(base)]
