@@ -353,7 +353,7 @@ def _value_text(value: Any) -> str:
         texts = {key: shortened(_value_text(item)) for key, item in value.items() if item != []}
         return ", ".join(f"{key} {text}" for key, text in texts.items() if text)
     if isinstance(value, bool | None):
-        return {None: "empty", True: "true", False: "false"}[value]
+        return {None: "not set", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return json.dumps(value, ensure_ascii=False)
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)

@@ -224,7 +224,7 @@ FTKIT = Group(
             usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--show N] [--KEY VALUE ...]",),
             examples=(
                 "recipes/quickstart.yaml",
-                "TinyLlama/TinyLlama_v1.1 --data JSON --data.json_path FILE",
+                "TinyLlama/TinyLlama_v1.1 --data JSON --data.path FILE",
                 "recipes/quickstart.yaml --format html --out data.html",
             ),
         ),
@@ -241,10 +241,10 @@ FTKIT = Group(
             summary="continue training from a checkpoint of another program",
             text="Turn a checkpoint of another program into a run: transformers' Trainer, TRL or "
             "axolotl, DeepSpeed (ZeRO 1 to 3, any number of ranks), torch.distributed.checkpoint, "
-            "or a .ckpt file of Lightning. Weights and optimizer "
-            "state are matched by parameter name; step, learning rate and position in the data are "
-            "kept, and a message lists what cannot be. No code in the checkpoint is executed. "
-            "Continue the run with --resume auto, on any hardware.",
+            "LitGPT, or a .ckpt file of Lightning. Weights and optimizer state are matched by "
+            "parameter name; step, learning rate and position in the data are kept; a message "
+            "lists what is not. No code in the checkpoint is executed. Continue the run with "
+            "--resume auto, on any hardware.",
             options=ImportOptions,
             function="ftkit.exchange.foreign:import_confined",
             usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
@@ -311,8 +311,8 @@ FTKIT = Group(
             name="evaluate",
             summary="evaluate a result on held-out data, or on tasks of the lm-evaluation-harness",
             text="Evaluate a result on the validation data of its run, as the run did: the "
-            "numbers equal those it reported. Or on other data: then a single file is used whole, "
-            "unless --data.val_split_fraction is given. With --tasks, run tasks of the "
+            "numbers equal those it reported. With --data, use other data; a single file is used "
+            "whole, unless --data.val_split_fraction is given. With --tasks, run tasks of the "
             "lm-evaluation-harness instead.",
             options=EvaluateOptions,
             opens=FIND_RESULT,

@@ -54,7 +54,7 @@ def export(result: Result, options: ExportOptions) -> int:
     if is_adapter and options.format not in ("peft", "gguf"):
         to_litgpt = f", then ftkit export {out} --format litgpt" * (options.format == "litgpt")
         raise UserError(
-            f"{result.name} is an adapter, which {options.format} has no layout for. "
+            f"{result.name} is an adapter, but --format {options.format} is for whole models. "
             f"Try ftkit merge {result.name} --out {out}{to_litgpt}."
         )
     if not is_adapter and options.format == "peft":
@@ -110,7 +110,7 @@ def _check(result: Result) -> int:
         base = str(Path(base).relative_to(Path.cwd()))
     print(
         f"yes  vllm serve {base} --enable-lora{limit} "
-        f"--lora-modules mine={result.directory}\n     if it knows LoRA for models of this family"
+        f"--lora-modules mine={result.directory}\n     if vLLM supports LoRA for this model family"
     )
     return 0
 

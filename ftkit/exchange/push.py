@@ -50,8 +50,8 @@ def push(options: PushOptions) -> int:
         token=options.access_token,
     )
     published = {"url": url, "public": is_public}
-    seen = "for everybody to see" if is_public else "private"
-    print(json.dumps(published) if options.format == "json" else f"{url} has it, {seen}")
+    seen = "public" if is_public else "private"
+    print(json.dumps(published) if options.format == "json" else f"uploaded to {url} ({seen})")
     return 0
 
 

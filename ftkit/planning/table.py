@@ -18,7 +18,7 @@ from ftkit.planning.predict import Planned
 from ftkit.planning.suggest import Change
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.step_memory import CATEGORIES
-from ftkit.utils.console.formatting import bytes_text, percent_text
+from ftkit.utils.console.formatting import bytes_text, count_text, percent_text
 from ftkit.utils.console.html import block, escaped, grid, labelled, styled
 from ftkit.utils.console.terminal import REPORT_WIDTH, fitted, labelled_grid, plain_text
 
@@ -262,7 +262,7 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
 def _table(columns: Sequence[_Column], left_out: Sequence[str]) -> Table:
     caption = _UNITS
     if left_out:
-        caption += f"\ncolumns that do not fit: {', '.join(left_out)}"
+        caption += f"\ncolumns without room here: {', '.join(left_out)}"
     table = Table(
         box=None,
         padding=(0, 2, 0, 0),
@@ -299,9 +299,13 @@ def _batch(planned: Planned) -> str:
 
 def _micro_steps(planned: Planned) -> str:
     plan, tokens = planned.plan, planned.plan.micro_batch_tokens
+    steps, ranks = (
+        count_text(planned.micro_steps, "micro-step"),
+        count_text(plan.world_size, "rank"),
+    )
     if tokens is None:
-        return f"{planned.micro_steps} x {plan.micro_batch_size} on {plan.world_size}"
-    return f"at most {planned.micro_steps} x {tokens:,} tokens on {plan.world_size}"
+        return f"{steps} of {plan.micro_batch_size} on {ranks}"
+    return f"at most {steps} of {tokens:,} tokens on {ranks}"
 
 
 def _numbers(head: str, counts: Sequence[int], place: int) -> _Column:

@@ -232,5 +232,5 @@ def _shares(sources: Any) -> Iterator[tuple[str, Any]]:
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "empty"
+        return "not set"
     return str(value).lower() if isinstance(value, bool) else str(value)

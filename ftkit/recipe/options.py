@@ -131,8 +131,8 @@ class PlanOptions(CommonOptions):
     """Options of ftkit plan."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
-    """Recipes, each planned on its own, and sweeps, whose runs are planned each; --config FILE does
-    the same. embedded:NAME.yaml is a recipe that comes with ftkit. A word that does not end in
+    """Recipes and sweeps; each recipe and each run of a sweep is planned on its own. --config FILE
+    does the same. embedded:NAME.yaml is a recipe that comes with ftkit. A word that does not end in
     .yaml is the base model (checkpoint_dir). finetune, finetune_lora or finetune_full as the first
     word plans that command; without it, recipes without LoRA keys and without quantize are planned
     as full fine-tuning, all others as LoRA."""

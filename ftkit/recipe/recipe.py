@@ -196,9 +196,9 @@ class Checkpoint:
     asynchronous: bool = True
     """Continue training while a checkpoint is being written, from a copy in host memory."""
     max_staged_bytes: int | None = None
-    """Most bytes of host memory for this copy on each rank. A rank that would need more makes no
-    copy: training waits while its tensors are written through a buffer of this size. Empty: as much
-    as the copy needs, see ftkit plan."""
+    """Most bytes of host memory for the copy of an asynchronous save, on each rank. A rank that
+    would need more makes no copy: training waits while its tensors are written through a buffer of
+    this size. Empty: as much as the copy needs, see ftkit plan."""
 
     @property
     def best_kept(self) -> int:
@@ -224,7 +224,7 @@ class Memory:
     memory for activations, about a third more time. Does not change the result. A number N: only
     for every Nth block, which saves and costs an Nth of that."""
     offload_activations: bool = False
-    """Keep these inputs in host memory instead of GPU memory."""
+    """Keep the inputs of blocks in host memory instead of GPU memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ class Recipe:
     else cpu. Other types of torch.accelerator, such as xpu or mps, are accepted, but ftkit has not
     been tested on them."""
     devices: int | Literal["auto"] = 1
-    """Devices per node."""
+    """Devices per machine."""
     num_nodes: int | Literal["auto"] = 1
     """Number of machines. auto: as many as torchrun or srun started ftkit on, counted at each
     start; 1 without them."""
@@ -359,7 +359,7 @@ class Lora:
     """lora; dora: also trains the magnitude of each row of the weights; rslora: scales by the
     square root of the rank, for high ranks."""
     lora_init: LoraInit = "default"
-    """Initialisation. default: random, with a product of zero; pissa: the largest singular vectors
+    """Initialisation. default: A is random, B zero; pissa: the largest singular vectors
     of the base weight; olora: its QR decomposition. With each of them training starts from the
     outputs of the base model."""
     lora_plus_ratio: float | None = None

@@ -95,7 +95,7 @@ def runs_of_file(file: Path, overrides: Sequence[Override], out_dir: Path | None
     """
     content = load_yaml(file)
     for key in content.keys() - {"out_dir", "runs"}:
-        raise UserError(f"{file} has the key {key!r}, but holds out_dir and runs only. {_try()}")
+        raise UserError(f"{file} has the key {key!r}; a sweep has only out_dir and runs. {_try()}")
     listed = content.get("runs")
     if not isinstance(listed, list) or not listed:
         raise UserError(f"{file} must hold a list of runs. {_try()}")

@@ -301,10 +301,9 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     if refusals:
         differing = ", ".join(refusals)
         raise UserError(
-            f"The checkpoint {display_path(checkpoint)} is of a run that learns something else: "
-            f"{differing}. {'This value' if len(refusals) == 1 else 'These values'} cannot change "
-            "on the way. Go back to the first value of each, or start a new run: try --resume "
-            "false with another --out_dir."
+            f"The checkpoint {display_path(checkpoint)} is of a run with other settings: "
+            f"{differing}. A run cannot change what it learns. Use the checkpoint's value of "
+            "each, or start a new run: try --resume false with another --out_dir."
         )
     return Start(
         checkpoint=checkpoint, metadata=metadata, in_place=in_place, changes=tuple(changes)
@@ -392,7 +391,7 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     where = f"; the result is in {display_path(run.final)}" if run.final.is_dir() else ""
     raise Completed(
         f"{display_path(run.path)} is complete at step {metadata.step:,}{where}\n"
-        f"train on with: {continue_command(run.path, recipe.method)} "
+        f"to train longer: {continue_command(run.path, recipe.method)} "
         f"{_more(recipe.train, patience, metadata)}"
     )
 

@@ -186,13 +186,13 @@ class Evaluator:
             match = recorder.report.exact_match or ExactMatch(samples=records)
             recorder.note(exact_match=_with_value(match, step, score.mean))
             share = percent_text(score.mean)
-            text = f"exact match {when} training: {share} of {records} held-out records"
+            text = f"exact match {when} training: {share} of {records} validation records"
         else:
             noted = _with_value(self._known_score(score), step, score.mean)
             others = [one for one in recorder.report.scores if one.identity != noted.identity]
             recorder.note(scores=[*others, noted])
             value = number_text(score.mean)
-            text = f"{noted.title} {when} training: {value} on {records} held-out records"
+            text = f"{noted.title} {when} training: {value} on {records} validation records"
         self._journal.display.message(text)
 
     def _known_score(self, score: Score) -> AnswerScore:

@@ -118,7 +118,7 @@ class TestHelpOfFinetune:
     def test_shows_choices_and_defaults_as_a_recipe_has_them(self, text: str, command: str) -> None:
         words = " ".join(text.split())
         assert "--precision {32-true,bf16-true,bf16-mixed,16-true,16-mixed}" in words
-        assert "--devices N|auto Devices per node. Default: 1." in words
+        assert "--devices N|auto Devices per machine. Default: 1." in words
         assert "--eval.initial_validation {true,false}" in words
         assert "--optimizer.NAME VALUE. Default: AdamW." in words
         assert "Default: 6e-05." in words

@@ -614,8 +614,8 @@ def test_diff_shows_the_fields_that_differ(
         ["field", "A", "B"],
         ["devices", "2", "auto"],
         ["optimizer.init_args.lr", "0.0002", "0.001"],
-        ["lora_r", "empty", "16"],
-        ["log.run", "empty", "[red]"],
+        ["lora_r", "not", "set", "16"],
+        ["log.run", "not", "set", "[red]"],
     ]
     assert values("diff", out_dir, other) == {
         "a": a,

@@ -175,7 +175,7 @@ def test_an_adapter_is_private_whole_and_names_its_base_model_as_others_find_it(
     final = ended["lora"].out_dir / "final"
     push(ended["lora"].out_dir, NAME, "--base", BASE)
     out, err = capfd.readouterr()
-    assert f"{hub.url}/{NAME} has it, private\n" in out and TOKEN not in out + err
+    assert f"uploaded to {hub.url}/{NAME} (private)\n" in out and TOKEN not in out + err
     here = {file.name: file.read_bytes() for file in final.iterdir()}
     assert (hub.private, hub.files.keys()) == (True, here.keys())
     changed = {name for name, content in here.items() if hub.files[name] != content}
@@ -231,7 +231,7 @@ def test_a_log_has_one_line_about_the_upload_and_with_quiet_none(
     hub.files, hub.objects = {}, {}
     push(ended["full"].out_dir, NAME, "--quiet")
     assert hub.files
-    assert capfd.readouterr() == (f"{hub.url}/{NAME} has it, private\n", "")
+    assert capfd.readouterr() == (f"uploaded to {hub.url}/{NAME} (private)\n", "")
 
 
 def test_gguf_files_are_pushed_as_they_are(
@@ -240,7 +240,7 @@ def test_gguf_files_are_pushed_as_they_are(
     out = tmp_path / "gguf"
     assert run(["export", str(ended["lora"].out_dir), "--format", "gguf", "--out", str(out)]) == 0
     push(out, NAME, "--public")
-    assert says(capfd.readouterr().out, f"{hub.url}/{NAME} ... everybody")
+    assert says(capfd.readouterr().out, f"{hub.url}/{NAME} (public)")
     assert hub.files.keys() == {"README.md", "adapter-f32.gguf"}
     assert hub.files["adapter-f32.gguf"] == (out / "adapter-f32.gguf").read_bytes()
     card = ModelCard(hub.files["README.md"].decode())

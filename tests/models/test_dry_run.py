@@ -17,9 +17,9 @@ from ftkit.models.dry_run import require_trainable
 from ftkit.models.pretrained.base_model import read_blueprint
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bert": ({}, "is an encoder, in which tokens see"),
+    "bert": ({}, "is an encoder, whose tokens attend"),
     "bert as a decoder": ({"is_decoder": True}, "has layers between its last block and its head"),
-    "bart": ({}, "is an encoder and a decoder"),
+    "bart": ({}, "is an encoder-decoder model"),
     "gpt2": ({"add_cross_attention": True}, "reads what an encoder gives"),
     "xlnet": ({}, "on both sides"),
     "musicgen": ({}, "needs inputs beside tokens"),

@@ -203,7 +203,7 @@ def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
     words = ["--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
     run(["plan", *words, "--train.micro_batch_tokens", "190"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert says(shown, "16 sequences ... 6 x 190 tokens on 1 ... 1,008 tokens")
+    assert says(shown, "16 sequences ... 6 micro-steps of 190 tokens on 1 rank ... 1,008 tokens")
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_method_is_refused(out: Path, saved: str, now: s
 def test_tunable_values_are_noted(out: Path) -> None:
     save_run(recipe(out), 5)
     start = found(recipe(out, resume="auto", train__epochs=3, optimizer__lr=1e-3))
-    assert start.changes == ("train.epochs 2 -> 3", "optimizer.lr empty -> 0.001")
+    assert start.changes == ("train.epochs 2 -> 3", "optimizer.lr not set -> 0.001")
 
 
 def test_setting_a_resolved_default_is_not_a_change(out: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_complete_run_is_reported_with_the_option_that_prolongs_it(
     ended(out, "completed", LAST, result=True)
     text = completion(recipe(out, resume=resume))
     assert says(text, f"{out} is complete at step 2,000 ... {out / 'final'}")
-    command = text.rpartition("train on with: ")[2]
+    command = text.rpartition("to train longer: ")[2]
     assert command == f"{continue_command(out, 'lora')} --train.epochs 3"
     options = parse(COMMANDS["finetune"], shlex.split(command)[2:])
     assert found(read_recipe(options.config, options.keys, method="lora")).metadata.step == LAST
@@ -900,5 +900,5 @@ def test_the_command_on_a_complete_run_ends_well_and_imports_no_torch(
     assert (end.returncode, end.stderr) == (0, "imported: []\n")
     assert end.stdout == (
         f"{out} is complete at step 5; the result is in {out / 'final'}\n"
-        f"train on with: {continue_command(out, 'lora')} --train.max_steps 10\n"
+        f"to train longer: {continue_command(out, 'lora')} --train.max_steps 10\n"
     )

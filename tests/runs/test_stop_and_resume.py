@@ -683,8 +683,8 @@ def test_only_settings_that_do_not_change_what_is_trained_may_change(
     )
     found = run.run([*words, *elsewhere])
     assert (found.code, found.steps, found.saved) == (0, 8, [5, 8])
-    assert run.store.metadata(8).changes == ["optimizer.lr empty -> 0.0005"]
-    assert "changed: optimizer.lr empty -> 0.0005" in found.out
+    assert run.store.metadata(8).changes == ["optimizer.lr not set -> 0.0005"]
+    assert "changed: optimizer.lr not set -> 0.0005" in found.out
     assert found.report.resumed
     assert found.report.resumed.changes == run.store.metadata(8).changes
 

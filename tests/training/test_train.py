@@ -469,7 +469,7 @@ def test_validation_comes_before_during_and_after_training(train: Train) -> None
     assert result.report.exact_match.samples == 3
     assert result.report.exact_match.before == 0.0
     log = (result.out_dir / "run.log").read_text()
-    assert "exact match before training: 0 % of 3 held-out records" in log
+    assert "exact match before training: 0 % of 3 validation records" in log
     (example,) = result.report.examples
     assert example.before is not None and example.after is not None
 

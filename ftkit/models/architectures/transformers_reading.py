@@ -24,27 +24,24 @@ from ftkit.models.architectures.transformers_outline import (
 _NO_OTHER_INPUT = {"text_config", "attn_config", "ffn_config"}
 """Parts of settings that need no input other than tokens."""
 _ONE_BY_ONE = (
-    "computes its experts one by one, each with the tokens that have chosen it, which a "
-    "prediction of memory does not know"
+    "computes each expert on the tokens that are routed to it, so its memory cannot be predicted"
 )
-_NOT_CAUSAL = (
-    f"is computed by transformers {transformers.__version__} so that tokens see later ones"
-)
-_IN_PLACE = "writes its states over those that its gradients need"
-_SHARED = "computes several blocks with the same weights"
+_NOT_CAUSAL = f"lets tokens depend on later ones in transformers {transformers.__version__}"
+_IN_PLACE = "overwrites states that its backward pass needs"
+_SHARED = "shares weights between blocks"
 _FAMILIES = {
     "afmoe": _ONE_BY_ONE,
-    "blt": "reads bytes, in patches that another model makes of them",
-    "cpmant": "takes a prompt that it sees as a whole, and tokens in segments",
+    "blt": "reads bytes, which another model groups into patches",
+    "cpmant": "attends to prompts in both directions, and takes tokens in segments",
     "dbrx": _ONE_BY_ONE,
     "longcat_flash": _ONE_BY_ONE,
     "nemotron_h": _NOT_CAUSAL,
     "recurrent_gemma": _NOT_CAUSAL,
-    "reformer": "sees tokens in buckets that change from step to step",
+    "reformer": "attends within buckets of tokens that change from step to step",
     "rwkv": _IN_PLACE,
-    "trocr": "reads what an encoder of images gives it",
-    "xlm": "asks for the values of lengths and languages of its sequences",
-    "xlnet": "predicts tokens in any order, each of them from those on both sides",
+    "trocr": "needs the output of an image encoder",
+    "xlm": "reads lengths and languages of its sequences in the forward pass",
+    "xlnet": "predicts tokens in any order, from those on both sides",
     "xlstm": _IN_PLACE,
     "zamba": _SHARED,
     "zamba2": _SHARED,
@@ -144,20 +141,20 @@ def _obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:
 def _obstacle_of_config(config: PretrainedConfig) -> str | None:
     """Reason in the settings, with the defaults of the family, to refuse a model, or None."""
     if config.is_encoder_decoder:
-        return "is an encoder and a decoder, which reads what the encoder gives"
+        return "is an encoder-decoder model"
     if getattr(config, "add_cross_attention", False):
-        return "reads what an encoder gives (add_cross_attention is true in its config.json)"
+        return "needs the output of an encoder (add_cross_attention is true in its config.json)"
     has_both = hasattr(config, "is_decoder") and hasattr(config, "add_cross_attention")
     if has_both and not config.is_decoder:
         return (
-            "is an encoder, in which tokens see those that follow (is_decoder is not true in its "
+            "is an encoder, whose tokens attend to later ones (is_decoder is not true in its "
             "config.json)"
         )
     if getattr(config, "use_bidirectional_attention", False):
-        return "has tokens see those that follow (use_bidirectional_attention in its config.json)"
+        return "lets tokens attend to later ones (use_bidirectional_attention in its config.json)"
     # Gemma 3n and Gemma 4 (transformers 5.24).
     if getattr(config, "num_kv_shared_layers", 0):
-        return "has blocks that take keys and values of others from a cache, which training lacks"
+        return "has blocks that reuse keys and values of others from a cache, which training lacks"
     return None
 
 
@@ -231,12 +228,12 @@ def _differences(called: Called) -> Iterator[str]:
                 is_plain = value is None or bool((value == places).all())
             case "attention_mask":
                 if not all(map(_is_causal, _tensors(value))):
-                    yield "has tokens see others that come after them"
+                    yield "lets tokens attend to later ones"
                 continue
             case _:
                 is_plain = not any(True for _ in _tensors(value))
         if not is_plain:
-            yield f"computes {key} of its own from a text"
+            yield f"computes its own {key} from text"
 
 
 def _is_same(value: Tensor, expected: Tensor) -> bool:

@@ -203,7 +203,7 @@ def _progress_rows(report: Report) -> Iterator[tuple[str, str]]:
         if report.resumed:
             steps = report.progress.steps - report.resumed.from_step
             tokens = report.tokens and count_text(report.tokens.real, "token")
-            yield "of these now", _joined((count_text(steps, "step"), tokens))
+            yield "this session", _joined((count_text(steps, "step"), tokens))
 
 
 def _learned_rows(report: Report) -> Iterator[tuple[str, str]]:
@@ -340,7 +340,7 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
     peak = f"{bytes_text(fullest.peak_bytes)} at its peak (step {fullest.step}{rank})"
     yield "step memory", f"{peak}: {consists_of}"
     known = {name: moment.total for name, moment in totals.items() if moment is not None}
-    yield "  moments", _bytes_by_name(known)
+    yield "  over time", _bytes_by_name(known)
     if expected := memory.predicted:
         consists_of = _bytes_by_name(dataclasses.asdict(expected.peak_breakdown_bytes))
         error = f"{expected.error_fraction * 100:+z.1f} %"
@@ -423,7 +423,8 @@ def _kept_line(resolved: Resolved) -> str:
 
 def _micro_steps(resolved: Resolved) -> str:
     if resolved.micro_batch_tokens is None:
-        return f"{resolved.micro_steps_per_step} x {resolved.micro_batch_size}"
+        steps = count_text(resolved.micro_steps_per_step, "micro-step")
+        return f"{steps} of {resolved.micro_batch_size}"
     return f"at most {resolved.micro_batch_tokens:,} tokens at once"
 
 

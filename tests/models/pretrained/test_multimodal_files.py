@@ -270,10 +270,10 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
     settings["text_config"] = settings["text_config"] | {"model_type": "gemma"}
     settings["vision_config"] = MODELS["gemma3"]["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="has tokens see those that follow"):
+    with pytest.raises(UserError, match="lets tokens attend to later ones"):
         read_blueprint(str(tmp_path))
     architecture = TransformersArchitecture(settings)  # whatever its settings say of it
-    with pytest.raises(UserError, match=r"PaliGemma.*(see others that come after|position_ids)"):
+    with pytest.raises(UserError, match=r"PaliGemma.*(attend to later ones|position_ids)"):
         require_text_alone(architecture.build(), architecture.language_name, "it")
 
 

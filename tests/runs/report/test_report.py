@@ -669,7 +669,7 @@ class TestTable:
             "from step 200, written by ddp on 2 ranks, checkpoints/step-00000200"
         )
         assert shown["trained"] == "300 steps, 3 epochs, 4,800 samples"
-        assert shown["of these now"] == "100 steps, 410,000 tokens"
+        assert shown["this session"] == "100 steps, 410,000 tokens"
         assert shown["checkpoints"] == (
             "4 saved, 1 failed, 3.0 GiB each, training paused for 250 ms (longest 500 ms), "
             "written in 4.0 s (longest 6.0 s)"
