@@ -20,11 +20,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "is an encoder, whose tokens attend"),
     "bert as a decoder": ({"is_decoder": True}, "has layers between its last block and its head"),
     "bart": ({}, "is an encoder-decoder model"),
-    "gpt2": ({"add_cross_attention": True}, "reads what an encoder gives"),
+    "gpt2": ({"add_cross_attention": True}, "needs the output of an encoder"),
     "xlnet": ({}, "on both sides"),
     "musicgen": ({}, "needs inputs beside tokens"),
     "gemma3n_text": ({}, "keys and values of others from a cache"),
-    "rwkv": ({}, "gradients"),
+    "rwkv": ({}, "overwrites states"),
 }
 
 
