@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.errors import is_out_of_memory
@@ -202,7 +203,8 @@ class MemoryMeter:
         self._live.assign(parameters(self._strategy, self._modules), "parameters")
         if not self._kind.counts_memory and not self._has_looked_around:
             # No allocator reports the memory in use.
-            kinds = set(_with_subclasses(Tensor))
+            # Fake tensors, such as those in compiled graphs, have sizes but no memory.
+            kinds = set(_with_subclasses(Tensor)) - set(_with_subclasses(FakeTensor))
             # By type(), because isinstance would run code of objects that are only half built or
             # are proxies.
             self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)

@@ -124,7 +124,7 @@ def test_auto_begins_a_run_without_checkpoints(out: Path) -> None:
         (
             [5],
             {"resume": "auto", "lora_r": 16, "seed": 1},
-            "seed 1337 -> 1, lora_r 8 -> 16 ... first value ... another --out_dir",
+            "seed 1337 -> 1, lora_r 8 -> 16 ... checkpoint's value ... another --out_dir",
         ),
     ],
     ids=str,
