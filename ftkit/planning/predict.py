@@ -60,7 +60,7 @@ class MicroBatchBound:
     """Value of the key for a micro-batch of one sequence."""
 
     def between(self) -> Iterator[int]:
-        """Values between full and least, falling: halves for sequences, finer steps for tokens."""
+        """Values from full down to least: halves for sequences, finer steps for tokens."""
         if self.key == "micro_batch_tokens":
             yield from range(
                 (self.full - 1) // _TOKENS_APART * _TOKENS_APART, self.least, -_TOKENS_APART

@@ -101,14 +101,14 @@ def longest_sample(
         return None
     # Bytes, because byte-level tokenizers make up to one token of each.
     sizes = np.array([len(text.encode()) for _, text in answered])
-    falling = np.argsort(-sizes, kind="stable")
-    largest = int(sizes[falling[0]])
+    by_size_desc = np.argsort(-sizes, kind="stable")
+    largest = int(sizes[by_size_desc[0]])
     if by_bytes:
         return Longest(at_most=min(largest + _BESIDE_TEXT, max_seq_length))
     tokens = label_tokens = done_bytes = 0
     densest = 0.0
-    for start in range(0, len(falling), _AT_ONCE):
-        chunk = falling[start : start + _AT_ONCE]
+    for start in range(0, len(by_size_desc), _AT_ONCE):
+        chunk = by_size_desc[start : start + _AT_ONCE]
         largest = int(sizes[chunk[0]])
         if tokens >= min(largest + _BESIDE_TEXT, max_seq_length):
             break

@@ -8,7 +8,7 @@ from typing import Any
 from ftkit.checkpoint.store import Store
 from ftkit.runs.report.metrics import read_metrics
 from ftkit.runs.report.report import Report, read_report
-from gpu_parts.part import Found, Scene, call, ftkit, last_words
+from gpu_parts.part import Found, Scene, call, exit_summary, ftkit
 
 PLAIN: dict[str, Any] = {
     "data": "JSON",
@@ -37,7 +37,7 @@ def tests(scene: Scene, found: Found) -> None:
     done = call([*words, "-p", "no:cacheprovider"], scene)
     (scene.results / "tests.txt").write_text(done.stdout + done.stderr)
     if not file.exists():
-        found.check("pytest", passed=False, said=last_words(done))
+        found.check("pytest", passed=False, said=exit_summary(done))
         return
     for case in ET.parse(file).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
@@ -61,7 +61,7 @@ def quick_starts(scene: Scene, found: Found) -> None:
         done = ftkit(scene, "finetune", **keys, accelerator=scene.accelerator)
         name = f"quick start, {kind or 'not quantised'}"
         if done.returncode:
-            found.check(name, passed=False, said=last_words(done))
+            found.check(name, passed=False, said=exit_summary(done))
             continue
         report = read_report(out)
         assert report.exact_match and report.throughput
@@ -93,7 +93,7 @@ def fullest_micro_batch(scene: Scene, found: Found) -> None:
             checkpoint__save=False,
         )
         if done.returncode:
-            found.check(f"{key} auto", passed=False, said=last_words(done))
+            found.check(f"{key} auto", passed=False, said=exit_summary(done))
             continue
         found.check(f"{key} auto", passed=True)
         found.figure(f"{key} auto", _summary(read_report(out)))
@@ -132,7 +132,7 @@ def saves(scene: Scene, found: Found) -> None:
             words += [f"--{key.replace('__', '.')}", text]
         done = call(words, scene, PYTHONPATH=f"{Path.cwd()}{path}")
         if done.returncode:
-            found.check(name, passed=False, said=last_words(done))
+            found.check(name, passed=False, said=exit_summary(done))
             continue
         checksums[name] = _checksums(out)
         report = read_report(out)
@@ -171,7 +171,7 @@ def paged_optimizer(scene: Scene, found: Found) -> None:
                 train__max_seq_length=128,
             )
             if done.returncode:
-                found.check(name, passed=False, said=last_words(done))
+                found.check(name, passed=False, said=exit_summary(done))
                 return
         losses[name] = [float(row["loss"] or "nan") for row in read_metrics(out / "metrics.csv")]
     pairs = zip(losses["whole"], losses["resumed"], strict=True)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gpu_parts.part import ROOT, Found, Scene, call, last_words
+from gpu_parts.part import ROOT, Found, Scene, call, exit_summary
 
 TOTAL_S = 420
 """No pair of runs begins later in a part of ten minutes."""
@@ -24,7 +24,7 @@ def calibration(recipes: range) -> Callable[[Scene, Found], None]:
         for row in figures["recipes"]:
             name = f"{row['model']} {' '.join(map(str, row['settings'].values()))}"
             found.check(name, None if row["failure"] else True, row["failure"] or "")
-        found.check("all close enough", passed=done.returncode == 0, said=last_words(done, 1))
+        found.check("all close enough", passed=done.returncode == 0, said=exit_summary(done, 1))
         found.figure("constants", figures.get("constants"))
 
     return run
@@ -79,6 +79,6 @@ def _benchmark(
     file = scene.results / f"{name}-figures.json"
     words: list[object] = [sys.executable, ROOT / "scripts/benchmark", command, "--out", file]
     done = call([*words, *options], scene)
-    found.check(f"benchmark {command}", done.returncode == 0, last_words(done, 1))
+    found.check(f"benchmark {command}", done.returncode == 0, exit_summary(done, 1))
     figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return figures

@@ -95,7 +95,7 @@ def ftkit(scene: Scene, command: str, **keys: Any) -> subprocess.CompletedProces
     return call(words, scene)
 
 
-def last_words(done: subprocess.CompletedProcess[str], lines: int = 3) -> str:
+def exit_summary(done: subprocess.CompletedProcess[str], lines: int = 3) -> str:
     """The end of what a command said."""
     said = (done.stdout + done.stderr).strip().splitlines()
     return f"exit code {done.returncode}: " + " | ".join(said[-lines:])

@@ -11,7 +11,7 @@ import psutil
 
 from ftkit.runs.report.metrics import read_metrics
 from gpu_parts.correctness import PLAIN
-from gpu_parts.part import ROOT, Found, Scene, ftkit, last_words
+from gpu_parts.part import ROOT, Found, Scene, exit_summary, ftkit
 
 STEPS = 40
 CLOSE = 5e-3
@@ -44,7 +44,7 @@ def strategies(scene: Scene, found: Found) -> None:
             checkpoint__save=False,
         )
         if done.returncode:
-            found.check(strategy, passed=False, said=last_words(done))
+            found.check(strategy, passed=False, said=exit_summary(done))
             continue
         losses[strategy] = [float(r["loss"] or "nan") for r in read_metrics(out / "metrics.csv")]
         pairs = zip(losses[strategy], losses.get("single", losses[strategy]), strict=True)

@@ -246,11 +246,11 @@ def out_of_memory(where: str, words: str | None = None) -> None:
     TrainStep._scaled_loss = failing
 
 
-def ended_by_a_library(last_words: str) -> None:
+def ended_by_a_library(exit_summary: str) -> None:
     """Compiled code says why, and ends the process in the first forward pass."""
 
     def end() -> None:
-        os.write(2, f"{last_words}\n".encode())
+        os.write(2, f"{exit_summary}\n".encode())
         os._exit(1)
 
     _in_training(end)
