@@ -423,7 +423,7 @@ def _kept_line(resolved: Resolved) -> str:
 
 def _micro_steps(resolved: Resolved) -> str:
     if resolved.micro_batch_tokens is None:
-        steps = count_text(resolved.micro_steps_per_step, "micro-step")
+        steps = count_text(resolved.micro_steps_per_step or 0, "micro-step")
         return f"{steps} of {resolved.micro_batch_size}"
     return f"at most {resolved.micro_batch_tokens:,} tokens at once"
 
