@@ -44,6 +44,8 @@ _IN_ROWS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which only positions decide which tokens of its sequence a token sees."""
 _OWN_MASKS = {"doge", "glm_moe_dsa"}
 """Families in which the mask of attention also depends on the values of tokens."""
+_TWO_CALLS = {"diffllama"}
+"""Families whose layers call attention twice for the same tokens, which our cache would mix."""
 _POSITIONS_WITHOUT_LIMIT = 2048
 """Context of a model whose config.json has none."""
 _FOLLOWING_LENGTH = {"dynamic", "longrope"}
@@ -185,7 +187,9 @@ class TransformersArchitecture(Architecture):
         """True if attention can be replaced, and nothing else mixes tokens."""
         kinds = set(getattr(self.config, "layer_types", None) or ())
         language = self.language_in(self._plain)
-        is_interface = language._supports_attention_backend and self.name not in _OWN_MASKS
+        is_interface = (
+            language._supports_attention_backend and self.name not in _OWN_MASKS | _TWO_CALLS
+        )
         return bool(is_interface) and kinds <= _IN_ROWS
 
     @property
