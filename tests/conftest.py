@@ -20,7 +20,7 @@ os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
 # all modules of ours, which takes longer than importing them does otherwise.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # DeepSpeed's optimizer for the host takes a minute to compile. By default torch keeps it apart for
-# each kind of device, so that simulated cards would have it compiled again, with the same words.
+# each kind of device, so it would be compiled again for simulated cards, with the same flags.
 os.environ.setdefault(
     "TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions/ftkit-tests")
 )

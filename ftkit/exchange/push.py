@@ -133,21 +133,21 @@ def upload(
 ) -> tuple[str, bool]:
     """Make a model repository, if there is none, and commit files to it.
 
-    All of them appear at once. What an upload that broke off has sent is not sent again.
+    The files appear together. A repeated upload skips what an interrupted one has sent.
 
     Args:
         files: by their names; contents, or where they are.
         repo_id: ``ORG/NAME``.
-        public: anyone may see it. A repository that is there keeps what it is.
+        public: anyone may see it. An existing repository stays public or private.
         message: of the commit.
         token: of a Hugging Face account that may write. Default: $HF_TOKEN, or that of
             ``hf auth login``.
 
     Returns:
-        Its address, and whether everybody sees it.
+        Its address, and whether it is public.
 
     Raises:
-        UserError: there is no token, the hub refuses, or it cannot be reached.
+        UserError: the token is missing, the hub refuses the upload, or it cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
     from huggingface_hub.errors import HFValidationError

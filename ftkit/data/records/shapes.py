@@ -319,7 +319,7 @@ def recognise(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool
         shape="instruction",
         keys=", ".join(columns.get(key, key) for key in shown if key in row),
         convert=partial(instruction_record, required=required, has_history="history" in columns),
-        # history is looked at record by record: in some data it is no list of turns, and unused.
+        # Whether history is used depends on the record: some data keep something else under it.
         used=frozenset(COLUMNS["instruction"]) - {"history"},
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
@@ -172,14 +171,10 @@ def _agrees(
     if len(numbers) != len(parameters):
         return False
     return all(
-        not isinstance(value, Tensor) or value.dim() == 0 or _is_of(value, parameter.shape)
+        not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape
         for number, parameter in zip(numbers, parameters, strict=True)
         for value in states.get(number, {}).values()
     )
-
-
-def _is_of(value: Tensor, shape: torch.Size) -> bool:
-    return value.shape == shape
 
 
 STATE = "trainer_state.json"

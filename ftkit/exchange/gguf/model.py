@@ -36,7 +36,7 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     storage_of,
 )
-from ftkit.models.pretrained.gguf.header import BLOCKS
+from ftkit.models.pretrained.gguf.header import BLOCKS, packed_bytes
 from ftkit.models.pretrained.gguf.model import tensor_names
 from ftkit.recipe.options import ExportOptions, GgufNumbers
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
@@ -294,8 +294,7 @@ class PlannedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes in the file, without padding."""
-        _, numbers, block_bytes = BLOCKS[self.kind]
-        return math.prod(self.shape) // numbers * block_bytes
+        return packed_bytes(self.shape, self.kind)
 
 
 def planned_tensor(name: str, shape: tuple[int, ...], numbers: GgufNumbers) -> PlannedTensor:
@@ -331,8 +330,8 @@ def file_bytes(tensors: Mapping[str, PlannedTensor]) -> int:
     return sum(_padded(tensor.nbytes) for tensor in tensors.values())
 
 
-# Our own: the package gguf knows no models, and llama.cpp's converter is no package, holds no
-# streams of tensors, and needs the model as a directory on the disk.
+# Our own code: the package gguf does not convert models. llama.cpp's converter is a script, reads a
+# model from a directory alone, and cannot take tensors one by one.
 def write_file(
     file: Path,
     architecture: str,

@@ -324,7 +324,7 @@ class _Attended:
     """State that all attention layers of a model share in a forward pass."""
 
     sequences: Sequences | None = None
-    """Tokens that belong together, if there is no cache."""
+    """Sequences of the batch; None: the cache is used."""
     cache: _KeyValueCache | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:

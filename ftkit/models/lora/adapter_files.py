@@ -492,7 +492,7 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
     """Read the tensors of an adapter's file, by PEFT's names.
 
     Raises:
-        UserError: there is no such file, or it is damaged or holds something else.
+        UserError: the file is missing, damaged, or not an adapter.
     """
     file, old = directory / WEIGHTS, directory / OLD_WEIGHTS
     for candidate in (file, old):

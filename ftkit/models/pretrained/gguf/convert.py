@@ -117,7 +117,7 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
         licences: licence files of the model, by name.
 
     Raises:
-        UserError: it is damaged, ftkit cannot run the model exactly, or there is no room.
+        UserError: the file is damaged, ftkit would compute other results, or the disk is too full.
     """
     place = conversion_place(file, root)
     if place.is_dir():

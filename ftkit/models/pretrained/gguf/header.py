@@ -5,7 +5,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,8 +95,13 @@ class GgufTensor:
     @property
     def nbytes(self) -> int:
         """Size in the file."""
-        _, numbers, block_bytes = BLOCKS[self.kind]
-        return math.prod(self.shape) // numbers * block_bytes
+        return packed_bytes(self.shape, self.kind)
+
+
+def packed_bytes(shape: Sequence[int], kind: str) -> int:
+    """Return the bytes of a tensor in a file, without padding; kind: a key of `BLOCKS`."""
+    _, numbers, block_bytes = BLOCKS[kind]
+    return math.prod(shape) // numbers * block_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
