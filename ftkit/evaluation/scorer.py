@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ftkit.models.generation import Context, Sampling, answer_greedily
 from ftkit.models.language_model import LanguageModel
+from ftkit.models.loss import Likelihoods
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.strategies.distributed import broadcast_text, rank, sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
@@ -164,7 +165,7 @@ class Scorer:
                 torch.tensor(padded, device=device),
                 torch.tensor(places, device=device),
                 torch.tensor(labels, device=device),
-                each=True,
+                Likelihoods(),
             )
         return found
 

@@ -17,7 +17,7 @@ from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.body import Body
 from ftkit.models.lora.layers import add_adapter
-from ftkit.models.loss import Head, OutputLayer
+from ftkit.models.loss import Head, HeadOutput, OutputLayer
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
@@ -62,28 +62,28 @@ class LanguageModel(nn.Module):
         input_ids: Tensor,
         label_indices: Tensor,
         labels: Tensor | None = None,
+        output: HeadOutput | None = None,
         *,
         sequence_lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
-        each: bool = False,
     ) -> Tensor:
-        """Summed loss of a micro-batch, or its logits or likelihoods at some positions.
+        """Summed loss of a micro-batch, or another output of the head at some positions.
 
         Args:
             input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
             label_indices: [n], indices into the flattened input_ids.
             labels: [n] or None, see `Head.forward`.
+            output: see `Head.forward`.
             sequence_lengths: tokens of each sequence in a row; None: one sequence in each line.
             positions: [batch, sequence], of the tokens in their sequences; with them, the
                 key-value cache of `body.start_cache` is read and extended.
-            each: see `Head.forward`.
         """
         if positions is not None:
             hidden = self.body.hidden_cached(input_ids, positions)
         else:
             hidden = self.body.hidden(input_ids, sequence_lengths, self.kernel)
         on_cpu = self.kernel == "cpu"
-        result: Tensor = self.head(hidden, label_indices, labels, each=each, on_cpu=on_cpu)
+        result: Tensor = self.head(hidden, label_indices, labels, output, on_cpu=on_cpu)
         return result
 
 

@@ -1,6 +1,7 @@
-"""The loss: the output layer with its cross-entropy, a few rows of logits at a time."""
+"""The head: what the output layer computes of labels, a few rows of logits at a time."""
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,75 +71,124 @@ def loss_and_grad(
     return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
 
 
-def _in_cache(
-    compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], logits: Tensor, wanted: Tensor
+def weighted_loss_and_grad(
+    logits: Tensor,
+    wanted: Tensor,
+    weights: Tensor,
+    softcap: float | None,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `loss_and_grad` of so few rows at once that they fit the caches of a CPU.
+    """Sum of weighted cross-entropies in float32, and its gradient in the dtype of the logits.
 
     Args:
-        compute: `loss_and_grad` with its softcap.
         logits: [n, vocabulary]; overwritten.
         wanted: [n, 1], the labels.
+        weights: [n, 1] float32, of the labels.
+        softcap: bound of the logits; None: they have none.
+        smoothing: share of each label that is spread evenly over the vocabulary.
     """
-    rows = max(1, LOGITS_IN_CACHE // logits.size(1))
+    capped = None
+    if softcap:
+        capped = torch.tanh(logits.float() / softcap)
+        grad = torch.log_softmax(capped * softcap, 1)
+    else:
+        grad = torch.log_softmax(logits, 1, dtype=torch.float32)
+    evenly = smoothing / grad.size(1)
+    losses = (smoothing - 1) * grad.gather(1, wanted)
+    if smoothing:
+        losses -= evenly * grad.sum(1, keepdim=True)
+    # As in `loss_and_grad`: log-probabilities become the gradient in place.
+    grad.exp_().sub_(evenly)
+    grad.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
+    grad.mul_(weights)
+    if capped is not None:
+        grad.mul_(1 - capped.square_())
+    loss = (losses * weights).sum()
+    return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
+
+
+def _rows_in_cache(logits: Tensor) -> int:
+    return max(1, LOGITS_IN_CACHE // logits.size(1))
+
+
+def _in_cache(
+    compute: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *columns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss of so few rows at once that they fit the caches of a CPU.
+
+    Args:
+        compute: `loss_and_grad` or `weighted_loss_and_grad`, with its options.
+        logits: [n, vocabulary]; overwritten.
+        columns: [n, 1] each: the labels, and their weights if it takes any.
+    """
+    rows = _rows_in_cache(logits)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
-    for part, right in zip(logits.split(rows), wanted.split(rows), strict=True):
-        loss, grad = compute(part, right)
+    parts = (column.split(rows) for column in columns)
+    for part, *others in zip(logits.split(rows), *parts, strict=True):
+        loss, grad = compute(part, *others)
         total += loss
         if grad is not part:
             part.copy_(grad)
     return total, logits
 
 
-class OutputLayer(nn.Linear):
-    """A linear layer that gives logits, or their loss with gradients from the same pass.
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+"""Loss of each token in nats, [n], from its logits, [n, vocabulary] float32, and labels, [n]."""
 
-    The gradients of a summed loss are known with the logits, up to the one factor that comes in the
-    backward pass. So nothing is kept of the logits, and no product is computed twice.
+
+def _differentiated(
+    token_loss: TokenLoss,
+    softcap: float | None,
+    logits: Tensor,
+    wanted: Tensor,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of any kind, and its gradient by autograd.
+
+    Args:
+        token_loss: of each token.
+        softcap: bound of the logits; None: they have none.
+        logits: [n, vocabulary].
+        wanted: [n, 1], the labels.
+        weights: [n, 1] float32, of the labels; None: 1 each.
     """
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        losses = token_loss(_capped(leaf.float(), softcap), wanted.squeeze(1))
+        total = (losses if weights is None else losses * weights.squeeze(1)).sum()
+        (grad,) = torch.autograd.grad(total, leaf)
+    return total.detach().float(), grad
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
+class OutputLayer(nn.Linear):
+    """A linear layer that gives logits, or what is computed of them a few rows at a time."""
 
     loss_and_grad: Callable[..., tuple[Tensor, Tensor]] = staticmethod(loss_and_grad)
     """Replaced by a fused kernel, or compiled, if the recipe says so."""
 
     def forward(
-        self,
-        rows: Tensor,
-        labels: Tensor | None = None,
-        softcap: float | None = None,
-        *,
-        smoothing: float = 0.0,
-        on_cpu: bool = False,
+        self, rows: Tensor, compute: "Callable[[OutputLayer, Tensor], Tensor] | None" = None
     ) -> Tensor:
-        """Logits, or the summed loss.
+        """Logits, [n, vocabulary] in the dtype of the computation, or the result of `compute`.
 
         Args:
             rows: [n, width].
-            labels: [n]; None: return logits.
-            softcap: bound of the logits; used only with labels.
-            smoothing: see `loss_and_grad`.
-            on_cpu: whether a CPU computes. False where a CPU predicts the memory of a GPU.
-
-        Returns:
-            [n, vocabulary] in the dtype of the computation, or a scalar in float32: the sum of the
-            n cross-entropies in nats.
+            compute: called with this layer and the rows. It runs inside the forward pass, where a
+                sharded weight is whole.
         """
-        if labels is None:
-            return super().forward(rows)
-        compute = partial(self.loss_and_grad, softcap=softcap)
-        if smoothing:
-            compute = partial(compute, smoothing=smoothing)
-        if on_cpu:
-            compute = partial(_in_cache, compute)
-        # Inside `forward` of an autograd function gradients are always off.
-        trains = torch.is_grad_enabled()
-        loss: Tensor = _LinearCrossEntropy.apply(
-            rows, self.weight, self.bias, labels, compute, trains
-        )
-        return loss
+        return super().forward(rows) if compute is None else compute(self, rows)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of a linear layer's results; forward computes the gradients too."""
+class _SummedLoss(torch.autograd.Function):
+    """Summed loss of a linear layer's results; forward computes the gradients too.
+
+    The gradients of a summed loss are known with the logits, up to the one factor that comes in the
+    backward pass. So nothing is kept of the logits, and no product is computed twice.
+    """
 
     # torch.nn.functional.linear_cross_entropy is as fast in float32, but rounds its sum in bfloat16
     # and is missing in torch 2.11.
@@ -149,24 +199,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: Tensor,
-        compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        columns: Sequence[Tensor],
+        compute: Callable[..., tuple[Tensor, Tensor]],
         trains: bool,
     ) -> Tensor:
         needed = tuple(trains and needs for needs in ctx.needs_input_grad[:3])
         gradients = _Gradients(rows, weight, bias, needed)
         kind = rows.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            rows, weight = rows.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        rows, weight, bias = _cast(_autocast_dtype(kind), rows, weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
-        step = rows_at_once(len(weight))
         # Cast once above: autocast would cast the weight again for every piece.
         with torch.autocast(kind, enabled=False):
-            for start in range(0, max(len(rows), 1), step):  # no rows: gradients of zero
-                part, wanted = rows[start : start + step], labels[start : start + step, None]
-                loss, grad = compute(F.linear(part, weight, bias), wanted)
+            for start, part, *others in _pieces(rows_at_once(len(weight)), rows, *columns):
+                loss, grad = compute(F.linear(part, weight, bias), *others)
                 total += loss
                 gradients.add(start, part, grad, weight)
                 del grad
@@ -176,6 +221,76 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.gradients.times(outer[0]), None, None, None
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """Log-probability of each label; backward computes the logits again, a few rows at a time."""
+
+    # Their gradients are known only after the whole sequence: nothing can be done in the first pass
+    # as it is for a sum.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        softcap: float | None,
+        on_cpu: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, bias, labels)
+        ctx.softcap, ctx.on_cpu = softcap, on_cpu
+        kind = rows.device.type
+        ctx.dtype = _autocast_dtype(kind)
+        rows, weight, bias = _cast(ctx.dtype, rows, weight, bias)
+        chosen = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        with torch.autocast(kind, enabled=False):
+            for start, part, wanted in _pieces(rows_at_once(len(weight)), rows, labels):
+                logits = F.linear(part, weight, bias)
+                most = _rows_in_cache(logits) if on_cpu else max(len(logits), 1)
+                for first, few, right in _pieces(most, logits, wanted):
+                    found = _capped(few.float(), softcap).log_softmax(1)
+                    begin = start + first
+                    chosen[begin : begin + len(few)] = found.gather(1, right[:, None]).squeeze(1)
+        return chosen
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, labels = ctx.saved_tensors
+        gradients = _Gradients(rows, weight, bias, ctx.needs_input_grad[:3])
+        rows, weight, bias = _cast(ctx.dtype, rows, weight, bias)
+        compute: Callable[..., tuple[Tensor, Tensor]]
+        compute = partial(weighted_loss_and_grad, softcap=ctx.softcap)
+        if ctx.on_cpu:
+            compute = partial(_in_cache, compute)
+        # A log-probability is the negative of a loss.
+        columns = labels[:, None], -outer[0][:, None]
+        with torch.autocast(rows.device.type, enabled=False):
+            for start, part, *others in _pieces(rows_at_once(len(weight)), rows, *columns):
+                _, grad = compute(F.linear(part, weight, bias), *others)
+                gradients.add(start, part, grad, weight)
+                del grad
+        return *gradients.take(), None, None, None
+
+
+def _pieces(at_once: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield the first row of each piece, and the piece of each tensor; one piece of no rows."""
+    for start in range(0, max(len(tensors[0]), 1), at_once):  # no rows: gradients of zero
+        yield start, *(tensor[start : start + at_once] for tensor in tensors)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    """Dtype in which a type of device computes under autocast; None: without autocast."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _cast(
+    dtype: torch.dtype | None, rows: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if dtype is None:
+        return rows, weight, bias
+    return rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 class _Gradients:
@@ -215,12 +330,123 @@ class _Gradients:
 
     def times(self, factor: Tensor) -> Iterator[Tensor | None]:
         """Yield the gradients of rows, weight and bias times a scalar, and forget them."""
+        # Each gradient is given away before the next one is scaled, so that nothing is held twice.
+        for gradient in self.take():
+            yield None if gradient is None else gradient.mul_(factor)
+
+    def take(self) -> Iterator[Tensor | None]:
+        """Yield the gradients of rows, weight and bias, and forget them."""
         for name in ("_rows", "_weight", "_bias"):
             gradient: Tensor | None = getattr(self, name)
-            # Each gradient is given away before the next one is scaled, so that nothing is held
-            # twice.
             delattr(self, name)
-            yield None if gradient is None else gradient.mul_(factor)
+            yield gradient
+
+
+class HeadOutput(ABC):
+    """What a head computes of the rows of a micro-batch that have labels."""
+
+    @abstractmethod
+    def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
+        """Compute it, a few rows of logits at a time.
+
+        Args:
+            head: its output layer and softcap.
+            rows: [n, width], scaled hidden states.
+            labels: [n], the token that follows each.
+            on_cpu: whether a CPU computes. False where a CPU predicts the memory of a GPU.
+        """
+
+
+class SummedLoss(HeadOutput):
+    """The sum of the tokens' losses: a scalar in nats, float32."""
+
+    # No dataclass: Fabric would look into it, and convert the weights to the dtype of the model.
+
+    def __init__(self, weights: Tensor | None = None, token_loss: TokenLoss | None = None) -> None:
+        """Choose the loss.
+
+        Args:
+            weights: [n] float32, factors of the tokens' losses; None: 1 each.
+            token_loss: of each token; None: cross-entropy, with the head's label smoothing.
+        """
+        self.weights, self.token_loss = weights, token_loss
+
+    def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
+        columns = [labels] if self.weights is None else [labels, self.weights]
+        # An adapter has a forward of its own, and float16 needs the loss scale before small
+        # gradients are rounded: autograd computes those.
+        if isinstance(head.lm_head, OutputLayer) and not _in_float16(rows):
+            fused = partial(self._fused, head, [one[:, None] for one in columns], on_cpu)
+            loss: Tensor = head.lm_head(rows, fused)
+            return loss
+        return head.in_pieces(self._by_autograd(head), rows, *columns).sum()
+
+    def _fused(
+        self, head: "Head", columns: list[Tensor], on_cpu: bool, layer: OutputLayer, rows: Tensor
+    ) -> Tensor:
+        compute: Callable[..., tuple[Tensor, Tensor]]
+        if self.token_loss is not None:
+            compute = partial(_differentiated, self.token_loss, head.softcap)
+        elif self.weights is not None:
+            compute = partial(weighted_loss_and_grad, softcap=head.softcap)
+        else:
+            compute = partial(layer.loss_and_grad, softcap=head.softcap)
+        if self.token_loss is None and head.smoothing:
+            compute = partial(compute, smoothing=head.smoothing)
+        if on_cpu:
+            compute = partial(_in_cache, compute)
+        # Inside `forward` of an autograd function gradients are always off.
+        trains = torch.is_grad_enabled()
+        loss: Tensor = _SummedLoss.apply(rows, layer.weight, layer.bias, columns, compute, trains)
+        return loss
+
+    def _by_autograd(self, head: "Head") -> Callable[..., Tensor]:
+        smoothing = head.smoothing
+
+        def summed(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+            if self.token_loss is None and weights is None:
+                return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+            if self.token_loss is None:
+                each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+            else:
+                each = self.token_loss(logits, labels)
+            return (each if weights is None else each * weights).sum()
+
+        return summed
+
+
+class LogProbabilities(HeadOutput):
+    """The log-probability of each label, [n] float32 in nats, with gradients."""
+
+    def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
+        if isinstance(head.lm_head, OutputLayer):
+
+            def chosen(layer: OutputLayer, rows: Tensor) -> Tensor:
+                result: Tensor = _LogProbabilities.apply(
+                    rows, layer.weight, layer.bias, labels, head.softcap, on_cpu
+                )
+                return result
+
+            result: Tensor = head.lm_head(rows, chosen)
+            return result
+        return head.in_pieces(_label_log_probabilities, rows, labels)
+
+
+class Likelihoods(HeadOutput):
+    """[n, 2]: the log-probability of each label in nats, and 1 where no token is likelier."""
+
+    # For evaluation: nothing is kept for a backward pass.
+    def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
+        def likelihoods(logits: Tensor, labels: Tensor) -> Tensor:
+            is_likeliest = logits.argmax(dim=1) == labels
+            chosen = _label_log_probabilities(logits, labels)
+            return torch.stack([chosen, is_likeliest.to(chosen.dtype)], dim=1)
+
+        return head.in_pieces(likelihoods, rows, labels)
+
+
+def _label_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.log_softmax(dim=1).gather(1, labels[:, None]).squeeze(1)
 
 
 class Head(nn.Module):
@@ -252,22 +478,21 @@ class Head(nn.Module):
         hidden: Tensor,
         label_indices: Tensor,
         labels: Tensor | None,
+        output: HeadOutput | None = None,
         *,
-        each: bool = False,
         on_cpu: bool = False,
     ) -> Tensor:
-        """Logits at some positions, their summed loss, or the likelihood of each label.
+        """Logits at some positions, or what is computed of them and their labels.
 
         Args:
             hidden: [batch, sequence, width].
             label_indices: [n], indices into the flattened batch and sequence.
             labels: [n], the token that follows each position; None: return logits.
-            each: return the likelihood of each label.
-            on_cpu: see `OutputLayer.forward`.
+            output: what is computed; None: the summed cross-entropy.
+            on_cpu: see `HeadOutput.compute`.
 
         Returns:
-            [n, vocabulary] logits in float32, or the sum of the n cross-entropies in nats, or
-            [n, 2]: the log-probability of each label in nats, and 1 where no token is likelier.
+            [n, vocabulary] logits in float32, or the output.
         """
         # Only positions with a label: of masked prompts no logits are computed.
         rows = hidden.flatten(0, 1).index_select(0, label_indices)
@@ -275,53 +500,46 @@ class Head(nn.Module):
             rows = rows * self.scale
         if labels is None:
             return self._logits(rows)
-        if each:
-            return torch.cat([self._likelihoods(*piece) for piece in self._pieces(rows, labels)])
-        # An adapter has a forward of its own, and float16 needs the loss scale before small
-        # gradients are rounded: autograd computes those.
-        if isinstance(self.lm_head, OutputLayer) and not _in_float16(rows):
-            loss: Tensor = self.lm_head(
-                rows, labels, self.softcap, smoothing=self._smoothing, on_cpu=on_cpu
-            )
-            return loss
-        return self._loss_in_pieces(rows, labels)
+        return (output or SummedLoss()).compute(self, rows, labels, on_cpu=on_cpu)
 
-    def _loss_in_pieces(self, rows: Tensor, labels: Tensor) -> Tensor:
-        """Summed loss by autograd, for output layers that an adapter has replaced."""
-        pieces = self._pieces(rows, labels)
-        if len(pieces) == 1:
-            return self._loss(rows, labels)
-        losses = [checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]
-        return torch.stack(losses).sum()
+    def in_pieces(self, function: Callable[..., Tensor], rows: Tensor, *columns: Tensor) -> Tensor:
+        """Compute a function of the logits a few rows at a time, with gradients by autograd.
 
-    def _pieces(self, rows: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Rows and labels, split so that the logits of each part may exist at once."""
+        Logits are computed again in the backward pass.
+
+        Args:
+            function: called with logits, [n, vocabulary] float32, and the columns of these rows; it
+                returns a scalar, or a tensor of n rows.
+            rows: [n, width].
+            columns: [n] each.
+
+        Returns:
+            The scalars, [pieces], or the rows of all results.
+        """
         out_features = self.lm_head.out_features
         assert isinstance(out_features, int)
+
+        def of_rows(rows: Tensor, *columns: Tensor) -> Tensor:
+            return function(self._logits(rows), *columns)
+
         at_once = rows_at_once(out_features)
-        return list(zip(rows.split(at_once), labels.split(at_once), strict=True))
+        pieces = list(zip(*(one.split(at_once) for one in (rows, *columns)), strict=True))
+        if len(pieces) == 1 or not torch.is_grad_enabled():
+            results = [of_rows(*piece) for piece in pieces]
+        else:
+            results = [checkpoint(of_rows, *piece, use_reentrant=False) for piece in pieces]
+        return torch.cat(results) if results[0].dim() else torch.stack(results)
 
     def _logits(self, rows: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(rows).float()
-        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
-
-    def _likelihoods(self, rows: Tensor, labels: Tensor) -> Tensor:
-        logits = self._logits(rows)
-        is_likeliest = logits.argmax(dim=1) == labels
-        chosen = logits.log_softmax(dim=1).gather(1, labels[:, None]).squeeze(1)
-        return torch.stack([chosen, is_likeliest.to(chosen.dtype)], dim=1)
-
-    def _loss(self, rows: Tensor, labels: Tensor) -> Tensor:
-        logits = self._logits(rows)
-        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)
+        return _capped(logits, self.softcap)
 
     @property
-    def _smoothing(self) -> float:
+    def smoothing(self) -> float:
+        """Label smoothing of this forward pass: in training alone."""
         return self.label_smoothing if self.training else 0.0
 
 
 def _in_float16(rows: Tensor) -> bool:
     """Return whether products are in float16, where small gradients need the loss scale."""
-    kind = rows.device.type
-    mixed = torch.is_autocast_enabled(kind)
-    return (torch.get_autocast_dtype(kind) if mixed else rows.dtype) == torch.float16
+    return (_autocast_dtype(rows.device.type) or rows.dtype) == torch.float16

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.models import loss as loss_module
-from ftkit.models.loss import Head, rows_at_once
+from ftkit.models.loss import (
+    Head,
+    HeadOutput,
+    Likelihoods,
+    LogProbabilities,
+    SummedLoss,
+    rows_at_once,
+)
 from ftkit.planning.tracker import LiveTensors
 
 WIDTH, VOCABULARY, ROWS = 16, 50, 23
@@ -213,8 +220,83 @@ def test_each_label_has_its_probability_and_whether_it_is_the_likeliest(
     hidden, places, labels = make_batch()
     logits = head(hidden, places, None)
     labels[::3] = logits.argmax(dim=1)[::3]
-    found = head(hidden, places, labels, each=True)
+    found = head(hidden, places, labels, Likelihoods())
     expected = -F.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(found[:, 0], expected)
     assert found[:, 1].tolist() == (logits.argmax(dim=1) == labels).float().tolist()
     assert 0 < found[:, 1].sum() < ROWS
+
+
+def focal_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    chosen = logits.log_softmax(1).gather(1, labels[:, None]).squeeze(1)
+    return -((1 - chosen.exp()) ** 2) * chosen
+
+
+def wrapped(head: Any) -> Any:
+    """A head whose output layer has a forward of its own, as under an adapter."""
+    head.lm_head = WrappedLayer(head.lm_head)
+    return head
+
+
+class WrappedLayer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.out_features = layer, VOCABULARY
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = self.layer(rows)
+        return result
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("case", ["weights", "smoothing", "own loss", "log-probabilities"])
+def test_other_outputs_and_their_gradients_are_those_of_the_definition(
+    case: str, softcap: float | None, on_cpu: bool, adapted: bool
+) -> None:
+    hidden, places, labels = make_batch()
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.rand(ROWS, generator=generator)
+    smoothing = 0.1 if case == "smoothing" else 0.0
+
+    def expected(head: Any, hidden: Tensor) -> Tensor:
+        rows = head.lm_head(hidden.flatten(0, 1)[places]).float()
+        logits = rows if softcap is None else softcap * torch.tanh(rows / softcap)
+        if case == "log-probabilities":
+            return (logits.log_softmax(1).gather(1, labels[:, None])[:, 0] * weights).sum()
+        if case == "own loss":
+            return (focal_loss(logits, labels) * weights).sum()
+        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return (each * weights).sum()
+
+    def computed(head: Any, hidden: Tensor) -> Tensor:
+        if case == "log-probabilities":
+            chosen = head(hidden, places, labels, LogProbabilities(), on_cpu=on_cpu)
+            return (chosen * weights).sum()
+        output = SummedLoss(weights, focal_loss if case == "own loss" else None)
+        result: Tensor = head(hidden, places, labels, output, on_cpu=on_cpu)
+        return result
+
+    found = []
+    for compute in (computed, expected):
+        head = make_head(softcap, bias=True)
+        head.label_smoothing = smoothing
+        head = wrapped(head) if adapted else head
+        leaf = hidden.clone().requires_grad_()
+        loss = compute(head, leaf)
+        (loss * 0.125).backward()
+        found.append([loss.detach(), leaf.grad, *(p.grad for p in head.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "output", [SummedLoss(torch.empty(0)), SummedLoss(None, focal_loss), LogProbabilities()]
+)
+def test_other_outputs_without_labels_give_gradients_of_zero(output: HeadOutput) -> None:
+    head = make_head(bias=True)
+    hidden, places, labels = make_batch()
+    head(hidden.requires_grad_(), places[:0], labels[:0], output).sum().backward()
+    for parameter in (*head.parameters(), hidden):
+        assert parameter.grad is not None and not parameter.grad.any()
