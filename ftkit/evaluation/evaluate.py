@@ -21,6 +21,7 @@ from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.flops import attention_cost
+from ftkit.objectives.supervised import Supervised
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import with_overrides
 from ftkit.recipe.recipe import Component, Eval, Recipe
@@ -184,10 +185,14 @@ def _measure(
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
 
+    objective = Supervised()
+
     def validated(samples: Samples, limit: int, sources: int) -> Validated:
-        batches = validation_loader(samples, limit=limit, layout=layout)
+        amounts = objective.amounts(samples)
+        batches = validation_loader(samples, amounts, limit=limit, layout=layout)
         found = validation_loss(
             model,
+            objective,
             batches,
             session.device,
             sources=sources,

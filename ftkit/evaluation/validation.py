@@ -13,6 +13,7 @@ from ftkit.evaluation.scoring import Score, Scoring
 from ftkit.models.generation import Context, answer_greedily
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.objectives.objective import Objective
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.use import sum_dtype
@@ -62,17 +63,23 @@ class EvaluatedWeights:
 
 
 class Validated(NamedTuple):
-    """Mean losses over label tokens, in nats."""
+    """Terms of an objective over validation samples."""
 
-    loss: float
-    """Loss over all samples."""
+    terms: dict[str, float]
+    """Value of each term, by name; the first one is the loss."""
     of_sources: tuple[float | None, ...]
     """Loss by source; None: it has no sample."""
+
+    @property
+    def loss(self) -> float:
+        """Loss over all samples."""
+        return next(iter(self.terms.values()))
 
 
 @torch.no_grad()
 def validation_loss(
     model: LanguageModel,
+    objective: Objective,
     batches: "DataLoader[dict[str, Any]]",
     device: torch.device,
     *,
@@ -81,11 +88,12 @@ def validation_loss(
     stopped: Callable[[], object] = lambda: False,
     progress: OnProgress,
 ) -> Validated | None:
-    """Mean loss over the label tokens of all batches of all ranks, and of each source.
+    """Terms of an objective over all batches of all ranks, and the loss of each source.
 
     Args:
         model: in evaluation mode.
-        batches: each of one source.
+        objective: what the model learns.
+        batches: each of one source, as `validation_loader` makes them.
         device: where the model computes.
         sources: how many there are.
         context: in which it computes.
@@ -93,29 +101,35 @@ def validation_loss(
         progress: called with (batches done, batches in all).
 
     Returns:
-        The losses; None if it was stopped early.
+        The values; None if it was stopped early.
     """
-    sums = torch.zeros(2, sources, dtype=sum_dtype(device), device=device)
+    terms = objective.terms
+    # [sums and divisors, terms, sources]
+    totals = torch.zeros(2, len(terms), sources, dtype=sum_dtype(device), device=device)
     for done, batch in enumerate(batches, start=1):
         if done % STOP_INTERVAL == 1 and stopped():
             return None
         batch = move_data_to_device(batch, device)
         with context():
-            loss = model(
+            output = model(
                 batch["input_ids"],
                 batch["label_indices"],
                 batch["labels"],
+                objective.output(batch),
                 sequence_lengths=batch["sequence_lengths"],
             )
-        sums[0, batch["source"]] += loss
-        sums[1, batch["source"]] += len(batch["labels"])
+            sums = objective.sums(output, batch)
+        for number, (term, value) in enumerate(zip(terms, sums, strict=True)):
+            totals[0, number, batch["source"]] += value
+            totals[1, number, batch["source"]] += batch["divisors"][term.divisor]
         progress(done, len(batches))
-    totals, label_tokens = sum_over_ranks(sums).tolist()
+    values, divisors = sum_over_ranks(totals).tolist()
+    means = [sum(total) / sum(divisor) for total, divisor in zip(values, divisors, strict=True)]
     return Validated(
-        loss=sum(totals) / sum(label_tokens),
+        terms=dict(zip((term.name for term in terms), means, strict=True)),
         of_sources=tuple(
-            total / count if count else None
-            for total, count in zip(totals, label_tokens, strict=True)
+            total / divisor if divisor else None
+            for total, divisor in zip(values[0], divisors[0], strict=True)
         ),
     )
 

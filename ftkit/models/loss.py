@@ -27,18 +27,6 @@ def rows_at_once(vocabulary: int) -> int:
     return min(max(LOGITS_AT_ONCE // vocabulary, FEWEST_ROWS), MOST_ROWS)
 
 
-def normalize_loss(total: Tensor, label_tokens: Tensor | int) -> Tensor:
-    """Loss of a micro-batch as a share of its step, in nats per label token.
-
-    Dividing by the label tokens of the whole step gives the same sum however the step is split.
-
-    Args:
-        total: summed loss of the micro-batch, in nats.
-        label_tokens: of the whole step, over all ranks and micro-steps.
-    """
-    return total / label_tokens
-
-
 def loss_and_grad(
     logits: Tensor, wanted: Tensor, softcap: float | None, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ is checkpointed, they grow so with every N layers.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,8 +27,11 @@ from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.flops import parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
-from ftkit.models.loss import normalize_loss
+from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.objectives.objective import Batch
+from ftkit.objectives.step_loss import StepLoss, zeros_for
+from ftkit.objectives.supervised import Supervised
 from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import LoraRecipe
@@ -284,6 +288,8 @@ class _Step:
         self._buckets: dict[Tensor, Tensor] = {}
         """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
         self._backward = False
+        self._step_loss = StepLoss(Supervised(), model)
+        self._shares = zeros_for(self._step_loss, CPU)
         self._updates_in_backward = plan.recipe.train.optimizer_in_backward
 
     def peaks(self) -> Peaks:
@@ -358,27 +364,39 @@ class _Step:
         is_real = torch.ones(shape, dtype=torch.bool)
         live.begin_forward()
         live.assign([ids, label_indices, labels, is_real], "activations")
-        routing = self._model.routing
-        with routing.of(is_real):
-            with torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext():
-                total = self._model(ids, label_indices, labels, sequence_lengths=batch.lengths)
-            loss = normalize_loss(total, batch.targets)
-            routed, of_routers = routing.take(), routing.loss
-            if routed is not None and of_routers is not None:
-                added = of_routers.share(routed.probabilities, routed.choices)
-                loss = loss + of_routers.coefficient * added
-                del added
+        divisor = torch.tensor(float(batch.targets), dtype=torch.float64)
+        made = {
+            "input_ids": ids,
+            "label_indices": label_indices,
+            "labels": labels,
+            "is_real": is_real,
+            "sequence_lengths": batch.lengths,
+            "divisors": defaultdict(lambda: divisor),
+        }
+        step_loss = self._step_loss
+        with step_loss.watching(made):
+            loss = step_loss.of_micro_batch(self._forward, made, self._shares)
             loss = loss * self._plan.world_size
-            del total, routed
             live.end_forward(self._strategy.gathered(self._model))
             self._mark("loss, backward")
             self._backward = True
             loss.backward()
             self._backward = False
-        del loss, ids, label_indices, labels, is_real
+        del loss, ids, label_indices, labels, is_real, made
         if optimizer is not None:
             self._mark("optimizer")
             self._update(optimizer)
+
+    def _forward(self, batch: Batch, output: HeadOutput) -> Tensor:
+        with torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext():
+            result: Tensor = self._model(
+                batch["input_ids"],
+                batch["label_indices"],
+                batch["labels"],
+                output,
+                sequence_lengths=batch["sequence_lengths"],
+            )
+        return result
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._updates_in_backward:

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Sharding, Whole
+from ftkit.models.loss import HeadOutput
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.distributed import make_device
@@ -274,15 +275,16 @@ class Strategy(ABC):
         """Gradients that this rank keeps unsharded."""
         return ()
 
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        """Summed loss of a micro-batch in nats, a scalar."""
-        loss: Tensor = self._forward(
+    def forward(self, batch: dict[str, Any], output: HeadOutput) -> Tensor:
+        """Output of the model's head for a micro-batch."""
+        result: Tensor = self._forward(
             batch["input_ids"],
             batch["label_indices"],
             batch["labels"],
+            output,
             sequence_lengths=batch["sequence_lengths"],
         )
-        return loss
+        return result
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss; after the last micro-step they are a mean over the ranks."""

@@ -111,14 +111,17 @@ class Evaluator:
 
     def _validate(self, step: int) -> None:
         limit = self._settings.max_iters * self._setup.recipe.train.global_batch_size
+        samples, objective = self._setup.data.val, self._setup.objective
         batches = validation_loader(
-            self._setup.data.val,
+            samples,
+            objective.amounts(samples),
             limit=limit,
             layout=self._setup.layout,
         )
         with self._journal.display.phase("validating", brief=True) as phase:
             found = validation_loss(
                 self._setup.model,
+                objective,
                 batches,
                 self._setup.strategy.device,
                 sources=len(self._setup.data.parts),
@@ -146,9 +149,13 @@ class Evaluator:
         sets = self._setup.sets
         if not sets.parts:
             return {}
+        samples, objective = sets.samples(limit), self._setup.objective
         found = validation_loss(
             self._setup.model,
-            validation_loader(samples := sets.samples(limit), len(samples), self._setup.layout),
+            objective,
+            validation_loader(
+                samples, objective.amounts(samples), len(samples), self._setup.layout
+            ),
             self._setup.strategy.device,
             sources=len(sets.parts),
             context=self._setup.strategy.precision.forward_context,

@@ -9,6 +9,7 @@ from types import FrameType
 
 from ftkit.data.samples.loader import train_batches
 from ftkit.errors import EXIT_BY_SIGNAL
+from ftkit.objectives.step_loss import StepLoss
 from ftkit.planning.meter import MemoryMeter, steps_to_measure
 from ftkit.runs.job import StopAfter
 from ftkit.runs.report.meters import StepRecord
@@ -147,6 +148,7 @@ class Training:
         setup = self._setup
         train_step = TrainStep(
             setup.model,
+            StepLoss(setup.objective, setup.model),
             setup.strategy,
             setup.schedule,
             self._recipe.train,

@@ -41,6 +41,8 @@ from ftkit.models.pretrained.base_model import (
 from ftkit.models.pretrained.hub import OUTLINE, find_here
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.tokenizer import end_tokens
+from ftkit.objectives.objective import Objective
+from ftkit.objectives.supervised import Supervised
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
@@ -129,6 +131,7 @@ class Setup:
     attention: AttentionPath
     """How attention handles the sequences of a micro-batch."""
     model: LanguageModel
+    objective: Objective
     strategy: Strategy
 
     @property
@@ -166,7 +169,7 @@ class Setup:
         samples, start = self.data.train, self.start
         return ElasticOrder(
             samples.lengths,
-            samples.label_counts,
+            self.objective.amounts(samples),
             epochs=self.data.epochs(self.recipe.seed),
             global_batch_size=self.recipe.train.global_batch_size,
             total_samples=sample_budget(
@@ -273,6 +276,7 @@ def set_up(
         learning_rate=learning_rate,
         attention=attention,
         model=model,
+        objective=Supervised(),
         strategy=strategy,
     )
     _check_checkpoints(setup, size_of(setup.directory.store.directory))

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor
 
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.language_model import LanguageModel, compiled_graphs
-from ftkit.models.loss import normalize_loss
+from ftkit.objectives.objective import Batch
+from ftkit.objectives.step_loss import ROUTER_LOSS, StepLoss, zeros_for
 from ftkit.planning.meter import MemoryMeter
 from ftkit.recipe.recipe import Train
 from ftkit.runs.report.meters import PARTS, StepPart, StepRecord
@@ -21,9 +21,6 @@ from ftkit.strategies.schedule import Schedule
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.accelerators.use import sum_dtype
-
-Batch = dict[str, Any]
-"""Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
@@ -82,6 +79,7 @@ class TrainStep:
     def __init__(
         self,
         model: LanguageModel,
+        step_loss: StepLoss,
         strategy: Strategy,
         schedule: Schedule,
         train: Train,
@@ -96,6 +94,7 @@ class TrainStep:
 
         Args:
             model: to be trained.
+            step_loss: what it learns.
             strategy: of the run.
             schedule: of the learning rate.
             train: section of the recipe.
@@ -113,15 +112,11 @@ class TrainStep:
         self._meter, self._before_update = meter, before_update
         self._device = strategy.device
         self._clock = StepClock(self._device)
-        self._loss = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
-        """This rank's share of the loss of the step so far, in nats per label token."""
+        self._step_loss = step_loss
+        self._shares = zeros_for(step_loss, self._device)
+        """[terms]: this rank's share of each term of the step so far."""
         alpha = train.neftune_noise_alpha
         self._noise = alpha and EmbeddingNoise(model.body.embedding, alpha, seed)
-        self._routing = model.routing
-        self._router_loss = torch.zeros_like(self._loss)
-        """This rank's share of the routers' auxiliary loss, without its coefficient."""
-        self._choices: Tensor | None = None
-        """[experts]: choices of the routers in the whole step; None: it has one micro-batch."""
         self._graphs = compiled_graphs() if compiles else 0
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
@@ -133,12 +128,13 @@ class TrainStep:
         """
         began = time.perf_counter()
         self._clock.restart()
-        self._loss.zero_()
-        self._router_loss.zero_()
+        self._shares.zero_()
         counts = [0, 0, 0, 0]
         # On the host, so that a step of many micro-batches takes no memory of the device.
         of_step = list(_of_step(batches))
-        self._choices = self._count_choices(step, of_step) if len(of_step) > 1 else None
+        self._step_loss.begin()
+        if len(of_step) > 1 and self._step_loss.has_statistics:
+            self._gather_statistics(step, of_step)
         self._seed_step(step)
         self._strategy.set_learning_rate(self._schedule.share(step))
         for number, waiting in enumerate(of_step):
@@ -163,39 +159,24 @@ class TrainStep:
         return self._noise.of(step, batch) if self._noise else nullcontext()
 
     @torch.no_grad()
-    def _count_choices(self, step: int, batches: Sequence[Batch]) -> Tensor | None:
-        """Choices of each expert in a step over all ranks, [experts]; None: no routers' loss."""
-        # The routers' loss is a product of means over the whole step, so the gradients of the
-        # first micro-batch already depend on the choices in all of them.
-        if self._routing.loss is None:
-            return None
+    def _gather_statistics(self, step: int, batches: Sequence[Batch]) -> None:
+        """Compute what the loss needs of the whole step before its first backward pass."""
         self._seed_step(step)  # the same dropout as in training
-        choices = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         for waiting in batches:
             batch = move_data_to_device(waiting, self._device)
-            with (
-                self._strategy.precision.forward_context(),
-                self._routing.of(batch["is_real"]),
-                self._noise_of(step, batch),
-            ):
-                self._model(
-                    batch["input_ids"],
-                    # No positions: the head computes nothing, only routers matter.
-                    batch["label_indices"][:0],
-                    sequence_lengths=batch["sequence_lengths"],
-                )
-                routed = self._routing.take()
-            assert routed is not None
-            choices = choices + routed.choices
+            with self._strategy.precision.forward_context(), self._noise_of(step, batch):
+                self._step_loss.observe(batch)
         self._clock.mark("forward")
-        return sum_over_ranks(choices)
+        self._step_loss.finish_statistics()
 
     def micro_step(self, batch: Batch) -> None:
         """Make the forward and backward pass of a micro-batch, which adds up its gradients."""
         self._meter.before_forward(batch)
         self._clock.mark("data")
-        with self._routing.of(batch["is_real"]):
-            loss = self._scaled_loss(batch)
+        with self._step_loss.watching(batch):
+            loss = self._step_loss.of_micro_batch(self._strategy.forward, batch, self._shares)
+            # Strategies average gradients over the ranks; the loss of a step is their sum.
+            loss = loss * self._strategy.plan.world_size
             self._meter.before_backward()
             self._clock.mark("forward")
             if self._in_backward:
@@ -205,23 +186,6 @@ class TrainStep:
         del loss
         self._meter.after_backward()
         self._clock.mark("backward")
-
-    def _scaled_loss(self, batch: Batch) -> Tensor:
-        """Share of a micro-batch in the loss of the step, scaled for the backward pass."""
-        # Divided by the label tokens of the whole step: the gradients then do not depend on how
-        # the step is split into micro-batches and ranks.
-        share = normalize_loss(self._strategy.forward(batch), batch["label_tokens_in_step"])
-        self._loss += share.detach()
-        routed, loss = self._routing.take(), self._routing.loss
-        if routed is not None and loss is not None:
-            choices = self._choices
-            if choices is None:  # this is the only micro-batch
-                choices = sum_over_ranks(routed.choices)
-            of_routers = loss.share(routed.probabilities, choices)
-            self._router_loss += of_routers.detach()
-            share = share + loss.coefficient * of_routers
-        # Strategies average gradients over the ranks; the loss of a step is their sum.
-        return share * self._strategy.plan.world_size
 
     def update(self) -> None:
         """Clip the gradients, update the parameters, and free the gradients."""
@@ -234,10 +198,11 @@ class TrainStep:
     def _record(self, step: int, counts: list[int], micro_steps: int, began: float) -> StepRecord:
         # One collective for all numbers of the step.
         kind = sum_dtype(self._device)
-        sums = torch.tensor([0.0, 0.0, *counts], dtype=kind, device=self._device)
-        sums[0], sums[1] = self._loss, self._router_loss
-        loss, router_loss, *totals = sum_over_ranks(sums).tolist()
-        samples, tokens, label_tokens, padded_tokens = map(int, totals)
+        sums = torch.cat([self._shares, torch.tensor(counts, dtype=kind, device=self._device)])
+        values = sum_over_ranks(sums).tolist()
+        names = self._step_loss.names
+        terms = dict(zip(names, values, strict=False))
+        samples, tokens, label_tokens, padded_tokens = map(int, values[len(names) :])
         gradient_norm = self._strategy.gradient_norm()
         self._clock.mark("other")
         if self._device.type != HOST_KIND:
@@ -250,8 +215,8 @@ class TrainStep:
             label_tokens=label_tokens,
             padded_tokens=padded_tokens,
             micro_steps=micro_steps,
-            loss=loss,
-            router_aux_loss=None if self._routing.loss is None else router_loss,
+            loss=terms[names[0]],
+            router_aux_loss=terms.get(ROUTER_LOSS),
             learning_rate=self._learning_rate * self._schedule.share(step),
             gradient_norm=gradient_norm,
             duration_s=time.perf_counter() - began,

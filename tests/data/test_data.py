@@ -626,7 +626,7 @@ class TestCollate:
     """Samples become one micro-batch, padded or in a row."""
 
     def test_every_trained_span_has_its_labels(self) -> None:
-        batch = collate([sample([1, 2, 3, 4, 5, 6, 7], (0, 2), (4, 5), (6, 7))], 1)
+        batch = collate([sample([1, 2, 3, 4, 5, 6, 7], (0, 2), (4, 5), (6, 7))], {})
         assert batch["label_indices"].tolist() == [0, 3, 5]
         assert batch["labels"].tolist() == [2, 5, 7]
 
@@ -636,18 +636,18 @@ class TestCollate:
             None,
             sample([1, 2, 3], (0, 3)),
         ]
-        batch = collate(samples, label_tokens_in_step=40)
+        batch = collate(samples, divisors={"label_tokens": 40})
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [1, 2, 0, 0]]
         assert batch["label_indices"].tolist() == [2, 3, 8, 9]
         assert batch["labels"].tolist() == [8, 9, 2, 3]
         assert batch["input_ids"].dtype == batch["label_indices"].dtype == torch.int64
         assert batch["labels"].dtype == torch.int64
-        assert batch["label_tokens_in_step"].dtype == torch.float64
-        assert batch["label_tokens_in_step"].tolist() == 40
+        assert batch["divisors"]["label_tokens"].dtype == torch.float64
+        assert batch["divisors"]["label_tokens"].tolist() == 40
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (2, 6, 12)
 
     def test_a_filler_alone_is_one_token_that_counts_for_nothing(self) -> None:
-        batch = collate([None], label_tokens_in_step=3)
+        batch = collate([None], divisors={"label_tokens": 3})
         assert batch["input_ids"].tolist() == [[0]]
         assert batch["label_indices"].shape == batch["labels"].shape == (0,)
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (0, 0, 1)
@@ -658,14 +658,14 @@ class TestCollate:
             None,
             sample([1, 2, 3], (0, 3)),
         ]
-        batch = collate(samples, label_tokens_in_step=40, padding_free=True)
+        batch = collate(samples, divisors={"label_tokens": 40}, padding_free=True)
         assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0, 1, 2]]
         assert batch["sequence_lengths"] == (4, 1, 2)
         assert batch["label_indices"].tolist() == [2, 3, 5, 6]
         assert batch["labels"].tolist() == [8, 9, 2, 3]
         assert batch["input_ids"].dtype == batch["label_indices"].dtype == torch.int64
         assert (batch["samples"], batch["tokens"], batch["padded_tokens"]) == (2, 6, 7)
-        assert collate(samples, label_tokens_in_step=40)["sequence_lengths"] is None
+        assert collate(samples, divisors={"label_tokens": 40})["sequence_lengths"] is None
 
     def test_the_labels_are_those_that_litgpt_shifts(self, tokenizer: Tokenizer) -> None:
         theirs = litgpt_data.SFTDataset(RECORDS, tokenizer, "alpaca", 200, mask_prompt=True)
@@ -678,7 +678,7 @@ class TestCollate:
                 )
                 for item in kept
             ],
-            label_tokens_in_step=1,
+            divisors={},
         )
         expected = litgpt_data.get_sft_collate_fn()(kept)
         labels = expected["labels"][:, 1:].flatten()
@@ -722,7 +722,7 @@ class TestLoaders:
             plain(
                 collate(
                     [None if i == FILLER else samples[i] for i in micro_batch],
-                    order.label_tokens(step),
+                    order.divisors(step),
                     is_last_of_step=number == len(order.micro_batches(step)),
                     numbers=micro_batch,
                 )
@@ -743,7 +743,7 @@ class TestLoaders:
         assert sum(batch["tokens"] for batch in batches) == 2 * samples.lengths.sum()
         labels = sum(len(batch["labels"]) for batch in batches)
         assert labels == 2 * samples.label_counts.sum()
-        shares = [len(batch["labels"]) / batch["label_tokens_in_step"] for batch in batches]
+        shares = [len(batch["labels"]) / batch["divisors"]["label_tokens"] for batch in batches]
         assert sum(shares) == pytest.approx(ranks[0].total_steps)
 
     def test_rows_have_the_samples_and_labels_of_padded_micro_batches(self) -> None:
@@ -758,7 +758,7 @@ class TestLoaders:
 
         assert labels(rows) == labels(padded)
         layout = RankLayout(micro_batch_size=4, padding_free=True)
-        for row in [*rows, *validation_loader(samples, 30, layout)]:
+        for row in [*rows, *validation_loader(samples, {}, 30, layout)]:
             assert row["input_ids"].shape == (1, row["tokens"])
             assert sum(row["sequence_lengths"]) == row["tokens"] == row["padded_tokens"]
 
@@ -768,7 +768,10 @@ class TestLoaders:
         samples = make_samples()
         loaders = [
             validation_loader(
-                samples, limit, RankLayout(micro_batch_size=4, rank=rank, world_size=world_size)
+                samples,
+                {"label_tokens": samples.label_counts},
+                limit,
+                RankLayout(micro_batch_size=4, rank=rank, world_size=world_size),
             )
             for rank in range(world_size)
         ]
@@ -776,7 +779,8 @@ class TestLoaders:
         batches = [batch for loader in loaders for batch in loader]
         labels = samples.label_counts[:limit].sum()
         assert sum(len(batch["labels"]) for batch in batches) == labels
-        assert {batch["label_tokens_in_step"].item() for batch in batches} == {labels}
+        for batch in batches:
+            assert batch["divisors"]["label_tokens"].item() == len(batch["labels"])
 
     def test_a_loader_of_a_run_that_is_already_at_its_end_is_empty(self) -> None:
         samples = make_samples()

@@ -134,6 +134,7 @@ def test_a_batch_of_a_validation_is_of_one_source(
         list(
             validation_loader(
                 data.val,
+                {},
                 limit,
                 RankLayout(micro_batch_size=2, rank=rank, world_size=world_size),
             )

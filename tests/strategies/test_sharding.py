@@ -17,6 +17,7 @@ from ftkit.evaluation.validation import validation_loss
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import Sharding, Whole, fill
 from ftkit.models.pretrained.base_model import open_base
+from ftkit.objectives.supervised import Supervised
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import Plan, make_plan
@@ -205,7 +206,8 @@ def test_ddp_sends_no_tables(
 def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
     """Each question is a message, for which the host waits."""
     tensors = {name: torch.zeros(1) for name in ("input_ids", "label_indices", "labels")}
-    batch = tensors | {"source": 0, "sequence_lengths": None}
+    divisors = {"label_tokens": torch.ones(())}
+    batch = tensors | {"source": 0, "sequence_lengths": None, "divisors": divisors}
     asked: list[int] = []
     done: list[int] = []
 
@@ -221,6 +223,7 @@ def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
         batches: Any = [batch] * 25
         validated = validation_loss(
             model,
+            Supervised(),
             batches,
             torch.device("cpu"),
             sources=1,

@@ -35,7 +35,7 @@ def make_elastic_order(
     lengths = np.asarray(lengths)
     return ElasticOrder(
         lengths,
-        label_counts,
+        {"label_tokens": label_counts},
         epochs=EpochOrder([len(lengths)], [len(lengths)], seed),
         global_batch_size=global_batch_size,
         total_samples=total_samples,

@@ -1,9 +1,10 @@
 """Data loaders: the micro-batches of a step with their labels, and those of validation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -14,7 +15,7 @@ from ftkit.data.samples.sampler import ElasticOrder
 
 def collate(
     samples: Sequence[Sample | None],
-    label_tokens_in_step: int,
+    divisors: Mapping[str, float],
     *,
     padding_free: bool = False,
     is_last_of_step: bool = True,
@@ -25,8 +26,8 @@ def collate(
 
     Args:
         samples: at least one; None is a filler, which becomes one token without a label.
-        label_tokens_in_step: over all ranks and micro-steps, the share of this micro-batch is
-            taken of it.
+        divisors: by name, what the sums of the loss are divided by: amounts of the whole step, over
+            all ranks and micro-steps.
         padding_free: whether they come in a row.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
@@ -42,7 +43,7 @@ def collate(
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.
         labels: [labels] int64, those next tokens.
-        label_tokens_in_step: scalar float64.
+        divisors: by name, scalars in float64.
         is_last_of_step: as given.
         samples: how many, without fillers.
         tokens: how many, without padding and fillers.
@@ -76,7 +77,9 @@ def collate(
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),
         # float64: float32 holds integers exactly up to 16.8 million alone.
-        "label_tokens_in_step": torch.tensor(label_tokens_in_step, dtype=torch.float64),
+        "divisors": {
+            name: torch.tensor(value, dtype=torch.float64) for name, value in divisors.items()
+        },
         "is_last_of_step": is_last_of_step,
         "samples": len(samples) - fillers,
         "tokens": sum(lengths) - fillers,
@@ -114,6 +117,7 @@ def train_batches(
 
 def validation_loader(
     samples: Samples,
+    amounts: Mapping[str, npt.NDArray[Any]],
     limit: int,
     layout: RankLayout,
     *,
@@ -125,14 +129,14 @@ def validation_loader(
 
     Args:
         samples: the validation data.
+        amounts: by name, [samples]: what sums over them are divided by.
         limit: samples over all ranks.
         layout: of a batch, on this rank.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
-        Loader of what collate returns; label_tokens_in_step counts the whole validation.
+        Loader of what collate returns; the divisors are amounts of the batch alone.
     """
-    label_tokens = int(samples.label_counts[:limit].sum())
     sources = samples.sources[:limit]
     keys: list[_Key] = []
     for source in np.unique(sources).tolist():
@@ -141,12 +145,14 @@ def validation_loader(
         for batch in validation_batches(lengths, len(numbers), layout):
             # The layout numbers the samples of this source; the loader those of the data set.
             found = [i if i == FILLER else int(numbers[i]) for i in batch]
-            keys.append((found, label_tokens, True, source))
+            real = [i for i in found if i != FILLER]
+            sums = {name: float(values[real].sum()) for name, values in amounts.items()}
+            keys.append((found, sums, True, source))
     return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, pin_memory)
 
 
-_Key = tuple[list[int], int, bool, int | None]
-"""Samples, label tokens of the step, whether it is the last of the step, and source."""
+_Key = tuple[list[int], Mapping[str, float], bool, int | None]
+"""Samples, divisors, whether it is the last of the step, and source."""
 
 
 class _StepSampler(Sampler[_Key]):
@@ -160,11 +166,11 @@ class _StepSampler(Sampler[_Key]):
 
     def __iter__(self) -> Iterator[_Key]:
         for step in range(self._start_step, self._end_step):
-            label_tokens = self._order.label_tokens(step)
+            divisors = self._order.divisors(step)
             *others, last = self._order.micro_batches(step)
             for micro_batch in others:
-                yield micro_batch, label_tokens, False, None
-            yield last, label_tokens, True, None
+                yield micro_batch, divisors, False, None
+            yield last, divisors, True, None
 
 
 class _MicroBatches(Dataset[dict[str, Any]]):
@@ -174,11 +180,11 @@ class _MicroBatches(Dataset[dict[str, Any]]):
         self._samples, self._padding_free = samples, padding_free
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
-        indices, label_tokens, is_last, source = key
+        indices, divisors, is_last, source = key
         samples = [None if i == FILLER else self._samples[i] for i in indices]
         return collate(
             samples,
-            label_tokens,
+            divisors,
             padding_free=self._padding_free,
             is_last_of_step=is_last,
             source=source,

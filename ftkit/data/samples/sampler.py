@@ -7,7 +7,7 @@ in the data is one integer, and a run can be continued on other hardware, or wit
 batch size, without replaying anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,7 @@ class ElasticOrder:
     def __init__(
         self,
         lengths: npt.ArrayLike,
-        label_counts: npt.ArrayLike,
+        amounts: Mapping[str, npt.ArrayLike],
         *,
         epochs: EpochOrder,
         global_batch_size: int,
@@ -105,7 +105,8 @@ class ElasticOrder:
 
         Args:
             lengths: [samples of the data set], input tokens of each.
-            label_counts: [samples of the data set], tokens of each that carry loss.
+            amounts: by name, [samples of the data set]: how much each adds to a divisor of the loss
+                of its step.
             epochs: the order of these samples.
             global_batch_size: samples per step, over all ranks.
             total_samples: samples of the whole run, from its very first step to its last.
@@ -113,8 +114,8 @@ class ElasticOrder:
             start: position to start from; earlier steps are not available.
         """
         self._lengths: IntArray = np.asarray(lengths, dtype=np.int64)
-        self._label_counts: IntArray = np.asarray(label_counts, dtype=np.int64)
-        assert len(self._lengths) == len(self._label_counts) > 0
+        self._amounts = {name: np.asarray(values) for name, values in amounts.items()}
+        assert {len(values) for values in self._amounts.values()} == {len(self._lengths)} != {0}
         assert min(global_batch_size, layout.micro_batch_size, total_samples) > 0
         assert start.step >= 0 and 0 <= start.samples <= total_samples
         assert 0 <= layout.rank < layout.world_size
@@ -160,9 +161,10 @@ class ElasticOrder:
         """[sources], samples that the step takes of each, over all ranks."""
         return self._epochs.sources(self.samples(step))
 
-    def label_tokens(self, step: int) -> int:
-        """Tokens that carry loss in the step, over all ranks and micro-steps."""
-        return int(self._label_counts[self.samples(step)].sum())
+    def divisors(self, step: int) -> dict[str, float]:
+        """Amounts of the step by name, over all ranks and micro-steps."""
+        samples = self.samples(step)
+        return {name: float(values[samples].sum()) for name, values in self._amounts.items()}
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """Samples that this rank runs in each micro-step; [FILLER] where it has none.

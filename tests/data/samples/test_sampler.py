@@ -55,7 +55,7 @@ def test_neither_ranks_nor_micro_batch_size_change_the_samples_of_a_step(
         assert order.total_steps == plain.total_steps
         for step in range(plain.total_steps):
             assert order.samples(step).tolist() == plain.samples(step).tolist()
-            assert order.label_tokens(step) == plain.label_tokens(step)
+            assert order.divisors(step) == plain.divisors(step)
 
 
 @pytest.mark.parametrize("global_batch_size", [1, 7, 12, 64, 130])
@@ -209,7 +209,7 @@ def test_a_late_step_costs_no_more_than_an_early_one(
         lambda *args: (epochs.append(args[2]), permutation(*args))[1],  # type: ignore[func-returns-value]
     )
     order.micro_batches(step)
-    order.label_tokens(step)
+    order.divisors(step)["label_tokens"]
     assert len(epochs) == 1
 
 
@@ -223,7 +223,7 @@ def test_a_whole_run_makes_one_permutation_per_epoch(monkeypatch: pytest.MonkeyP
     )
     for step in range(order.total_steps):
         order.micro_batches(step)
-        order.label_tokens(step)
+        order.divisors(step)["label_tokens"]
     assert epochs == list(range(7))
 
 
@@ -365,7 +365,7 @@ def mixed(**changes: int) -> ElasticOrder:
     lengths = alpaca_like(50)
     return ElasticOrder(
         lengths,
-        lengths // 2,
+        {"label_tokens": lengths // 2},
         epochs=EpochOrder([30, 20], [15, 60], seed=1),
         global_batch_size=changes.get("global_batch_size", 12),
         total_samples=3 * 75,

@@ -114,7 +114,7 @@ def make_samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
 def loss_of(
     model: LanguageModel, samples: Sequence[Sample | None], *, padding_free: bool
 ) -> Tensor:
-    batch = collate(samples, 1, padding_free=padding_free)
+    batch = collate(samples, {"label_tokens": 1}, padding_free=padding_free)
     loss: Tensor = model(
         batch["input_ids"],
         batch["label_indices"],

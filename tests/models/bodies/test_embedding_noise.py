@@ -25,7 +25,7 @@ def sample_of(tokens: int) -> Sample:
 def batch_of(*numbers: int, padding_free: bool = True) -> dict[str, Any]:
     """A micro-batch of samples; -1 is a filler."""
     samples = [None if n < 0 else sample_of(LENGTHS[n] + 1) for n in numbers]
-    return collate(samples, 9, padding_free=padding_free, numbers=numbers)
+    return collate(samples, {"label_tokens": 9}, padding_free=padding_free, numbers=numbers)
 
 
 def noise_of(*numbers: int, step: int = 4, seed: int = 1, padding_free: bool = True) -> Tensor:

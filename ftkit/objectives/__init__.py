@@ -1,0 +1,1 @@
+"""Objectives: what the loss of a step is made of."""

@@ -1,0 +1,68 @@
+"""The interface of an objective, and its terms."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ftkit.data.samples.sample_set import Samples
+from ftkit.models.loss import HeadOutput
+
+Batch = dict[str, Any]
+"""Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
+Amounts = Mapping[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
+"""By name, [samples]: how much each sample adds to a divisor of its step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A part of the loss: a sum over the samples of a step, divided by a number of the whole step.
+
+    So its value does not depend on how a step is split into ranks and micro-batches.
+    """
+
+    name: str
+    """Name in reports."""
+    divisor: str
+    """Name of the amount by which the sum is divided."""
+    coefficient: float | None = 1.0
+    """Factor in the loss of the step; None: the term is only reported."""
+
+
+class Objective(ABC):
+    """What is learned from the samples of a step.
+
+    The loss of a step is the sum of its terms times their coefficients. An objective computes the
+    sums of one micro-batch; the loop divides them and adds them up.
+    """
+
+    terms: ClassVar[tuple[Term, ...]]
+    """The terms, the one that is reported as the loss first."""
+
+    @abstractmethod
+    def amounts(self, samples: Samples) -> Amounts:
+        """Count what the terms are divided by.
+
+        Args:
+            samples: a whole data set.
+        """
+
+    @abstractmethod
+    def output(self, batch: Batch) -> HeadOutput:
+        """Choose what the model computes of a micro-batch."""
+
+    @abstractmethod
+    def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
+        """Sum the terms over a micro-batch.
+
+        Args:
+            output: of the model.
+            batch: the same micro-batch.
+
+        Returns:
+            A scalar for each term.
+        """

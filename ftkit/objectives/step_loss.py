@@ -1,0 +1,105 @@
+"""The loss of a step: the terms of its objective, and those of the model beside it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from ftkit.models.language_model import LanguageModel
+from ftkit.objectives.objective import Batch, Objective
+from ftkit.strategies.distributed import sum_over_ranks
+from ftkit.utils.accelerators.use import sum_dtype
+
+ROUTER_LOSS = "router_aux_loss"
+"""Name of the term of the routers, without its coefficient."""
+
+
+class StepLoss:
+    """Makes the loss of each micro-batch, so that their sum is the loss of the step."""
+
+    def __init__(self, objective: Objective, model: LanguageModel) -> None:
+        """Prepare for the steps of a model.
+
+        Args:
+            objective: what is learned.
+            model: its routers may add a term.
+        """
+        self.objective, self._model, self._routing = objective, model, model.routing
+        self._choices: Tensor | None = None
+        """[experts]: choices of the routers in the whole step; None: it has one micro-batch."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the terms, in the order of `of_micro_batch`."""
+        names = tuple(term.name for term in self.objective.terms)
+        return names if self._routing.loss is None else (*names, ROUTER_LOSS)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether a step of several micro-batches needs a pass over all of them first."""
+        # The routers' loss is a product of means over the whole step, so the gradients of the
+        # first micro-batch already depend on the choices in all of them.
+        return self._routing.loss is not None
+
+    def begin(self) -> None:
+        """Forget the statistics of the step before."""
+        self._choices = None
+
+    @torch.no_grad()
+    def observe(self, batch: Batch) -> None:
+        """Add a micro-batch to the statistics of the step, without gradients."""
+        with self._routing.of(batch["is_real"]):
+            self._model(
+                batch["input_ids"],
+                # No positions: the head computes nothing, only routers matter.
+                batch["label_indices"][:0],
+                sequence_lengths=batch["sequence_lengths"],
+            )
+            routed = self._routing.take()
+        assert routed is not None
+        self._choices = routed.choices if self._choices is None else self._choices + routed.choices
+
+    def finish_statistics(self) -> None:
+        """Sum the statistics over all ranks; every rank calls this."""
+        assert self._choices is not None
+        self._choices = sum_over_ranks(self._choices)
+
+    def watching(self, batch: Batch) -> AbstractContextManager[None]:
+        """Context for the forward and backward pass of a micro-batch."""
+        return self._routing.of(batch["is_real"])
+
+    def of_micro_batch(
+        self, forward: Callable[..., Tensor], batch: Batch, shares: Tensor
+    ) -> Tensor:
+        """Share of a micro-batch in the loss of its step, with gradients.
+
+        Args:
+            forward: computes an output of the model for the micro-batch.
+            batch: the micro-batch.
+            shares: [terms]; the micro-batch's share of each is added.
+        """
+        objective = self.objective
+        sums = objective.sums(forward(batch, objective.output(batch)), batch)
+        loss: Tensor | None = None
+        for number, (term, total) in enumerate(zip(objective.terms, sums, strict=True)):
+            share = total / batch["divisors"][term.divisor]
+            shares[number] += share.detach()
+            if term.coefficient is not None:
+                added = share if term.coefficient == 1 else term.coefficient * share
+                loss = added if loss is None else loss + added
+        assert loss is not None
+        routed, of_routers = self._routing.take(), self._routing.loss
+        if routed is not None and of_routers is not None:
+            choices = self._choices
+            if choices is None:  # this is the only micro-batch
+                choices = sum_over_ranks(routed.choices)
+            share = of_routers.share(routed.probabilities, choices)
+            shares[-1] += share.detach()
+            loss = loss + of_routers.coefficient * share
+        return loss
+
+
+def zeros_for(step_loss: StepLoss, device: torch.device) -> Tensor:
+    """[terms] zeros, to add shares to."""
+    return torch.zeros(len(step_loss.names), dtype=sum_dtype(device), device=device)
