@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class Objective(ABC):
     sums of one micro-batch; the loop divides them and adds them up.
     """
 
-    terms: ClassVar[tuple[Term, ...]]
+    terms: tuple[Term, ...]
     """The terms, the one that is reported as the loss first."""
 
     @abstractmethod

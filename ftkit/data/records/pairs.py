@@ -1,0 +1,134 @@
+"""Preference pairs: rows of many programs as two rows with one answer each."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ftkit.data.records.conversations import CONVERSATION_KEYS
+from ftkit.data.records.keys import is_empty
+from ftkit.data.records.record import Misfit, keys_of, kind_of
+
+Row = dict[str, Any]
+
+_NAMES = (
+    ("chosen", "rejected"),
+    ("preferred_output", "non_preferred_output"),  # OpenAI
+    ("chosen_conversations", "rejected_conversations"),  # torchtune
+)
+"""Keys of the two answers."""
+_REJECTED = ("rejected_response", "rejected_messages")
+"""Keys of a rejected answer beside a whole conversation."""
+_INSTRUCTIONS = ("instruction", "question", "query")
+"""Keys of a prompt that is rendered by a style or template, beside prompt, which is not."""
+_RULE = "A preference pair has a prompt, chosen and rejected, or whole conversations under both."
+
+
+def pair_rows(row: Mapping[str, Any]) -> tuple[Row, Row]:
+    """Split a preference pair into the rows of its chosen and its rejected answer.
+
+    Known are TRL's pairs (explicit and implicit prompts, texts and conversations), those of
+    axolotl, LLaMA-Factory, ms-swift, torchtune and OpenAI.
+
+    Args:
+        row: with our names of keys.
+
+    Returns:
+        Two rows of one form: instruction and output, prompt and completion, or messages.
+
+    Raises:
+        Misfit: it is no pair.
+    """
+    if isinstance(row.get("input"), Mapping) and "messages" in row["input"]:  # OpenAI
+        row = {**row, "prompt": row["input"]["messages"]}
+        del row["input"]
+    for names in _NAMES:
+        if all(not is_empty(row.get(name)) for name in names):
+            chosen, rejected = (row[name] for name in names)
+            rest = {key: value for key, value in row.items() if key not in names}
+            return _with_answers(rest, chosen, rejected)
+    for key in _REJECTED:
+        if not is_empty(row.get(key)):
+            return _beside_conversation(row, key)
+    raise Misfit(f" is no preference pair; its keys: {keys_of(dict(row))}. {_RULE}\nCorrect it.")
+
+
+def _with_answers(rest: Row, chosen: Any, rejected: Any) -> tuple[Row, Row]:
+    if type(chosen) is not type(rejected):
+        raise Misfit(
+            f": chosen is {kind_of(chosen)}, but rejected is {kind_of(rejected)}. {_RULE}\n"
+            "Write both in one form."
+        )
+    if isinstance(chosen, dict):  # one message each
+        chosen, rejected = [chosen], [rejected]
+    if isinstance(chosen, str):
+        prompts = ("prompt", *_INSTRUCTIONS)
+        key = next((name for name in prompts if not is_empty(rest.get(name))), None)
+        if isinstance(rest.get("prompt"), list):
+            raise Misfit(
+                f": prompt is a list of messages, but chosen is a text. {_RULE}\n"
+                "Write chosen and rejected as lists of messages too."
+            )
+        if key is None:
+            return _without_prompt(rest, chosen, rejected)
+        answer = "completion" if key == "prompt" else "output"
+        if key in _INSTRUCTIONS:
+            rest = {name: value for name, value in rest.items() if name != key} | {
+                "instruction": rest[key]
+            }
+        return rest | {answer: chosen}, rest | {answer: rejected}
+    if not isinstance(chosen, list):
+        raise Misfit(f": chosen is {kind_of(chosen)}. {_RULE}\nCorrect or remove the record.")
+    key = next((k for k in ("prompt", *CONVERSATION_KEYS) if not is_empty(rest.get(k))), None)
+    prompt = None if key is None else rest.pop(key)
+    if isinstance(prompt, str):
+        # Both begin with it, as whole conversations do.
+        prompt = None
+    if prompt is None:
+        common = _common(chosen, rejected)
+        prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+    if not isinstance(prompt, list):
+        raise Misfit(f": prompt is {kind_of(prompt)}. {_RULE}\nMake it a list of messages.")
+    return (
+        rest | {"prompt": prompt, "completion": chosen},
+        rest | {"prompt": prompt, "completion": rejected},
+    )
+
+
+def _without_prompt(rest: Row, chosen: str, rejected: str) -> tuple[Row, Row]:
+    """Split texts that begin alike after their last common word."""
+    common = _common(chosen, rejected)
+    # Up to a space: a word is not cut, so that tokens are those of the whole text.
+    common = max(chosen.rfind(space, 0, common) for space in " \n") + 1
+    prompt = chosen[:common].rstrip(" ")
+    if not prompt:
+        raise Misfit(f" has no prompt, and chosen and rejected begin differently. {_RULE}\nAdd it.")
+    return (
+        rest | {"prompt": prompt, "completion": chosen[len(prompt) :]},
+        rest | {"prompt": prompt, "completion": rejected[len(prompt) :]},
+    )
+
+
+def _beside_conversation(row: Mapping[str, Any], key: str) -> tuple[Row, Row]:
+    """Replace the last answer of a conversation, as ms-swift writes pairs."""
+    name = next((name for name in CONVERSATION_KEYS if not is_empty(row.get(name))), None)
+    turns = row.get(name) if name else None
+    rejected = row[key]
+    if name is None or not isinstance(turns, list) or len(turns) < 2:
+        raise Misfit(f": {key} stands beside no conversation. {_RULE}\nAdd messages.")
+    rest = {other: value for other, value in row.items() if other not in (key, name)}
+    if isinstance(rejected, list):
+        return _with_answers(rest, turns, rejected)
+    *prompt, last = turns
+    if not isinstance(rejected, str) or not isinstance(last, dict):
+        raise Misfit(f": {key} is {kind_of(rejected)}. {_RULE}\nMake it a text.")
+    said = "value" if "from" in last and "role" not in last else "content"
+    other = {k: v for k, v in last.items() if k not in ("tool_calls", "reasoning_content")}
+    return (
+        rest | {"prompt": prompt, "completion": [last]},
+        rest | {"prompt": prompt, "completion": [other | {said: rejected}]},
+    )
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Number of items with which both begin."""
+    shorter = min(len(first), len(second))
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)

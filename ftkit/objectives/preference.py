@@ -1,0 +1,224 @@
+"""Preference tuning on pairs: which of two answers to a prompt is the better one.
+
+An answer's log-probability is the sum over its label tokens. A pair is one sample: its two
+sequences are always in one micro-batch, the chosen one first.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftkit.data.samples.sample_set import Samples
+from ftkit.models.loss import HeadOutput, LogProbabilities
+from ftkit.objectives.objective import Amounts, Batch, Objective, Term
+from ftkit.utils.accelerators.use import sum_dtype
+
+DpoLoss = Literal["sigmoid", "ipo", "hinge", "conservative", "robust"]
+PAIRS, CHOSEN_TOKENS = "pairs", "chosen_tokens"
+_REPORTED = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+
+
+class Answers(NamedTuple):
+    """One half of the pairs of a micro-batch: all chosen answers, or all rejected ones."""
+
+    log_probability: Tensor
+    """[pairs] float64 (if the device has it), in nats, summed over the answer's tokens."""
+    tokens: Tensor
+    """[pairs], label tokens of each answer."""
+    reference: Tensor | None
+    """[pairs]: log-probability under the reference model; None: there is none."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """[pairs]: log-probability relative to the reference model."""
+        assert self.reference is not None
+        return self.log_probability - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """[pairs]: log-probability per token."""
+        return self.log_probability / self.tokens
+
+
+def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
+    """Sum a number of each label token over its sequence.
+
+    Args:
+        values: [labels].
+        batch: the micro-batch they are of.
+
+    Returns:
+        [sequences], in the dtype of sums.
+    """
+    kind = sum_dtype(values.device)
+    sums = torch.zeros(len(batch["lengths"]), dtype=kind, device=values.device)
+    return sums.index_add(0, batch["label_sequences"], values.to(kind))
+
+
+class Paired(Objective):
+    """An objective on pairs."""
+
+    needs_reference = False
+
+    def amounts(self, samples: Samples) -> Amounts:
+        return {
+            PAIRS: np.ones(len(samples), dtype=np.int64),
+            CHOSEN_TOKENS: samples.label_counts_by_sequence[:, 0],
+        }
+
+    def output(self, batch: Batch) -> HeadOutput:
+        return LogProbabilities()
+
+    def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
+        tokens = sequence_sums(torch.ones_like(output), batch)
+        log_probabilities = sequence_sums(output, batch)
+        reference = batch.get("reference")
+        halves = []
+        for half in (0, 1):
+            of_half = slice(half, None, 2)
+            real = batch["is_real_sequence"][of_half]
+            halves.append(
+                Answers(
+                    log_probabilities[of_half][real],
+                    tokens[of_half][real],
+                    None if reference is None else reference[of_half][real],
+                )
+            )
+        chosen, rejected = halves
+        losses = self.losses(chosen, rejected)
+        with torch.no_grad():
+            better, worse = self.rewards(chosen), self.rewards(rejected)
+            # A tie is half right: what a coin would get, not what a broken model would.
+            right = (better > worse).to(better.dtype) + 0.5 * (better == worse)
+        reported = (right, better - worse, better, worse)
+        return *losses, *(values.sum() for values in reported)
+
+    @abstractmethod
+    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
+        """Sum the terms of the loss over the pairs of a micro-batch."""
+
+    @abstractmethod
+    def rewards(self, answers: Answers) -> Tensor:
+        """[pairs]: implicit rewards, whose difference the loss raises."""
+
+
+def _reported() -> tuple[Term, ...]:
+    return tuple(Term(name=name, divisor=PAIRS, coefficient=None) for name in _REPORTED)
+
+
+class Dpo(Paired):
+    """Direct preference optimisation, with a reference model.
+
+    With d the difference of the pair's log-probability ratios, the loss of a pair is:
+
+    - sigmoid: -log s(beta d). Rafailov et al. 2023, https://arxiv.org/abs/2305.18290.
+    - conservative: -(1 - e) log s(beta d) - e log s(-beta d), e the share of wrong labels.
+      Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
+    - robust: (-(1 - e) log s(beta d) + e log s(-beta d)) / (1 - 2 e).
+      Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409.
+    - hinge: max(0, 1 - beta d). Zhao et al. 2023 (SLiC), https://arxiv.org/abs/2305.10425.
+    - ipo: (d - 1 / (2 beta))^2, with ratios per token. Azar et al. 2023,
+      https://arxiv.org/abs/2310.12036.
+    """
+
+    needs_reference = True
+
+    def __init__(
+        self,
+        *,
+        beta: float = 0.1,
+        loss: DpoLoss = "sigmoid",
+        label_noise: float = 0.0,
+        sft_weight: float = 0.0,
+    ) -> None:
+        """Choose the loss.
+
+        Args:
+            beta: how closely the model stays to the reference.
+            loss: its kind.
+            label_noise: share of pairs whose answers are taken to be swapped, for conservative and
+                robust.
+            sft_weight: of the cross-entropy of the chosen answers, per token, beside it.
+        """
+        self._beta, self._loss, self._noise = beta, loss, label_noise
+        terms = [Term(name="loss", divisor=PAIRS)]
+        if sft_weight:
+            term = Term(name="sft_loss", divisor=CHOSEN_TOKENS, coefficient=sft_weight)
+            terms.append(term)
+        self._has_sft = bool(sft_weight)
+        self.terms = (*terms, *_reported())
+
+    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
+        loss = self._pair_losses(chosen, rejected).sum()
+        return (loss, -chosen.log_probability.sum()) if self._has_sft else (loss,)
+
+    def _pair_losses(self, chosen: Answers, rejected: Answers) -> Tensor:
+        if self._loss == "ipo":
+            difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
+            return (difference - 1 / (2 * self._beta)) ** 2
+        scaled = self._beta * (chosen.ratio - rejected.ratio)
+        if self._loss == "hinge":
+            return torch.relu(1 - scaled)
+        right, wrong, noise = -F.logsigmoid(scaled), -F.logsigmoid(-scaled), self._noise
+        if self._loss == "conservative":
+            return (1 - noise) * right + noise * wrong
+        if self._loss == "robust":
+            return ((1 - noise) * right - noise * wrong) / (1 - 2 * noise)
+        return right
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return self._beta * answers.ratio
+
+
+class Orpo(Paired):
+    """Odds-ratio preference optimisation: no reference model.
+
+    The cross-entropy of the chosen answers, per token, plus `weight` times -log s of the log odds
+    ratio, with probabilities per token. Hong et al. 2024, https://arxiv.org/abs/2403.07691.
+    """
+
+    def __init__(self, *, weight: float = 0.1) -> None:
+        """Choose the weight of the odds ratio beside the cross-entropy."""
+        self.terms = (
+            Term(name="loss", divisor=CHOSEN_TOKENS),
+            Term(name="odds_ratio_loss", divisor=PAIRS, coefficient=weight),
+            *_reported(),
+        )
+
+    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
+        odds_ratio = _log_odds(chosen.mean) - _log_odds(rejected.mean)
+        return -chosen.log_probability.sum(), -F.logsigmoid(odds_ratio).sum()
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return answers.mean
+
+
+class SimPo(Paired):
+    """Simple preference optimisation: no reference model, and a margin.
+
+    -log s(beta (p - q) - beta gamma), with p and q the log-probabilities per token of chosen and
+    rejected answer. Meng et al. 2024, https://arxiv.org/abs/2405.14734, whose margin is beta gamma
+    here.
+    """
+
+    def __init__(self, *, beta: float = 2.0, margin: float = 0.5) -> None:
+        """Choose the scale of the rewards, and the margin relative to it."""
+        self._beta, self._margin = beta, margin
+        self.terms = (Term(name="loss", divisor=PAIRS), *_reported())
+
+    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
+        difference = chosen.mean - rejected.mean - self._margin
+        return (-F.logsigmoid(self._beta * difference).sum(),)
+
+    def rewards(self, answers: Answers) -> Tensor:
+        return self._beta * answers.mean
+
+
+def _log_odds(log_probability: Tensor) -> Tensor:
+    """Log of p / (1 - p), from log p."""
+    return log_probability - torch.log(-torch.expm1(log_probability))

@@ -1,0 +1,112 @@
+"""Preference pairs in the forms of other programs."""
+
+from typing import Any
+
+import pytest
+
+from ftkit.data.records.pairs import pair_rows
+from ftkit.data.records.record import Misfit
+
+USER = {"role": "user", "content": "2 + 2?"}
+RIGHT = {"role": "assistant", "content": "4"}
+WRONG = {"role": "assistant", "content": "5"}
+HUMAN, GPT = {"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}
+MESSAGES = {"prompt": [USER]}
+
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "texts": (
+        {"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5"},
+        {"prompt": "2 + 2?", "completion": " 4"},
+        {"prompt": "2 + 2?", "completion": " 5"},
+    ),
+    "texts that begin with the prompt": (
+        {"chosen": "What is 2 + 2? It is 4.", "rejected": "What is 2 + 2? It is 5."},
+        {"prompt": "What is 2 + 2? It is", "completion": " 4."},
+        {"prompt": "What is 2 + 2? It is", "completion": " 5."},
+    ),
+    "conversations": (
+        {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "whole conversations": (
+        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "whole conversations beside a text of the prompt": (
+        {"prompt": "2 + 2?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "instructions": (
+        {"instruction": "Add.", "input": "2, 2", "chosen": "4", "rejected": "5"},
+        {"instruction": "Add.", "input": "2, 2", "output": "4"},
+        {"instruction": "Add.", "input": "2, 2", "output": "5"},
+    ),
+    "questions with a system prompt": (
+        {"system": "Add.", "question": "2 + 2?", "chosen": "4", "rejected": "5"},
+        {"system": "Add.", "instruction": "2 + 2?", "output": "4"},
+        {"system": "Add.", "instruction": "2 + 2?", "output": "5"},
+    ),
+    "ShareGPT with one message each": (
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "5"}},
+        {"prompt": [HUMAN], "completion": [GPT]},
+        {"prompt": [HUMAN], "completion": [{"from": "gpt", "value": "5"}]},
+    ),
+    "a rejected response beside messages": (
+        {"messages": [USER, RIGHT], "rejected_response": "5"},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "rejected messages beside messages": (
+        {"messages": [USER, RIGHT], "rejected_messages": [USER, WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "OpenAI": (
+        {
+            "input": {"messages": [USER]},
+            "preferred_output": [RIGHT],
+            "non_preferred_output": [WRONG],
+        },
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "torchtune": (
+        {"chosen_conversations": [USER, RIGHT], "rejected_conversations": [USER, WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pair_becomes_a_row_for_each_answer(form: str) -> None:
+    row, chosen, rejected = FORMS[form]
+    before = repr(row)
+    assert pair_rows(row) == (chosen, rejected)
+    assert repr(row) == before
+
+
+def test_other_keys_stay_in_both_rows() -> None:
+    row = {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG], "tools": [], "id": 7}
+    assert all(one["id"] == 7 and one["tools"] == [] for one in pair_rows(row))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "2 + 2?", "completion": "4"}, ("prompt, completion", "rejected")),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": [WRONG]}, ("a text", "a list")),
+        ({"prompt": [USER], "chosen": "4", "rejected": "5"}, ("prompt", "lists of messages")),
+        ({"chosen": "Four.", "rejected": "Five."}, ("no prompt", "Add it")),
+        ({"prompt": "2 + 2?", "chosen": 4, "rejected": 5}, ("chosen is a number",)),
+        ({"messages": [USER, RIGHT], "rejected_response": 5}, ("rejected_response", "a text")),
+        ({"instruction": "2 + 2?", "output": "4", "rejected_response": "5"}, ("messages",)),
+    ],
+)
+def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(Misfit) as caught:
+        pair_rows(row)
+    assert all(word in str(caught.value) for word in words)
