@@ -310,6 +310,7 @@ def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
         "sufficient_length": prepared.sufficient_length,
         "examples": prepared.examples,
         "kept": prepared.kept,
+        "per_sample": prepared.samples.per_sample,
         "fingerprint": prepared.samples.fingerprint,
         "files": {name: file_digest(directory / name) for name in names},
     }
@@ -352,7 +353,11 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
             raise ValueError(f"{name} does not match its checksum")
     arrays = SampleArrays(*(_mapped(directory / name, dtype) for name, dtype in _ARRAYS.items()))
     spans = arrays.spans.reshape(-1, 2)
-    samples = SampleSet(*arrays._replace(spans=spans), fingerprint=values["fingerprint"])
+    samples = SampleSet(
+        *arrays._replace(spans=spans),
+        per_sample=values["per_sample"],
+        fingerprint=values["fingerprint"],
+    )
     records: Sequence[Record] = ()
     if _RECORDS in values["files"]:
         offsets = _mapped(directory / _RECORD_OFFSETS, "<i8")

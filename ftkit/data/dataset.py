@@ -264,7 +264,7 @@ class _Loaded:
         """Tokens of the longest sample of all splits; 0: there are none."""
         samples = [one.samples for part in self.parts for one in part.splits.values()]
         # + 1: lengths count inputs, which are all tokens but the last.
-        return max((int(one.lengths.max()) + 1 for one in samples if len(one)), default=0)
+        return max((int(one.longest.max()) + 1 for one in samples if len(one)), default=0)
 
     @cached_property
     def questions(self) -> Questions:
@@ -353,6 +353,7 @@ def load_data(
     tokenizer: "Tokenizer",
     max_seq_length: int,
     *,
+    pairs: bool = False,
     progress: OnSplitProgress | None = None,
 ) -> DataSets:
     """Read, and if necessary download, a data set and tokenise it; or take it from the cache.
@@ -364,12 +365,13 @@ def load_data(
         data: the recipe's data.
         tokenizer: of the base model.
         max_seq_length: most tokens of a sample; `overlong` of the data applies to longer ones.
+        pairs: whether records are preference pairs; a sample then has two sequences.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
-    source = data_source(data)
+    source = data_source(data, pairs=pairs)
     parts = _load(source, tokenizer, max_seq_length, SPLITS, progress)
     for part in parts:
         _require_samples([part], "train", tokenizer, max_seq_length)
@@ -390,6 +392,7 @@ def load_held_out(
     max_seq_length: int,
     *,
     given: Collection[str] = (),
+    pairs: bool = False,
     progress: OnSplitProgress | None = None,
 ) -> HeldOut:
     """The validation part of what `load_data` gives.
@@ -399,12 +402,13 @@ def load_held_out(
         tokenizer: of the base model.
         max_seq_length: no sample has more tokens.
         given: the options of the data that were named for this alone.
+        pairs: whether records are preference pairs; a sample then has two sequences.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
-    source = data_source(data).for_evaluation(given)
+    source = data_source(data, pairs=pairs).for_evaluation(given)
     parts = _load(source, tokenizer, max_seq_length, ("val",), progress)
     _require_samples(parts, "val", tokenizer, max_seq_length)
     return HeldOut(parts=parts, samples=_interleaved(parts))
@@ -416,6 +420,7 @@ def load_sets(
     tokenizer: "Tokenizer",
     max_seq_length: int,
     *,
+    pairs: bool = False,
     progress: OnSplitProgress | None = None,
 ) -> ValidationSets:
     """The records of eval.sets, tokenised as `load_data` does.
@@ -425,13 +430,14 @@ def load_sets(
         sets: as the recipe has them.
         tokenizer: of the base model.
         max_seq_length: no sample has more tokens.
+        pairs: whether records are preference pairs; a sample then has two sequences.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
         UserError: a set cannot be had, is not what it should be, or has no sample left.
     """
     parts: list[LoadedPart] = []
-    for name, source in validation_sets(data, sets).items():
+    for name, source in validation_sets(data, sets, pairs=pairs).items():
         of_set = _load(source, tokenizer, max_seq_length, ("val",), progress)
         _require_samples(of_set, "val", tokenizer, max_seq_length, f"eval.sets.{name}")
         parts += of_set

@@ -321,6 +321,7 @@ class OwnData(DataSource):
         *,
         given: Collection[str] = (),
         evaluated: Collection[str] = (),
+        pairs: bool = False,
     ) -> None:
         """Take options; nothing is read yet.
 
@@ -330,7 +331,9 @@ class OwnData(DataSource):
             given: the options that were named.
             evaluated: the options that were named for an evaluation alone; a source named there is
                 taken whole: nothing of it was trained on.
+            pairs: whether records are preference pairs.
         """
+        self._pairs = pairs
         self._options, self._sources = options, sources
         self._given, self._evaluated = frozenset(given), frozenset(evaluated)
         self._whole = bool(self._evaluated & _TAKEN_WHOLE)
@@ -410,12 +413,23 @@ class OwnData(DataSource):
             for source, name in zip(self._sources, _source_names(self._sources), strict=True)
         )
 
+    def of_pairs(self) -> DataSource:
+        return OwnData(
+            self._options,
+            self._sources,
+            given=self._given,
+            evaluated=self._evaluated,
+            pairs=True,
+        )
+
     def for_evaluation(self, given: Collection[str]) -> DataSource:
         """Hold out all data named for the evaluation alone: nothing of it was trained on."""
         if not _TAKEN_WHOLE & set(given) or "val_split_fraction" in given:
             return self
         options = dataclasses.replace(self._options, val_split_fraction=None)
-        return OwnData(options, self._sources, given=self._given, evaluated=given)
+        return OwnData(
+            options, self._sources, given=self._given, evaluated=given, pairs=self._pairs
+        )
 
     def _content(self, source: _SourceOptions) -> Content:
         """Describe the files and options that decide a local source."""
@@ -432,7 +446,7 @@ class OwnData(DataSource):
         # These decide the address in the cache. Where files lie, how often they are repeated and
         # how they are called in reports do not change a token.
         options = {key: value for key, value in options.items() if key not in _NOT_OF_CONTENT}
-        options["whole"] = self._whole
+        options["whole"], options["pairs"] = self._whole, self._pairs
         options["given"] = sorted(set(source.given) - set(_NOT_OF_CONTENT))
         style = partial(resolve_prompt_style, source.prompt_style)
         return Content(files=files, options=options, prompt_style=style)
@@ -477,7 +491,7 @@ class OwnData(DataSource):
         if shape != records.form.shape:
             keeps_input = rules.prompt_style is not None
             train, val = (
-                [conversation_of(record, keeps_input=keeps_input) for record in split]
+                [_conversation(record, keeps_input=keeps_input) for record in split]
                 for split in (train, val)
             )
         return Part(
@@ -494,7 +508,7 @@ class OwnData(DataSource):
         files = self._found(source)
         if files is not None:
             where = str(source.path)
-            return read_files(files, where, source.columns)
+            return read_files(files, where, source.columns, pairs=self._pairs)
         wanted = HubName(
             name=str(source.path),
             subset=source.subset,
@@ -504,7 +518,7 @@ class OwnData(DataSource):
         fraction = self._options.val_split_fraction
         # A share that is named is split off, even if the hub has a validation split.
         whole = "split" in self._evaluated or fraction is not None
-        return read_hub(wanted, source.columns, whole=whole)
+        return read_hub(wanted, source.columns, whole=whole, pairs=self._pairs)
 
     def _rules(self, source: _SourceOptions, records: RecordSet) -> tuple[Rules, Shape]:
         """Choose the rendering rules of a source, and the shape that is rendered."""
@@ -513,8 +527,10 @@ class OwnData(DataSource):
         rules = Rules(
             reasoning=self._options.reasoning,
             overlong=self._options.overlong or ("split" if shape == "text" else "truncate"),
+            pairs=self._pairs,
         )
-        masked: TrainOn = "last" if source.mask_prompt else "all"
+        # The prompt of a pair is in both halves, and says nothing about which one is better.
+        masked: TrainOn = "last" if source.mask_prompt or self._pairs else "all"
         if shape == "instruction" and source.chat_template is None:
             style = resolve_prompt_style(source.prompt_style)
             rules = dataclasses.replace(
@@ -522,7 +538,7 @@ class OwnData(DataSource):
             )
             # A prompt of one question has no place for others: with them it is a conversation.
             every = (*records.train, *(records.val or ()))
-            return rules, "messages" if any("history" in one for one in every) else shape
+            return rules, "messages" if any(map(_has_history, every)) else shape
         template, default = None, _TRAINED[shape]
         if shape in ("instruction", "messages"):
             template = source.chat_template or "tokenizer"
@@ -531,6 +547,19 @@ class OwnData(DataSource):
             shape = "messages"
         train_on = source.train_on or default
         return dataclasses.replace(rules, chat_template=template, train_on=train_on), shape
+
+
+def _conversation(record: Record, *, keeps_input: bool) -> Record:
+    """Convert an instruction record, or both of a pair, to conversations."""
+    if "chosen" in record:
+        return {
+            answer: conversation_of(one, keeps_input=keeps_input) for answer, one in record.items()
+        }
+    return conversation_of(record, keeps_input=keeps_input)
+
+
+def _has_history(record: Record) -> bool:
+    return "history" in record.get("chosen", record)
 
 
 def _check_meant(source: _SourceOptions, options: OwnDataOptions, records: RecordSet) -> None:

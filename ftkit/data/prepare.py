@@ -22,6 +22,7 @@ from ftkit.data.rendering import (
     ChatRenderer,
     CompletionRenderer,
     InstructionRenderer,
+    PairRenderer,
     Rendered,
     Renderer,
     Rendering,
@@ -150,9 +151,10 @@ def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rende
 class _Preparation:
     """Samples and counts of a split, record by record."""
 
-    def __init__(self, max_seq_length: int, overlong: Overlong) -> None:
+    def __init__(self, max_seq_length: int, overlong: Overlong, per_sample: int) -> None:
         self._max_seq_length, self._overlong = max_seq_length, overlong
-        self.rows = SampleRows()
+        self._per_sample = per_sample
+        self.rows = SampleRows(per_sample)
         self.used: list[Record] = []
         self.counts = Counts()
         self.sufficient_length: int | None = None
@@ -173,9 +175,12 @@ class _Preparation:
             counts.refused[rendering.refused] = counts.refused.get(rendering.refused, 0) + 1
         else:
             dropped = counts.dropped
-            parts = [part for whole in rendering.samples for part in self._fit(whole)]
+            if self._per_sample > 1:
+                parts = self._fit_together(rendering.samples)
+            else:
+                parts = [part for whole in rendering.samples for part in self._fit(whole)]
             if parts:
-                counts.split_by_turn += len(rendering.samples) > 1
+                counts.split_by_turn += len(rendering.samples) > self._per_sample
                 if rendering.omits_reasoning:
                     counts.without_reasoning += 1
                     self._note_example(NO_REASONING, record)
@@ -207,6 +212,30 @@ class _Preparation:
             counts.lost_tokens += length - len(parts[0].ids)
         elif len(parts) > 1:
             counts.split += 1
+        return parts
+
+    def _fit_together(self, wholes: Sequence[Rendered]) -> list[Rendered]:
+        """Cut the sequences of a sample; one that cannot be used leaves out all of them."""
+        counts, lengths = self.counts, [len(whole.ids) for whole in wholes]
+        counts.rendered_tokens += sum(lengths)
+        counts.longest_tokens = max(counts.longest_tokens, *lengths)
+        self.whole_lengths.extend(lengths)
+        is_longer = max(lengths) > self._max_seq_length
+        parts = [cut(whole, self._max_seq_length) for whole in wholes]
+        if is_longer and self._overlong == "drop":
+            counts.dropped += 1
+            parts = []
+        elif not all(part.trained for part in parts):
+            for whole, part in zip(wholes, parts, strict=True):
+                if not part.trained:
+                    self._note_sufficient_length(whole)
+            parts = []
+        else:
+            counts.samples += 1
+            counts.truncated += is_longer
+        counts.lost_tokens += sum(lengths) - sum(len(part.ids) for part in parts)
+        counts.tokens += sum(len(part.ids) - 1 for part in parts)
+        counts.label_tokens += sum(part.label_count for part in parts)
         return parts
 
     def _note_example(self, reason: str, record: Record) -> None:
@@ -244,7 +273,7 @@ def prepare_records(
         overlong: handling of longer samples.
         progress: called at least every 1000 records.
     """
-    made = _Preparation(max_seq_length, overlong)
+    made = _Preparation(max_seq_length, overlong, renderer.per_sample)
     progress(0, len(records))
     for chunk, renderings in rendered_chunks(renderer, records):
         for record, rendering in zip(chunk, renderings, strict=True):
@@ -271,6 +300,11 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
     Raises:
         UserError: there is no such chat template.
     """
+    renderer = _make_renderer(part, tokenizer)
+    return PairRenderer(renderer) if part.rules.pairs else renderer
+
+
+def _make_renderer(part: Part, tokenizer: Any) -> Renderer:
     rules = part.rules
     if part.shape == "text":
         return TextRenderer(tokenizer)

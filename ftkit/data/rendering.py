@@ -70,6 +70,8 @@ class Renderer(ABC):
 
     is_python_bound = False
     """Whether Python takes most of the time, so that processes help; else a library does."""
+    per_sample = 1
+    """Sequences of a sample: neighbours among those of a rendering."""
 
     @property
     @abstractmethod
@@ -529,3 +531,44 @@ def _begins(offsets: Sequence[Span]) -> npt.NDArray[np.int64]:
     begins[1:] = np.minimum(begins[1:], ends[:-1])
     begins[:1] = 0
     return np.maximum.accumulate(begins)
+
+
+ANSWERED_IN_PARTS = "an answer of several turns, which the template writes as several samples"
+"""Reason for a pair without sample."""
+
+
+class PairRenderer(Renderer):
+    """Renders both answers of preference pairs: a sample has the chosen one, then the other."""
+
+    per_sample = 2
+
+    def __init__(self, of_answers: Renderer) -> None:
+        """Take the renderer of a record with one answer."""
+        self._of_answers = of_answers
+        self.is_python_bound = of_answers.is_python_bound
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self._of_answers.template
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._of_answers.stop_ids
+
+    def text(self, record: Record) -> str:
+        texts = [self._of_answers.text(record[answer]) for answer in ("chosen", "rejected")]
+        return max(texts, key=len) if all(texts) else ""
+
+    def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+        both = [record[answer] for record in records for answer in ("chosen", "rejected")]
+        renderings = self._of_answers.render(both)
+        for chosen, rejected in zip(renderings, renderings, strict=True):
+            refused = chosen.refused or rejected.refused
+            samples = (*chosen.samples, *rejected.samples)
+            if refused is None and len(samples) != self.per_sample:
+                refused = ANSWERED_IN_PARTS
+            omits = chosen.omits_reasoning or rejected.omits_reasoning
+            yield Rendering(refused=refused) if refused else Rendering(samples, None, omits)
+
+    def example(self, record: Record) -> Example:
+        return self._of_answers.example(record["chosen"])

@@ -23,14 +23,20 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Allowed names of sets, which become columns of loggers and keys on command lines."""
 
 
-def data_source(data: Component) -> DataSource:
+def data_source(data: Component, *, pairs: bool = False) -> DataSource:
     """Make the data source of a recipe, with checked options.
 
     The keys of LitGPT's modules are checked when they are read.
 
+    Args:
+        data: of the recipe.
+        pairs: whether its records are preference pairs.
+
     Raises:
         UserError: unknown class or key, or a value out of range.
     """
+    if pairs:
+        return data_source(data).of_pairs()
     class_path = data["class_path"]
     package, _, name = class_path.rpartition(".")
     if package in ("", "litgpt.data"):
@@ -49,12 +55,15 @@ def data_source(data: Component) -> DataSource:
     )
 
 
-def validation_sets(data: Component, sets: Mapping[str, Any] | None) -> dict[str, DataSource]:
+def validation_sets(
+    data: Component, sets: Mapping[str, Any] | None, *, pairs: bool = False
+) -> dict[str, DataSource]:
     """Make the sources of eval.sets by name; all of their records are held out.
 
     Args:
         data: of the recipe; the sets are rendered as they are.
         sets: of the recipe; an empty one is not there.
+        pairs: whether their records are preference pairs.
 
     Raises:
         UserError: a name that cannot be one, an unknown key, or a value out of range.
@@ -83,7 +92,8 @@ def validation_sets(data: Component, sets: Mapping[str, Any] | None) -> dict[str
                 f"eval.sets.{name} has the name of a source, {taken[name]} of data.sources: the "
                 f"losses of both would have one column.\nName it {name}_set."
             )
-    return {name: OwnData.validation_set(name, entry, rendering) for name, entry in given.items()}
+    made = {name: OwnData.validation_set(name, entry, rendering) for name, entry in given.items()}
+    return {name: one.of_pairs() if pairs else one for name, one in made.items()}
 
 
 def check_data(data: Component, sets: Mapping[str, Any] | None = None) -> None:

@@ -38,6 +38,8 @@ class Rules:
     train_on: TrainOn = "assistant"
     reasoning: Reasoning = "split"
     overlong: Overlong = "truncate"
+    pairs: bool = False
+    """Whether each record is a preference pair: two records under chosen and rejected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,17 @@ class DataSource(ABC):
     @abstractmethod
     def rendering(self) -> dict[str, Any]:
         """The init_args with which JSON data reads and renders other records as these."""
+
+    def of_pairs(self) -> "DataSource":
+        """The source whose records are preference pairs.
+
+        Raises:
+            UserError: it has none.
+        """
+        raise UserError(
+            f"data is {type(self).__name__}, which has no preference pairs, but the objective "
+            f"learns from pairs.\nTry {OWN_DATA}."
+        )
 
     def for_evaluation(self, given: Collection[str]) -> "DataSource":
         """The source whose validation records are evaluated on.

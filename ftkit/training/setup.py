@@ -168,7 +168,7 @@ class Setup:
         """Samples of every step on this rank."""
         samples, start = self.data.train, self.start
         return ElasticOrder(
-            samples.lengths,
+            samples.widths(padding_free=self.layout.padding_free),
             self.objective.amounts(samples),
             epochs=self.data.epochs(self.recipe.seed),
             global_batch_size=self.recipe.train.global_batch_size,

@@ -19,6 +19,14 @@ _REJECTED = ("rejected_response", "rejected_messages")
 """Keys of a rejected answer beside a whole conversation."""
 _INSTRUCTIONS = ("instruction", "question", "query")
 """Keys of a prompt that is rendered by a style or template, beside prompt, which is not."""
+PAIR_KEYS = frozenset(
+    (
+        *(key for names in _NAMES for key in names),
+        *(*_REJECTED, *_INSTRUCTIONS, *CONVERSATION_KEYS),
+        *("prompt", "input", "system", "sys_prompt", "tools", "functions"),
+    )
+)
+"""Keys of a pair that are read."""
 _RULE = "A preference pair has a prompt, chosen and rejected, or whole conversations under both."
 
 

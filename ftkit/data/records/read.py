@@ -44,18 +44,21 @@ def read_records(file: Path, *, answered: bool = True) -> list[Record]:
     return _records([file], RecordReader(answered=answered))
 
 
-def read_files(files: DataFiles, where: str, columns: Mapping[str, str] | None) -> RecordSet:
+def read_files(
+    files: DataFiles, where: str, columns: Mapping[str, str] | None, *, pairs: bool = False
+) -> RecordSet:
     """Read the records of files.
 
     Args:
         files: for training and, if there are, for validation.
         where: what they are of, for people.
         columns: their names of keys, by ours.
+        pairs: whether each is a preference pair.
 
     Raises:
         UserError: with file, place and reason.
     """
-    reader = RecordReader(columns)
+    reader = RecordReader(columns, pairs=pairs)
     train = _records(files.train, reader)
     val = _records(files.val, reader) if files.val else None
     return RecordSet(
@@ -63,18 +66,25 @@ def read_files(files: DataFiles, where: str, columns: Mapping[str, str] | None) 
     )
 
 
-def read_hub(name: HubName, columns: Mapping[str, str] | None, *, whole: bool = False) -> RecordSet:
+def read_hub(
+    name: HubName,
+    columns: Mapping[str, str] | None,
+    *,
+    whole: bool = False,
+    pairs: bool = False,
+) -> RecordSet:
     """Read the records of a hub data set.
 
     Args:
         name: of the data set, with its subset, split and revision.
         columns: their names of keys, by ours.
         whole: read the split for training alone.
+        pairs: whether each is a preference pair.
 
     Raises:
         UserError: the data set cannot be had, or a record does not fit.
     """
-    data, reader = HubData(name), RecordReader(columns)
+    data, reader = HubData(name), RecordReader(columns, pairs=pairs)
 
     def records(split: str) -> list[Record]:
         return reader.records(data.rows(split), partial(data.place, split))

@@ -1,5 +1,6 @@
 """Shapes of records: recognised by the keys of the first one, and kept by all others."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from ftkit.data.records.keys import (
     is_turns,
     is_used_weight,
 )
+from ftkit.data.records.pairs import PAIR_KEYS, pair_rows
 from ftkit.data.records.record import Misfit, Record, Shape, check_text, keys_of, kind_of
 from ftkit.errors import UserError
 
@@ -126,6 +128,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "messages": ("messages", "tools", "system"),
     "text": ("text",),
+    "pair": ("chosen", "rejected"),
 }
 """Canonical keys of each shape, as data.columns names them."""
 
@@ -156,28 +159,43 @@ class Form:
     """Keys of a row that are read."""
     messages: tuple[str, ...] = ()
     """Keys among them that hold messages."""
+    is_pair: bool = False
+    """Whether two such records, under chosen and rejected, are one preference pair."""
 
     def counted(self, count: int) -> str:
         """Count such records in words: "300 conversations (messages)"."""
-        noun = _NOUNS[self.shape] if count == 1 else self.plural
+        noun = self._noun if count == 1 else self.plural
         return f"{count:,} {noun} ({self.keys})"
 
     @property
     def plural(self) -> str:
         """Noun for such records."""
-        return f"{_NOUNS[self.shape]}s"
+        return f"{self._noun}s"
+
+    @property
+    def _noun(self) -> str:
+        return f"preference pair of {_NOUNS[self.shape]}s" if self.is_pair else _NOUNS[self.shape]
 
 
 class RecordReader:
     """Converts rows to canonical records, all in the form of the first."""
 
-    def __init__(self, columns: Mapping[str, str] | None = None, *, answered: bool = True) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, str] | None = None,
+        *,
+        answered: bool = True,
+        pairs: bool = False,
+    ) -> None:
         """Take options; the first record decides the form.
 
         Args:
             columns: their names of keys, by ours.
             answered: whether a record must have its answer.
+            pairs: whether each is a preference pair, which becomes two records under chosen and
+                rejected.
         """
+        self._pairs = pairs
         self._columns = dict(columns or {})
         self._found: set[str] = set()
         self._answered = answered
@@ -228,6 +246,8 @@ class RecordReader:
 
     def _record(self, value: Any) -> Record:
         row = self._renamed(value)
+        if self._pairs:
+            return self._pair(value, row)
         if self._form is None:
             self._form = recognise(row, self._columns, answered=self._answered)
         # The first record decides the form, but a preference pair among the others would be read as
@@ -239,6 +259,20 @@ class RecordReader:
         record = self._form.convert(row)
         self._count_unused(value, row, record)
         return record
+
+    def _pair(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
+        halves = pair_rows(row)
+        if self._form is None:
+            form = recognise(halves[0], {}, answered=True)
+            keys = ", ".join(key for key in row if key in PAIR_KEYS)
+            self._form = dataclasses.replace(form, keys=keys, is_pair=True)
+        for half in halves:
+            check_record_keys(half, self._form.shape, answered=True, named=True)
+        for key, item in row.items():
+            if not (key in PAIR_KEYS or key in self._form.used or is_empty(item)):
+                self._unused.add(key)
+        chosen, rejected = map(self._form.convert, halves)
+        return {"chosen": chosen, "rejected": rejected}
 
     def _count_unused(self, value: dict[str, Any], row: dict[str, Any], record: Record) -> None:
         assert self._form is not None

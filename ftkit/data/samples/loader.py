@@ -17,6 +17,7 @@ def collate(
     samples: Sequence[Sample | None],
     divisors: Mapping[str, float],
     *,
+    per_sample: int = 1,
     padding_free: bool = False,
     is_last_of_step: bool = True,
     source: int | None = None,
@@ -25,9 +26,10 @@ def collate(
     """Make a micro-batch of samples: one after the other in a row, or padded to a rectangle.
 
     Args:
-        samples: at least one; None is a filler, which becomes one token without a label.
+        samples: sequences, at least one; None is a filler, which becomes one token without a label.
         divisors: by name, what the sums of the loss are divided by: amounts of the whole step, over
             all ranks and micro-steps.
+        per_sample: neighbours that are one sample.
         padding_free: whether they come in a row.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
@@ -43,6 +45,8 @@ def collate(
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.
         labels: [labels] int64, those next tokens.
+        label_sequences: [labels] int64, the index of the sequence that each is of.
+        is_real_sequence: [sequences] bool: no filler.
         divisors: by name, scalars in float64.
         is_last_of_step: as given.
         samples: how many, without fillers.
@@ -57,7 +61,10 @@ def collate(
     is_real = np.zeros(starts[-1], dtype=np.bool_)
     label_indices = [np.empty(0, dtype=np.int64)]
     labels = [np.empty(0, dtype=np.int64)]
-    for sample, start, length in zip(samples, starts.tolist(), lengths, strict=False):
+    label_counts = np.zeros(len(samples), dtype=np.int64)
+    for number, (sample, start, length) in enumerate(
+        zip(samples, starts.tolist(), lengths, strict=False)
+    ):
         if sample is None:
             continue
         input_ids[start : start + length] = sample.ids[:-1]
@@ -67,6 +74,7 @@ def collate(
             first = max(first, 1)
             label_indices.append(np.arange(before + first, before + end))
             labels.append(sample.ids[first:end].astype(np.int64))
+            label_counts[number] += end - first
     fillers = sum(sample is None for sample in samples)
     return {
         "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
@@ -76,12 +84,14 @@ def collate(
         "numbers": tuple(numbers),
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),
+        "label_sequences": torch.from_numpy(np.repeat(np.arange(len(samples)), label_counts)),
+        "is_real_sequence": torch.tensor([sample is not None for sample in samples]),
         # float64: float32 holds integers exactly up to 16.8 million alone.
         "divisors": {
             name: torch.tensor(value, dtype=torch.float64) for name, value in divisors.items()
         },
         "is_last_of_step": is_last_of_step,
-        "samples": len(samples) - fillers,
+        "samples": (len(samples) - fillers) // per_sample,
         "tokens": sum(lengths) - fillers,
         "padded_tokens": input_ids.size,
         "source": source,
@@ -141,7 +151,7 @@ def validation_loader(
     keys: list[_Key] = []
     for source in np.unique(sources).tolist():
         numbers = np.flatnonzero(sources == source)
-        lengths = samples.lengths[numbers]
+        lengths = samples.widths(padding_free=layout.padding_free)[numbers]
         for batch in validation_batches(lengths, len(numbers), layout):
             # The layout numbers the samples of this source; the loader those of the data set.
             found = [i if i == FILLER else int(numbers[i]) for i in batch]
@@ -181,10 +191,16 @@ class _MicroBatches(Dataset[dict[str, Any]]):
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
         indices, divisors, is_last, source = key
-        samples = [None if i == FILLER else self._samples[i] for i in indices]
+        fillers = (None,) * self._samples.per_sample
+        samples = [
+            sequence
+            for index in indices
+            for sequence in (fillers if index == FILLER else self._samples.sequences(index))
+        ]
         return collate(
             samples,
             divisors,
+            per_sample=self._samples.per_sample,
             padding_free=self._padding_free,
             is_last_of_step=is_last,
             source=source,

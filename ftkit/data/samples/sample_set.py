@@ -16,7 +16,7 @@ from ftkit.data.samples.layout import IntArray
 
 
 class Sample(NamedTuple):
-    """The tokens of a sample, and which of them carry loss."""
+    """The tokens of a sequence, and which of them carry loss."""
 
     ids: npt.NDArray[np.int32]
     """[tokens]."""
@@ -26,23 +26,53 @@ class Sample(NamedTuple):
 
 
 class Samples(Dataset[Sample]):
-    """Tokenised samples by their number."""
+    """Tokenised samples by their number; each has one sequence, or as many as an objective needs.
+
+    The sequences of a sample stay together: they are trained on in one micro-batch.
+    """
+
+    per_sample: int
+    """Sequences of each sample."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def __getitem__(self, index: int) -> Sample: ...
+    def sequences(self, index: int) -> tuple[Sample, ...]:
+        """The sequences of a sample."""
+
+    def __getitem__(self, index: int) -> Sample:
+        """The first sequence of a sample."""
+        return self.sequences(index)[0]
 
     @property
     @abstractmethod
+    def lengths_by_sequence(self) -> IntArray:
+        """[samples, per_sample], tokens that the model is given: all but the last."""
+
+    @property
+    @abstractmethod
+    def label_counts_by_sequence(self) -> IntArray:
+        """[samples, per_sample], tokens that carry loss."""
+
+    @property
     def lengths(self) -> IntArray:
-        """[samples], tokens that the model is given: all but the last."""
+        """[samples], tokens that the model is given of all sequences."""
+        return self.lengths_by_sequence.sum(1)
 
     @property
-    @abstractmethod
     def label_counts(self) -> IntArray:
         """[samples], tokens that carry loss."""
+        return self.label_counts_by_sequence.sum(1)
+
+    @property
+    def longest(self) -> IntArray:
+        """[samples], tokens that the model is given of the longest sequence."""
+        return self.lengths_by_sequence.max(1)
+
+    def widths(self, *, padding_free: bool) -> IntArray:
+        """[samples], positions that a sample takes: padded ones are as wide as their longest."""
+        return self.lengths if padding_free else self.longest * self.per_sample
 
     @property
     @abstractmethod
@@ -51,16 +81,16 @@ class Samples(Dataset[Sample]):
 
 
 class SampleArrays(NamedTuple):
-    """Samples, one behind the other."""
+    """Sequences, one behind the other."""
 
     tokens: npt.NDArray[np.int32]
-    """[tokens of all samples]."""
+    """[tokens of all sequences]."""
     offsets: IntArray
-    """[samples + 1], where each sample starts, and the end."""
+    """[sequences + 1], where each sequence starts, and the end."""
     spans: npt.NDArray[np.int32]
-    """[spans of all samples, 2], as in Sample."""
+    """[spans of all sequences, 2], as in Sample."""
     span_offsets: IntArray
-    """[samples + 1], where the spans of each sample start, and the end."""
+    """[sequences + 1], where the spans of each sequence start, and the end."""
 
 
 class SampleSet(Samples):
@@ -73,51 +103,68 @@ class SampleSet(Samples):
         spans: npt.NDArray[np.int32],
         span_offsets: IntArray,
         *,
+        per_sample: int = 1,
         fingerprint: str | None = None,
     ) -> None:
-        """Wrap arrays of samples with at least one label each.
+        """Wrap arrays of sequences with at least one label each.
 
         Args:
             tokens: as in SampleArrays, and so are the others.
-            offsets: of the samples.
+            offsets: of the sequences.
             spans: that carry loss.
             span_offsets: of the spans.
+            per_sample: neighbours that are one sample.
             fingerprint: if it is known.
         """
+        assert (len(offsets) - 1) % per_sample == 0
         self.arrays = SampleArrays(tokens, offsets, spans, span_offsets)
+        self.per_sample = per_sample
         self._fingerprint = fingerprint
 
     @classmethod
-    def of(cls, samples: Iterable[Rendered]) -> "SampleSet":
-        """Concatenate rendered samples."""
-        rows = SampleRows()
+    def of(cls, samples: Iterable[Rendered], *, per_sample: int = 1) -> "SampleSet":
+        """Concatenate rendered sequences."""
+        rows = SampleRows(per_sample)
         rows.extend(samples)
         return rows.finish()
 
     def __len__(self) -> int:
-        return len(self.arrays.offsets) - 1
+        return (len(self.arrays.offsets) - 1) // self.per_sample
 
-    def __getitem__(self, index: int) -> Sample:
+    def sequences(self, index: int) -> tuple[Sample, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         tokens, offsets, spans, span_offsets = self.arrays
-        return Sample(
-            tokens[offsets[index] : offsets[index + 1]],
-            spans[span_offsets[index] : span_offsets[index + 1]],
+        first = index * self.per_sample
+        return tuple(
+            Sample(
+                tokens[offsets[place] : offsets[place + 1]],
+                spans[span_offsets[place] : span_offsets[place + 1]],
+            )
+            for place in range(first, first + self.per_sample)
         )
 
     @cached_property
+    def lengths_by_sequence(self) -> IntArray:
+        return (np.diff(self.arrays.offsets) - 1).reshape(-1, self.per_sample)
+
+    @cached_property
+    def label_counts_by_sequence(self) -> IntArray:
+        spans, starts = self.arrays.spans, self.arrays.span_offsets[:-1]
+        if not len(starts):
+            return np.empty((0, self.per_sample), dtype=np.int64)
+        labels = spans[:, 1] - np.maximum(spans[:, 0], 1)
+        # Every sequence has a span: without one, reduceat would take the first of the next one.
+        counts = np.add.reduceat(labels, starts, dtype=np.int64)
+        return counts.reshape(-1, self.per_sample)
+
+    @cached_property
     def lengths(self) -> IntArray:
-        return np.diff(self.arrays.offsets) - 1
+        return super().lengths
 
     @cached_property
     def label_counts(self) -> IntArray:
-        spans, starts = self.arrays.spans, self.arrays.span_offsets[:-1]
-        if not len(starts):
-            return np.empty(0, dtype=np.int64)
-        labels = spans[:, 1] - np.maximum(spans[:, 0], 1)
-        # Every sample has a span: without one, reduceat would take the first of the next sample.
-        return np.add.reduceat(labels, starts, dtype=np.int64)
+        return super().label_counts
 
     @property
     def sources(self) -> npt.NDArray[np.int32]:
@@ -135,24 +182,26 @@ class SampleSet(Samples):
         tokens, offsets, spans, span_offsets = self.arrays
         masks = [(spans, "<i4"), (span_offsets, "<i8")]
         # Checkpoints of earlier versions hold this fingerprint.
-        if len(spans) == len(self) and (spans[:, 1] == np.diff(offsets)).all():
+        if len(spans) == len(offsets) - 1 and (spans[:, 1] == np.diff(offsets)).all():
             masks = [(spans[:, 0], "<i4")]
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(b"" if self.per_sample == 1 else b"%d" % self.per_sample)
         for values, dtype in [(tokens, "<i4"), (offsets, "<i8"), *masks]:
             digest.update(np.ascontiguousarray(values, dtype=dtype).data)
         return digest.hexdigest()
 
 
 class SampleRows:
-    """Growing arrays of samples."""
+    """Growing arrays of sequences."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_sample: int = 1) -> None:
+        """Start empty; per_sample: see `SampleSet`."""
+        self._per_sample = per_sample
         # 4 bytes a token; a list would take 8 and the integers.
         self._tokens, self._spans = array("i"), array("i")
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
 
     def extend(self, samples: Iterable[Rendered]) -> None:
-        """Append samples."""
+        """Append the sequences of samples."""
         for ids, trained in samples:
             self._tokens.extend(ids)
             self._offsets.append(len(self._tokens))
@@ -167,6 +216,7 @@ class SampleRows:
             np.frombuffer(self._offsets, dtype=np.int64),
             np.frombuffer(self._spans, dtype=np.int32).reshape(-1, 2),
             np.frombuffer(self._span_offsets, dtype=np.int64),
+            per_sample=self._per_sample,
         )
 
 
@@ -184,6 +234,7 @@ class JoinedSamples(Samples):
             places: [samples], where it lies in that source.
         """
         self._sets, self._sources, self._places = sets, sources, places
+        (self.per_sample,) = {each.per_sample for each in sets}
 
     @classmethod
     def one_after_another(
@@ -203,25 +254,33 @@ class JoinedSamples(Samples):
     def __len__(self) -> int:
         return len(self._sources)
 
-    def __getitem__(self, index: int) -> Sample:
+    def sequences(self, index: int) -> tuple[Sample, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return self._sets[self._sources[index]][int(self._places[index])]
+        return self._sets[self._sources[index]].sequences(int(self._places[index]))
+
+    @cached_property
+    def lengths_by_sequence(self) -> IntArray:
+        return self._gathered([each.lengths_by_sequence for each in self._sets])
+
+    @cached_property
+    def label_counts_by_sequence(self) -> IntArray:
+        return self._gathered([each.label_counts_by_sequence for each in self._sets])
 
     @cached_property
     def lengths(self) -> IntArray:
-        return self._gathered([each.lengths for each in self._sets])
+        return super().lengths
 
     @cached_property
     def label_counts(self) -> IntArray:
-        return self._gathered([each.label_counts for each in self._sets])
+        return super().label_counts
 
     @property
     def sources(self) -> npt.NDArray[np.int32]:
         return self._sources
 
     def _gathered(self, values: Sequence[IntArray]) -> IntArray:
-        """[samples], of values of the samples of each source."""
+        """[samples, per_sample], of values of the samples of each source."""
         starts = np.cumsum([0, *map(len, values)])
         return np.concatenate(values)[starts[self._sources] + self._places]
 
