@@ -13,6 +13,7 @@ from ftkit.cli.commands import FTKIT, Command, Group
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
+from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.parsing import add_recipe_keys
 from ftkit.recipe.recipe import FINETUNE, Recipe
 from ftkit.recipe.recipe_keys import (
@@ -28,7 +29,12 @@ from ftkit.utils.names import nearest
 
 _KNOWN_WITHOUT_IMPORTS = (("data", "JSON"), ("strategy", "fsdp"), ("strategy", "deepspeed"))
 """Components and names whose keys are known before torch is loaded."""
-_NOUNS = {"data": "data module", "optimizer": "optimizer", "strategy": "strategy"}
+_NOUNS = {
+    "data": "data module",
+    "objective": "objective",
+    "optimizer": "optimizer",
+    "strategy": "strategy",
+}
 _GIVEN_BY_FTKIT = {"params", "model_params", "args", "kwargs"}
 # Docstrings of torch and bitsandbytes repeat the default, which help shows by itself.
 _SIGNATURE_DEFAULT = re.compile(r"[\s,;]*\(default: [^()]*(\([^()]*\))?[^()]*\)")
@@ -252,6 +258,8 @@ def _component_names(component: str) -> list[str]:
         return list(KINDS)
     if component == "strategy":
         return list(STRATEGIES)
+    if component == "objective":
+        return list(OBJECTIVES)
     try:
         others = _optimizers("bitsandbytes.optim")
     except ImportError:
@@ -265,6 +273,9 @@ def _component_class(component: str, name: str) -> type:
     if component == "strategy":
         rules = RULES.get("single" if name == "auto" else name)
         found = rules.options if rules else None
+    elif component == "objective":
+        learned = OBJECTIVES.get(name)  # type: ignore[call-overload]
+        found = learned.options if learned else None
     elif component == "data":
         short = name.removeprefix("litgpt.data.").removeprefix("ftkit.data.")
         found = KINDS[short].documented(short) if short in KINDS else None

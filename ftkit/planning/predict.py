@@ -21,6 +21,7 @@ from ftkit.planning.memory import PredictedMemory, heaviest_micro_batch, predict
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import largest_micro_batch
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
@@ -281,7 +282,13 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             layout = layout_of(base)
     gguf = find_gguf(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
-    length = sequence_length(recipe.data, base, recipe.train.max_seq_length, recipe.eval.sets)
+    length = sequence_length(
+        recipe.data,
+        base,
+        recipe.train.max_seq_length,
+        recipe.eval.sets,
+        pairs=objective_rules(recipe.objective).pairs,
+    )
     samples = length.train_samples
     steps = recipe.train.max_steps
     if samples is not None:

@@ -56,8 +56,8 @@ def _longest_of(samples: Samples) -> Longest | None:
     """The longest of samples that are here; None: there are none."""
     if not len(samples):
         return None
-    index = int(samples.lengths.argmax())
-    tokens = int(samples.lengths[index]) + 1
+    index = int(samples.longest.argmax())
+    tokens = int(samples.longest[index]) + 1
     labels = int(samples.label_counts[index])
     return Longest(at_most=tokens, at_least=tokens, label_tokens=labels, is_exact=True)
 
@@ -174,7 +174,12 @@ class SequenceLength:
 
 
 def sequence_length(
-    data: Component, base: BaseModel, asked: int | None, sets: Mapping[str, Any] | None = None
+    data: Component,
+    base: BaseModel,
+    asked: int | None,
+    sets: Mapping[str, Any] | None = None,
+    *,
+    pairs: bool = False,
 ) -> SequenceLength:
     """Tokens of the longest sequence that a run will train on or validate on.
 
@@ -183,13 +188,14 @@ def sequence_length(
         base: the model; its tokenizer is looked for beside its settings.
         asked: requested train.max_seq_length.
         sets: eval.sets of the recipe, checked; those that are not here count as no longer.
+        pairs: whether records are preference pairs.
 
     Raises:
         UserError: as a run would, for data that are here.
     """
     context = base.architecture.context_length
     limit = asked or context
-    files = data_source(data).files()
+    files = data_source(data, pairs=pairs).files()
     if files is None:
         return _unknown(asked, context)
     for one in validation_sets(data, sets).values():
@@ -198,7 +204,7 @@ def sequence_length(
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
     texts = json.dumps(data, default=str), json.dumps(sets, default=str)
-    found = _longest(*texts, stamps, directory, limit)
+    found = _longest(*texts, stamps, directory, limit, pairs)
     train, val, count = found or (None, None, 0)
     if train is None:  # the run will say so
         lacks: Literal["data", "tokenizer"] = "tokenizer" if found is None else "data"
@@ -226,7 +232,12 @@ _Stamps = tuple[tuple[Path, int, int], ...]
 
 @lru_cache(maxsize=32)
 def _longest(
-    data: str, sets: str, stamps: _Stamps, tokenizer_directory: Path | None, limit: int
+    data: str,
+    sets: str,
+    stamps: _Stamps,
+    tokenizer_directory: Path | None,
+    limit: int,
+    pairs: bool,
 ) -> tuple[Longest | None, Longest | None, int] | None:
     """The longest sample to train on, and to validate on, also of sets; how many an epoch takes.
 
@@ -238,9 +249,12 @@ def _longest(
     except UserError:  # the run will say so
         tokenizer = None
     of_parts = []
-    for number, source in enumerate(data_source(json.loads(data)).parts()):
+    for number, source in enumerate(data_source(json.loads(data), pairs=pairs).parts()):
         found = tokenizer and find_part(source, tokenizer, limit, SPLITS)
-        of_part = _of_cache(found) if found else _of_records(data, stamps, number, tokenizer, limit)
+        if found:
+            of_part: _OfPart | None = _of_cache(found)
+        else:
+            of_part = _of_records(_part(data, stamps, number, pairs), tokenizer, limit)
         if of_part is None:
             return None
         train, val, count = of_part
@@ -249,7 +263,7 @@ def _longest(
             train = dataclasses.replace(train, at_least=0, label_tokens=0)
         of_parts.append((train, val, taken))
     trains, vals, counts = zip(*of_parts, strict=True)
-    others = validation_sets(json.loads(data), json.loads(sets)).values()
+    others = validation_sets(json.loads(data), json.loads(sets), pairs=pairs).values()
     vals += tuple(_of_set(source, tokenizer, limit) for source in others)
     return _longest_in_all(trains), _longest_in_all(vals), sum(counts)
 
@@ -274,10 +288,7 @@ def _of_set(source: DataSource, tokenizer: Tokenizer | None, limit: int) -> Long
     return _longest_among(read.val, read, tokenizer, limit) if _is_known(read, tokenizer) else None
 
 
-def _of_records(
-    data: str, stamps: _Stamps, number: int, tokenizer: Tokenizer | None, limit: int
-) -> _OfPart | None:
-    part = _part(data, stamps, number)
+def _of_records(part: Part, tokenizer: Tokenizer | None, limit: int) -> _OfPart | None:
     if not _is_known(part, tokenizer):
         return None
     train, val = (
@@ -304,5 +315,5 @@ def _longest_among(
 
 
 @lru_cache(maxsize=4)
-def _part(data: str, stamps: _Stamps, number: int) -> Part:
-    return data_source(json.loads(data)).parts()[number].read()
+def _part(data: str, stamps: _Stamps, number: int, pairs: bool) -> Part:
+    return data_source(json.loads(data), pairs=pairs).parts()[number].read()

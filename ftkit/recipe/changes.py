@@ -24,6 +24,7 @@ KIND_OF: dict[str, Kind] = {
     "compile": "hardware",
     "kernels": "hardware",
     "router_aux_loss_coef": "tunable",
+    "objective": "fixed",
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
     "train.global_batch_size": "tunable",
     "train.micro_batch_size": "hardware",

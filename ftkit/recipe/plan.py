@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.objectives import objective_options
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
     Eval,
@@ -144,6 +145,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         UserError: a value out of its range, or a setting that the devices cannot run.
     """
     check_ranges(recipe)
+    objective_options(recipe.objective)
     count = devices.count if recipe.devices == "auto" else recipe.devices
     # One process on CPUs: torch uses all of their cores in it.
     if recipe.devices == "auto" and devices.accelerator == HOST_KIND:

@@ -16,7 +16,7 @@ from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.utils.names import leaves, nearest
 from ftkit.utils.remote.urls import display_path
 
-COMPONENTS = {"data": "litgpt.data", "optimizer": "torch.optim", "strategy": ""}
+COMPONENTS = {"data": "litgpt.data", "objective": "", "optimizer": "torch.optim", "strategy": ""}
 """Fields that name a class, with the package of short names."""
 
 ALLOWED_PACKAGES = {

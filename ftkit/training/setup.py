@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from ftkit.checkpoint.metadata import (
     BaseIdentity,
@@ -42,7 +43,8 @@ from ftkit.models.pretrained.hub import OUTLINE, find_here
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.objectives.objective import Objective
-from ftkit.objectives.supervised import Supervised
+from ftkit.objectives.select import make_objective
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
@@ -225,8 +227,13 @@ def set_up(
     )
     router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
 
+    objective = make_objective(recipe.objective)
+
     with display.phase("reading data") as phase:
-        loading = {"progress": lambda _, done, total: phase.advance(done, total)}
+        loading: dict[str, Any] = {
+            "pairs": objective_rules(recipe.objective).pairs,
+            "progress": lambda _, done, total: phase.advance(done, total),
+        }
         data = load_data(recipe.data, base.tokenizer, max_seq_length, **loading)
         sets = load_sets(recipe.data, recipe.eval.sets, base.tokenizer, max_seq_length, **loading)
     log_data_summary(data, journal)
@@ -276,7 +283,7 @@ def set_up(
         learning_rate=learning_rate,
         attention=attention,
         model=model,
-        objective=Supervised(),
+        objective=objective,
         strategy=strategy,
     )
     _check_checkpoints(setup, size_of(setup.directory.store.directory))

@@ -1,0 +1,26 @@
+"""The objective that a recipe names."""
+
+import dataclasses
+
+from ftkit.objectives.objective import Objective
+from ftkit.objectives.preference import Dpo, Orpo, SimPo
+from ftkit.objectives.supervised import Supervised
+from ftkit.recipe.objectives import objective_options
+from ftkit.recipe.recipe import Component
+
+_CLASSES: dict[str, type[Objective]] = {
+    "sft": Supervised,
+    "dpo": Dpo,
+    "orpo": Orpo,
+    "simpo": SimPo,
+}
+
+
+def make_objective(objective: Component) -> Objective:
+    """Make the objective of a recipe.
+
+    Raises:
+        UserError: unknown objective or option, or a value out of its range.
+    """
+    options = objective_options(objective)
+    return _CLASSES[objective["class_path"]](**dataclasses.asdict(options))

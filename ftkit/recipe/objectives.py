@@ -1,0 +1,133 @@
+"""Objectives without torch: their names, options, and what they need of data and model."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import Component
+from ftkit.utils.names import nearest
+
+ObjectiveName = Literal["sft", "dpo", "orpo", "simpo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftOptions:
+    """Options of `objective: sft`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpoOptions:
+    """Options of `objective: dpo`."""
+
+    loss: Literal["sigmoid", "ipo", "hinge", "conservative", "robust"] = "sigmoid"
+    """Loss of a pair. sigmoid: DPO; ipo: IPO, with log-probabilities per token; hinge: SLiC;
+    conservative and robust: DPO for data of which label_noise pairs are labelled the wrong way."""
+    beta: float = 0.1
+    """Scale of the rewards: the larger, the closer the model stays to the reference."""
+    label_noise: float = 0.0
+    """Share of pairs whose answers are swapped, for conservative and robust; below 0.5."""
+    sft_weight: float = 0.0
+    """Weight of the cross-entropy of the chosen answers, per token, beside the preference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrpoOptions:
+    """Options of `objective: orpo`."""
+
+    weight: float = 0.1
+    """Weight of the odds ratio beside the cross-entropy of the chosen answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPoOptions:
+    """Options of `objective: simpo`."""
+
+    beta: float = 2.0
+    """Scale of the rewards, which are log-probabilities per token."""
+    margin: float = 0.5
+    """Least difference between the log-probabilities per token of both answers."""
+
+
+ObjectiveOptions = SftOptions | DpoOptions | OrpoOptions | SimPoOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveRules:
+    """Rules of an objective, known before torch is loaded."""
+
+    options: type[ObjectiveOptions]
+    """Its options, which are the keys below `objective`."""
+    pairs: bool = False
+    """Whether its samples are preference pairs."""
+    needs_reference: bool = False
+    """Whether the model is compared with itself as it was before training."""
+
+
+OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
+    "sft": ObjectiveRules(options=SftOptions),
+    "dpo": ObjectiveRules(options=DpoOptions, pairs=True, needs_reference=True),
+    "orpo": ObjectiveRules(options=OrpoOptions, pairs=True),
+    "simpo": ObjectiveRules(options=SimPoOptions, pairs=True),
+}
+
+
+def objective_rules(objective: Component) -> ObjectiveRules:
+    """Return the rules of a recipe's objective.
+
+    Raises:
+        UserError: there is no objective of this name.
+    """
+    name: Any = objective["class_path"]
+    if name not in OBJECTIVES:
+        near = nearest(str(name), OBJECTIVES) or "sft"
+        raise UserError(
+            f"objective is {name!r}, but must be one of: {', '.join(OBJECTIVES)}. "
+            f"Try --objective {near}."
+        )
+    return OBJECTIVES[name]
+
+
+def objective_options(objective: Component) -> ObjectiveOptions:
+    """Return the options of a recipe's objective, checked.
+
+    Raises:
+        UserError: unknown objective or option, or a value out of its range.
+    """
+    name, given = objective["class_path"], objective["init_args"]
+    options = objective_rules(objective).options
+    kinds = get_type_hints(options)
+    for key, value in given.items():
+        if key not in kinds:
+            known = f"It takes {', '.join(kinds)}." if kinds else "It takes none; remove it."
+            raise UserError(f"objective.{key} is not an option of {name}. {known}")
+        if get_origin(kinds[key]) is Literal:
+            choices = get_args(kinds[key])
+            if value not in choices:
+                near = nearest(str(value), choices, cutoff=0.3) or choices[0]
+                raise UserError(
+                    f"objective.{key} is {value!r}, but must be one of: {', '.join(choices)}. "
+                    f"Try --objective.{key} {near}."
+                )
+            continue
+        default = getattr(options(), key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # beta divides, or scales everything that is learned.
+        least_excluded = key == "beta"
+        if not is_number or value < 0 or (least_excluded and value == 0):
+            rule = "a number above 0" if least_excluded else "a number of at least 0"
+            raise UserError(
+                f"objective.{key} is {value!r}, but must be {rule}. "
+                f"Try --objective.{key} {default:g}."
+            )
+    if given.get("label_noise", 0) >= 0.5:
+        raise UserError(
+            f"objective.label_noise is {given['label_noise']}, but must be below 0.5: otherwise "
+            "most pairs would be labelled the wrong way. Try --objective.label_noise 0.1."
+        )
+    noise, loss = given.get("label_noise", 0), given.get("loss", "sigmoid")
+    if noise and loss not in ("conservative", "robust"):
+        raise UserError(
+            f"objective.label_noise is {noise}, but objective.loss is {loss}, which does not use "
+            "it. Try --objective.loss conservative."
+        )
+    return options(**given)
