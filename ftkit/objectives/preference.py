@@ -81,26 +81,34 @@ class Paired(Objective):
         halves = []
         for half in (0, 1):
             of_half = slice(half, None, 2)
-            real = batch["is_real_sequence"][of_half]
             halves.append(
                 Answers(
-                    log_probabilities[of_half][real],
-                    tokens[of_half][real],
-                    None if reference is None else reference[of_half][real],
+                    log_probabilities[of_half],
+                    tokens[of_half].clamp(min=1),
+                    None if reference is None else reference[of_half],
                 )
             )
         chosen, rejected = halves
-        losses = self.losses(chosen, rejected)
+        # Fillers count for nothing. They are not left out, because then the host would have to wait
+        # for a device to know how many pairs there are.
+        real = batch["is_real_sequence"][::2]
+        losses = self.losses(chosen, rejected, real)
         with torch.no_grad():
             better, worse = self.rewards(chosen), self.rewards(rejected)
             # A tie is half right: what a coin would get, not what a broken model would.
             right = (better > worse).to(better.dtype) + 0.5 * (better == worse)
         reported = (right, better - worse, better, worse)
-        return *losses, *(values.sum() for values in reported)
+        return *losses, *((values * real).sum() for values in reported)
 
     @abstractmethod
-    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
-        """Sum the terms of the loss over the pairs of a micro-batch."""
+    def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
+        """Sum the terms of the loss over the pairs of a micro-batch.
+
+        Args:
+            chosen: the better answers.
+            rejected: the others.
+            real: [pairs] bool; others are fillers.
+        """
 
     @abstractmethod
     def rewards(self, answers: Answers) -> Tensor:
@@ -153,8 +161,8 @@ class Dpo(Paired):
         self._has_sft = bool(sft_weight)
         self.terms = (*terms, *_reported())
 
-    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
-        loss = self._pair_losses(chosen, rejected).sum()
+    def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
+        loss = (self._pair_losses(chosen, rejected) * real).sum()
         return (loss, -chosen.log_probability.sum()) if self._has_sft else (loss,)
 
     def _pair_losses(self, chosen: Answers, rejected: Answers) -> Tensor:
@@ -190,9 +198,11 @@ class Orpo(Paired):
             *_reported(),
         )
 
-    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
-        odds_ratio = _log_odds(chosen.mean) - _log_odds(rejected.mean)
-        return -chosen.log_probability.sum(), -F.logsigmoid(odds_ratio).sum()
+    def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
+        # A filler has probability 1, whose odds are infinite.
+        means = [torch.where(real, answers.mean, -1.0) for answers in (chosen, rejected)]
+        odds_ratio = _log_odds(means[0]) - _log_odds(means[1])
+        return -chosen.log_probability.sum(), -(F.logsigmoid(odds_ratio) * real).sum()
 
     def rewards(self, answers: Answers) -> Tensor:
         return answers.mean
@@ -211,9 +221,9 @@ class SimPo(Paired):
         self._beta, self._margin = beta, margin
         self.terms = (Term(name="loss", divisor=PAIRS), *_reported())
 
-    def losses(self, chosen: Answers, rejected: Answers) -> Sequence[Tensor]:
+    def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
         difference = chosen.mean - rejected.mean - self._margin
-        return (-F.logsigmoid(self._beta * difference).sum(),)
+        return (-(F.logsigmoid(self._beta * difference) * real).sum(),)
 
     def rewards(self, answers: Answers) -> Tensor:
         return self._beta * answers.mean

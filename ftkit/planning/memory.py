@@ -8,6 +8,7 @@ from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import Kernels, LoraRecipe
 from ftkit.strategies.state import bytes_per_number, state_kinds
@@ -185,7 +186,7 @@ def heaviest_micro_batch(base: BaseModel, plan: Plan, tokens: int) -> MicroBatch
         micro_batch_tokens=plan.micro_batch_tokens,
     )
     return largest_micro_batch(
-        plan.micro_batch_size,
+        plan.micro_batch_size * (2 if objective_rules(plan.recipe.objective).pairs else 1),
         tokens,
         padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,

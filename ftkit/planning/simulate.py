@@ -30,8 +30,8 @@ from ftkit.models.language_model import LanguageModel, outline, trainable, train
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.objectives.objective import Batch
+from ftkit.objectives.select import make_objective
 from ftkit.objectives.step_loss import StepLoss, zeros_for
-from ftkit.objectives.supervised import Supervised
 from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import LoraRecipe
@@ -288,7 +288,7 @@ class _Step:
         self._buckets: dict[Tensor, Tensor] = {}
         """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
         self._backward = False
-        self._step_loss = StepLoss(Supervised(), model)
+        self._step_loss = StepLoss(make_objective(plan.recipe.objective), model)
         self._shares = zeros_for(self._step_loss, CPU)
         self._updates_in_backward = plan.recipe.train.optimizer_in_backward
 
@@ -369,7 +369,10 @@ class _Step:
             "input_ids": ids,
             "label_indices": label_indices,
             "labels": labels,
+            "label_sequences": torch.zeros(batch.targets, dtype=torch.long),
             "is_real": is_real,
+            "is_real_sequence": torch.ones(batch.sequences, dtype=torch.bool),
+            "lengths": (batch.positions,) * batch.sequences,
             "sequence_lengths": batch.lengths,
             "divisors": defaultdict(lambda: divisor),
         }
