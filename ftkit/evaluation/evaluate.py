@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,15 @@ from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.flops import attention_cost
-from ftkit.objectives.supervised import Supervised
+from ftkit.objectives.objective import Objective
+from ftkit.objectives.select import make_objective
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import with_overrides
-from ftkit.recipe.recipe import Component, Eval, Recipe
+from ftkit.recipe.recipe import Eval, Recipe
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
+from ftkit.runs.report.table import term_title, term_value_text
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid
@@ -59,15 +61,16 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     if result.template_directory is not None and not is_of_run:
         # The result was trained with this template, whatever its base model comes with.
         session.loaded.base.tokenizer.chat_template = session.loaded.prompting.template.source
+    objective = make_objective(recipe.objective)
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
     longest = session.loaded.base.architecture.context_length
     if result.metadata is not None:
         longest = result.metadata.max_seq_length
     longest = recipe.train.max_seq_length or longest
-    held_out, sets = _held_out(recipe.data, recipe.eval.sets, session, longest, given)
+    held_out, sets = _held_out(recipe, session, longest, given)
     most = recipe.eval.max_iters * recipe.train.global_batch_size
     with Display(None, stream=sys.stderr) as display:
-        measured = _measure(session, held_out, sets, most, scoring, display)
+        measured = _measure(session, objective, held_out, sets, most, scoring, display)
     values = {
         "result": result.name,
         "directory": display_path(result.directory),
@@ -81,7 +84,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     if options.format == "json":
         print(json.dumps(values, indent=2, default=str))
     else:
-        _show(values)
+        _show(values, objective)
     return 0
 
 
@@ -121,11 +124,7 @@ def _scoring(settings: Eval, options: EvaluateOptions) -> Scoring:
 
 
 def _held_out(
-    data: Component,
-    sets: Mapping[str, Any] | None,
-    session: Session,
-    max_seq_length: int,
-    given: set[str],
+    recipe: Recipe, session: Session, max_seq_length: int, given: set[str]
 ) -> tuple[HeldOut, ValidationSets]:
     """Read the records to evaluate on; `given` are the options of the data that are set for it."""
     with (
@@ -137,8 +136,18 @@ def _held_out(
             phase.advance(done, total)
 
         tokenizer = session.loaded.base.tokenizer
-        held_out = load_held_out(data, tokenizer, max_seq_length, given=given, progress=advance)
-        further = load_sets(data, sets, tokenizer, max_seq_length, progress=advance)
+        pairs = objective_rules(recipe.objective).pairs
+        held_out = load_held_out(
+            recipe.data, tokenizer, max_seq_length, given=given, pairs=pairs, progress=advance
+        )
+        further = load_sets(
+            recipe.data,
+            recipe.eval.sets,
+            tokenizer,
+            max_seq_length,
+            pairs=pairs,
+            progress=advance,
+        )
         for part in (*held_out.parts, *further.parts):
             for notice in part.notices:
                 display.warning(notice)
@@ -154,6 +163,7 @@ def _base_name(result: Result, session: Session) -> str:
 
 def _measure(
     session: Session,
+    objective: Objective,
     held_out: HeldOut,
     sets: ValidationSets,
     most: int,
@@ -184,8 +194,6 @@ def _measure(
         padding_free=path != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
-
-    objective = Supervised()
 
     def validated(samples: Samples, limit: int, sources: int) -> Validated:
         amounts = objective.amounts(samples)
@@ -230,7 +238,8 @@ def _measure(
         "records": limit,
         "label_tokens": int(samples.label_counts[:limit].sum()),
         "loss": of_data.loss,
-        "perplexity": perplexity(of_data.loss),
+        "perplexity": perplexity(of_data.loss) if objective.is_cross_entropy else None,
+        "terms": of_data.terms,
         **({"losses": losses} if losses else {}),
         "exact_match": match and {"records": match.records, "share": match.mean},
         "scores": [_score_values(score) for score in scores if score is not match],
@@ -254,14 +263,18 @@ def _result_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _show(values: dict[str, Any]) -> None:
+def _show(values: dict[str, Any], objective: Objective) -> None:
     matches = values["exact_match"]
     rows = {
         **dict(_result_rows(values)),
         "data": f"{values['records']:,} records, {values['label_tokens']:,} label tokens",
         "loss": loss_text(values["loss"]),
-        "perplexity": f"{values['perplexity']:.4g}",
     }
+    if values["perplexity"] is not None:
+        rows["perplexity"] = f"{values['perplexity']:.4g}"
+    shares = {term.name: term.is_share for term in objective.reported}
+    for name, value in values["terms"].items():
+        rows[term_title(name)] = term_value_text(value, is_share=shares[name])
     for name, loss in values.get("losses", {}).items():
         if loss is not None:
             rows[f"loss on {name}"] = loss_text(loss)

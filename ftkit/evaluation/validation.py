@@ -65,15 +65,12 @@ class EvaluatedWeights:
 class Validated(NamedTuple):
     """Terms of an objective over validation samples."""
 
+    loss: float
+    """Loss over all samples."""
     terms: dict[str, float]
-    """Value of each term, by name; the first one is the loss."""
+    """Value of each term that the objective reports beside the loss, by name."""
     of_sources: tuple[float | None, ...]
     """Loss by source; None: it has no sample."""
-
-    @property
-    def loss(self) -> float:
-        """Loss over all samples."""
-        return next(iter(self.terms.values()))
 
 
 @torch.no_grad()
@@ -124,13 +121,22 @@ def validation_loss(
             totals[1, number, batch["source"]] += batch["divisors"][term.divisor]
         progress(done, len(batches))
     values, divisors = sum_over_ranks(totals).tolist()
-    means = [sum(total) / sum(divisor) for total, divisor in zip(values, divisors, strict=True)]
+    means = {
+        term.name: sum(total) / sum(divisor)
+        for term, total, divisor in zip(terms, values, divisors, strict=True)
+    }
+    of_sources: list[float | None] = []
+    for source in range(sources):
+        means_of = {
+            term.name: total[source] / divisor[source]
+            for term, total, divisor in zip(terms, values, divisors, strict=True)
+            if divisor[source]
+        }
+        of_sources.append(objective.loss_of(means_of) if len(means_of) == len(terms) else None)
     return Validated(
-        terms=dict(zip((term.name for term in terms), means, strict=True)),
-        of_sources=tuple(
-            total / divisor if divisor else None
-            for total, divisor in zip(values[0], divisors[0], strict=True)
-        ),
+        loss=objective.loss_of(means),
+        terms={term.name: means[term.name] for term in objective.reported},
+        of_sources=tuple(of_sources),
     )
 
 

@@ -16,7 +16,7 @@ from ftkit.models.pretrained.hub import CARD, hub_name, is_litgpt, licence_files
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.report import Report
-from ftkit.runs.report.table import memory_text
+from ftkit.runs.report.table import memory_text, term_title, term_values_text
 from ftkit.utils.console.formatting import (
     bytes_text,
     duration_text,
@@ -265,7 +265,10 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
         if (found := report.validation_loss) is not None:
             text = from_to_text(loss.validation_first, found, loss_text)
             of_step = f" at step {report.result.step:,}" if report.result else ""
-            yield "Validation loss", f"{text}{of_step}, perplexity {perplexity(found):.2f}"
+            of_loss = "" if loss.perplexity is None else f", perplexity {perplexity(found):.2f}"
+            yield "Validation loss", f"{text}{of_step}{of_loss}"
+    for name, term in report.terms.items():
+        yield term_title(name).capitalize(), term_values_text(term)
     if (match := report.exact_match) is not None:
         text = from_to_text(match.before, match.after, percent_text)
         yield "Exact match", f"{text} of {match.samples:,} validation records" if text else ""

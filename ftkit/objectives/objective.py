@@ -14,6 +14,8 @@ from ftkit.models.loss import HeadOutput
 
 Batch = dict[str, Any]
 """Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
+LOSS = "loss"
+"""Name of the loss of a step; a term of this name is all of it."""
 Amounts = Mapping[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
 """By name, [samples]: how much each sample adds to a divisor of its step."""
 
@@ -31,6 +33,8 @@ class Term:
     """Name of the amount by which the sum is divided."""
     coefficient: float | None = 1.0
     """Factor in the loss of the step; None: the term is only reported."""
+    is_share: bool = False
+    """Whether it is a share from 0 to 1, which is shown in per cent."""
 
 
 class Objective(ABC):
@@ -41,7 +45,22 @@ class Objective(ABC):
     """
 
     terms: tuple[Term, ...]
-    """The terms, the one that is reported as the loss first."""
+    """The terms. If the loss is one of them alone, its name is `LOSS`."""
+    is_cross_entropy = False
+    """Whether exp(loss) is a perplexity."""
+
+    @property
+    def reported(self) -> tuple[Term, ...]:
+        """Terms that are reported beside the loss."""
+        return tuple(term for term in self.terms if term.name != LOSS)
+
+    def loss_of(self, values: Mapping[str, float]) -> float:
+        """Loss of a step from the values of its terms, by name."""
+        return sum(
+            values[term.name] * term.coefficient
+            for term in self.terms
+            if term.coefficient is not None
+        )
 
     @abstractmethod
     def amounts(self, samples: Samples) -> Amounts:

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.models.loss import HeadOutput, LogProbabilities
-from ftkit.objectives.objective import Amounts, Batch, Objective, Term
+from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
 from ftkit.utils.accelerators.use import sum_dtype
 
 DpoLoss = Literal["sigmoid", "ipo", "hinge", "conservative", "robust"]
 PAIRS, CHOSEN_TOKENS = "pairs", "chosen_tokens"
-_REPORTED = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
 class Answers(NamedTuple):
@@ -116,7 +115,11 @@ class Paired(Objective):
 
 
 def _reported() -> tuple[Term, ...]:
-    return tuple(Term(name=name, divisor=PAIRS, coefficient=None) for name in _REPORTED)
+    names = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+    return tuple(
+        Term(name=name, divisor=PAIRS, coefficient=None, is_share=name == "accuracy")
+        for name in names
+    )
 
 
 class Dpo(Paired):
@@ -154,7 +157,7 @@ class Dpo(Paired):
             sft_weight: of the cross-entropy of the chosen answers, per token, beside it.
         """
         self._beta, self._loss, self._noise = beta, loss, label_noise
-        terms = [Term(name="loss", divisor=PAIRS)]
+        terms = [Term(name="preference_loss" if sft_weight else LOSS, divisor=PAIRS)]
         if sft_weight:
             term = Term(name="sft_loss", divisor=CHOSEN_TOKENS, coefficient=sft_weight)
             terms.append(term)
@@ -193,7 +196,7 @@ class Orpo(Paired):
     def __init__(self, *, weight: float = 0.1) -> None:
         """Choose the weight of the odds ratio beside the cross-entropy."""
         self.terms = (
-            Term(name="loss", divisor=CHOSEN_TOKENS),
+            Term(name="sft_loss", divisor=CHOSEN_TOKENS),
             Term(name="odds_ratio_loss", divisor=PAIRS, coefficient=weight),
             *_reported(),
         )
@@ -219,7 +222,7 @@ class SimPo(Paired):
     def __init__(self, *, beta: float = 2.0, margin: float = 0.5) -> None:
         """Choose the scale of the rewards, and the margin relative to it."""
         self._beta, self._margin = beta, margin
-        self.terms = (Term(name="loss", divisor=PAIRS), *_reported())
+        self.terms = (Term(name=LOSS, divisor=PAIRS), *_reported())
 
     def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
         difference = chosen.mean - rejected.mean - self._margin

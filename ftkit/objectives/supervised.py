@@ -6,13 +6,14 @@ from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.models.loss import HeadOutput, SummedLoss
-from ftkit.objectives.objective import Amounts, Batch, Objective, Term
+from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
 
 
 class Supervised(Objective):
     """The mean cross-entropy over the label tokens of a step, in nats."""
 
-    terms = (Term(name="loss", divisor="label_tokens"),)
+    terms = (Term(name=LOSS, divisor="label_tokens"),)
+    is_cross_entropy = True
 
     def amounts(self, samples: Samples) -> Amounts:
         return {"label_tokens": samples.label_counts}

@@ -27,6 +27,7 @@ from ftkit.runs.report.metrics import (
     read_metrics,
     read_validation,
     samples_column,
+    term_column,
 )
 from ftkit.runs.report.report import (
     ENDED_WELL,
@@ -192,6 +193,14 @@ def _with_steps(report: Report, rows: Sequence[Row]) -> Report:
             last=last["loss"],
             router_aux_loss=last.get(ROUTER_COLUMN),
         ),
+        terms={
+            name: dataclasses.replace(
+                known,
+                first=rows[0].get(name) if known.first is None else known.first,
+                last=last.get(name),
+            )
+            for name, known in report.terms.items()
+        },
         tokens=tokens,
         sources={
             name: dataclasses.replace(
@@ -212,6 +221,7 @@ def _epochs(report: Report, samples: int) -> float:
 def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
     """Update validations."""
     steps, loss = (report.progress or Progress()).steps, report.loss or Loss()
+    terms = report.terms
     sources, sets = (
         SourceMeter(list(before), before, least=1) for before in (report.sources, report.sets)
     )
@@ -220,12 +230,22 @@ def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
         # Rows that the report already counts.
         if step < steps or (step == steps and value == loss.validation_last):
             continue
-        loss = loss.with_validation(step, math.nan if value is None else value)
+        loss = loss.with_validation(
+            step,
+            math.nan if value is None else value,
+            is_cross_entropy=row["perplexity"] is not None,
+        )
+        terms = {
+            name: known.with_validation(step, row.get(term_column(name)))
+            for name, known in terms.items()
+        }
         for meter in (sources, sets):
             meter.validate(
                 {name: row.get(loss_column(name)) for name in meter.sources}, is_first=step == 0
             )
-    return dataclasses.replace(report, loss=loss, sources=sources.sources, sets=sets.sources)
+    return dataclasses.replace(
+        report, loss=loss, terms=terms, sources=sources.sources, sets=sets.sources
+    )
 
 
 def _with_checkpoints(report: Report, run: RunDirectory) -> Report:

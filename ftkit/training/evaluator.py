@@ -25,7 +25,8 @@ from ftkit.runs.report.answers import (
     score_text,
     with_results,
 )
-from ftkit.runs.report.metrics import loss_column, perplexity
+from ftkit.runs.report.metrics import loss_column, perplexity, term_column
+from ftkit.runs.report.table import term_text
 from ftkit.strategies.distributed import rank
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Journal, Setup, result_stop_ids, result_template
@@ -136,13 +137,19 @@ class Evaluator:
         self._newest = step, loss
         names = self._setup.data.names if len(found.of_sources) > 1 else ()
         of_sources = dict(zip(names, found.of_sources, strict=False)) | of_sets
-        self._journal.recorder.on_validation(step, loss, of_sources)
+        self._journal.recorder.on_validation(step, loss, of_sources, found.terms)
         shown = {loss_column(name): its for name, its in of_sources.items() if its is not None}
-        self._loggers.log({"val_loss": loss, **shown}, step)
-        self._journal.display.message(
-            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity(loss):.3g}"
-            + "".join(f", {name} {of_set:.4f}" for name, of_set in of_sets.items())
-        )
+        terms = {term_column(name): value for name, value in found.terms.items()}
+        self._loggers.log({"val_loss": loss, **terms, **shown}, step)
+        parts = [f"step {step}: validation loss {loss:.4f}"]
+        if objective.is_cross_entropy:
+            parts.append(f"perplexity {perplexity(loss):.3g}")
+        parts += [
+            term_text(name, known.validation_last, is_share=known.is_share)
+            for name, known in self._journal.recorder.report.terms.items()
+        ]
+        parts += [f"{name} {of_set:.4f}" for name, of_set in of_sets.items()]
+        self._journal.display.message(", ".join(parts))
 
     def _losses_of_sets(self, limit: int, progress: OnProgress) -> dict[str, float] | None:
         """Losses on the first `limit` samples of each set in eval.sets; None: stopped early."""

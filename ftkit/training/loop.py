@@ -238,6 +238,7 @@ class Training:
                 "gradient_norm": record.gradient_norm,
                 "tokens_per_s": tokens_per_s,
             }
+            values |= record.terms
             if record.router_aux_loss is not None:
                 values["router_aux_loss"] = record.router_aux_loss
             self._loggers.log(values | self._recorder.system.newest(), record.step)

@@ -13,6 +13,7 @@ import torch
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.models.routing import Routing
+from ftkit.objectives.select import make_objective
 from ftkit.planning.meter import DevicePeak
 from ftkit.recipe.plan import Plan
 from ftkit.runs.directory import RankDirectory
@@ -33,6 +34,7 @@ from ftkit.runs.report.report import (
     Report,
     Source,
     Spread,
+    TermValues,
     Throughput,
     Tokens,
     write_report,
@@ -44,6 +46,7 @@ from ftkit.utils.accelerators.kinds import peak_flops
 from ftkit.utils.accelerators.use import product_name
 from ftkit.utils.files import write_with_reserve
 from ftkit.utils.hardware import CpuUtilization, host_memory
+from ftkit.utils.json_values import from_json
 
 STATE_INTERVAL_S = 5.0
 """Most seconds of training that are missing in the report after a kill."""
@@ -106,9 +109,20 @@ class Recorder:
         self._sources = SourceMeter.from_carried(names, before.get("sources"))
         self._sets = SourceMeter.from_carried(sets, before.get("sets"), least=1)
         after, sources = start.step if start else None, tuple(self._sources.sources)
-        self._metrics = MetricsWriter(tables.metrics, after_step=after, sources=sources)
+        self._objective = make_objective(plan.recipe.objective)
+        terms = tuple(term.name for term in self._objective.reported)
+        self._metrics = MetricsWriter(
+            tables.metrics, after_step=after, sources=sources, terms=terms
+        )
         sources += sets
-        self._validation = ValidationWriter(tables.validation, after_step=after, sources=sources)
+        self._validation = ValidationWriter(
+            tables.validation,
+            after_step=after,
+            sources=sources,
+            terms=terms,
+            is_cross_entropy=self._objective.is_cross_entropy,
+        )
+        of_terms = from_json(dict[str, TermValues], before.get("terms") or {})
         self._stalls_s: list[float] = []
         self._writes_s: list[float] = []
         self.device_peak = DevicePeak(device)
@@ -122,6 +136,10 @@ class Recorder:
             files=Files(metrics=run.metrics.name, validation=run.validation.name, log=run.log.name),
             sources=self._sources.sources,
             sets=self._sets.sources,
+            terms={
+                term.name: of_terms.get(term.name, TermValues(is_share=term.is_share))
+                for term in self._objective.reported
+            },
         )
         self.note(loss=self.report.loss or Loss())
 
@@ -172,6 +190,7 @@ class Recorder:
         """Return the sections of the report that cover all sessions, for a checkpoint."""
         return {
             "loss": dataclasses.asdict(self._loss()),
+            "terms": {name: dataclasses.asdict(one) for name, one in self.report.terms.items()},
             "exact_match": (match := self.report.exact_match) and dataclasses.asdict(match),
             "tasks": [dataclasses.asdict(score) for score in self.report.tasks],
             "examples": [dataclasses.asdict(example) for example in self.report.examples],
@@ -298,6 +317,11 @@ class Recorder:
         samples = self.samples + record.samples
         epochs = samples / self._samples_per_epoch
         self.note(progress=Progress(steps=record.step, samples=samples, epochs=epochs))
+        terms = {
+            name: known.with_step(record.terms.get(name))
+            for name, known in self.report.terms.items()
+        }
+        self.note(terms=terms)
         self._metrics.write(
             step=record.step,
             samples=samples,
@@ -307,6 +331,7 @@ class Recorder:
             tokens=record.tokens,
             tokens_per_s=record.tokens / record.duration_s,
             of_sources=self._sources.samples,
+            terms=[known.last for known in terms.values()],
             router_aux_loss=record.router_aux_loss,
         )
         self._note_failures()
@@ -319,7 +344,11 @@ class Recorder:
         self.note(step_memory=StepMemory(ranks=[measured]))
 
     def on_validation(
-        self, step: int, loss: float, losses: Mapping[str, float | None] | None = None
+        self,
+        step: int,
+        loss: float,
+        losses: Mapping[str, float | None] | None = None,
+        terms: Mapping[str, float] | None = None,
     ) -> None:
         """Add a validation and write its row of validation.csv.
 
@@ -327,14 +356,29 @@ class Recorder:
             step: optimizer steps done.
             loss: of all samples.
             losses: by source, if there are several, and by set.
+            terms: what the objective reports beside the loss, by name.
         """
-        self._validation.write(step=step, samples=self.samples, val_loss=loss, of_sources=losses)
+        self._validation.write(
+            step=step,
+            samples=self.samples,
+            val_loss=loss,
+            of_sources=losses,
+            terms=terms,
+        )
         for meter in (self._sources, self._sets):
             meter.validate(losses or {}, is_first=step == 0)
         self._note_failures()
         before = self.report.loss
         assert before is not None
-        self.note(loss=before.with_validation(step, loss))
+        self.note(
+            loss=before.with_validation(
+                step, loss, is_cross_entropy=self._objective.is_cross_entropy
+            ),
+            terms={
+                name: known.with_validation(step, (terms or {}).get(name))
+                for name, known in self.report.terms.items()
+            },
+        )
 
     def _summarise(self) -> None:
         """Update the sections that follow from the steps."""

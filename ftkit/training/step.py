@@ -200,7 +200,7 @@ class TrainStep:
         kind = sum_dtype(self._device)
         sums = torch.cat([self._shares, torch.tensor(counts, dtype=kind, device=self._device)])
         values = sum_over_ranks(sums).tolist()
-        names = self._step_loss.names
+        names, objective = self._step_loss.names, self._step_loss.objective
         terms = dict(zip(names, values, strict=False))
         samples, tokens, label_tokens, padded_tokens = map(int, values[len(names) :])
         gradient_norm = self._strategy.gradient_norm()
@@ -215,7 +215,8 @@ class TrainStep:
             label_tokens=label_tokens,
             padded_tokens=padded_tokens,
             micro_steps=micro_steps,
-            loss=terms[names[0]],
+            loss=objective.loss_of(terms),
+            terms={term.name: terms[term.name] for term in objective.reported},
             router_aux_loss=terms.get(ROUTER_LOSS),
             learning_rate=self._learning_rate * self._schedule.share(step),
             gradient_norm=gradient_norm,

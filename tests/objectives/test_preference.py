@@ -94,7 +94,7 @@ def test_the_loss_of_a_pair_is_its_formula(name: str) -> None:
     assert loss == pytest.approx(expected, rel=1e-6)
     if name == "orpo":  # the cross-entropy of the chosen answers
         chosen = sum(numbers_of(pair)[0] for pair in range(3))
-        assert found["loss"] == pytest.approx(-chosen, rel=1e-6)
+        assert found["sft_loss"] == pytest.approx(-chosen, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,6 +116,7 @@ def test_chosen_answers_can_be_learned_beside_a_preference() -> None:
     found, alone = terms_of(both, pair_batch(range(3))), terms_of(plain, pair_batch(range(3)))
     chosen = sum(numbers_of(pair)[0] for pair in range(3))
     assert found["sft_loss"] == pytest.approx(-chosen, rel=1e-6)
+    assert found["preference_loss"] == alone.pop("loss")
     assert {name: found[name] for name in alone} == alone
     (term,) = (term for term in both.terms if term.name == "sft_loss")
     assert (term.divisor, term.coefficient) == ("chosen_tokens", 0.3)

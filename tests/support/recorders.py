@@ -1,6 +1,7 @@
 """A recorder that is fed with steps that no run has trained."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import Metadata
@@ -21,6 +22,7 @@ def make_recorder(
     routing: Routing | None = None,
     checkpoint: Path | None = None,
     changes: tuple[str, ...] = (),
+    objective: str = "sft",
 ) -> Recorder:
     recipe = read_recipe(
         [],
@@ -28,6 +30,7 @@ def make_recorder(
             ("checkpoint_dir", "base"),
             ("out_dir", str(tmp_path / "out")),
             ("devices", str(devices)),
+            ("objective", objective),
             ("accelerator", "cpu"),
         ],
         method="lora",
@@ -50,8 +53,9 @@ def make_recorder(
     return recorder
 
 
-def step_record(step: int) -> StepRecord:
+def step_record(step: int, terms: Mapping[str, float] | None = None) -> StepRecord:
     return StepRecord(
+        terms=terms or {},
         step=step,
         samples=10,
         tokens=1000,

@@ -18,7 +18,16 @@ from ftkit.models.routing import RouterLoss, Routing
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.runs.report.meters import PARTS
 from ftkit.runs.report.metrics import read_metrics, read_validation
-from ftkit.runs.report.report import ExpertLoad, Loss, Report, Spread, read_report, write_report
+from ftkit.runs.report.report import (
+    ExpertLoad,
+    Loss,
+    Report,
+    Spread,
+    TermValues,
+    read_report,
+    write_report,
+)
+from ftkit.runs.report.table import measured_rows
 from ftkit.training.recorder import Recorder
 from ftkit.utils.files import make_reserve
 
@@ -86,6 +95,33 @@ def test_progress_and_loss_are_of_the_whole_run(tmp_path: Path) -> None:
     assert (loss.validation_best_step, loss.validations_since_best) == (4, 2)
     assert [patience for patience in (None, 1, 2, 3) if loss.has_exhausted(patience)] == [1, 2]
     assert read_report(tmp_path / "out/.run/rank-0").loss == loss
+
+
+def test_terms_of_an_objective_are_of_the_whole_run_and_in_both_tables(tmp_path: Path) -> None:
+    names = "accuracy", "chosen_reward", "margin", "odds_ratio_loss", "rejected_reward", "sft_loss"
+    with make_recorder(tmp_path, objective="orpo") as recorder:
+        recorder.on_validation(0, 5.0, terms=dict.fromkeys(names, 0.5))
+        recorder.enter("training")
+        recorder.on_step(step_record(1, dict.fromkeys(names, 0.25)), None)
+        start = dataclasses.replace(metadata_of(recorder), step=1)
+    with make_recorder(tmp_path, start, objective="orpo") as recorder:
+        recorder.enter("training")
+        recorder.on_step(step_record(2, dict.fromkeys(names, 0.75)), None)
+        recorder.on_validation(2, 4.0, terms=dict.fromkeys(names, 1.0))
+    report = read_report(tmp_path / "out/.run/rank-0")
+    assert report.terms["accuracy"] == TermValues(
+        first=0.25, last=0.75, validation_first=0.5, validation_last=1.0, is_share=True
+    )
+    assert sorted(report.terms) == list(names) and not report.terms["margin"].is_share
+    assert report.loss.perplexity is None, "the loss is no cross-entropy"
+    assert dict(measured_rows(report))["accuracy"] == "25 % -> 75 %, validation 50 % -> 100 %"
+    rows = read_metrics(tmp_path / "out/metrics.csv")
+    assert [row["accuracy"] for row in rows] == [0.25, 0.75]
+    validations = read_validation(tmp_path / "out/validation.csv")
+    assert [(row["val_accuracy"], row["perplexity"]) for row in validations] == [
+        (0.5, None),
+        (1.0, None),
+    ]
 
 
 def test_a_validation_loss_that_is_no_number_is_no_better() -> None:

@@ -30,7 +30,9 @@ class StepRecord:
     micro_steps: int
     """Forward and backward passes of one rank; all have equally many."""
     loss: float
-    """Mean loss over the label tokens, in nats."""
+    """Loss of the step: of supervised fine-tuning, the mean over its label tokens in nats."""
+    terms: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """What else the objective reports, by name."""
     router_aux_loss: float | None = None
     """Auxiliary loss of the routers, without its coefficient; None: not trained with."""
     learning_rate: float

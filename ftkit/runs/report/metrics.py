@@ -2,8 +2,9 @@
 
 Numbers are written with full precision; a value that is missing or not a number is an empty cell.
 If the data have several sources, further columns hold the samples and the validation loss of each;
-each set of eval.sets has a column with its loss. If routers have a loss, it is the last column of
-metrics.csv.
+each set of eval.sets has a column with its loss. What an objective reports beside its loss has a
+column in both, in validation.csv with val_ before its name. If routers have a loss, it is the last
+column of metrics.csv.
 """
 
 import csv
@@ -41,6 +42,11 @@ def samples_column(source: str) -> str:
 def loss_column(source: str) -> str:
     """Return the column of validation.csv with the loss on a source."""
     return _VAL_LOSS_OF + column_name(source)
+
+
+def term_column(name: str) -> str:
+    """Return the column of validation.csv with a term that an objective reports."""
+    return f"val_{name}"
 
 
 def loss_columns(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -133,7 +139,12 @@ class MetricsWriter(CsvWriter):
     """Writes ``metrics.csv``: one row per optimizer step."""
 
     def __init__(
-        self, path: Path, *, after_step: int | None = None, sources: Sequence[str] = ()
+        self,
+        path: Path,
+        *,
+        after_step: int | None = None,
+        sources: Sequence[str] = (),
+        terms: Sequence[str] = (),
     ) -> None:
         """Start a new file, or append to the one of an earlier session.
 
@@ -142,13 +153,14 @@ class MetricsWriter(CsvWriter):
             after_step: append after the row of this step, if there is a file; a last row that is
                 incomplete is dropped. `cut_rows` must have removed later rows.
             sources: names of the sources of the data, if there are several.
+            terms: names of what the objective reports beside the loss.
 
         Raises:
             OSError: the file cannot be written.
             UserError: it has other columns.
             ValueError: it has a row after ``after_step``.
         """
-        columns = (*METRICS_COLUMNS, *map(samples_column, sources))
+        columns = (*METRICS_COLUMNS, *map(samples_column, sources), *terms)
         self._path = path
         self._of_routers = after_step is not None and _last_column(path) == ROUTER_COLUMN
         super().__init__(
@@ -180,6 +192,7 @@ class MetricsWriter(CsvWriter):
         tokens: int,
         tokens_per_s: float | None,
         of_sources: Sequence[int] = (),
+        terms: Sequence[float | None] = (),
         router_aux_loss: float | None = None,
     ) -> None:
         """Add the row of one step.
@@ -187,16 +200,23 @@ class MetricsWriter(CsvWriter):
         Args:
             step: optimizer steps done, this one included.
             samples: samples consumed since the run began, this step's included.
-            loss: mean over the step's label tokens, in nats.
+            loss: of the step.
             lr: learning rate of this step (of the first parameter group).
             grad_norm: before clipping; None if it was not computed.
             tokens: real tokens of this step, over all ranks.
             tokens_per_s: real tokens of this step per second of this step.
             of_sources: `samples` of each source, if there are several.
+            terms: values of the terms, in their order.
             router_aux_loss: of this step, if there is a column for it.
         """
         before = (str(step), str(samples), *map(cell_text, (loss, lr, grad_norm)))
-        cells = (*before, str(tokens), cell_text(tokens_per_s), *map(str, of_sources))
+        cells = (
+            *before,
+            str(tokens),
+            cell_text(tokens_per_s),
+            *map(str, of_sources),
+            *map(cell_text, terms),
+        )
         self._write_cells((*cells, cell_text(router_aux_loss)) if self._of_routers else cells)
 
 
@@ -204,7 +224,13 @@ class ValidationWriter(CsvWriter):
     """Writes ``validation.csv``: one row per validation."""
 
     def __init__(
-        self, path: Path, *, after_step: int | None = None, sources: Sequence[str] = ()
+        self,
+        path: Path,
+        *,
+        after_step: int | None = None,
+        sources: Sequence[str] = (),
+        terms: Sequence[str] = (),
+        is_cross_entropy: bool = True,
     ) -> None:
         """Start a new file, or append to an earlier one, which keeps its columns and gets new ones.
 
@@ -213,13 +239,17 @@ class ValidationWriter(CsvWriter):
             after_step: as of `MetricsWriter`.
             sources: names with a loss of their own: sources of the data, if there are several, and
                 sets of eval.sets.
+            terms: names of what the objective reports beside the loss.
+            is_cross_entropy: whether the loss has a perplexity.
 
         Raises:
             OSError: the file cannot be written.
             UserError: it is another table.
             ValueError: it has a row after ``after_step``.
         """
-        self._columns = (*VALIDATION_COLUMNS, *map(loss_column, sources))
+        self._is_cross_entropy = is_cross_entropy
+        terms = tuple(map(term_column, terms))
+        self._columns = (*VALIDATION_COLUMNS, *terms, *map(loss_column, sources))
         if after_step is not None and path.exists():
             self._columns = widen_table(path, self._columns)
         super().__init__(path, self._columns, after_step)
@@ -233,6 +263,7 @@ class ValidationWriter(CsvWriter):
         samples: int,
         val_loss: float | None,
         of_sources: Mapping[str, float | None] | None = None,
+        terms: Mapping[str, float] | None = None,
     ) -> None:
         """Add the row of one validation; the perplexity follows from its loss.
 
@@ -244,14 +275,18 @@ class ValidationWriter(CsvWriter):
             samples: consumed since the run began.
             val_loss: of all validation samples of the data.
             of_sources: losses by source and set.
+            terms: what the objective reports beside the loss, by name.
         """
         if step == self._last_step:
             return
         self._last_step = step
-        value = None if val_loss is None else perplexity(val_loss)
+        value = None
+        if self._is_cross_entropy and val_loss is not None:
+            value = perplexity(val_loss)
         cells = (str(step), str(samples), cell_text(val_loss), cell_text(value))
-        losses = {loss_column(name): loss for name, loss in (of_sources or {}).items()}
-        others = (losses.get(column) for column in self._columns[len(cells) :])
+        values = {loss_column(name): loss for name, loss in (of_sources or {}).items()}
+        values |= {term_column(name): value for name, value in (terms or {}).items()}
+        others = (values.get(column) for column in self._columns[len(cells) :])
         self._write_cells((*cells, *map(cell_text, others)))
 
 

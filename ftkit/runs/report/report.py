@@ -359,12 +359,12 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Cross-entropy in nats per label token, over all sessions."""
+    """Loss of the objective over all sessions: of supervised fine-tuning, nats per label token."""
 
     first: float | None = None
     """Loss of the very first step of the run."""
     last: float | None = None
-    """Loss of the last step, in nats per label token."""
+    """Loss of the last step."""
     validation_first: float | None = None
     """Loss of the validation before the first step."""
     validation_last: float | None = None
@@ -376,12 +376,12 @@ class Loss:
     validations_since_best: int = 0
     """Validations after it, none of which was better."""
     perplexity: float | None = None
-    """exp(validation_last)."""
+    """exp(validation_last), if the loss is a cross-entropy."""
     router_aux_loss: float | None = None
     """Auxiliary loss of the routers in the last step, without its coefficient; it is in none of the
     others. None: it is not trained with."""
 
-    def with_validation(self, step: int, loss: float) -> Self:
+    def with_validation(self, step: int, loss: float, *, is_cross_entropy: bool = True) -> Self:
         """Return the losses after one more validation, done after so many steps."""
         # NaN compares as false with everything: it must not become the best loss.
         best, is_number = self.validation_best, math.isfinite(loss)
@@ -393,7 +393,7 @@ class Loss:
             validation_best=loss if is_best else best,
             validation_best_step=step if is_best else self.validation_best_step,
             validations_since_best=0 if is_best else self.validations_since_best + 1,
-            perplexity=perplexity(loss),
+            perplexity=perplexity(loss) if is_cross_entropy else None,
         )
 
     @property
@@ -405,6 +405,32 @@ class Loss:
     def has_exhausted(self, patience: int | None) -> bool:
         """Whether so many validations in a row were no better; never if patience is None."""
         return patience is not None and self.validations_since_best >= patience
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermValues:
+    """Values of a term that the objective reports beside the loss, over all sessions."""
+
+    first: float | None = None
+    """Value of the very first step of the run."""
+    last: float | None = None
+    """Value of the last step."""
+    validation_first: float | None = None
+    """Value of the validation before the first step."""
+    validation_last: float | None = None
+    """Value of the last validation."""
+    is_share: bool = False
+    """Whether it is a share from 0 to 1, which is shown in per cent."""
+
+    def with_step(self, value: float | None) -> Self:
+        """Return the values after one more step."""
+        first = value if self.first is None else self.first
+        return dataclasses.replace(self, first=first, last=value)
+
+    def with_validation(self, step: int, value: float | None) -> Self:
+        """Return the values after one more validation, done after so many steps."""
+        first = value if step == 0 else self.validation_first
+        return dataclasses.replace(self, validation_first=first, validation_last=value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -565,6 +591,8 @@ class Report:
     """How much memory was missing, if it ran out."""
     loss: Loss | None = None
     """Loss of training and validation."""
+    terms: dict[str, TermValues] = field(default_factory=dict)
+    """What the objective reports beside the loss, such as the accuracy on preference pairs."""
     exact_match: ExactMatch | None = None
     """Answers that equal the expected ones, before and after training."""
     scores: list[AnswerScore] = field(default_factory=list)

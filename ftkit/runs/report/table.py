@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -26,6 +27,7 @@ from ftkit.runs.report.report import (
     Resumed,
     Source,
     Spread,
+    TermValues,
     Throughput,
     Tokens,
 )
@@ -209,6 +211,8 @@ def _progress_rows(report: Report) -> Iterator[tuple[str, str]]:
 def _learned_rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.loss:
         yield from _loss_rows(report.loss)
+    for name, term in report.terms.items():
+        yield term_title(name), term_values_text(term)
     if match := report.exact_match:
         fractions = from_to_text(match.before, match.after, percent_text)
         yield "exact match", fractions and f"{fractions} of {count_text(match.samples, 'answer')}"
@@ -382,6 +386,31 @@ def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
             perplexity is not None and f"perplexity {number_text(perplexity)}",
         )
         yield "validation", _joined(parts)
+
+
+def term_title(name: str) -> str:
+    """Return the name of a term of the objective in tables and messages."""
+    return name.replace("_", " ")
+
+
+def term_text(name: str, value: float | None, *, is_share: bool) -> str:
+    """Return name and value of a term of the objective: "accuracy 97.5 %"."""
+    return f"{term_title(name)} {term_value_text(value, is_share=is_share)}"
+
+
+def term_value_text(value: float | None, *, is_share: bool) -> str:
+    """Return the value of a term of the objective: "97.5 %" or "0.6931"."""
+    if value is None:
+        return "unknown"
+    return percent_text(value) if is_share else loss_text(value)
+
+
+def term_values_text(term: TermValues) -> str:
+    """Return the values of a term: "50.0 % -> 97.5 %, validation 52.1 % -> 96.3 %"."""
+    shown = partial(term_value_text, is_share=term.is_share)
+    of_steps = from_to_text(term.first, term.last, shown)
+    of_validation = from_to_text(term.validation_first, term.validation_last, shown)
+    return _joined((of_steps, of_validation and f"validation {of_validation}"))
 
 
 def _validation_text(losses: Loss | Source, *, of_start: bool) -> str:

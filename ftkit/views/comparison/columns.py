@@ -9,11 +9,12 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import score_text
-from ftkit.runs.report.metrics import loss_column
+from ftkit.runs.report.metrics import loss_column, term_column
 from ftkit.runs.report.numbers import LAST, Better, ReportNumber, score_after
 from ftkit.runs.report.report import ENDED_WELL, Report
+from ftkit.runs.report.table import term_title
 from ftkit.runs.state import AT_WORK
-from ftkit.utils.console.formatting import loss_text, number_text
+from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.names import column_name, nearest
 from ftkit.views.comparison.runs import ComparedRun, differing_settings
 
@@ -119,6 +120,7 @@ def _compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
         if number.is_compared:
             yield number
         if number.key == "validation_loss":
+            yield from _term_numbers(runs)
             yield from _source_numbers(runs)
         elif number.key == "rouge_l":
             yield from _own_metrics(runs)
@@ -237,6 +239,31 @@ def _source_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
         )
         for name in dict.fromkeys(name for run in runs for name in _losses(run.report))
     ]
+
+
+def _term_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
+    """What objectives report beside the loss, on the validation data after training."""
+    terms = {name: term for run in runs for name, term in run.report.terms.items()}
+    return [
+        ReportNumber(
+            key=term_column(name),
+            label=f"val {term_title(name)}",
+            definition=f"{term_title(name).capitalize()} of the objective on validation samples.",
+            value=_term_after(name),
+            text=percent_text if term.is_share else loss_text,
+            better="higher" if term.is_share else None,
+            priority=6,
+        )
+        for name, term in terms.items()
+    ]
+
+
+def _term_after(name: str) -> Callable[[Report], float | None]:
+    def value(report: Report) -> float | None:
+        term = report.terms.get(name)
+        return None if term is None else term.validation_last
+
+    return value
 
 
 def _loss_on(name: str) -> Callable[[Report], float | None]:

@@ -180,12 +180,15 @@ class Evaluation:
     """Metrics on held-out data."""
 
     loss: float
-    """Mean loss of the label tokens, in nats."""
-    perplexity: float
+    """Loss of the objective: of supervised fine-tuning, nats per label token."""
+    perplexity: float | None
+    """exp(loss), if it is a cross-entropy."""
     records: int
     label_tokens: int
     exact_match: float | None
     """Fraction of answers that equal the expected ones; None: not measured."""
+    terms: dict[str, float]
+    """What the objective measures beside the loss, such as the accuracy on preference pairs."""
     values: dict[str, Any] = field(repr=False)
     """Complete output of `ftkit evaluate --format json`."""
 
@@ -246,6 +249,7 @@ def evaluate(
         records=values["records"],
         label_tokens=values["label_tokens"],
         exact_match=None if matches is None else matches["share"],
+        terms=values["terms"],
         values=values,
     )
 
