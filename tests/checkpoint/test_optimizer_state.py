@@ -237,7 +237,7 @@ def params() -> list[object]:
     for name, m in MOVES.items():
         uses_deepspeed = "deepspeed" in (m.source.strategy, m.target.strategy)
         more = pytest.mark.slow if name in ONE_OF_EACH_KIND else pytest.mark.matrix
-        marks = [] if name in QUICK else [more]
+        marks = [pytest.mark.slow if name in QUICK else more]
         if uses_deepspeed and not HAS_DEEPSPEED:
             # DeepSpeed is built from source, which needs g++; the set-up continues without it.
             marks.append(pytest.mark.skip(reason="deepspeed is not installed: scripts/setup_env"))

@@ -218,7 +218,7 @@ def under_torchrun(common: list[str], tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_machine_that_vanishes_ends_the_run_under_torchrun_too(
     common: list[str], tmp_path: Path
 ) -> None:

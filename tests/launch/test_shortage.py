@@ -29,12 +29,13 @@ def run(
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "phase"),
     [
-        pytest.param(16 * MIB, "set_up", id="a file is mapped", marks=pytest.mark.slow),
+        pytest.param(16 * MIB, "set_up", id="a file is mapped"),
         pytest.param(48 * MIB, "set_up", id="the model is made"),
-        pytest.param(120 * MIB, "training", id="the first step", marks=pytest.mark.slow),
+        pytest.param(120 * MIB, "training", id="the first step"),
     ],
 )
 def test_a_limit_on_host_memory_is_named(

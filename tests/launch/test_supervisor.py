@@ -425,6 +425,7 @@ def test_a_library_that_turns_an_interrupt_into_an_error_changes_nothing(
     assert_interrupted(run, 130, "Ctrl+C")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_for_the_step(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "out", **ENDLESS_STEP) as run:
         run.wait_for_training()

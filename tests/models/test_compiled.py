@@ -101,7 +101,13 @@ def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.Monkey
     assert 0 < counts[0] < 12
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.matrix if name == "QLoRA of experts" else ())
+        for name in MIXTURES
+    ],
+)
 def test_experts_stay_outside_whatever_tokens_choose_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,5 +119,6 @@ def test_experts_stay_outside_whatever_tokens_choose_them(
     assert 0 < counts[-1] < 30
 
 
+@pytest.mark.matrix
 def test_compiled_code_computes_the_same_with_dropout() -> None:
     assert_same(RECIPES["LoRA, checkpointed"], LENGTHS[:2])

@@ -53,6 +53,7 @@ def _planned_once(overrides: tuple[Override, ...], command: str, gpu: str) -> Pl
     return plan_files((), overrides, command=command, gpu=find_gpu(gpu))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [

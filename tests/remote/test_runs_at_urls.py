@@ -114,6 +114,7 @@ def test_a_complete_run_is_complete_on_any_machine(
     assert says(said, "s3://bucket/complete is complete at step 5 ... s3://bucket/complete/final")
 
 
+@pytest.mark.slow
 def test_a_run_branches_off_a_checkpoint_at_a_url(
     put: Callable[..., None], run: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_run_branches_off_a_checkpoint_at_a_url(
     assert [row[0] for row in learned(tmp_path / "branch")] == list("12345")
 
 
+@pytest.mark.slow
 def test_going_back_moves_later_checkpoints_aside_at_the_url(
     put: Callable[..., None], run: Callable[..., str], bucket: Bucket
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_mistake_leaves_the_url_as_it_was(
     assert {name: bucket.read(f"kept/{name}") for name in bucket.names("kept")} == before
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_while_one_is_at_work_and_continues_after_a_kill(
     begin: Ftkit, run: Callable[..., str], bucket: Bucket
 ) -> None:

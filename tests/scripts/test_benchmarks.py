@@ -157,7 +157,7 @@ def test_qlora_takes_less_memory_than_lora_and_loads_below_the_target() -> None:
     assert benchmark.table(figures["results"], figures["bf16_bytes"]).count("bnb.nf4") == 8
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_calibration_runs_its_tiny_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -439,6 +439,7 @@ def test_several_cards_without_bfloat16_fine_tune_fully_by_default(
     assert (resolved.strategy, resolved.precision) == ("deepspeed", "16-mixed")
 
 
+@pytest.mark.slow
 def test_a_mig_slice_is_planned_by_its_own_memory(tmp_path: Path) -> None:
     line = ["plan", "--checkpoint_dir", "random:pythia-14m", "--gpu", "auto", "--format", "json"]
     line += ["--train.max_seq_length", "64"]

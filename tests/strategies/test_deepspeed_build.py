@@ -37,6 +37,7 @@ def builder(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_files_of_a_killed_builder_are_removed(
     builder: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
@@ -48,6 +49,7 @@ def test_files_of_a_killed_builder_are_removed(
     assert [path.name for path in tmp_path.iterdir()] == ["ftkit.lock"]
 
 
+@pytest.mark.slow
 def test_a_builder_at_work_is_waited_for(builder: subprocess.Popen[bytes], tmp_path: Path) -> None:
     code = BUILDER.replace('(directory / "lock").touch()', 'print("in", flush=True)')
     with subprocess.Popen(

@@ -52,22 +52,24 @@ def single(run: Run) -> dict[Case, Outcome]:
 
 @pytest.fixture(scope="module")
 def two_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
-    """All cases on two ranks in one process group; of OPTIONS, those of the selected tests."""
-    repeatable = [
-        Case(case.strategy, "lora", changes=DETERMINISTIC)
-        for case in TWO_RANKS
-        if case.method == "lora" and case.precision == "32-true"
-    ]
+    """Cases of the selected tests on two ranks, in one process group."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    selected = {item.function for item in items}
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     names = {str(values["name"]) for values in params if values.get("name") in OPTIONS}
-    dropout = [
-        Case(name, "lora", changes=changes)
-        for name in ("ddp", "fsdp", "deepspeed")
-        for changes in (DROPOUT, (*DROPOUT, CHECKPOINTED))
-    ]
-    options = runnable([*(OPTIONS[name] for name in sorted(names)), *dropout])
-    return run(2, [*repeatable, *TWO_RANKS, BF16_SHARDED, *options])
+    strategies = ("ddp", "fsdp", "deepspeed")
+    cases = [case for case in TWO_RANKS if case.precision == "32-true"]
+    if test_on_a_cpu_deterministic_arithmetic_is_the_same in selected:
+        cases += [Case(name, "lora", changes=DETERMINISTIC) for name in strategies]
+    if test_mixed_precision_differs_between_strategies_by_its_rounding_only in selected:
+        cases += [case for case in TWO_RANKS if case.precision == "bf16-mixed"]
+    if test_sharded_16_bit_parameters_learn_as_whole_ones in selected:
+        cases.append(BF16_SHARDED)
+    cases += [OPTIONS[name] for name in sorted(names)]
+    if test_recomputed_blocks_draw_the_same_dropout in selected:
+        for changes in (DROPOUT, (*DROPOUT, CHECKPOINTED)):
+            cases += [Case(name, "lora", changes=changes) for name in strategies]
+    return run(2, runnable(cases))
 
 
 @pytest.fixture(
@@ -125,6 +127,7 @@ def test_three_ranks_learn_as_one_does(
     assert_same_maths(three_ranks[case], single[Case("single", case.method)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_differs_between_strategies_by_its_rounding_only(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
@@ -139,6 +142,7 @@ def test_mixed_precision_differs_between_strategies_by_its_rounding_only(
     assert [row["lr"] for row in found.rows] == [row["lr"] for row in expected.rows]
 
 
+@pytest.mark.slow
 def test_sharded_16_bit_parameters_learn_as_whole_ones(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome]
 ) -> None:
@@ -306,6 +310,7 @@ def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
     assert tokens.padded == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_keeps_the_ranks_in_step(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
@@ -329,6 +334,7 @@ def test_updates_in_the_backward_pass_are_those_after_it(
     assert all(weights[name].equal(value) for name, value in expected.weights().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_recomputed_blocks_draw_the_same_dropout(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
@@ -412,6 +418,7 @@ def test_deterministic_is_exact_and_repeatable_arithmetic_before_anything_is_rea
         assert arithmetic() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_on_a_cpu_deterministic_arithmetic_is_the_same(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str

@@ -128,6 +128,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
 # --- On one rank --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_recipe_of_these_tests_decays_and_ends_out_of_patience(
     alone: dict[str, Outcome],
 ) -> None:
@@ -139,6 +140,7 @@ def test_the_recipe_of_these_tests_decays_and_ends_out_of_patience(
     assert found.report.exit_reason.endswith(", of step 3")
 
 
+@pytest.mark.slow
 def test_a_run_resumed_after_its_best_step_equals_the_uninterrupted_one(
     alone: dict[str, Outcome],
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_run_resumed_after_its_best_step_equals_the_uninterrupted_one(
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LONGER)
 def test_an_extended_run_continues_as_the_longer_run(alone: dict[str, Outcome], kind: str) -> None:
     found, whole = alone[f"{kind}, longer"], alone[f"{kind}, whole"]

@@ -23,6 +23,7 @@ def run(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[..., i
     return run
 
 
+@pytest.mark.slow
 def test_ranks_exchange_no_word_between_the_micro_steps_of_a_step(
     run: Callable[..., int | None], tmp_path: Path
 ) -> None:

@@ -250,6 +250,7 @@ class TestTheProcess:
         assert child().pid == mine
         assert render("y") == "y"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     def test_it_ends_with_its_parent_also_in_the_middle_of_a_template(
         self, end: signal.Signals, tmp_path: Path

@@ -45,10 +45,8 @@ def train(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[...,
     return train
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [name if name == ANY else pytest.param(name, marks=pytest.mark.slow) for name in LITGPT_ONLY],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", LITGPT_ONLY)
 def test_a_full_fine_tune_ends_as_a_model_that_litgpt_loads(
     train: Callable[..., Attempt],
     architecture: str,

@@ -21,6 +21,8 @@ from notebook_cells import SINGLE_GPU, cells
 GPU_SERVER = ROOT / "notebooks/0_gpu_server.ipynb"
 EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
 QUICKEST = ROOT / "notebooks/4_your_data_to_huggingface.ipynb"
+LONG = (ROOT / "notebooks/2_multi_gpu.ipynb", ROOT / "notebooks/3_switch_hardware.ipynb")
+"""Two minutes and one: in the matrix."""
 KERNEL = """
 import json, sys
 import nbformat
@@ -152,9 +154,15 @@ def test_what_a_notebook_shows_has_no_warning_of_a_library(notebook: Path) -> No
     assert not [output for output in shown if "WARNING" in str(output.get("text", ""))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "notebook", [path for path in EXECUTED if path != QUICKEST], ids=lambda notebook: notebook.stem
+    "notebook",
+    [
+        pytest.param(
+            path, id=path.stem, marks=pytest.mark.matrix if path in LONG else pytest.mark.slow
+        )
+        for path in EXECUTED
+        if path != QUICKEST
+    ],
 )
 def test_each_cell_of_a_notebook_runs_in_a_kernel(notebook: Path, tmp_path: Path) -> None:
     """The kernel and what it starts are forks of a process that has imported the libraries."""
