@@ -37,7 +37,7 @@ _MODULE_OF = {
     "preview": "views.notebook.previews",
     "push": "views.notebook.results",
 }
-"""The Python API; nothing of it is imported before it is used."""
+"""Module below ftkit of each name of the Python API; it is imported when the name is first used."""
 __all__ = [*_MODULE_OF]
 
 
@@ -51,6 +51,8 @@ def __getattr__(name: str) -> Any:
 
 def _told_in_a_cell() -> AbstractContextManager[None]:
     """In a notebook, show that libraries are loaded if that takes long."""
+    # A kernel has imported IPython before any cell runs; other processes are spared the import of
+    # the display.
     if "IPython" not in sys.modules:
         return nullcontext()
     display = importlib.import_module("ftkit.views.notebook.display")
@@ -61,4 +63,5 @@ def _told_in_a_cell() -> AbstractContextManager[None]:
 
 
 def __dir__() -> list[str]:
+    # Completion in a notebook offers names that are not imported yet.
     return sorted({*globals(), *__all__})

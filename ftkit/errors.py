@@ -22,6 +22,7 @@ class UserError(Exception):
 
     def __init__(self, message: object = "") -> None:
         """Keep the message without passwords and tokens, wherever it is shown."""
+        # Here and not where it is printed: messages also go into reports and logs.
         super().__init__(redacted(str(message)))
 
     def _render_traceback_(self) -> list[str]:
@@ -30,7 +31,7 @@ class UserError(Exception):
 
 
 class DoesNotFit(UserError):
-    """A run that would certainly end for lack of memory."""
+    """A run that would certainly run out of memory."""
 
     exit_code = EXIT_OUT_OF_MEMORY
 
@@ -39,6 +40,7 @@ class Completed(Exception):
     """A run that was to be continued is complete; says where its result is."""
 
 
+# Exit codes as shells report an end by a signal: 128 and its number on Linux.
 EXIT_BY_SIGNAL = {
     signal.SIGINT: (130, "Ctrl+C"),
     signal.SIGTERM: (143, "SIGTERM"),
@@ -65,14 +67,16 @@ _ON_HOST = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is exhausted, on a device or the host.
+    """Return whether an error says that memory is exhausted, on a device or the host.
 
-    Libraries speak of devices in RuntimeErrors; what else has such words in it quotes them.
+    Libraries report an exhausted device as a RuntimeError; errors of other types only quote such
+    words.
     """
-    import torch  # not at the top: the supervisor reads words alone
+    import torch  # not at the top: the supervisor does without torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    # Its message may quote the words of a library.
     if isinstance(error, UserError):
         return False
     if isinstance(error, RuntimeError) and _ON_DEVICE.search(str(error)):
@@ -81,5 +85,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_line(text: str) -> str | None:
-    """The line of a message or a log that says that a device has no memory left."""
+    """First line of a text that says that a device is out of memory; None: there is none."""
     return next((line.strip() for line in text.splitlines() if _ON_DEVICE.search(line)), None)

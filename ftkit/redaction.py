@@ -13,6 +13,7 @@ REMOVED = "***"
 _SCHEME = r"\b[a-z][a-z0-9+.-]{0,30}://"
 _USER = re.compile(rf"({_SCHEME})([^\s\"<>/?#]{{1,999}})@", re.IGNORECASE)
 """The part of a url before its host, up to the last @: passwords may hold that unescaped."""
+# Digits up to a slash are a port: http://host:8080/name@version has no password.
 _PASSWORD = re.compile(
     rf"({_SCHEME})[^\s\"<>/?#:@]{{0,99}}:(?!\d+[/?#])[^\s\"<>@]{{1,999}}@", re.IGNORECASE
 )
@@ -29,14 +30,15 @@ _ASSIGNMENT = re.compile(r"((?:AccountKey|SharedAccessSignature)=)[^;\s\"'<>]+",
 _HEADER = re.compile(
     r"(\bAuthorization[\"']?\s?[:=]\s?[\"']?(?:Bearer|Basic)\s)[^\s\"']+", re.IGNORECASE
 )
+# Access tokens of the Hugging Face hub.
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 
 def redacted(text: str) -> str:
-    """The text without what opens something: users and passwords in urls, signatures, tokens.
+    """The text without secrets: users and passwords in urls, signatures and tokens.
 
-    A user without a password is kept where the scheme is not of the web, as in ssh://git@host: it
-    is a name.
+    A user without a password is kept in urls other than http and https, as in ssh://git@host: it is
+    only a name.
     """
     if "@" in text:
         text = _USER.sub(_without_user, text)
@@ -61,6 +63,7 @@ class _RedactedOutput(io.TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         super().write(redacted(text))
+        # The length of the caller's text, all of which is done with.
         return len(text)
 
 
@@ -76,5 +79,6 @@ def redacted_output(stream: TextIO) -> TextIO:
 
 
 def _without_user(found: re.Match[str]) -> str:
+    # In http urls a token may stand alone, as in https://TOKEN@github.com.
     is_secret = ":" in found[2] or found[1].lower() in ("http://", "https://")
     return f"{found[1]}{REMOVED}@" if is_secret else found[0]

@@ -20,7 +20,7 @@ from ftkit.utils.progress import print_notice
 
 
 class Conversation:
-    """Messages so far; without a chat template every prompt stands alone."""
+    """The messages so far; without a chat template every prompt stands alone."""
 
     def __init__(self, responder: Responder) -> None:
         """Start a conversation.
@@ -40,7 +40,7 @@ class Conversation:
             longest: tokens to leave room for.
 
         Raises:
-            UserError: the chat template does not take the conversation.
+            UserError: the chat template does not accept the conversation.
         """
         if not self.has_history:
             return self._responder.prompt_of(Question(text=text))
@@ -49,6 +49,8 @@ class Conversation:
         while True:
             question = Question(text=text, messages=tuple(self._messages))
             prompt = self._responder.prompt_of(question)
+            # The question itself always stays: if it alone is too long, `Responder.stream` refuses
+            # it.
             if len(prompt) <= room or len(self._messages) < 3:
                 return prompt
             # A question goes with its answer.
@@ -73,7 +75,7 @@ def chat(result: Result, options: ChatOptions) -> int:
         options: how it answers.
 
     Raises:
-        UserError: something is missing, or does not fit.
+        UserError: something is missing, or options contradict each other.
     """
     responder = Responder(start_session(result, options), options)
     conversation = Conversation(responder)
@@ -102,6 +104,7 @@ def chat(result: Result, options: ChatOptions) -> int:
             _print_aside(str(error))
             continue
         except KeyboardInterrupt:
+            # What was shown of the answer stays in the history.
             _print_aside(" (stopped)")
         conversation.answered(answer.text)
         print(flush=True)
@@ -109,7 +112,7 @@ def chat(result: Result, options: ChatOptions) -> int:
 
 
 def _chat_in_json(conversation: Conversation, responder: Responder, max_new_tokens: int) -> int:
-    """Answer lines of JSON with lines of JSON; the first one says whether turns are remembered."""
+    """Answer lines of JSON with lines of JSON; the first one says whether there is a history."""
     _print_json(history=conversation.has_history)
     while True:
         try:

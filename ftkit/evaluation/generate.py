@@ -35,13 +35,14 @@ def generate(result: Result, options: GenerateOptions) -> int:
         options: prompts, how to answer them, and where answers go.
 
     Raises:
-        UserError: something is missing, or does not fit.
+        UserError: something is missing, or options contradict each other.
     """
     records = _records(options)
     _check_shapes(records, options)
     results = [result]
     if options.compare_base:
         results.insert(0, base_result(result, options.base))
+    # Answers are streamed unless they are collected for a file, for JSON or for two columns.
     live = options.format == "table" and options.out is None and not options.compare_base
     answers = [_answer_all(one, records, options, live=live) for one in results]
     entries: list[dict[str, object]] = [
@@ -62,14 +63,14 @@ def generate(result: Result, options: GenerateOptions) -> int:
 
 
 def shown(text: str) -> str:
-    """Make a text of a model safe for a terminal; a file gets it as it is."""
+    """Make a text of a model safe for a terminal; files and pipes get it unchanged."""
     return printable(text) if sys.stdout.isatty() else text
 
 
 def _answer_all(
     result: Result, records: Sequence[Record], options: GenerateOptions, *, live: bool
 ) -> list[Answer]:
-    """The answers of one result, which is in memory only as long as this takes."""
+    """Answer all prompts with one result, which is freed from memory at the end."""
     responder = Responder(start_session(result, options), options)
     if responder.notice is not None:
         print_notice(responder.notice, sys.stderr)
@@ -112,10 +113,12 @@ def _records(options: GenerateOptions) -> list[Record]:
         return [record if options.input is None else record | {"input": options.input}]
     assert options.prompts is not None
     file = options.prompts.expanduser()
+    # In a .txt file each line is a prompt; other formats hold records.
     if (kind := format_of(file)) is not None and kind is not FORMATS[".txt"]:
         return read_records(file, answered=False)
     try:
         # Not splitlines(), which also cuts at separators that prompts may hold.
+        # utf-8-sig drops the byte order mark that editors on Windows write.
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {file} cannot be read ({error}). Name a text file.") from None
@@ -151,7 +154,7 @@ def _write(out: Path, entries: Sequence[dict[str, object]]) -> None:
 def _compare(
     records: Sequence[Record], answers: Sequence[Sequence[Answer]], results: Sequence[Result]
 ) -> None:
-    """The answers side by side, in a column for each result."""
+    """Show the answers side by side, in a column for each result."""
     with Display(None) as display:
         for i, record in enumerate(records):
             table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

@@ -39,7 +39,7 @@ from ftkit.models.generation import Sampling
 from ftkit.runs.report.answers import TaskResult
 
 FEW_SHOT_SEED = 1234
-"""Seed for examples in prompts, numpy and torch, as the harness has it; Python's is 0 there."""
+"""Default of the harness for examples in prompts, numpy and torch; its seed for Python is 0."""
 _GENERATION = ("do_sample", "max_gen_toks", "temperature", "top_k", "top_p", "until")
 """Keys of generation_kwargs that are supported."""
 _MAY_LOAD = ("data_dir", "data_files", "revision")
@@ -133,6 +133,7 @@ class TaskSet:
         return list(self._read(found))
 
     def _read(self, found: Mapping[str, Any]) -> Iterator[TaskResult]:
+        # A key is METRIC,FILTER; one without a comma is no score: name, alias, number of samples.
         for name, values in {**found["results"], **found.get("groups", {})}.items():
             of_tasks = [name] if name in self._tasks else self._groups[name].get_all_tasks()
             names = [one if isinstance(one, str) else one.task_name for one in of_tasks]
@@ -142,6 +143,7 @@ class TaskSet:
                 is_number = isinstance(value, int | float | np.number)
                 if not comma or metric.endswith("_stderr") or not is_number:
                     continue
+                # Tasks of a group may disagree; then the direction is unknown.
                 higher = {found["higher_is_better"].get(one, {}).get(metric) for one in names}
                 yield TaskResult(
                     task=name,
@@ -168,7 +170,7 @@ class TaskSet:
 class _CheckedTask(ConfigurableTask):  # type: ignore[misc]
     """A task of the harness that runs no program for its metrics or data.
 
-    Files are checked one by one before; this sees what their settings and those of groups make.
+    `find_tasks` has checked each file alone; this checks settings after those of groups are merged.
     """
 
     def __init__(self, *arguments: Any, config: dict[str, Any] | None = None, **more: Any) -> None:
@@ -186,11 +188,12 @@ class _CheckedTask(ConfigurableTask):  # type: ignore[misc]
         super().__init__(*arguments, config=config, **more)
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Load the data, if they are of a kind that runs nothing."""
-        # Code of a trusted directory; find_tasks has refused all other.
+        """Load the data, if they are of a kind that runs no code."""
+        # Code of a trusted directory: find_tasks has refused any other.
         if callable(self.config.custom_dataset):
             super().download(dataset_kwargs)
             return
+        # The builder is only resolved here, before `super().download` reads with it.
         given = {key: (dataset_kwargs or {}).get(key) for key in _MAY_LOAD}
         builder = datasets.load_dataset_builder(self.DATASET_PATH, self.DATASET_NAME, **given)
         kind = type(builder).__module__.rpartition(".")[2]
@@ -216,7 +219,7 @@ def _load(manager: TaskManager, name: str) -> Any:
 
 
 def _set_few_shot(task: Task, count: int | None) -> None:
-    """Set the examples in each prompt, by the harness's rule: a task that says 0 keeps it."""
+    """Set the examples in each prompt, by the harness's rule: a task that has 0 keeps it."""
     own = task.get_config("num_fewshot")
     if own is None or (count is not None and own != 0):
         task.set_config(key="num_fewshot", value=count or 0)
@@ -277,6 +280,7 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         # As in the harness: texts that are too long lose their beginnings.
+        # One more than the context: the last token is only predicted and never an input.
         most = self._context_length + 1
         return self._scorer.log_likelihoods(
             [((before + after)[-most:], len(after)) for _, before, after in requests]
@@ -287,6 +291,8 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
     ) -> list[float]:
         windows, owners = [], []
         for number, request in enumerate(requests):
+            # Windows as the harness's own class for transformers cuts them, so that perplexities
+            # agree.
             rolling = lm_eval.utils.get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
@@ -352,9 +358,9 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
 
 
 def _confine_harness() -> None:
-    """Have the harness make tasks that are checked, and render templates that reach no code.
+    """Have the harness make checked tasks, and render templates in a sandbox.
 
-    Its own environment lets a template call anything; the settings here are those of that one.
+    Its own Jinja environment lets a template call anything; this one has the same settings.
     """
     # The factory has no parameter for the class, so that its name there is replaced.
     lm_eval.tasks._factory.ConfigurableTask = _CheckedTask
@@ -377,9 +383,11 @@ def _quietly() -> Iterator[None]:
 @contextmanager
 def _seeded() -> Iterator[None]:
     """Seed as the harness's command does, and restore the random states of the training."""
+    # Evaluations run between training steps, which must not depend on them.
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     random.seed(0)
     np.random.seed(FEW_SHOT_SEED)
+    # torch.manual_seed would also seed the devices, whose states are not restored below.
     torch.default_generator.manual_seed(FEW_SHOT_SEED)
     try:
         yield

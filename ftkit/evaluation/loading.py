@@ -58,7 +58,7 @@ def plan_use(
     Args:
         result: what is to be used.
         accelerator: kind of device. Default: GPUs of NVIDIA or AMD where there are any.
-        precision: default: that of its run; of what no run made, 16 bits on GPUs and 32 on CPUs.
+        precision: default: that of its run; without a run, 16 bits on GPUs and 32 on CPUs.
 
     Raises:
         UserError: this machine does not support it.
@@ -86,9 +86,9 @@ def plan_use(
 
 
 def open_result(result: Result, base: str | None = None, option: str = "--base") -> BaseModel:
-    """The base model of an adapter; a model itself; of a checkpoint, the model without weights.
+    """Open the base model of an adapter, a model itself, or a checkpoint's model without weights.
 
-    It is tied if the weights of the result are.
+    Input and output embeddings are tied if they are in the result.
 
     Args:
         result: from `find_result`.
@@ -126,7 +126,7 @@ def with_extra_weights(
 
 
 def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
-    """The model that a result was made from."""
+    """Open the model that a result was made from."""
     name = base or result.base
     if name is None:
         raise UserError(
@@ -152,7 +152,7 @@ def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAdapter:
-    """An adapter that was read, and the model that it adapts, which has no numbers yet."""
+    """An adapter that was read, and the model that it adapts, which has no values yet."""
 
     base: BaseModel
     model: LanguageModel
@@ -176,7 +176,7 @@ def open_adapter(
         result: an adapter.
         dtype: number format of the parameters that are not quantised.
         compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
-        quantize: how the weights of the blocks are stored; None: as numbers.
+        quantize: how the weights of the blocks are stored; None: in `dtype`.
         base: where the base model is, if not where the run had it.
         option: of the command line, by which that is given.
 
@@ -198,7 +198,7 @@ def open_adapter(
 
 
 def full_weights(result: Result, base: BaseModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model or of a full fine-tune's checkpoint, by our names, one by one.
+    """Yield the weights of a model or of a full fine-tune's checkpoint, by our names.
 
     Args:
         result: no adapter.
@@ -235,7 +235,7 @@ def load_result(
         device: where it is to compute.
         dtype: number format of the parameters that are not quantised.
         compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
-        quantize: how the weights of the blocks are stored; None: as numbers.
+        quantize: how the weights of the blocks are stored; None: in `dtype`.
         base: where the base model is, if not where the run had it.
         progress: called with (parts done, parts in all).
 

@@ -39,9 +39,9 @@ class Question:
     """A conversation to answer, or a text to continue."""
 
     text: str
-    """The text itself; of a conversation, what was said last, for people."""
+    """The text itself; of a conversation, its last message, to be shown."""
     messages: tuple[Message, ...] = ()
-    """Empty: the text is the prompt."""
+    """Messages of a conversation; empty: the text is the prompt."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools that may be called."""
 
@@ -62,6 +62,7 @@ def question_of(record: Mapping[str, Any]) -> Question:
         if key in record:
             return Question(text=record[key])
     user = {"role": "user", "content": record["instruction"]}
+    # Not joined to the text here: a template may have its own place for it (see `with_input`).
     if record.get("input"):
         user["input"] = record["input"]
     system = system_message(record.get("sys_prompt"))
@@ -84,10 +85,10 @@ def prompt_text(question: Question, template: ChatTemplate, system: str | None =
     Args:
         question: with messages.
         template: how conversations are written.
-        system: said first, where the conversation does not begin with something of the kind.
+        system: system message of a conversation that does not begin with one.
 
     Raises:
-        UserError: the template does not take it.
+        UserError: the template does not accept the conversation.
     """
     messages = question.messages
     if messages[0]["role"] != "system":
@@ -109,13 +110,14 @@ def with_input(question: Question, template: ChatTemplate) -> Question:
         template: how conversations are written.
 
     Raises:
-        UserError: the template does not take it.
+        UserError: the template does not accept the conversation.
     """
     *before, last = question.messages
     if "input" not in last:
         return question
     without = {key: value for key, value in last.items() if key != "input"}
     bare = dataclasses.replace(question, messages=(*before, without))
+    # Only rendering shows whether a template uses the key.
     if prompt_text(bare, template) != prompt_text(question, template):
         return question
     user = without | {"content": f"{last['content']}\n\n{last['input']}"}
@@ -129,6 +131,7 @@ def check_system(template: ChatTemplate, system: str) -> None:
         UserError: the template has no place for it.
     """
     question = Question(text="a", messages=({"role": "user", "content": "a"},))
+    # Only rendering shows whether a template uses it.
     if prompt_text(question, template, system) == prompt_text(question, template):
         raise UserError(
             f"--system: the chat template {template.name} leaves out the system message. Leave out "
@@ -142,15 +145,15 @@ class Prompting:
 
     template: ChatTemplate
     origin: Literal["trained", "model", "name", "option"]
-    """Origin of the template. trained: of the run. model: it came with the model. name: of LitGPT
-    for models of this name. option: named for this use."""
+    """Origin of the template. trained: of the run. model: it came with the model. name: LitGPT's
+    for models of this name. option: chosen on the command line."""
     end_ids: frozenset[int]
-    """Tokens that end what the model says, as it was trained or as its settings have it."""
+    """Tokens that end an answer, as the model was trained or as its settings have it."""
     style: AnyStyle | None = None
-    """Prompt style that the template was made of."""
+    """Prompt style that the template was made from."""
 
     def stop_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The tokens that end an answer: EOS, and those of the style and of the model."""
+        """Tokens that end an answer: EOS, and those of the style and of the model."""
         found = self.end_ids | {tokenizer.eos_id}
         stops = () if self.style is None else self.style.stops
         ids = (tokenizer.token_id(stop) for stop in stops)
@@ -172,11 +175,11 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
         base: its tokenizer and settings.
 
     Raises:
-        UserError: a file that says it cannot be read.
+        UserError: a file that holds it cannot be read.
     """
     directory = result.template_directory
-    # The template beside the result, not what its recipe would come to: the data need not be here,
-    # and other programs prompt by it too.
+    # The template beside the result, not the one that its recipe resolves to: the data need not be
+    # here, and other programs use this one too.
     if directory is not None and (source := template_of(directory)) is not None:
         name = f"of {result.name}"
         template = ChatTemplate(source, name, base.tokenizer.special_tokens)
@@ -208,6 +211,7 @@ def prompting_for(
         return in_style(resolve_prompt_style(options.prompt_style), base, "option")
     if options.chat_template is not None:
         template = resolve_chat_template(options.chat_template, base.tokenizer, "chat_template")
+        # The model may still end as it was trained to, whatever template it is prompted in.
         end_ids = prompting.end_ids | _ends_of(template, base)
         return Prompting(template=template, origin="option", end_ids=end_ids)
     return prompting
@@ -227,7 +231,7 @@ def in_style(
 
 
 def _old_style(result: Result) -> AnyStyle | None:
-    """The style of a result that has no template of its own: of its run, or of LitGPT's file."""
+    """Prompt style of a result without a template of its own: of its run, or of LitGPT's file."""
     if result.recipe is not None:
         return data_source(result.recipe.data).prompt_style()
     file = result.directory / PROMPT_STYLE
@@ -240,7 +244,7 @@ def _old_style(result: Result) -> AnyStyle | None:
 
 
 def _style_of(template: ChatTemplate, result: Result, base: BaseModel) -> AnyStyle | None:
-    """The prompt style that a template was made of; None: of none that is known."""
+    """Prompt style that a template was made from; None: it was made from no known style."""
     style = _old_style(result)
     if style is None or template_of_style(style, base.tokenizer).source != template.source:
         return None
@@ -248,12 +252,12 @@ def _style_of(template: ChatTemplate, result: Result, base: BaseModel) -> AnySty
 
 
 def _ends_of(template: ChatTemplate, base: BaseModel) -> frozenset[int]:
-    """The end tokens that a model came with, and what ends turns in a template."""
+    """End tokens that a model came with, and those that end turns in a template."""
     renderer = ChatRenderer(base.tokenizer, template, train_on="assistant")
     return _own_ends(base) | renderer.stop_ids
 
 
 def _own_ends(base: BaseModel) -> frozenset[int]:
-    """The end tokens that a model came with."""
+    """End tokens that a model came with; EOS if it has no list of them."""
     known = frozenset() if base.directory is None else end_tokens(base.directory)
     return known or frozenset({base.tokenizer.eos_id})

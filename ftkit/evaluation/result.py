@@ -48,7 +48,7 @@ class Result:
     """A model that can answer: an adapter, a model directory or a checkpoint."""
 
     name: str
-    """Name as it was given."""
+    """The name or path that it was found by."""
     kind: Literal["adapter", "model", "checkpoint"]
     """adapter: a PEFT adapter on a base model. model: a Hugging Face or LitGPT directory.
     checkpoint: a full fine-tune, whose weights lie in the shards of a checkpoint."""
@@ -59,7 +59,7 @@ class Result:
     recipe: Recipe | None = None
     """Recipe of its run."""
     metadata: Metadata | None = None
-    """Metadata of the checkpoint that is meant, or of the newest of its run."""
+    """Metadata of the chosen checkpoint, or of the newest one of its run."""
     precision: Precision | None = None
     """Number format in which its run computed."""
     noted_fingerprint: str | None = None
@@ -103,13 +103,15 @@ def find_result(name: str) -> Result:
             (converted or downloaded if need be) or ``embedded:NAME``.
 
     Raises:
-        UserError: it is nothing of these, or damaged.
+        UserError: it is none of these, or damaged.
     """
     path = fetch_result(name) if is_url(name) else Path(name).expanduser()
     if path.is_dir():
+        # Path(".").parent is "." again, so that the run around such a path would not be found.
         return _in_directory(name, path.resolve() if path.name in ("", "..") else path)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return Result(name=name, kind="model", directory=find_or_download(name))
+    # ORG/NAME is a misspelt path and no hub name if a directory ORG is here.
     is_local = path.exists() or path.is_absolute() or Path(path.parts[0]).is_dir()
     if is_local and not _is_downloaded(name):
         what = (
@@ -159,6 +161,7 @@ def _in_directory(name: str, directory: Path) -> Result:
         return _model(name, directory, _run_around(directory))
     place = find(directory)
     run = RunDirectory(directory)
+    # A checkpoint has a recipe too, but also metadata.
     if run.recipe.exists() and not (directory / METADATA).exists():
         final = run.final
         if (final / ADAPTER_CONFIG).exists():
@@ -181,7 +184,7 @@ def _is_model(directory: Path) -> bool:
 
 
 def _run_around(directory: Path) -> Path | None:
-    """Find the run or checkpoint that a result lies in; None: it stands alone."""
+    """Find the run or checkpoint that a result lies in; None: it lies in none."""
     inside = directory.resolve()
     run = RunDirectory(inside.parent)
     is_part = inside in (run.final, run.path / ADAPTER) and run.recipe.is_file()
@@ -228,10 +231,10 @@ def _model(name: str, directory: Path, run: Path | None) -> Result:
 
 
 def _checkpoint(name: str, directory: Path) -> Result:
-    """A checkpoint, whole as far as names and sizes tell, its small files also by checksum.
+    """Find a checkpoint, and check names and sizes of its files, and checksums of the small ones.
 
-    Of shards at a url the blocks that are read are verified then; one without their checksums is
-    read as a whole here.
+    Blocks of shards at a url are verified when they are read; a shard without checksums of its
+    blocks is read and verified as a whole here.
     """
     fetch_without_shards(directory)
     problems = misnamed(directory) or check_files(directory)
@@ -268,6 +271,7 @@ def _of_run(result: Result, run: Path | None) -> Result:
     recipe = read_recipe([run / RECIPE], method=method)
     precision = recipe.precision
     if metadata is not None:
+        # The recipe may leave the precision to the device.
         precision = cast(Precision, metadata.layout.precision)
     elif (report := _report(run)) is not None and report.resolved is not None:
         precision = cast(Precision, report.resolved.precision)

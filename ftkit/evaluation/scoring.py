@@ -11,8 +11,10 @@ from ftkit.recipe.own_metric import LoadedMetric, OwnMetric
 
 EXACT_MATCH = "exact_match"
 DEFAULT_RECORDS = 100
-"""Records that are answered where no number is given."""
+"""Records to answer if no number is given."""
 _WITHOUT_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+# A character of these scripts with its marks, or a run of other letters, marks and digits. V1 of
+# the package regex has differences of sets (--), which re lacks.
 _WORD = regex.compile(
     rf"[{_WITHOUT_SPACES}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]--[{_WITHOUT_SPACES}]]+", regex.V1
 )
@@ -26,7 +28,7 @@ class Metric:
     records: int
     """How many are scored."""
     score: Callable[[str, str, Mapping[str, Any], int], float]
-    """Takes an answer, the expected one, the record and its place."""
+    """Takes an answer, the expected one, the record and its index."""
     own: OwnMetric | None = None
     """The user's function that computes it; None: it is one of ftkit's."""
 
@@ -78,7 +80,7 @@ class Scoring:
         self.whole_records = max(rouge_l, own_records)
         """Records whose answers are generated to their end."""
         self.max_new_tokens = max_new_tokens
-        """Most tokens of such an answer."""
+        """Most tokens of an answer that is generated to its end."""
         metrics = [
             Metric(name=EXACT_MATCH, records=exact_match, score=_equal),
             Metric(name="rouge_l", records=rouge_l, score=_rouge_l),
@@ -119,6 +121,7 @@ def rouge_l(answer: str, expected: str) -> float:
 
 
 def _words(text: str) -> list[str]:
+    # Full-width letters and ligatures then equal their plain forms.
     return _WORD.findall(unicodedata.normalize("NFKC", text.lower()))
 
 

@@ -98,7 +98,7 @@ class Answer:
 
     @property
     def speed_text(self) -> str:
-        """Tokens, time and speed in words."""
+        """Tokens, time and speed as a text."""
         speed = self.tokens / self.seconds if self.seconds else 0.0
         return f"{self.tokens:,} tokens in {self.seconds:.1f} s, {speed:.1f} tokens/s"
 
@@ -120,12 +120,14 @@ class Responder:
         self._session, self._options = session, options
         base, prompting = session.loaded.base, session.loaded.prompting
         self.prompting = prompting_for(prompting, options, base)
-        """None: texts are prompts as they are."""
+        """Template and end tokens; None: texts are used as prompts unchanged."""
         self.tokenizer: Tokenizer = base.tokenizer
         self.context_length = base.architecture.context_length
         """Most tokens of prompt and answer together."""
         if self.prompting is not None and options.system is not None:
             check_system(self.prompting.template, options.system)
+        # Raw text still ends where the model was trained to end, but not at the stops of a prompt
+        # style.
         ends = self.prompting or dataclasses.replace(prompting, style=None)
         self._stop_ids = ends.stop_ids(self.tokenizer)
 
@@ -143,11 +145,13 @@ class Responder:
         """Encode a question as token ids, [length].
 
         Raises:
-            UserError: the chat template does not take it.
+            UserError: the chat template does not accept it.
         """
         if self.prompting is None or not question.messages:
             return self.tokenizer.encode(question.text)
         template = self.prompting.template
+        # As in training: a prompt style takes the input apart, other templates as part of the
+        # message.
         if self.prompting.style is None:
             question = with_input(question, template)
         text = prompt_text(question, template, self._options.system)
@@ -190,6 +194,7 @@ class Responder:
             piece = stream.add(token)
             answer.text += piece
             answer.tokens += 1
+            # After each token, because the caller may stop the stream at any of them.
             answer.seconds = time.perf_counter() - start
             if piece:
                 yield piece

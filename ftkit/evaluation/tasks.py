@@ -1,10 +1,10 @@
 """Tasks of the lm-evaluation-harness by name or path: found and checked before anything runs.
 
-The harness's own index is not used for this. It parses all 14,000 files of the harness whichever
-task is meant, which takes 6 s of CPU time and 250 MB beside 1 s of imports, in the supervisor of a
-run as on its rank; here it takes 0.4 s. And what follows `!function` is imported as soon as the
-harness reads a file for use, or becomes a plain text that nothing tells from others. Here it stays
-a name that can be refused.
+The harness's own index is not used for this. It parses all 14,000 files of the harness, whichever
+task is named, which takes 6 s of CPU time and 250 MB beside 1 s of imports, in the supervisor of a
+run as on its rank; here it takes 0.4 s. Also, what follows `!function` is imported as soon as the
+harness reads a file for use, or becomes a plain text like any other. Here it stays a name that can
+be refused.
 """
 
 import functools
@@ -25,6 +25,7 @@ EXTRA = "pip install 'ftkit[tasks]'"
 TRUST = "--trust_task_code"
 """The option that names the directory whose code may run; no recipe can hold it."""
 _SUFFIXES = (".yaml", ".yml")
+# Names at the start of a line. They only find candidates: `file_of` and `tagged` parse these.
 _NAMED = re.compile(rb"^[\"']?(?:task|group)[\"']? *: *[\"']?([^\s\"'#\[{]+)[\"']?", re.MULTILINE)
 _INCLUDE = re.compile(
     rb"^[\"']?include[\"']? *:((?:[^\S\n]*\S+[^\S\n]*$|(?:\n *- +\S+)+))", re.MULTILINE
@@ -89,12 +90,12 @@ def _harness_folder(key: str) -> "_Folder":
 
 @functools.cache
 def _installed(root: Path) -> "_Folder":
-    """A folder of installed files, which do not change while the process runs."""
+    """Folder of installed files, which is cached: they do not change while the process runs."""
     return _Folder(root)
 
 
 class _Search:
-    """The search for what one name or path stands for, and for all that this consists of."""
+    """The search for what one name or path stands for, and for all its members."""
 
     def __init__(
         self, found: TaskFiles, harness: "_Folder", key: str, trusted: Path | None
@@ -104,7 +105,7 @@ class _Search:
         self._members: set[str] = set()
 
     def add(self, name: str) -> None:
-        """Add what a name or path stands for to what was found."""
+        """Find what a name or path stands for, and add it to the files found so far."""
         path = Path(name).expanduser()
         if path.suffix in _SUFFIXES or "/" in name or path.is_dir():
             self._add_path(path)
@@ -162,8 +163,9 @@ class _Search:
     def _visit(
         self, file: Path, folder: "_Folder", above: tuple[Path, ...]
     ) -> tuple[str, list[str]]:
-        """Check a file and those of its members; its name, and all tasks in it."""
+        """Check a file and those of its members; return its name and all its tasks."""
         values = read_task_file(file, folder.root)
+        # A file with a class is a task, also with a group: the harness looks for the class first.
         is_group = "group" in values and "class" not in values
         name = str(values["group"]) if is_group else values.get("task")
         if not isinstance(name, str):
@@ -213,7 +215,7 @@ class _Search:
 
 
 class _Folder:
-    """Task files below a directory; of thousands, those that may be meant are parsed."""
+    """Task files below a directory; of thousands, only candidates are parsed."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -228,7 +230,7 @@ class _Folder:
         return sorted(files, key=lambda file: file.as_posix())
 
     def file_of(self, name: str) -> Path | None:
-        """The file that defines a task or group."""
+        """Find the file that defines a task or group; None: there is none."""
         for file in self._by_name.get(name, ()):
             values = self._values_or_none(file)
             if name in (values.get("group"), values.get("task")):
@@ -236,11 +238,12 @@ class _Folder:
         return None
 
     def tagged(self, tag: str) -> list[str]:
-        """Names of the tasks with a tag, which a file may have from one that it includes."""
+        """Names of the tasks with a tag; a file may have its tags from one that it includes."""
         # Parsing is the slow part: only files that hold the word, or include one that does, are
         # parsed.
         held = {f for f, text in self._contents.items() if b"tag" in text and tag.encode() in text}
         before = 0
+        # Included files may include others.
         while len(held) > before:
             before, names = len(held), {file.name for file in held}
             held |= {file for file, included in self._includes.items() if included & names}
@@ -258,6 +261,7 @@ class _Folder:
         """Every file that is YAML or may be included by one."""
         found = {}
         for file in sorted(self.root.rglob("*"), key=lambda file: file.as_posix()):
+            # Such as _default_template_yaml, which files of the harness include.
             is_template = "yaml" in file.name and file.suffix not in (".py", ".pyc")
             if (file.suffix in _SUFFIXES or is_template) and file.is_file():
                 found[file] = file.read_bytes()
@@ -268,6 +272,7 @@ class _Folder:
         """Names of the files that a file includes, if any."""
         found = {}
         for file, content in self._contents.items():
+            # Includes are compared by file name: a wrong candidate only costs time.
             if match := _INCLUDE.search(content):
                 found[file] = {Path(word.strip("\"'")).name for word in match[1].decode().split()}
         return found
@@ -350,7 +355,7 @@ def _read(file: Path, root: Path, includers: tuple[Path, ...]) -> dict[str, Any]
         if not included.is_relative_to(root):
             raise UserError(f"{file} includes {name}, which lies outside of {root}. Copy it there.")
         merged |= _read(included, root, (*includers, file))
-        # The list belongs to the file that it stands in.
+        # As in the harness: the list defines tasks of that file only.
         merged.pop("task_list", None)
     return merged | values
 
@@ -404,7 +409,7 @@ def check_settings(name: str, values: Mapping[str, Any], trusted: Path | None, f
 
 
 def check_supported(name: str, values: Mapping[str, Any]) -> None:
-    """Refuse settings that ftkit does not support whoever is trusted.
+    """Refuse settings that ftkit does not support, also in trusted directories.
 
     Args:
         name: of the task.

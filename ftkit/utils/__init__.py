@@ -1,1 +1,1 @@
-"""Utilities that know nothing of training: files, processes, hardware, units."""
+"""Utilities that are independent of training: files, processes, hardware, units."""

@@ -28,10 +28,11 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"result": function(*request["arguments"])}
     except UserError as error:
         return {"error": str(error), "is_damaged": isinstance(error, DamagedFile)}
+    # A message and no traceback: a file that exhausts the limits is refused like a damaged one.
     except OutOfTime:
         most = f"{request['seconds']:.0f} s of processor time"
     except Exception as error:
-        # torch raises RuntimeError with these words.
+        # torch raises a RuntimeError with these words.
         if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
             raise
         most = f"{request['memory_bytes'] / 2**30:.1f} GiB of memory"
@@ -44,7 +45,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _serve(parent: int, descriptor: int) -> None:
+    # First: a parent that is killed meanwhile leaves no orphan.
     die_with_parent(parent)
+    # A crash at the limits is expected here: it leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     without_hub_kernels()
     postpone_modules()
@@ -57,6 +60,7 @@ def _serve(parent: int, descriptor: int) -> None:
         with without_limits():
             sys.stdout.flush()
             exchange.seek(0)
+            # The request may be longer than the answer.
             exchange.truncate()
             exchange.write(json.dumps(answer).encode())
 
@@ -66,6 +70,6 @@ if __name__ == "__main__":
         _serve(int(sys.argv[1]), int(sys.argv[2]))
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # of what reads our output: see ftkit.cli.app
+    except BrokenPipeError:  # the reader of our output has ended: see ftkit.cli.app
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        sys.exit(141)  # as if SIGPIPE had ended it: 128 + 13

@@ -1,8 +1,7 @@
-"""Readers of files that nobody vouches for, in a child process that cannot take all of the machine.
+"""Readers of untrusted files, in a child process with limits on time and memory.
 
-A file of a few bytes can demand terabytes of memory, or hours. Sizes are compared with the file
-wherever a reader meets them; what a reader overlooks, or a library does inside, ends at these
-limits.
+A file of a few bytes can demand terabytes of memory, or hours. Readers compare the sizes in a file
+with the file's own; what a reader overlooks, or a library does inside, ends at these limits.
 """
 
 import json
@@ -25,7 +24,7 @@ from ftkit.utils.process import PassingOn
 from ftkit.utils.progress import get_verbosity
 
 _KILL_AFTER_S = 5.0
-"""Between the exception at the limit and the end of a process that never gets to raise it."""
+"""Processor time between the exception at the limit and the end by the kernel."""
 
 
 class OutOfTime(BaseException):
@@ -52,17 +51,20 @@ def set_limits(seconds: float, memory_bytes: int) -> None:
     signal.signal(signal.SIGPROF, raise_out_of_time)
     # Processor time, not wall-clock time: a slow disk is no attack.
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + _KILL_AFTER_S)  # whose signal nobody handles
+    # SIGVTALRM has no handler, so that the kernel ends the process.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + _KILL_AFTER_S)
     if (taken := _data_bytes()) is not None:
         _set_data_limit(taken + memory_bytes)
 
 
 @contextmanager
 def without_limits() -> Iterator[None]:
-    """Lift the limits in the block, and leave them as far away after it as they were before."""
+    """Lift the limits in the block; after it, as much time and memory is left as before it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # Only the soft limit is ever lowered: equal ones mean that there is none.
     before = _data_bytes()
     timers = (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL)
+    # setitimer returns the time that was left.
     left = [signal.setitimer(timer, 0)[0] for timer in timers]
     if soft != hard:
         _set_data_limit(hard)
@@ -90,20 +92,21 @@ def _set_data_limit(limit_bytes: int) -> None:
 
 
 def _data_bytes() -> int | None:
-    """Bytes that count for RLIMIT_DATA now; None: the system does not say."""
+    """Bytes that count for RLIMIT_DATA now; None: the system does not tell."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
+    # The kernel's kB are KiB.
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), None)
 
 
-# A fresh interpreter with torch takes a few of them.
+# A new interpreter that imports torch takes a few seconds.
 _BASE_SECONDS = 20.0
 _BASE_BYTES = 2**30
 """Limits of a reader, beside the part that is proportional to its file's size."""
 _BYTES_PER_SECOND = 10e6
-"""Slower reading than this is not justified by a file's size. Parsing and hashing are faster."""
+"""Slowest reading that a file's size justifies. Parsing and hashing are faster."""
 _BYTES_PER_BYTE = 4
 """Bytes of memory for each byte of a file: torch maps files so that they count once; old formats
 are read whole and converted; Python's objects for short texts are several times as large."""
@@ -130,8 +133,8 @@ def confined(
         function: as "package.module:name". Its module is imported before the limits hold.
         arguments: values that JSON can express, paths as text.
         file: what the function reads, a file or a directory; its size raises both limits.
-        seconds: of processor time, beside what the size justifies.
-        memory_bytes: of anonymous memory, beside what the size justifies.
+        seconds: of processor time, added to what the size justifies.
+        memory_bytes: of anonymous memory, added to what the size justifies.
         stdin: the standard input of the child; None: an empty one.
         shows_output: whether the child prints where this process does. Otherwise its output goes
             to the log of damaged files, and only if it fails.
@@ -156,6 +159,7 @@ def confined(
         "memory_bytes": memory_bytes + _BYTES_PER_BYTE * size,
         "verbosity": get_verbosity(),
     }
+    # Files and not pipes: nobody has to read them while the child runs, however much it writes.
     with tempfile.TemporaryFile() as exchange, tempfile.TemporaryFile() as output:
         exchange.write(json.dumps(request).encode())
         exchange.flush()
@@ -181,7 +185,7 @@ def confined(
 
 
 def checked_size(file: Path) -> int:
-    """The bytes of a file, or of all files in a directory.
+    """Size of a file, or of all files in a directory, in bytes.
 
     Raises:
         DamagedFile: one of them is a pipe, a device or the like, whose reading may never end.
@@ -193,7 +197,7 @@ def checked_size(file: Path) -> int:
 def _size_of(file: Path) -> int:
     try:
         status = file.stat()
-    except OSError:  # a link to nothing, or gone meanwhile: whoever opens it says so
+    except OSError:  # a link to nothing, or removed meanwhile: opening it fails with a message
         return 0
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise DamagedFile(f"{file} is a pipe or a device and not a file. Put a file there.")
@@ -201,7 +205,7 @@ def _size_of(file: Path) -> int:
 
 
 def _run(exchange: IO[bytes], stdin: IO[bytes] | None, output: IO[bytes] | None) -> int:
-    """Run the child until it ends; its exit code, negative where a signal has ended it."""
+    """Run the child until it ends; return its exit code, or the negative number of a signal."""
     with PassingOn(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
         child = subprocess.Popen(
             # -P: modules in the current directory are the user's, not ours
@@ -219,6 +223,7 @@ def _run(exchange: IO[bytes], stdin: IO[bytes] | None, output: IO[bytes] | None)
             signals.to(child)
             code = _wait(child, signals)
         finally:
+            # Also where an exception ends the wait; of a child that has ended both do nothing.
             child.kill()
             child.wait()
     if signal.SIGINT in signals.received:
@@ -232,7 +237,7 @@ def _wait(child: "subprocess.Popen[bytes]", signals: PassingOn) -> int:
     kill_at = None
     while True:
         try:
-            # Not without a timeout: a signal only sets a note, and does not end the wait.
+            # With a timeout, because a signal is only noted and does not end the wait.
             return child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             if signals.received and kill_at is None:

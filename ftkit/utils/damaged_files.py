@@ -1,4 +1,4 @@
-"""The guard at the border of every reader of files: any failure to read becomes one message."""
+"""The guard around every reader of files: any failure to read becomes one message."""
 
 import errno
 import os
@@ -20,15 +20,15 @@ _MOST_SHOWN = 200
 
 
 class DamagedFile(UserError):
-    """A file that does not hold what its format promises."""
+    """A file whose content does not follow its format."""
 
 
 @contextmanager
 def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "") -> Iterator[None]:
     """Turn whatever a reader raises into one `DamagedFile`, and log the original traceback.
 
-    Only parsing belongs inside: a mistake of ours in there is reported as a damaged file, and the
-    log (`traceback_log`) is the only place that shows it.
+    Only parsing belongs inside: an error in our own code would be reported as a damaged file, and
+    only the log (`traceback_log`) would show it.
 
     Args:
         file: what is read, as the user knows it.
@@ -37,14 +37,16 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         advice: what to do; the default is to get a fresh copy of the file.
 
     Raises:
-        DamagedFile: for any exception but two that pass through: a `UserError`, and what the
-            system says where it cannot map a file into memory.
+        DamagedFile: for any exception but two that pass through: a `UserError`, and an error of the
+            system that memory is exhausted.
     """
     try:
         yield
     except UserError:
         raise
     except OSError as error:
+        # The machine is out of memory and the file is sound: `is_out_of_memory` recognises this
+        # error.
         if error.errno == errno.ENOMEM:
             raise
         raise DamagedFile(
@@ -54,7 +56,7 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
         # Panics of libraries in Rust are not an `Exception`; their class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        # A file is mapped as long as it is: if that fails, it is memory that is missing.
+        # Libraries map a file with its actual length: this failure means that memory is missing.
         if os.strerror(errno.ENOMEM) in str(error):
             raise
         log_failure(file, "".join(traceback.format_exception(error)))
@@ -68,7 +70,7 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
 def require_regular(file: Path) -> None:
     """Refuse what would block a reader or never end: a pipe, a socket, a device, a directory.
 
-    A link to a regular file is one, as in a cache of the hub; a file that does not exist passes.
+    A link to a regular file counts as one, as in a cache of the hub; a missing file passes.
 
     Raises:
         DamagedFile: the path exists and is not a regular file.
@@ -83,15 +85,16 @@ def traceback_log() -> Path:
 
 
 def log_failure(file: Path | str, text: str) -> None:
-    """Add to the log what a library has said of a file that it could not read."""
+    """Add the error of a library that could not read a file to the log."""
     log = traceback_log()
     with suppress(OSError):  # a read-only home must not hide the message
         log.parent.mkdir(parents=True, exist_ok=True)
-        # The log and the one before it: at most 2 MiB and the newest failure.
+        # Two files are kept: at most 2 MiB and the newest failure.
         if log.exists() and log.stat().st_size > _MOST_LOG_BYTES:
             log.replace(log.with_suffix(".log.1"))
         with log.open("a", encoding="utf-8", errors="backslashreplace") as out:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {file}\n")
+            # The end of a traceback names the error.
             out.write(redacted(text)[-_MOST_TEXT:])
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# 256 KiB: the last report and the error of a rank take less.
+# The last report and the error of a rank take less than 256 KiB.
 _RESERVE_BYTES = 2**18
 CACHE_VARIABLE = "FTKIT_CACHE_DIR"
 
@@ -21,11 +21,12 @@ def cache_root() -> Path:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file at once: after a crash, it holds the new text or what it held before.
+    """Write a file atomically: after a crash, it holds the new text or what it held before.
 
     Raises:
-        OSError: and the file is as it was.
+        OSError: it cannot be written, and is unchanged.
     """
+    # The content reaches the disk before the rename, and the rename with the directory.
     _write_at_once(path, text, synced=True)
     sync(path.parent)
 
@@ -36,13 +37,14 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _write_at_once(path: Path, text: str, *, synced: bool) -> None:
-    # In the same directory, because a rename does not cross file systems; by process, because
-    # several may write the file.
+    # In the same directory, because a rename does not cross file systems. With the process id,
+    # because several processes may write the file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             if synced:
+                # A file system may put the rename on the disk before the content.
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -54,9 +56,10 @@ def make_reserve(path: Path) -> None:
     """Take space on a disk, for what `write_with_reserve` has to write when the disk is full.
 
     Raises:
-        OSError: there is none left.
+        OSError: the disk is full.
     """
-    path.write_bytes(os.urandom(_RESERVE_BYTES))  # what can be compressed takes no space
+    # Random, because a file system that compresses would hardly reserve space for zeros.
+    path.write_bytes(os.urandom(_RESERVE_BYTES))
 
 
 def write_with_reserve(write: Callable[[], object], reserve: Path) -> None:
@@ -78,13 +81,13 @@ def write_with_reserve(write: Callable[[], object], reserve: Path) -> None:
 
 @contextmanager
 def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A directory to fill, beside its place; after the block it is there, complete and synced.
+    """Make a directory to fill, which takes its place after the block, complete and synced.
 
-    If the block fails, or the program or the machine does, there is what was there before. What a
-    crash has left is cleared away by the next call.
+    If the block, the program or the machine fails, what was there before stays. The next call
+    removes what a crash has left.
 
     Args:
-        out: its place; empty or not there.
+        out: its place; an empty directory, or nothing.
         overwrite: replace what is there, after the block.
 
     Raises:
@@ -103,20 +106,23 @@ def new_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         if not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
         yield partial
+        # All content is on the disk before its name is there.
         for path in (*partial.rglob("*"), partial):
             sync(path)
+        # A directory can only be renamed onto an empty one, so the old one moves away first.
         if overwrite and out.exists():
             out.rename(replaced)
         partial.rename(out)
         sync(out.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
+        # While it is locked, so that no other process has begun to fill it.
         shutil.rmtree(partial, ignore_errors=True)
         os.close(descriptor)
 
 
 def discard_partial(out: Path) -> None:
-    """Remove what a process that was killed has left of `new_directory`."""
+    """Remove what a killed process has left of `new_directory`; not what another one fills."""
     partial = _partial(out)
     with suppress(OSError):
         descriptor = _locked(partial)
@@ -131,13 +137,13 @@ def _partial(out: Path) -> Path:
 
 
 def _locked(directory: Path) -> int:
-    """An open descriptor of a directory that no other process has locked so."""
+    """Lock a directory against other processes that call this; return its open descriptor."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # The kernel drops the lock with the process, so what a killed one has left can be taken
         # over.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever had it may have renamed or removed it just now.
+        # The process that held the lock may have renamed or removed it just now.
         if not directory.exists() or not os.path.samestat(os.fstat(descriptor), directory.stat()):
             raise BlockingIOError
     except OSError as error:
@@ -150,7 +156,7 @@ def _locked(directory: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with all in it, or a file or link, or nothing if there is none."""
+    """Remove a directory with its content, a file or a link; nothing happens if it is missing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -167,24 +173,26 @@ def sync(path: Path) -> None:
 
 
 def free_disk_bytes(place: Path) -> int:
-    """Free space where a file or directory is, or would be."""
+    """Free bytes on the disk where a file or directory is, or would be."""
+    # The nearest directory that exists is on the same disk.
     above = (place.absolute(), *place.absolute().parents)
     return shutil.disk_usage(next(path for path in above if path.exists())).free
 
 
 def widen_table(path: Path, columns: Sequence[str]) -> tuple[str, ...]:
-    """Give a CSV file the columns that it lacks, as the last ones, empty in the rows so far.
+    """Append columns that a CSV file lacks, empty in the rows so far.
 
     Args:
-        path: an existing file; a row that is not whole is dropped.
-        columns: that it is to have.
+        path: an existing file; an incomplete row is dropped.
+        columns: that it must have.
 
     Returns:
-        Its columns from then on; `columns`, where not even its header is whole.
+        Its columns from then on; `columns` if not even its header is complete.
 
     Raises:
-        OSError: the file cannot be written; it is as it was.
+        OSError: the file cannot be written, and is unchanged.
     """
+    # What follows the last line end is part of a row, whose writer was killed.
     header, *rows = path.read_bytes().split(b"\n")[:-1] or [b""]
     before = tuple(header.decode(errors="replace").split(",")) if header else ()
     further = [column for column in columns if column not in before]

@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> Hardware:
-    """The machine this process runs on."""
+    """Hardware of this machine, with the driver of its GPUs."""
     gpus, driver, cuda = _nvidia()
     return Hardware(
         cpu=_cpu_model(Path("/proc/cpuinfo")),
@@ -113,8 +113,10 @@ def host_memory(status: Path = Path("/proc/self/status")) -> HostMemory:
         for key, _, value in (line.partition(":") for line in lines)
         if key in ("VmRSS", "VmHWM", "RssAnon", "RssShmem")
     }
+    # RssAnon and RssShmem exist since Linux 4.5.
     if len(kib) < 4:
         return _host_memory_without_proc()
+    # The kernel's kB are KiB.
     return HostMemory(
         rss_bytes=kib["VmRSS"] * 1024,
         rss_anon_plus_shmem_bytes=(kib["RssAnon"] + kib["RssShmem"]) * 1024,
@@ -123,7 +125,7 @@ def host_memory(status: Path = Path("/proc/self/status")) -> HostMemory:
 
 
 class HostLimit(NamedTuple):
-    """Host memory that the processes of this machine, or of its container, may hold at most."""
+    """Most host memory that processes of this machine, or of its container, may hold."""
 
     memory_bytes: int
     """Memory without swap."""
@@ -137,10 +139,10 @@ def host_limit(
     membership: Path = Path("/proc/self/cgroup"),
     groups: Path = Path("/sys/fs/cgroup"),
 ) -> HostLimit:
-    """Host memory that each of some processes can hold at most, whatever others hold now.
+    """Most host memory that each of some processes can hold, whatever others hold now.
 
-    A process that needs more is killed, or is refused memory. Counted are the machine's memory,
-    the control groups of this process and those above them, and the limits of a single process.
+    A process that needs more is killed, or its allocations fail. The machine's memory counts, the
+    control groups of this process and those above them, and the limits of a single process.
 
     Args:
         processes: that share the memory of the machine, or of the container.
@@ -169,7 +171,7 @@ def host_limit(
 
 
 def available_host_bytes(processes: int = 1) -> int:
-    """Host memory that each of some processes may take now, limits counted and swap not.
+    """Host memory that each of some processes may take now, within its limits and without swap.
 
     Args:
         processes: that share the memory of the machine, or of the container.
@@ -179,20 +181,24 @@ def available_host_bytes(processes: int = 1) -> int:
 
 
 def _control_groups(membership: Path, groups: Path) -> Iterator[Path]:
-    """The control groups of memory of this process and those above, in versions 2 and 1.
+    """Yield the control groups of this process and those above, of versions 2 and 1.
 
-    In a container the path may be that of the host, which does not exist there: then the mounted
+    In a container the path may be the host's, which does not exist there: then the mounted
     directory is the container's own group.
     """
+    # Version 2 is mounted at the top; the controller of memory of version 1 in a directory of its
+    # own.
     own = {groups: "", groups / "memory": ""}
     with suppress(OSError, ValueError):
         for line in membership.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            # Lines are ID:CONTROLLERS:PATH; in version 2 the second is empty.
             if not controllers:
                 own[groups] = path
             elif "memory" in controllers.split(","):
                 own[groups / "memory"] = path
     for mounted, path in own.items():
+        # In a cgroup namespace the path of a group above begins with /.. .
         directory = Path(os.path.normpath(mounted / path.lstrip("/")))
         yield mounted
         while directory != mounted and directory.is_relative_to(mounted):
@@ -201,7 +207,7 @@ def _control_groups(membership: Path, groups: Path) -> Iterator[Path]:
 
 
 def _bytes_in(*files: Path) -> int | None:
-    """The number in the first of some files that holds one; None: absent, or "max"."""
+    """Read the number in the first of some files that holds one; None: absent, or "max"."""
     for file in files:
         with suppress(OSError, ValueError):
             return int(file.read_text())
@@ -209,9 +215,9 @@ def _bytes_in(*files: Path) -> int | None:
 
 
 def processes_killed_for_memory(counters: Path = Path("/proc/vmstat")) -> int | None:
-    """Number of processes that the kernel has killed for lack of memory since it started.
+    """Number of processes that the kernel has killed since it started because memory was exhausted.
 
-    Those of containers that reached their limit are among them. None: the kernel does not say.
+    It includes processes of containers that reached their limit. None: the kernel does not tell.
     """
     with suppress(OSError, ValueError):
         for line in counters.read_text().splitlines():
@@ -241,7 +247,7 @@ def _cpu_model(cpuinfo: Path) -> str | None:
 
 
 def _nvidia() -> tuple[list[InstalledGpu], str | None, str | None]:
-    """GPUs, driver and CUDA version; nothing where the library or a driver is missing."""
+    """Return GPUs, driver and CUDA version; nothing without the library or a driver."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -258,6 +264,7 @@ def _nvidia() -> tuple[list[InstalledGpu], str | None, str | None]:
         ]
         cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
         driver = _text(nvml.nvmlSystemGetDriverVersion())
+        # 12040 is CUDA 12.4.
         return gpus, driver, f"{cuda // 1000}.{cuda % 1000 // 10}"
     except nvml.NVMLError:
         return [], None, None
@@ -273,7 +280,7 @@ def _gpu_memory(nvml: Any, handle: Any) -> int | None:
 
 
 def _text(value: str | bytes) -> str:
-    """Older versions of nvidia-ml-py return bytes."""
+    """Return text: older versions of nvidia-ml-py give bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -298,4 +305,5 @@ class CpuUtilization:
 
     def _seconds(self) -> float:
         times = self._process.cpu_times()
+        # Children count from their end on: times(2).
         return float(times.user + times.system + times.children_user + times.children_system)

@@ -1,9 +1,9 @@
-"""Imports of heavy libraries: quick, silent, and without what nobody here uses.
+"""Imports of heavy libraries: quick, silent, and without the parts that ftkit does not use.
 
 Importing a module of a package runs the package's `__init__` first. That of Lightning imports its
-Trainer, torchmetrics and with that matplotlib, that of LitGPT all its commands, that of PEFT forty
-kinds of adapters: together they took a third of the time until a rank could begin, which uses of
-them `lightning.fabric`, `litgpt.model` and `peft.tuners.lora`.
+Trainer, torchmetrics and with it matplotlib, that of LitGPT all its commands, that of PEFT forty
+kinds of adapters: together they took a third of the time until a rank could begin, which only uses
+`lightning.fabric`, `litgpt.model` and `peft.tuners.lora` of them.
 """
 
 import functools
@@ -20,16 +20,18 @@ from types import ModuleType
 from typing import Any
 
 PACKAGES = ("lightning", "litgpt", "peft", "peft.tuners", "torchmetrics")
-"""Their modules are imported without the packages' own code, which runs when another name of theirs
-is used."""
+"""Packages whose modules are imported without the package's own code, which runs when another name
+of the package is used."""
 FUNCTIONS = ("litgpt.scripts.convert_hf_checkpoint", "litgpt.utils")
-"""Functions can be imported from them; their code runs when one is called. Seen in LitGPT 0.5.13:
-the network and the tokenizer import one function each, for files that ftkit reads by itself."""
+"""Modules from which functions can be imported without running them; their code runs when one is
+called. In LitGPT 0.5.13 the network and the tokenizer import one function each, for files that
+ftkit reads by itself."""
 _LISTING = "transformers.utils.import_utils"
-"""Lists the names of all 1,300 files of models when transformers is imported. It does so twice, as
-it remembers 128 folders and has 440, and line by line, though names stand last. Seen in 5.3.0. And
-it says whether scikit-learn and SciPy are there: generation with a second model and losses of
-boxes in pictures would import them, in a second and more, for what nobody here does."""
+"""Module that lists the names in all 1,300 files of models when transformers is imported. It does
+so twice, because its cache holds 128 folders and there are 440, and reads each file line by line,
+though the names are at its end. Seen in 5.3.0. It also tells whether scikit-learn and SciPy are
+installed: assisted generation and losses of object detection would import them, in more than a
+second, and ftkit uses neither."""
 
 # Reentrant: the code of a package imports other names of the same package.
 _LOCK = threading.RLock()
@@ -37,25 +39,22 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without looking for garbage, neither now nor later in what was imported.
-
-    It takes half of the time that importing torch, Lightning and transformers takes otherwise.
-    """
+    """Import without garbage collection, and exempt what was imported from later collections."""
     # Collections took half of the time: torch, Lightning and transformers in 3.4 s instead of 6.2 s
     # on one core, and a fifth of a run of short steps.
     gc.disable()
     try:
         yield
     finally:
-        # Nothing that was imported is garbage: later collections do not look at it.
+        # Nothing that was imported is garbage: later collections skip it.
         gc.freeze()
         gc.enable()
 
 
 def without_hub_kernels() -> None:
-    """Keep bitsandbytes from fetching native code from a hub, and running it, at import.
+    """Keep bitsandbytes from downloading native code from a hub and running it at import.
 
-    It does on some CPUs where the package `kernels` is installed: what a run computes would depend
+    It does so on some CPUs if the package `kernels` is installed: what a run computes would depend
     on that. The package is hidden from all libraries.
     """
     sys.modules["kernels"] = None  # type: ignore[assignment]  # importing it fails, as expected
@@ -65,7 +64,7 @@ def without_hub_kernels() -> None:
 
 @contextmanager
 def hidden(name: str) -> Iterator[None]:
-    """Have libraries find inside the block that a package is not installed; not if it is in use."""
+    """Hide a package from libraries inside the block, unless it is imported already."""
     hides = name not in sys.modules
     if hides:
         sys.modules[name] = None  # type: ignore[assignment]  # see without_hub_kernels
@@ -77,9 +76,9 @@ def hidden(name: str) -> Iterator[None]:
 
 
 def silence_libraries() -> None:
-    """Keep bitsandbytes and DeepSpeed from telling which kernels and devices they do not find.
+    """Keep bitsandbytes and DeepSpeed from reporting the kernels and devices that they do not find.
 
-    For processes that do not train: the log of a run has it all.
+    For processes that do not train: the log of a run has these messages.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(_is_error)  # it sets its level itself
@@ -90,9 +89,9 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def postpone_modules() -> None:
-    """From now on, import these modules so. For processes of our own, which use them as we do."""
+    """Import the modules above without their code from now on; for ftkit's own processes only."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # First: Python asks the finders in order.
+        # At the front: Python tries the finders in order.
         sys.meta_path.insert(0, _Finder())
 
 
@@ -107,6 +106,7 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            # Only the loader is replaced: path and cached bytecode are Python's own.
             spec.loader = loader_class(spec.loader.name, spec.loader.path)
         return spec
 
@@ -128,6 +128,7 @@ class _Listing(SourceFileLoader):
         super().exec_module(module)
         names = vars(module)
         of_folder = names.get("create_import_structure_from_path")
+        # Its cache of 128 folders becomes one without a limit.
         if (function := getattr(of_folder, "__wrapped__", None)) is not None:
             names["create_import_structure_from_path"] = functools.cache(function)
         if (of_text := names.get("fetch__all__")) is not None:
@@ -137,7 +138,7 @@ class _Listing(SourceFileLoader):
 
 
 def _from_last_line(text: str, start: str) -> str:
-    """The text from the last line with this start on; all of it if there is no such line."""
+    """The text from its last line with this start on; all of it if there is no such line."""
     return text[text.rfind(f"\n{start}") + 1 :]
 
 
@@ -156,6 +157,7 @@ class _Postponed(SourceFileLoader):
     def run(self, module: ModuleType) -> None:
         """Run the module's code, once."""
         with _LOCK:
+            # Removed before the code runs: a name that is still missing then raises as usual.
             if vars(module).pop("__getattr__", None) is not None:
                 super().exec_module(module)
 
@@ -167,6 +169,7 @@ class _Package(_Postponed):
         """Resolve a name of the package."""
         if name == "__version__":
             return metadata.version(module.__name__)
+        # A module of the package needs none of the package's own code.
         inner = f"{module.__name__}.{name}"
         if inner in sys.modules or PathFinder.find_spec(inner, module.__path__) is not None:
             return import_module(inner)
@@ -178,7 +181,7 @@ class _Functions(_Postponed):
 
     def found(self, module: ModuleType, name: str) -> Callable[..., Any]:
         """Return a stand-in for a function, which runs the module's code when called."""
-        if name.startswith("__"):  # what Python asks of modules
+        if name.startswith("__"):  # Python looks these up itself, such as __path__
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         def function(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""JSON values: dataclasses into JSON, where access tokens are taken out, and back."""
+"""JSON values: dataclasses into JSON without access tokens, and back."""
 
 import dataclasses
 import math
@@ -21,29 +21,30 @@ def without_tokens(argv: Sequence[str]) -> list[str]:
     cleaned: list[str] = []
     for argument in argv:
         if cleaned and _SECRET_FLAG.fullmatch(cleaned[-1]):
-            cleaned.append(REMOVED)
+            cleaned.append(REMOVED)  # the value after a flag such as --hf_token
         else:
             cleaned.append(redacted(_SECRET_ASSIGNMENT.sub(rf"\g<1>{REMOVED}", argument)))
     return cleaned
 
 
 def for_json(value: Any) -> Any:
-    """The value ready for JSON: tokens removed, paths as text, numbers finite or None."""
+    """The value ready for JSON: without tokens, paths as text, numbers finite or None."""
     if isinstance(value, dict):
         return {k: for_json(v) for k, v in value.items() if not _SECRET_KEY.fullmatch(str(k))}
     if isinstance(value, list | tuple):
         return [for_json(item) for item in value]
     if isinstance(value, float):
+        # JSON has neither NaN nor infinity.
         return value if math.isfinite(value) else None
     if isinstance(value, str | Path):
         return redacted(str(value))
     return value
 
 
-# 35 strict lines: pydantic or cattrs would be imported by every command. Unknown keys pass, because
-# files of later versions have more of them.
+# 35 strict lines instead of pydantic or cattrs, which every command would import. Unknown keys are
+# ignored, because files of later versions have more of them.
 def from_json(kind: Any, value: Any) -> Any:
-    """A value read from JSON as the given type; keys that a dataclass lacks are passed over.
+    """Convert a value read from JSON to a type; keys that a dataclass lacks are ignored.
 
     Args:
         kind: a dataclass, list, tuple of one type, dict, union with None, literal, scalar or Any.
@@ -58,6 +59,7 @@ def from_json(kind: Any, value: Any) -> Any:
     if origin in (Union, UnionType):
         if value is None:
             return None
+        # Unions are of one type with None.
         (kind,) = (argument for argument in arguments if argument is not NoneType)
         return from_json(kind, value)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):

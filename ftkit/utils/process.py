@@ -1,4 +1,4 @@
-"""Processes: how they start and end, with the one that started them."""
+"""Processes: how they start, pass on signals, and end with their parent."""
 
 import ctypes
 import os
@@ -16,15 +16,15 @@ from ftkit.redaction import redacted
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# Thousands of tokens/s of the quick start on two cores, at rest / beside a busy process: 1,000
-# turns 14.7 / 9.0, 10,000 20.0 / 7.1, 300,000 20.3 / between 1.4 and 20.9. On another machine 1,000
-# turns 16.3 / 7.1, 10,000 17.7 / 2.8, sleeping at once 9.8 / 10.3.
+# Thousands of tokens/s of the quick start on two cores, at rest / beside a busy process, by
+# iterations: 1,000 14.7 / 9.0, 10,000 20.0 / 7.1, 300,000 20.3 / between 1.4 and 20.9. On another
+# machine: 1,000 16.3 / 7.1, 10,000 17.7 / 2.8, sleeping at once 9.8 / 10.3.
 AT_REST, BUSY = 10_000, 1_000
-"""Turns that OpenMP's threads wait for each other spinning before they sleep, on a machine with a
-core for each of them and on one without. libgomp's own 300,000 are as fast as 10,000 at rest, and
-may cost a busy machine most of its time."""
+"""Iterations that OpenMP's threads spin before they sleep while they wait for each other, on a
+machine with a core for each of them and on one without. libgomp's own 300,000 are as fast as 10,000
+at rest, and may cost a busy machine most of its time."""
 LOOKS, BETWEEN_LOOKS_S = 5, 0.002
-"""How often, at most, the machine's load is polled, and how long between polls."""
+"""Most polls of the machine's load, and the time between two."""
 
 
 def start_command(
@@ -37,12 +37,12 @@ def start_command(
     """Start `ftkit WORDS` as a child that gets SIGTERM, and so saves, when this process ends.
 
     It has a process group of its own: Ctrl+C and a notebook's interrupt reach this process only,
-    which passes on what it wants to.
+    which decides what it passes on.
 
     Args:
         words: of the command line.
-        output: where what it prints goes; None: where that of this process goes.
-        result: where its standard output goes instead, or subprocess.PIPE.
+        output: file for what it prints; None: that of this process.
+        result: file for its standard output alone, or subprocess.PIPE.
         stdin: subprocess.PIPE, to send it input.
     """
     # -P: modules in the current directory are the user's, not ours
@@ -59,20 +59,21 @@ def start_command(
 def launcher_starts_again() -> bool:
     """Return whether the launcher of this process restarts a run that has died."""
     variables = os.environ
+    # torchrun sets the first in its ranks; Slurm the second in a job that it has requeued.
     return int(variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 or (
         "SLURM_RESTART_COUNT" in variables
     )
 
 
 def print_line(text: str) -> None:
-    """Print on stderr in one write: `print` makes two, and another process's line gets between."""
+    """Print on stderr in one write: `print` makes two, between which other processes may write."""
     sys.stderr.write(f"{redacted(text)}\n")
     sys.stderr.flush()
 
 
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
-    """Inside the block signals have these handlers; one that is ignored stays so, as nohup wants.
+    """Handle signals inside the block; one that is ignored stays so, as nohup wants.
 
     Args:
         handlers: by signal; they get its number and a stack frame.
@@ -89,10 +90,10 @@ def handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> I
 
 
 class PassingOn:
-    """Inside the block, signals end nothing here: they are noted and passed on to a child.
+    """Inside the block, signals do not end this process: they are noted and passed on to a child.
 
-    Ctrl+Z pauses the child together with this process. A signal that is ignored stays so. In a
-    thread that is not the main one signals do what they did before.
+    Ctrl+Z pauses the child together with this process. A signal that is ignored stays so. Outside
+    the main thread nothing changes, because Python handles signals only there.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
@@ -113,7 +114,7 @@ class PassingOn:
         self._handlers.close()
 
     def to(self, child: "subprocess.Popen[bytes]") -> None:
-        """Pass on to this child, also what has come since the last one."""
+        """Pass signals on to this child, also those received since the last child."""
         self._child = child
         self._pass_on()
 
@@ -136,19 +137,19 @@ class PassingOn:
 
 
 class Interrupts:
-    """Inside the block Ctrl+C raises KeyboardInterrupt, as it does anyway, and is noted besides.
+    """Inside the block Ctrl+C raises KeyboardInterrupt, as usual, and is noted as well.
 
     Python raises it wherever it happens to be. In a finaliser or in the callback of a weak
-    reference, which every import has, it can only be printed as "Exception ignored in", and the
-    program would continue. In a thread that is not the main one nothing is recorded.
+    reference, which every import has, it is only printed as "Exception ignored in", and the program
+    would continue. Outside the main thread nothing is noted.
     """
 
     def __init__(self, *, even_if_ignored: bool = False) -> None:
         """Note interrupts.
 
         Args:
-            even_if_ignored: also where SIGINT is ignored, as a shell without job control has it for
-                what it starts in the background.
+            even_if_ignored: also where SIGINT is ignored, as in background processes of a shell
+                without job control.
         """
         self._received = False
         self._before: Any = None
@@ -171,7 +172,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until the time is over or Ctrl+C is pressed, or not at all if it has been."""
+        """Sleep until the time is over or Ctrl+C is pressed; not at all if it was before."""
         # An interrupt that came before must not be slept through.
         self.check()
         time.sleep(seconds)
@@ -191,6 +192,7 @@ def die_with_parent(parent: int) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
+    # A parent that ended before this request is noticed by the check after it.
     _request_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -199,9 +201,9 @@ def die_with_parent(parent: int) -> None:
 def stop_with_parent(parent: int) -> None:
     """Send this process one SIGTERM when its parent ends, however the parent ends.
 
-    The kernel tells of the end of each thread of the parent to which this process falls; only when
-    all have ended it has another parent. A second SIGTERM would end a run at once. SIGUSR2 is not
-    among the signals that a run takes for a request to end.
+    The kernel sends the signal when the thread that started this process ends, and again for each
+    further thread of the parent that inherits it; only after the last one is there another parent.
+    A second SIGTERM would end a run at once. SIGUSR2 is no request to end for a run.
 
     Args:
         parent: its process id, as the parent itself gave it: it may have ended before this call.
@@ -211,6 +213,7 @@ def stop_with_parent(parent: int) -> None:
 
     def stop_if_orphaned(*_: object) -> None:
         if os.getppid() != parent:
+            # Further ones would send a second SIGTERM.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -220,12 +223,12 @@ def stop_with_parent(parent: int) -> None:
 
 
 def _request_signal(number: signal.Signals) -> None:
-    """Have the kernel send it when the parent ends; see prctl(2)."""
+    """Have the kernel send this signal when the parent ends; see prctl(2)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def cleaning_up_on_signals() -> AbstractContextManager[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl+C does: through its finally clauses."""
+    """Let SIGTERM and SIGHUP end the block as Ctrl+C does: through its finally clauses."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
@@ -234,17 +237,17 @@ def cleaning_up_on_signals() -> AbstractContextManager[None]:
 
 
 def turns_before_sleep(load: Path = Path("/proc/loadavg")) -> int:
-    """The turns that suit what else runs here now; see GOMP_SPINCOUNT in libgomp's manual.
+    """Iterations to spin that suit the current load; see GOMP_SPINCOUNT in libgomp's manual.
 
     Args:
-        load: the kernel's file, whose fourth word says how many threads run or want to.
+        load: the kernel's file, whose fourth word has the number of runnable threads.
     """
-    for _ in range(LOOKS):  # what wakes up for a moment does not count
+    for _ in range(LOOKS):  # a thread that wakes up for a moment must not count
         try:
             running = int(load.read_text().split()[3].partition("/")[0])
         except (OSError, ValueError, IndexError):  # not Linux
             return BUSY
-        others = running - 1  # but for this one
+        others = running - 1  # without this one
         if (os.cpu_count() or 1) - others >= len(os.sched_getaffinity(0)):
             return AT_REST
         time.sleep(BETWEEN_LOOKS_S)

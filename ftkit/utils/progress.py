@@ -1,7 +1,7 @@
-"""Progress of long work, and how much a command prints beside its results.
+"""Progress of long work, and the verbosity of a command: what it prints beside its results.
 
-The latter holds for the whole process, and the command line sets it once; ranks and the runs of a
-sweep inherit the verbosity of their parent. Errors and warnings are always shown.
+The command line sets the verbosity once for the whole process; ranks and the runs of a sweep
+inherit that of their parent. Errors and warnings are always shown.
 """
 
 import os
@@ -15,13 +15,13 @@ from ftkit.redaction import redacted
 OnProgress = Callable[[int, int], None]
 """Called with the amount done and the total: bytes, parameters, records."""
 Verbosity = Literal["full", "child", "quiet"]
-"""full: progress, notices, and what to do next. child: the last is left to the parent. quiet: none
-of it."""
+"""full: progress, notices and next commands. child: the last are left to the parent. quiet: none of
+these."""
 LATE_S = 2.0
-"""Work that takes longer is announced, where it is not visible at once."""
+"""Work that takes longer is announced, unless it is shown from its start."""
 
-# One setting of the process: every layer shows something, and none has to be given a flag for it.
-# run.log has all of it anyway.
+# One setting of the process, because every layer prints and none has to be passed a flag. run.log
+# has everything in any case.
 _verbosity: Verbosity = "full"
 
 
@@ -47,13 +47,13 @@ def gives_advice() -> bool:
 
 
 def print_notice(text: str, stream: TextIO | None = None) -> None:
-    """Print what a person may want to know and --quiet leaves out; default: on standard output."""
+    """Print a notice, on standard output by default, unless --quiet leaves it out."""
     if not is_quiet():
         print(redacted(text), file=stream, flush=True)
 
 
 def next_text(commands: Sequence[str]) -> str:
-    """List of next commands, each on a line of its own, to be copied."""
+    """The next commands, each on a line of its own, to be copied."""
     return "\n  ".join(("next:", *commands))
 
 
@@ -67,7 +67,7 @@ def print_next(*commands: str) -> None:
 def announced_if_late(announce: Callable[[], None]) -> Iterator[None]:
     """Call `announce` if the block takes long."""
     late = threading.Timer(LATE_S, announce)
-    late.daemon = True
+    late.daemon = True  # a process that ends meanwhile does not wait for it
     late.start()
     try:
         yield
@@ -79,7 +79,7 @@ def announced_if_late(announce: Callable[[], None]) -> Iterator[None]:
 def loading_shown(terminal: TextIO) -> Iterator[None]:
     """Show on a terminal that libraries are being loaded, if that takes long.
 
-    On one that cannot erase a line it stays.
+    The line is erased at the end, except on terminals that cannot do so.
     """
     if is_quiet() or not terminal.isatty():
         yield

@@ -1,4 +1,4 @@
-"""Safetensors files: saved with their metadata in a fixed order."""
+"""Safetensors files: written with their metadata in a fixed order."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
 }
-"""Names in headers, in the order in which the library compares dtypes."""
+"""Names in headers, in the order by which the library sorts dtypes."""
 _RANKS = {dtype: rank for rank, dtype in enumerate(_DTYPE_NAMES)}
 
 
@@ -30,11 +30,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
-    # The permissions of an ordinary new file, by the umask.
+    # A new file shows the permissions that the umask grants.
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"} | metadata)
-    path.chmod(mode)  # save_file makes it readable by the owner alone
+    path.chmod(mode)  # save_file makes it readable only for its owner
     if metadata:
         _sort_metadata(path)
 
@@ -42,13 +42,13 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 def save_in_portions(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], portion_bytes: int
 ) -> None:
-    """Write the same file as `save_tensors`, with at most a portion of it in host memory at once.
+    """Write the same file as `save_tensors`, with only a portion of it in host memory at a time.
 
     Args:
         tensors: contiguous, on any device.
         path: of the file.
         metadata: at least one entry.
-        portion_bytes: what may be copied to the host at once.
+        portion_bytes: most bytes that are copied to the host at a time.
 
     Raises:
         OSError: it cannot be written.
@@ -68,6 +68,7 @@ def save_in_portions(
             "data_offsets": [start, end],
         }
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    # Padded to a multiple of 8 bytes, as the library does, so that tensors begin at one.
     text = text.ljust(-(-len(text) // 8) * 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -76,11 +77,12 @@ def save_in_portions(
             numbers = max(1, portion_bytes // flat.itemsize)
             for start in range(0, flat.numel(), numbers):
                 part = flat[start : start + numbers].cpu().contiguous()
+                # As bytes, because numpy has no bfloat16.
                 file.write(part.view(torch.uint8).numpy().data)
 
 
 def _sort_metadata(path: Path) -> None:
-    """Put the metadata in an order, which save_file leaves to chance."""
+    """Sort the metadata, whose order save_file leaves to chance."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -88,6 +90,6 @@ def _sort_metadata(path: Path) -> None:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         if len(text) > size:
             raise SafetensorError(f"{path}: its header cannot be written in the space it has")
-        file.seek(8)
         # In place: sorting keeps the length, and spaces may follow the JSON.
+        file.seek(8)
         file.write(text.ljust(size))

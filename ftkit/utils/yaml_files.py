@@ -1,4 +1,4 @@
-"""YAML files as recipes have them: safe, no key twice, 2e-4 a number and a date text."""
+"""YAML files for recipes: safe, without duplicate keys, 2e-4 is a number and a date is text."""
 
 import functools
 import re
@@ -15,20 +15,21 @@ from ftkit.utils.names import nearest
 STANDARD_INPUT = Path("-")
 """File name that stands for standard input on a command line."""
 _MOST_CHARACTERS = 2**18
-"""Characters of a file at most; recipes have a few thousand."""
+"""Most characters of a file; recipes have a few thousand."""
 _MOST_DIGITS = 1000
-"""Digits of a number at most: Python prints none above 4,300, and 1:1:1 takes quadratic time."""
+"""Most characters of a number: Python prints none of more than 4,300 digits, and base-60 numbers
+such as 1:1:1 take quadratic time."""
 _NUMBERS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int")
 _MOST_SHOWN = 40
-"""Characters of a value in a message."""
+"""Most characters of a value in a message."""
 _MOST_LEVELS = 100
-"""Levels of nesting at most. Recipes have five; libraries raise Python's own limit."""
+"""Most levels of nesting. Recipes have five; libraries raise Python's own limit."""
 _MOST_VALUES = 100_000
-"""Values of a file at most, each counted as often as an alias repeats it."""
+"""Most values of a file, each counted as often as an alias repeats it."""
 
 
-# PyYAML with three rules more, which catch mistakes that otherwise train something else.
-# ruamel.yaml and OmegaConf bring round trips and interpolation, which no recipe needs.
+# PyYAML with three more rules, against mistakes that would otherwise train something else.
+# ruamel.yaml and OmegaConf offer round trips and interpolation, which no recipe needs.
 class _Loader(yaml.SafeLoader):
     """Safe YAML that refuses a key that appears twice, and leaves dates as text."""
 
@@ -47,6 +48,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            # << may occur several times, and its keys may be overridden.
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             if not isinstance(key_node, yaml.ScalarNode):
@@ -65,6 +67,7 @@ class _Loader(yaml.SafeLoader):
             if node.tag in _NUMBERS and len(node.value) > _MOST_DIGITS:
                 raise ValueError
             return super().construct_object(node, deep)
+        # PyYAML lets errors of conversion through, such as the ValueError of 0x_.
         except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):
             kind, shown = node.tag.rpartition(":")[2], repr(node.value)
             raise yaml.constructor.ConstructorError(
@@ -77,14 +80,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML that quotes every text which `_Loader` would read as a number."""
+    """Safe YAML that quotes every text that `_Loader` would read as a number."""
 
 
+# Without timestamps, so that a date stays a text.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-for _class in (_Loader, _Dumper):  # YAML 1.1 reads 2e-4 as text
+for _class in (_Loader, _Dumper):  # in YAML 1.1, a number with an exponent needs a dot and a sign
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float",
         re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
@@ -93,23 +97,24 @@ for _class in (_Loader, _Dumper):  # YAML 1.1 reads 2e-4 as text
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a text stands for.
+    """Parse a YAML text.
 
     Raises:
-        yaml.YAMLError: it is not valid, or means more than a recipe can: see `_check_size`.
+        yaml.YAMLError: it is not valid, or too large with its aliases: see `_check_size`.
     """
     loader = _Loader(text)
     node = loader.get_single_node()
     if node is None:
         return None
+    # Before values are constructed: aliases can multiply a short text to any size.
     _check_size(node)
     return loader.construct_document(node)
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Refuse what holds itself, and what is much larger than its text, because of aliases.
+    """Refuse YAML that contains itself, or that aliases make much larger than its text.
 
-    Nodes are shared between aliases, so what each one means is counted once: in linear time.
+    Aliases share their node, so each node is counted once, in linear time.
     """
     sizes: dict[int, int] = {}
     inside = set()
@@ -121,6 +126,7 @@ def _check_size(root: yaml.Node) -> None:
             continue
         children = _children(node)
         unknown = [child for child in children if id(child) not in sizes]
+        # Children first; the node stays below them and is visited again.
         if unknown and id(node) not in inside:
             inside.add(id(node))
             pending += unknown
@@ -128,6 +134,7 @@ def _check_size(root: yaml.Node) -> None:
         pending.pop()
         inside.discard(id(node))
         if unknown:
+            # A child that is still unknown has this node among its own children.
             raise yaml.composer.ComposerError(None, None, "it holds itself", node.start_mark)
         sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
         if sizes[id(node)] > _MOST_VALUES:
@@ -142,12 +149,12 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """Keys and values as `parse_yaml` reads them, in their order."""
+    """Write keys and values, in their order, as `parse_yaml` reads them."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
-    """The keys and values of a YAML file.
+    """Read the keys and values of a YAML file.
 
     Args:
         path: the file, `STANDARD_INPUT`, which may be read several times, or embedded:NAME.
@@ -173,7 +180,7 @@ def _text_of(path: Path, option: str) -> str:
     if path == STANDARD_INPUT:
         return _all_of(sys.stdin)
     file = embedded.recipe_file(path)
-    if file.exists() and not file.is_file():  # it may block, have no end, or be there only once
+    if file.exists() and not file.is_file():  # it may block, have no end, or be readable only once
         raise UserError(
             f"{option}{path} is not a regular file.\n"
             "Give a file, or - to read the recipe from standard input."
@@ -182,6 +189,7 @@ def _text_of(path: Path, option: str) -> str:
         return _limited(stream, f"{option}{path}")
 
 
+# Kept, because standard input can be read only once and a recipe is parsed several times.
 @functools.lru_cache(maxsize=1)
 def _all_of(stream: TextIO) -> str:
     return _limited(stream, "Standard input")

@@ -1,14 +1,14 @@
-"""Kinds of devices: the table of what differs between them, and peak FLOPs of GPUs; no torch.
+"""Kinds of devices: a table of their differences, and peak FLOPs of GPUs; no torch.
 
-What torch knows for every kind comes from `torch.accelerator` where it is needed. What it
-does not, or not of every kind, stands here: another kind of device is another row.
+What torch knows of every kind comes from `torch.accelerator` where it is needed. All else is in
+this table: another kind of device is another row.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 HOST_KIND, USUAL_KIND = "cpu", "cuda"
-"""The kind that every machine has, and the one that is taken where nothing is said."""
+"""The kind that every machine has, and the one that is assumed where none is named."""
 
 StrategyOfKind = Literal["single", "ddp", "fsdp", "deepspeed"]
 
@@ -24,13 +24,13 @@ class DeviceKind:
     tried: bool = False
     """Whether ftkit has been tested on it, at least on simulated devices."""
     communication: str | None = None
-    """The backend of torch.distributed that takes its tensors; None: ranks cannot speak."""
+    """The backend of torch.distributed that takes its tensors; None: ranks cannot communicate."""
     strategies: tuple[StrategyOfKind, ...] = ("single",)
     """Strategies that run on it."""
     counts_memory: bool = False
-    """Whether torch.accelerator counts its memory: allocated, requested and reserved bytes."""
+    """Whether torch.accelerator counts its memory in bytes: allocated, requested and reserved."""
     allocator_block_bytes: int = 1
-    """Sizes are rounded up to a multiple of it."""
+    """The allocator rounds sizes up to a multiple of it."""
     grows_segments: bool = False
     """Whether its allocator takes the setting `expandable_segments`."""
     times_events: bool = False
@@ -99,7 +99,7 @@ DEVICE_KINDS = {
 
 
 def device_kind(name: str) -> DeviceKind:
-    """Properties of a kind; the defaults for one without a row."""
+    """Properties of a kind of device; a kind without a row has the defaults."""
     return DEVICE_KINDS.get(name) or DeviceKind(name=name)
 
 
@@ -139,8 +139,8 @@ TENSOR_CORE_TFLOPS = {
     "GeForce RTX 4090": 165.2,
     "GeForce RTX 3090": 71.0,
 }
-"""Dense products of 16-bit numbers, bfloat16 or float16, added up in float32, by the name that the
-driver gives without its maker. In TF32 it is half of that on each of them."""
+"""TFLOPs of dense products of 16-bit numbers (bfloat16 or float16) accumulated in float32, by the
+driver's name of the GPU without its maker. In TF32 each of them reaches half."""
 
 BEFORE_AMPERE_TFLOPS = {
     "V100-SXM2-16GB": (125.0, 15.7),
@@ -150,20 +150,21 @@ BEFORE_AMPERE_TFLOPS = {
     "V100S-PCIE-32GB": (130.0, 16.4),
     "T4": (65.0, 8.1),
 }
-"""Float16 added up in float32, and float32 itself; they have neither bfloat16 nor TF32."""
+"""TFLOPs in float16 accumulated in float32, and in float32; they lack bfloat16 and TF32."""
 
 
 def peak_flops(name: str, kind: str, *, tf32: bool = True) -> float | None:
-    """Floating-point operations that a GPU can do in a second, for large dense products.
+    """Peak floating-point operations per second of a GPU, for large dense products.
 
     Args:
-        name: as the driver gives it. A MIG instance has another one, and is not known.
+        name: as the driver gives it. A MIG instance has another name, and is not known.
         kind: number format of the products: bf16, 16 or 32.
         tf32: whether float32 is rounded to TF32, where the GPU can, as in training.
 
     Returns:
-        None: it is not known.
+        Operations per second; None: not known.
     """
+    # Drivers name these cards "Tesla V100-SXM2-16GB" and "Tesla T4".
     model = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     if model in BEFORE_AMPERE_TFLOPS:
         half, single = BEFORE_AMPERE_TFLOPS[model]

@@ -8,11 +8,11 @@ from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 
 
 def accelerator_in_use() -> torch.device | None:
-    """The kind of device that this process has started to use; None: only the host."""
+    """Device of the kind that this process has begun to use; None: it only uses the host."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return None
-    # A module of a kind that has nothing to begin does not tell.
+    # Only kinds that are initialised on first use have this function.
     has_begun = getattr(torch.get_device_module(found), "is_initialized", lambda: True)
     return found if has_begun() else None
 
@@ -27,14 +27,14 @@ def take_device(device: torch.device) -> None:
 
 
 def free_cached_memory() -> None:
-    """Give back the memory of a device that no tensor is in."""
+    """Return the unused memory of torch's allocator to the device."""
     if (found := accelerator_in_use()) is not None:
         module: Any = torch.get_device_module(found)
         module.empty_cache()
 
 
 def product_name(device: torch.device) -> str | None:
-    """Product name of a device; None: it is the host, or torch does not say."""
+    """Product name of a device; None: it is the host, or torch does not know it."""
     if device.type == HOST_KIND:
         return None
     name = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -47,5 +47,5 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host as copies to a device are fastest from."""
+    """The tensor in page-locked host memory, if copies to the device are faster from there."""
     return tensor.pin_memory() if device_kind(device.type).pins_host_memory else tensor

@@ -9,18 +9,18 @@ installed package a copy of it.
 from pathlib import Path
 
 PREFIX = "embedded:"
-"""Before the name of a model, of data or of a recipe that comes with ftkit."""
-# A link in the repository, so that there is one copy to change; wheels hold the files.
+"""Prefix of the name of a model, of data or of a recipe that comes with ftkit."""
+# A symbolic link in the repository, so that there is one copy; wheels hold the files.
 _RECIPES = Path(__file__).parent / "recipes"
 
 
 def path(name: str) -> Path:
-    """The directory of the embedded set `name`, whether or not its files have been made."""
+    """Directory of the embedded set `name`; it need not exist."""
     return Path(__file__).parent / name
 
 
 def recipe_file(file: Path) -> Path:
-    """The file that is meant: embedded:NAME.yaml is a recipe that comes with ftkit."""
+    """Resolve embedded:NAME.yaml to the recipe that comes with ftkit; other files stay."""
     name = str(file)
     return _RECIPES / name.removeprefix(PREFIX) if name.startswith(PREFIX) else file
 
