@@ -1,7 +1,7 @@
 """The progress display of a run: a live line on a terminal, plain lines anywhere else.
 
-The same plain lines, each with its time, always go to ``run.log``. Neither a full disk nor a
-terminal that has gone away stops the training. With --quiet only warnings and results are shown.
+The same plain lines, each with its time, always go to ``run.log``. Neither a full disk nor a closed
+terminal stops the training. With --quiet only warnings and results are shown.
 """
 
 import math
@@ -38,7 +38,7 @@ LINE_INTERVAL_S = 5.0
 """Seconds between two progress lines where there is no live line."""
 _GAP = 2
 """Spaces between the fields of a progress line."""
-# Characters.
+# Characters; below the least the bar is left out.
 _MIN_BAR, _MAX_BAR = 8, 40
 _BY_WORTH = ("loss", "bar", "eta", "speed", "elapsed", "lr")
 """Fields that a live line shows beside the step, as far as the width allows."""
@@ -48,7 +48,7 @@ _SMOOTHING = 0.9
 
 
 class Phase:
-    """One phase of a run while it takes its time; made by Display.phase."""
+    """One phase of a run, in progress; made by Display.phase."""
 
     def __init__(
         self, title: str, *, write: Callable[[str], None], clock: Callable[[], float]
@@ -74,7 +74,7 @@ class Phase:
 
     @property
     def is_long(self) -> bool:
-        """True if the phase takes so long that it is worth a line."""
+        """True if the phase has taken long enough to be worth a line."""
         return self.elapsed_s >= LINE_INTERVAL_S
 
     def announce(self) -> None:
@@ -154,6 +154,7 @@ class TrainingProgress:
         """
         now = self._clock()
         self._step, self._last_time = step, now
+        # The speed counts from the end of the first step: see `_eta_text`.
         self._first = self._first or (step, now)
         smooth = self._smoothed(loss)
         self._smooth_loss = "" if smooth is None else f"loss {loss_text(smooth)}"
@@ -170,11 +171,12 @@ class TrainingProgress:
     def finish(self) -> None:
         """Stop the clock, and write the line of the last step if it is not there yet."""
         self._end = self._clock()
+        # Without a line no step was done in this session.
         if self._line and self._line[0] != self._step:
             self._write_line(self._end)
 
     def _smoothed(self, loss: float | None) -> float | None:
-        """Exponential mean without the pull to zero at the start; NaN shows and does not stay."""
+        """Exponential mean without bias to zero at the start; NaN is shown but not averaged."""
         if loss is None or not math.isfinite(loss):
             return loss
         self._loss_sum = _SMOOTHING * self._loss_sum + (1 - _SMOOTHING) * loss
@@ -191,7 +193,7 @@ class TrainingProgress:
         return f"step {self._step:,}/{self._total_steps:,}"
 
     def _eta_text(self, now: float) -> str:
-        """Time left at the mean speed since the first step, which itself is often slow."""
+        """Time left at the mean speed since the first step, which is excluded: it is often slow."""
         ended = self._end is not None or self._step >= self._total_steps
         if ended or not self._first or self._step == self._first[0]:
             return ""
@@ -215,6 +217,8 @@ class TrainingProgress:
             "elapsed": clock_text(now - self._start),
             "eta": self._eta_text(now),
         }
+        # The step always stays; the other fields take the rest of the width in the order of their
+        # worth.
         space = options.max_width - len(texts["step"])
         chosen = {"step"}
         for name in _BY_WORTH:
@@ -223,6 +227,7 @@ class TrainingProgress:
                 space -= len(texts[name]) + _GAP
         line = Table.grid(padding=(0, _GAP))
         cells: list[RenderableType] = []
+        # Shown in the order of `texts`, not of their worth.
         for name in (name for name in texts if name in chosen):
             line.add_column(no_wrap=True, overflow="crop")
             if name == "bar":
@@ -238,7 +243,7 @@ class TrainingProgress:
 class Display:
     """Messages, phases and training progress, shown by the process of rank 0.
 
-    Everything also goes to ``out_dir/run.log``, at its end if it exists already.
+    Everything is also appended to ``out_dir/run.log``.
     """
 
     def __init__(
@@ -253,7 +258,7 @@ class Display:
 
         Args:
             out_dir: the run's directory; None: keep no log.
-            stream: where a person looks; default: standard output.
+            stream: shown to the user; default: standard output.
             clock: seconds, for durations.
             now: the time stamp of a log line.
         """
@@ -264,6 +269,7 @@ class Display:
         self._stream = LastingStream(stream or sys.stdout, self._on_stream_failure)
         self._console = terminal_of(self._stream)
         if self._console:
+            # Workers that load data are forked while rich redirects the streams.
             os.register_at_fork(after_in_child=print_directly)
         self._live: Live | None = None
         self._shown: list[Phase | TrainingProgress] = []
@@ -313,7 +319,7 @@ class Display:
 
     def show_text(self, text: str) -> None:
         """Show a text that is a result, of one line or several, so that it can be copied."""
-        # Not wrapped here but by the terminal, which copies such a line as one.
+        # The terminal wraps it and not rich, so that a long line is copied as one.
         self._write(redacted(printable(text)), wraps=False)
 
     def notice(self, renderable: RenderableType) -> None:
@@ -334,23 +340,25 @@ class Display:
 
     @contextmanager
     def phase(self, title: str, *, brief: bool = False) -> Iterator[Phase]:
-        """Show that something takes time, and at the end how long it took.
+        """Show a phase while it takes time, and at its end how long it took.
 
         Args:
             title: what is being done.
-            brief: leave no line behind, unless it takes long or is cut short. Where there is
-                neither a live line nor a log, one line says after a while that it is still running.
+            brief: leave no line behind, unless it takes long or is cut short. Without a live line
+                and a log, one line says after a while that it is still running.
         """
         phase = Phase(redacted(printable(title)), write=self._write_progress, clock=self._clock)
         if not brief:
             self._log_lines(phase.start_line)
         verb = "stopped after "
         try:
+            # Without a live line and a log a brief phase shows nothing, however long it takes.
             mute = brief and not (self._console or self._log or self._is_quiet)
             with self._showing(phase), announced_if_late(phase.announce) if mute else nullcontext():
                 yield phase
             verb = ""
         finally:
+            # `verb` is empty only if the block was left without an exception.
             if verb or not brief or phase.is_long:
                 text = f"{phase.start_line} {verb}{duration_text(phase.elapsed_s)}"
                 self._write(text, is_shown=not self._is_quiet)
@@ -372,6 +380,7 @@ class Display:
         finally:
             training.finish()
             if self._console and not self._is_quiet:
+                # The live line is erased at its end; this one stays.
                 self._console.print(training)
 
     @contextmanager
@@ -408,7 +417,7 @@ class Display:
     def _write(
         self, text: str, *, is_shown: bool = True, style: str = "", wraps: bool = True
     ) -> None:
-        """Write lines to the log, and to the person looking."""
+        """Write lines to the log and to the terminal or stream."""
         self._log_lines(text)
         if is_shown and self._console:
             self._console.print(Text(text, style), soft_wrap=not wraps)
@@ -427,5 +436,6 @@ class Display:
         self.warning(f"{self._log_path} cannot be written ({error.strerror}); the run continues")
 
     def _on_stream_failure(self, error: OSError) -> None:
+        # The reader has gone: further writes would fail as well, up to the flush when Python exits.
         self._stream.discard()
         self._log_lines(f"warning: no output can be shown any more ({error.strerror})")

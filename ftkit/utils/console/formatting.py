@@ -8,10 +8,11 @@ from ftkit.errors import UserError
 
 
 def printable(text: str) -> str:
-    """The text without terminal escape sequences and control characters, lines kept.
+    """The text without terminal escape sequences and control characters, except line feeds.
 
     Answers of a model and records of a data set can hold anything.
     """
+    # Tabs are control characters, too, but separate words.
     return _UNPRINTABLE.sub("", text.expandtabs(4))
 
 
@@ -68,6 +69,7 @@ def bytes_text(count: int) -> str:
         return f"{count} B"
     if mib < 0.1:
         return f"{count / 1024:.0f} KiB"
+    # Compared after rounding, so that 1023.9 MiB is 1.0 GiB and not 1024 MiB.
     if round(mib) >= 1024:
         return f"{mib / 1024:,.1f} GiB"
     return f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"
@@ -75,6 +77,7 @@ def bytes_text(count: int) -> str:
 
 def number_text(value: float) -> str:
     """12,345 from 100 up, three digits below: 98.2, 3.33, 0.0421."""
+    # Compared after rounding, so that 99.97 is 100 and not 1e+02.
     if round(abs(value), 1) >= 100:
         return f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
@@ -91,7 +94,7 @@ def loss_text(value: float | None) -> str:
 
 
 def from_to_text(first: float | None, last: float | None, text: Callable[[float], str]) -> str:
-    """2.3026 -> 1.4109, or one of them alone; what is None is left out.
+    """2.3026 -> 1.4109, or one of them alone if the other is None.
 
     Args:
         first: the value before.
@@ -116,7 +119,7 @@ def utc_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-# Read and written here, in one spelling; humanize only writes.
+# Read and written here in one spelling; the package humanize only writes.
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Bytes of each."""
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(SIZE_UNITS)})")
@@ -125,11 +128,11 @@ _DURATION = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_SECONDS)})")
 
 
 def parse_duration(text: str, key: str = "checkpoint.save_every") -> float:
-    """The seconds of a duration, more than 0.
+    """Parse a duration above 0; return its seconds.
 
     Args:
         text: a number with its unit: s, min or h.
-        key: what the duration is for, as an option names it.
+        key: name of the option, for the message.
 
     Raises:
         UserError: the text is anything else.
@@ -145,6 +148,6 @@ def parse_duration(text: str, key: str = "checkpoint.save_every") -> float:
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes of a size, a number with its unit; None: it is not one."""
+    """Parse a size, a number with its unit; return its bytes, or None if it is not a size."""
     found = _SIZE.fullmatch(text)
     return int(float(found[1]) * SIZE_UNITS[found[2]]) if found else None

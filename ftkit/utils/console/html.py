@@ -1,7 +1,7 @@
 """HTML for notebooks and pages: escaped, without script, for light and dark.
 
-Text has the colour of the page. Where colour means something, it is one that stands out from white
-and from black alike, and the text says the same.
+Text has the colour of the page. Colours that mean something stand out from white and from black
+alike, and the text says the same.
 """
 
 import base64
@@ -13,14 +13,15 @@ from ftkit.utils.console.formatting import printable
 GOOD = "#0b8457"
 _NEUTRAL = "#888888"
 _COLORS = {"green": GOOD, "yellow": "#a06a00", "red": "#d1493f"}
+# Against the borders and stripes that notebooks give to tables.
 _CELL = "padding:0.1em 1.2em 0.1em 0;vertical-align:top;background:none;border:none;"
 
 
 def whole_page(title: str, body: str, style: str) -> str:
-    """A page that has no script and refers to nothing.
+    """A page without script that loads nothing.
 
     Args:
-        title: its name and first heading.
+        title: of the window, and first heading.
         body: HTML.
         style: its style sheet.
     """
@@ -35,8 +36,8 @@ def whole_page(title: str, body: str, style: str) -> str:
     )
 
 
-# All HTML is made of strings that pass here: cells hold tables and a picture, for which a template
-# engine would be one language more.
+# All text in HTML passes here. Cells hold tables and a picture, for which a template engine would
+# be one more language.
 def escaped(text: str) -> str:
     """Escape a text for HTML, without control characters."""
     return html.escape(printable(text))
@@ -50,7 +51,7 @@ def styled(text: str, style: str) -> str:
 
 
 def block(*parts: str) -> str:
-    """Parts below each other, as one."""
+    """Join parts into one, each below the one before."""
     return f'<div style="max-width:60em">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
@@ -67,12 +68,12 @@ def labelled(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def grid(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """A table with heads.
+    """A table with a head for each column.
 
     Args:
         heads: of the columns.
         rows: cells, which are HTML already.
-        right: columns whose texts end below each other.
+        right: indices of the columns to align on the right.
     """
     right = frozenset(right)
 
@@ -102,10 +103,10 @@ def bar(done: float, total: float) -> str:
 
 
 def as_image(drawing: str, words: str) -> str:
-    """A drawing as an image: JupyterLab removes drawings from notebooks that it does not trust.
+    """A drawing as an image: JupyterLab removes SVG from notebooks that it does not trust.
 
     Args:
-        drawing: SVG. Images do not know the colour of the text: it becomes one for light and dark.
+        drawing: SVG. Images do not know the colour of the text, which is replaced by grey.
         words: what is shown instead where there are no images.
     """
     # An SVG inside a page needs no namespace, as an image it does.
@@ -131,8 +132,10 @@ def curve_picture(
         width: in pixels.
         height: in pixels.
         bounds: values at the lower and the upper edge. Default: the least and the largest.
-        at: where each value is from left to right, ascending. Default: equally distant.
+        at: horizontal position of each value, ascending. Default: equally spaced.
     """
+    # Two pixels above and below are for the width of the line; `or 1` is for a curve without
+    # extent.
     low, high = bounds or (min(values), max(values))
     at = at or range(len(values))
     across, down = width / ((at[-1] - at[0]) or 1), (height - 4) / ((high - low) or 1)

@@ -58,7 +58,7 @@ class LastingStream:
         self._attempt(self._stream.close)
 
     def discard(self) -> None:
-        """Send what is still written to nowhere, also what the interpreter flushes at its end.
+        """Discard all further output, also what the interpreter flushes at its end.
 
         See https://docs.python.org/3/library/signal.html#note-on-sigpipe.
         """
@@ -82,7 +82,7 @@ class LastingStream:
 class _Terminal(Console):
     """A console as wide as its own stream, which leaves the cursor visible.
 
-    A killed process could not bring the cursor back. Rich measures descriptors 0 to 2, none of
+    A killed process could not show the cursor again. Rich measures descriptors 0 to 2, none of
     which is the terminal in a rank.
     """
 
@@ -92,6 +92,7 @@ class _Terminal(Console):
         if "COLUMNS" not in os.environ:
             with suppress(OSError):
                 columns, lines = os.get_terminal_size(self.file.fileno())
+                # Some pseudo-terminals report a size of 0 x 0.
                 if columns and lines:
                     return ConsoleDimensions(columns, lines)
         return super().size
@@ -113,7 +114,7 @@ def terminal_of(stream: TextIO | LastingStream) -> Console | None:
 
 
 def plain_text(renderable: RenderableType, width: int = REPORT_WIDTH) -> str:
-    """The renderable as lines of text without escape sequences, at most so many columns wide."""
+    """The renderable as text without escape sequences, at most `width` columns wide."""
     file = io.StringIO()
     console = Console(
         file=file,
@@ -124,11 +125,12 @@ def plain_text(renderable: RenderableType, width: int = REPORT_WIDTH) -> str:
         highlight=False,
     )
     console.print(renderable)
+    # Rich pads the cells of tables with spaces.
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def fitted(text: str, stream: TextIO) -> str:
-    """The text with its lines broken between words, where they are shown on a terminal."""
+    """The text, wrapped between words to the width of the terminal if the stream is one."""
     terminal = terminal_of(stream)
     return text if terminal is None else plain_text(Text(text), terminal.width)
 
@@ -136,7 +138,7 @@ def fitted(text: str, stream: TextIO) -> str:
 def print_directly() -> None:
     """Undo rich's redirection in a forked process, such as one that loads data.
 
-    There, the lock of the console may be held forever by a thread that was not forked.
+    A thread that was not forked may have held the lock of the console, which then stays locked.
     """
     if isinstance(sys.stdout, FileProxy):
         sys.stdout = sys.stdout.rich_proxied_file
@@ -145,7 +147,7 @@ def print_directly() -> None:
 
 
 def labelled_grid(rows: Iterable[tuple[str | Text, RenderableType]]) -> Table:
-    """A label and a value on each line, without box characters; text is shown as it is."""
+    """A label and a value on each line, without box characters; text is not read as markup."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="cyan")
     grid.add_column(overflow="fold")
@@ -165,6 +167,7 @@ class Value:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         joined = Text(_BEFORE_UNIT.sub(_JOINT, self._text))
+        # Wrapped here, while the joints are in the text, and not by rich.
         lines = joined.wrap(console, options.max_width, overflow="fold")
         yield Text("\n".join(line.plain.rstrip() for line in lines).replace(_JOINT, " "))
 
@@ -173,6 +176,6 @@ class Value:
 
 
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMG]iB|B|ms|s|min|h)\b|%)")
-# Unicode's private use; a no-break space would do, but rich breaks lines at it.
+# Of Unicode's private use area, because rich breaks lines at a no-break space.
 _JOINT = "\ue000"
 """Placeholder as wide as a space, at which rich does not break lines."""

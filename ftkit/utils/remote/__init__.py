@@ -1,1 +1,1 @@
-"""Object storage: urls as working directories, files sent there and fetched, reading by ranges."""
+"""Object storage: urls as working directories, upload and download, reading by ranges."""

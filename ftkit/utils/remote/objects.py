@@ -1,6 +1,6 @@
 """Objects below a url, through fsspec: listed, read, written and deleted, with retries.
 
-Credentials come from where the provider's own programs look for them, and are never handled here.
+Credentials are found where the provider's own programs look for them, and are never handled here.
 """
 
 import functools
@@ -40,10 +40,10 @@ class StorageError(Exception):
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """An object as a listing has it."""
+    """Size and version of an object."""
 
     size_bytes: int
-    """Its length."""
+    """Length of the object."""
     version: str
     """Changes whenever the content does."""
 
@@ -62,7 +62,7 @@ class Objects:
             patience_s: how long a request is retried.
 
         Raises:
-            UserError: such urls cannot be read here.
+            UserError: the library or the account for such urls is missing.
         """
         self.url, self.patience_s = url, patience_s
         self._scheme, _, self._root = url.partition("://")
@@ -83,9 +83,12 @@ class Objects:
             try:
                 found = found_below(self._scheme, fs, self._root)
             except FileNotFoundError as error:
+                # Some providers report an empty place like this; a missing bucket is an error.
                 if is_missing_bucket(error):
                     raise
                 return {}
+            # A place as a prefix also finds neighbours such as out/lora-2 of out/lora. Names that
+            # end in a slash are folders that some tools create.
             start = len(self._root) + 1
             return {
                 name[start:]: ObjectEntry(entry["size"], _version_of(entry))
@@ -110,9 +113,11 @@ class Objects:
 
         def read(fs: Any) -> bytes:
             starts, stops = zip(*ranges, strict=True)
+            # The parts are fetched at the same time.
             parts = fs.cat_ranges([path] * len(ranges), list(starts), list(stops), on_error="raise")
             content = b"".join(parts)
             if len(content) != stop - start:
+                # Inside the request, so that a short answer is retried.
                 raise OSError(f"{len(content):,} bytes came instead of {stop - start:,}")
             return content
 
@@ -133,7 +138,7 @@ class Objects:
         return self._tried(f"looking at {name}", look_up)
 
     def download(self, name: str, path: Path) -> None:
-        """Download an object; the file is complete, or as it was before."""
+        """Download an object; the file is either complete or unchanged."""
         partial = path.with_name(f".{path.name}.{os.getpid()}.fetched")
         path.parent.mkdir(parents=True, exist_ok=True)
         options = fetch_options(self._scheme)
@@ -147,17 +152,17 @@ class Objects:
             partial.unlink(missing_ok=True)
 
     def upload(self, path: Path, name: str) -> ObjectEntry:
-        """Upload a file; the object is complete, or as it was before.
+        """Upload a file; the object is either complete or unchanged.
 
         Returns:
-            The object as it is then.
+            The object after the upload.
 
         Raises:
-            FileNotFoundError: there is no such file (any more).
+            FileNotFoundError: the file does not exist, or was removed meanwhile.
         """
         # Its size is looked up afterwards: a captive portal answers every request with a page and
-        # has stored nothing. The content is compared by the storage, with the checksums in the
-        # requests; an ETag is not the MD5 of large or encrypted objects.
+        # stores nothing. The storage compares the content with the checksums in the requests; an
+        # ETag is not the MD5 of large or encrypted objects.
         options = send_options(self._scheme)
         before = path.stat().st_size
         self._tried(
@@ -181,17 +186,17 @@ class Objects:
             raise self._not_stored(name, f"other content ({len(found):,} bytes)")
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write an object if the storage has none of that name; whether it was written."""
+        """Write an object unless one of that name exists; return whether it was written."""
 
         def create(fs: Any) -> bool:
             try:
-                # A conditional write (If-None-Match): of two that come at once, the storage accepts
+                # A conditional write (If-None-Match): of two at the same time, the storage accepts
                 # one.
                 fs.pipe_file(self._path(name), content, mode="create")
             except Exception as error:
                 if not is_there_already(error):
                     raise
-                # It may be from a request of ours whose answer was lost.
+                # It may be from an earlier attempt of ours whose answer was lost.
                 return bytes(fs.cat_file(self._path(name))) == content
             return True
 
@@ -233,7 +238,7 @@ class Objects:
         request: Callable[[Any], _Answer],
         ends: Callable[[], bool] = lambda: False,
     ) -> _Answer:
-        """Send a request, and retry it with ever longer pauses while that may help."""
+        """Send a request, and retry it with longer and longer pauses while that may help."""
         deadline_s, wait_s = time.monotonic() + self.patience_s, _FIRST_WAIT_S
         while True:
             try:
@@ -241,6 +246,7 @@ class Objects:
             except UserError:  # raised by the handler of a signal, not by the storage
                 raise
             except Exception as error:
+                # The file was removed: no retry can help, and it is no failure of the storage.
                 if ends():
                     raise FileNotFoundError(what) from error
                 # A new connection reads the credentials again: a token may have expired.
@@ -254,7 +260,7 @@ class Objects:
 
 
 def _version_of(entry: dict[str, Any]) -> str:
-    """The version in a listing; providers call it differently."""
+    """Version of an object in a listing; providers use different keys."""
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "updated")
     version = next((str(entry[key]) for key in keys if entry.get(key)), None)
     if version is None:

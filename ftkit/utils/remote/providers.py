@@ -1,6 +1,6 @@
 """Providers of object storage: their file systems, and what their errors mean.
 
-Credentials come from where the provider's own programs look for them, and are never handled here.
+Credentials are found where the provider's own programs look for them, and are never handled here.
 """
 
 import functools
@@ -18,18 +18,18 @@ from ftkit.redaction import redacted
 from ftkit.utils.remote.urls import EXTRAS
 
 PART_BYTES = 16 * 2**20
-"""Part of a large file in one request; four of them at a time are in memory."""
+"""Size of a part of a large file in one request; four parts are in memory at a time."""
 _PARTS_AT_ONCE = 4
-# Seconds without any byte; a part of 16 MiB needs less on a slow line.
+# Seconds without a single byte, so that a slow connection does not run into them.
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
 _MOST_WORDS = 300
 _SECRET = re.compile(
     r"SECRET|TOKEN|PASSWORD|ACCESS_KEY|ACCOUNT_KEY|CONNECTION_STRING", re.IGNORECASE
 )
-"""In names of environment variables whose values are secret."""
+"""Part of the name of an environment variable whose value is secret."""
 _SECRET_PART = re.compile(r"(?:AccountKey|sig)=([^;&]+)", re.IGNORECASE)
 """Secret part of a connection string, or of a url with a token."""
-# Characters; a shorter value would be replaced inside ordinary words.
+# Characters: a shorter value would also be replaced inside ordinary words.
 _LEAST_SECRET = 8
 _FINAL_CODES = (
     "401",
@@ -91,13 +91,14 @@ def open_storage(scheme: str) -> Any:
 def _open_s3(options: dict[str, Any]) -> Any:
     import s3fs
 
-    retries = {"mode": "standard", "max_attempts": 2}  # `Objects` does the rest
+    retries = {"mode": "standard", "max_attempts": 2}  # `Objects` retries as well
     config = {
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "read_timeout": _READ_TIMEOUT_S,
         "retries": retries,
     }
     fs = s3fs.S3FileSystem(config_kwargs=config, **options)
+    # s3fs would retry by itself, five times by default.
     fs.retries = 1
     return fs
 
@@ -106,14 +107,14 @@ def _open_gs(options: dict[str, Any]) -> Any:
     import aiohttp
     from gcsfs.core import GCSFileSystem
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would print a stack of each error
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it would print a traceback per error
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        options["token"] = "anon"  # an emulator has no accounts, and the search for one takes long
+        options["token"] = "anon"  # an emulator has no accounts, and looking for one takes long
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_READ_TIMEOUT_S
     )
-    # gcsfs registers another class by default, which asks over gRPC what kind a bucket is: where
-    # nobody answers, as on an emulator, for a minute.
+    # The class that gcsfs registers by default asks over gRPC what kind a bucket is, and waits for
+    # a minute if nobody answers, as on an emulator.
     return GCSFileSystem(requests_timeout=timeout, consistency="md5", **options)
 
 
@@ -121,8 +122,8 @@ def found_below(scheme: str, fs: Any, root: str) -> dict[str, dict[str, Any]]:
     """The entry of each object below a place in a bucket.
 
     Raises:
-        Exception: it cannot be listed; FileNotFoundError, which some providers raise where there
-            are not objects.
+        Exception: it cannot be listed; some providers raise FileNotFoundError if there are
+            no objects.
     """
     if scheme == "az":
         return _blobs_below(fs, root)
@@ -149,7 +150,8 @@ def send_options(scheme: str) -> dict[str, Any]:
 
 
 def _code_of(error: BaseException | None) -> str | None:
-    """The provider's code of an error."""
+    """Return the provider's code of an error; None: it has none."""
+    # fsspec raises errors of Python from those of the provider's library.
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -179,10 +181,10 @@ def is_there_already(error: Exception) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """The message of an error on one short line, without secrets of the environment."""
+    """Describe an error on one short line, without secrets of the environment."""
     text = _without_azure_ids(" ".join(str(error).split())) or type(error).__name__
     code = _code_of(error)
-    is_written = "/upload/storage/" in text  # by Google's interface
+    is_written = "/upload/storage/" in text  # path of uploads in Google's API
     if code == "ContainerNotFound" or getattr(error, "strerror", None) == "No such container":
         text = "there is no such container"
     elif isinstance(error, FileNotFoundError) and (code == "NoSuchBucket" or is_written):
@@ -198,7 +200,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _secrets() -> Iterator[tuple[str, str]]:
-    """Names of environment variables, and their secret values, plain and as in a url."""
+    """Yield names of environment variables with their secret values, plain and url-decoded."""
     for name, value in os.environ.items():
         if _SECRET.search(name):
             parts = {
@@ -212,6 +214,7 @@ def _secrets() -> Iterator[tuple[str, str]]:
 
 def _require_azure_account() -> None:
     """Raise a UserError if no account is named."""
+    # A url names the container alone.
     if not any(os.environ.get(name) for name in _AZURE_ACCOUNT):
         raise UserError(
             "az://CONTAINER/PREFIX does not say whose container it is: AZURE_STORAGE_ACCOUNT_NAME "
@@ -222,8 +225,10 @@ def _require_azure_account() -> None:
 
 
 def _open_azure(block_bytes: int, **options: Any) -> Any:
-    """The file system of this process, with the settings that adlfs does not pass on."""
+    """Open the file system of this process, with settings that adlfs does not pass on."""
     variables = {name: value for name, value in os.environ.items() if name.startswith("AZURE_")}
+    # By process, because the thread of its event loop does not survive a fork; by variables,
+    # because credentials may change.
     return _azure_of_process(os.getpid(), frozenset(variables.items()), block_bytes, **options)
 
 
@@ -249,7 +254,7 @@ def _azure_of_process(
     config.max_chunk_get_size = config.max_single_get_size = block_bytes
     config.use_byte_buffer = True  # aiohttp 3.14 closes the file of a part that must be sent again
     retry = config.retry_policy
-    retry.total_retries, retry.initial_backoff = 1, _AZURE_RETRY_S  # `Objects` does the rest
+    retry.total_retries, retry.initial_backoff = 1, _AZURE_RETRY_S  # `Objects` retries as well
     retry.increment_base = retry.random_jitter_range = 0
     # If several blocks fail, the first error is raised; asyncio would print the others.
     fs.loop.set_exception_handler(lambda *_: None)
@@ -257,7 +262,7 @@ def _azure_of_process(
 
 
 def _blobs_below(fs: Any, root: str) -> dict[str, dict[str, Any]]:
-    """Entries as of `find`, which takes a missing container for an empty one."""
+    """Return entries like `find`, which does not tell a missing container from an empty one."""
     from fsspec.asyn import sync
 
     async def list_() -> dict[str, dict[str, Any]]:
@@ -267,6 +272,7 @@ def _blobs_below(fs: Any, root: str) -> dict[str, dict[str, Any]]:
             return {
                 f"{container}/{blob.name}": {"size": blob.size, "etag": f'"{blob.etag}"'}
                 async for blob in blobs
+                # Accounts with a hierarchical namespace have a blob for each directory.
                 if (blob.metadata or {}).get("hdi_isfolder") != "true"
             }
 
@@ -275,7 +281,7 @@ def _blobs_below(fs: Any, root: str) -> dict[str, dict[str, Any]]:
 
 
 def _await_azure_copy(fs: Any, target: str, patience_s: float) -> None:
-    """Wait until a copied object is complete: for a large one the request returns before."""
+    """Wait until a copied object is complete: the request for a large one returns earlier."""
     from fsspec.asyn import sync
 
     async def ask() -> str | None:

@@ -18,11 +18,11 @@ BLOCK_BYTES = 8 * 2**20
 """Size of a block, which is fetched and verified as a whole."""
 # Hexadecimal digits of an XXH3-64.
 _DIGITS = 16
-# A safetensors file begins with the length of its header.
+# Of the length of the header, at the beginning of a safetensors file.
 _LENGTH_BYTES = 8
 _KEPT_BLOCKS = 8
-"""Blocks in memory: small tensors lie side by side in one, but parameters and each kind of their
-state lie in different places of a file."""
+"""Blocks in memory: small tensors share one, but parameters and each kind of their state lie in
+different places of a file."""
 _MOST_HEADER_BYTES = 100 * 2**20
 """Limit of safetensors itself."""
 
@@ -31,8 +31,8 @@ _MOST_HEADER_BYTES = 100 * 2**20
 class BlockChecksums:
     """Checksums of the blocks of a file, so that a part can be verified without the rest.
 
-    XXH3 with 64 bits finds damage, such as parts that were swapped, lost or flipped, at a
-    twentieth of the time that the SHA-256 of the whole file takes, which stands beside it.
+    XXH3 with 64 bits finds damage, such as swapped or lost parts and flipped bits, in a twentieth
+    of the time of the SHA-256 of the whole file, which is stored as well.
     """
 
     block_bytes: int
@@ -41,7 +41,7 @@ class BlockChecksums:
     """16 hexadecimal digits for each block, concatenated."""
 
     def problem(self, size_bytes: int) -> str | None:
-        """The reason that these are not checksums of a file of this length; None: they are."""
+        """Return why these are not checksums of a file of this length; None: they may be."""
         digits = len(self.xxh3_64)
         if self.block_bytes <= 0 or not set(self.xxh3_64) <= set("0123456789abcdef"):
             return "the checksums of its blocks cannot be read"
@@ -66,7 +66,7 @@ class DamagedObject(Exception):
 
 
 def lies_elsewhere(path: Path) -> bool:
-    """Return whether a file of a checkpoint is only at the url that its directory stands for."""
+    """Return whether a file of a checkpoint is only at its url and not on this machine."""
     return not path.exists() and url_of(path) is not None
 
 
@@ -99,13 +99,13 @@ class RangedSafetensors:
         """Read the header.
 
         Args:
-            path: the place here where the file would lie.
-            checksums: of its blocks; None: there are none, and nothing is compared.
+            path: where the file would lie on this machine.
+            checksums: of its blocks; None: there are none, and nothing is verified.
 
         Raises:
             StorageError: it cannot be read.
-            DamagedObject: its length or a block is not what it was.
-            ValueError: it is not such a file.
+            DamagedObject: its length or a block differs from what was written.
+            ValueError: it is not a safetensors file.
         """
         self._objects, self._name = Objects.of(path.parent), path.name
         self._checksums = checksums
@@ -117,6 +117,7 @@ class RangedSafetensors:
         if checksums is not None and (problem := checksums.problem(size)):
             raise self._damaged(problem)
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        # A file begins with the length of its header, then the header as JSON, then the tensors.
         length = int.from_bytes(self._bytes(0, min(size, _LENGTH_BYTES)), "little")
         if length > min(size, _MOST_HEADER_BYTES):
             raise ValueError("its header is longer than the file")
@@ -125,12 +126,13 @@ class RangedSafetensors:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self.entries: dict[str, dict[str, Any]] = header
         """`dtype`, `shape` and `data_offsets` of each tensor, as the file has them."""
+        # Offsets count from the end of the header; the last tensor ends with the file.
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         if self._start + end != size:
             raise self._damaged(f"it has {size:,} bytes instead of {self._start + end:,}")
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
-        """The bytes [start, stop) of a tensor.
+        """Read the bytes [start, stop) of a tensor.
 
         Raises:
             StorageError: they cannot be read.
@@ -149,14 +151,14 @@ class RangedSafetensors:
             number: self._blocks[number] for number in touched if number in self._blocks
         }
         if missing := [number for number in touched if number not in blocks]:
-            # One request for all of them: those in between are known only if they are at the ends.
+            # One request for all: only blocks at the ends are kept, so hardly any is read twice.
             blocks |= self._fetched(missing[0], missing[-1] + 1)
         for number in touched:
             start = number * length
             part = memoryview(blocks[number])[max(first - start, 0) : last - start]
             offset = max(start - first, 0)
             found[offset : offset + len(part)] = part
-        # Neighbouring tensors share these two with the next range that is read.
+        # Neighbouring tensors, which are read next, begin or end in these two.
         for number in {*touched[:1], *touched[-1:]}:
             self._blocks[number] = bytes(blocks[number])
             self._blocks.move_to_end(number)

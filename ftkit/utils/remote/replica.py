@@ -20,21 +20,21 @@ from ftkit.utils.remote.urls import working_root
 
 Listing = dict[str, ObjectEntry]
 _FIRST_NOTICE_S, _NOTICE_INTERVAL_S = 2.0, 10.0
-"""A download that takes longer reports its progress."""
+"""Times to the first report of a download's progress and between further ones."""
 _CREDENTIALS = {
     "s3": ": those that aws s3 ls takes",
     "gs": ": those of gcloud auth application-default login",
     "az": ": AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME beside "
     "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or az login",
 }
-"""Where the credentials of each kind of url come from."""
+"""Where the credentials for each scheme come from, for messages."""
 
 
 class Replica:
     """A directory and the objects at a url, by names relative to both.
 
-    The record has, for each file that was equal to its object, the version of the object, and the
-    size and time of the file. It shows what changed on either side without reading any content.
+    For each file that was equal to its object, the record has the version of the object and the
+    size and time of the file. It shows changes on either side without reading any content.
     """
 
     def __init__(self, directory: Path, objects: Objects, record: Path | None = None) -> None:
@@ -61,7 +61,7 @@ class Replica:
         return cls(directory, objects, working_root() / ".known" / f"{name}.json")
 
     def version(self, name: str) -> str | None:
-        """Version of an object when it was last seen; None: it never was."""
+        """Version of an object that its file was equal to; None: it never was."""
         return self._entries[name][0] if name in self._entries else None
 
     def is_equal(self, name: str) -> bool:
@@ -77,7 +77,7 @@ class Replica:
         return list(self._entries)
 
     def note(self, name: str, version: str) -> None:
-        """Record that an object is equal to its file, as that is now."""
+        """Record that an object is equal to its file in the file's present state."""
         status = (self.directory / name).stat()
         self._entries[name] = [version, status.st_size, status.st_mtime_ns]
 
@@ -104,13 +104,14 @@ class Replica:
         """Upload a file; one that changes meanwhile is not recorded, and is uploaded again.
 
         Raises:
-            StorageError: the storage does not take it.
+            StorageError: the storage does not accept it.
             FileNotFoundError: there is no such file.
         """
         path = self.directory / name
         before = path.stat()
         entry = self.objects.upload(path, name)
         now = path.stat()
+        # Logs grow while they are uploaded.
         if (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns):
             self.note(name, entry.version)
 
@@ -118,7 +119,7 @@ class Replica:
         """Delete objects in this order; their files stay.
 
         Raises:
-            StorageError: the storage does not do it.
+            StorageError: the storage does not delete them.
         """
         names = list(dict.fromkeys(names))
         self.objects.delete(names)
@@ -144,6 +145,8 @@ def fetch_whole(directory: Path) -> None:
             for name, entry in listing.items()
             if replica.version(name) != entry.version or not replica.is_equal(name)
         }
+        # An object that changes after the listing has another version, and is downloaded again next
+        # time.
         download_files(directory, replica.objects, changed)
     except StorageError as error:
         raise unreachable(error) from error
@@ -153,7 +156,7 @@ def fetch_whole(directory: Path) -> None:
 
 
 def fetch_missing(directory: Path, names: Iterable[str]) -> None:
-    """Download those files of a directory that are not there.
+    """Download the files that a directory lacks.
 
     Raises:
         UserError: they cannot be read.
@@ -182,7 +185,8 @@ def download_files(directory: Path, objects: Objects, names: Iterable[str]) -> N
             took_s = time.monotonic() - start_s
             print_notice(f"ftkit: fetching {objects.url}: {progress}, {took_s:.0f} s", sys.stderr)
 
-    thread = threading.Thread(target=report, daemon=True)  # a single file may take minutes
+    # In a thread, because a single file may take minutes.
+    thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
         for name in names:
@@ -194,7 +198,7 @@ def download_files(directory: Path, objects: Objects, names: Iterable[str]) -> N
 
 
 def unreachable(error: StorageError) -> UserError:
-    """The error of a url that cannot be used before anything has started."""
+    """Turn a failed request into an error for the user, before anything has started."""
     which = next((text for kind, text in _CREDENTIALS.items() if f"{kind}://" in str(error)), "")
     return UserError(
         f"{error}. Check the url, the network and the credentials in the environment{which}."

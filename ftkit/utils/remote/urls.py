@@ -1,8 +1,8 @@
 """Urls of object storage, and the local directory that stands for each of them.
 
-A url becomes a path once, where it is read: s3://BUCKET/KEY is the directory runs/s3/BUCKET/KEY
-below the cache, and from then on a directory like any other. `url_of` is the inverse. So a path is
-always local, and parents and children of a url are those of its directory.
+A url becomes a path once, where it is parsed: s3://BUCKET/KEY is the directory runs/s3/BUCKET/KEY
+in the cache, and from then on a directory like any other. `url_of` is the inverse. A path is
+therefore always local, and parents and children of a url are those of its directory.
 """
 
 import os
@@ -17,9 +17,9 @@ EXTRAS = {"s3": ("s3", "s3fs"), "gs": ("gs", "gcsfs"), "az": ("az", "adlfs")}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"(?=.{3,63}$)[a-z0-9]+(?:-[a-z0-9]+)*")
-"""A bucket, in the words of Azure."""
-# Without what globs, urls or file systems read in another way; 200 characters, because a file name
-# on the disk has at most 255 bytes.
+"""A container: Azure's name for a bucket."""
+# Without characters that mean something else in globs, urls or file systems. 200 characters,
+# because a file name on disk has at most 255 bytes.
 _KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]{1,200}")
 
 
@@ -37,7 +37,7 @@ def local_path(text: str | os.PathLike[str]) -> Path:
     """The directory that stands for a url; any other text is a path already.
 
     Raises:
-        UserError: ftkit does not read such urls, or it names no place in a bucket.
+        UserError: the scheme is not supported, or the url names no place in a bucket.
     """
     if not isinstance(text, str) or (found := _URL.fullmatch(text)) is None:
         return Path(text)
@@ -62,7 +62,7 @@ def local_path(text: str | os.PathLike[str]) -> Path:
             "between single slashes, without any of * ? [ ] # \\ : @. Credentials are found in the "
             f"environment. Try {scheme}://BUCKET/out/lora."
         )
-    # Nothing is encoded, so that `url_of` can turn it round and parents stay parents.
+    # Nothing is encoded, so that `url_of` can invert it and parents stay parents.
     return working_root().joinpath(scheme, bucket, *parts)
 
 
