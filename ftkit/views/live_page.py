@@ -43,27 +43,28 @@ _MOST_POINTS = 400
 _MOST_COMPARED = 10
 """Most curves in one picture."""
 _LOOK_INTERVAL_S = 1.0
-"""Least time between two looks at the files, however many pages are open."""
+"""Least time between two readings of the files, however many pages are open."""
 _SCALES = {"_bytes": 2.0**-30, "_utilization": 100.0, "_power_w": 1.0}
 """Factors that turn samples into GiB, % and W, by the ending of their names."""
 _LONG_S = 3 * 3600
 """Longest time that is shown in minutes; above it, in hours."""
 _LOGARITHMIC = ("Loss", "Gradient norm")
 """Charts that can be shown on a logarithmic scale."""
+# Units of amounts, whose charts begin at zero.
 _FROM_ZERO = ("tokens/s", "GiB", "%", "W")
 
 _Points = list[tuple[float, ...]]
 
 
 class RunSnapshots:
-    """Runs of a directory, or the run in it, read again when a page asks for them."""
+    """Runs of a directory, or the run in it, read again when a page requests them."""
 
     def __init__(self, directory: Path, *, copy_at: Path | None) -> None:
         """Read nothing yet.
 
         Args:
             directory: of a run or of runs; it may still be empty.
-            copy_at: where local copies of files at a url may lie; None: it is on this machine.
+            copy_at: directory for local copies of files at a url; None: it is on this machine.
         """
         self._directory = directory
         self._copies = None if copy_at is None else UrlCopies(directory, copy_at)
@@ -79,7 +80,7 @@ class RunSnapshots:
 
     @property
     def title(self) -> str:
-        """Directory or url, as people write it."""
+        """Directory or url, as the user knows it."""
         return display_path(self._directory if self._directory.name else self._directory.resolve())
 
     def all_runs(self) -> dict[str, Any]:
@@ -110,14 +111,16 @@ class RunSnapshots:
         self._runs, self._left_out = self._read_runs()
         self._looked_s = now_s
         places = {run.files.path for run in self._runs}
+        # A run that was removed and made again is read from its beginning.
         for gone in self._watchers.keys() - places:
             del self._watchers[gone]
             self._losses.pop(gone, None)
 
     def _read_runs(self) -> tuple[list[ComparedRun], list[LeftOutRun]]:
-        # Files at a url are copied once per look; a local directory is read in place.
+        # Files at a url are copied before they are read; a local directory is read in place.
         if self._copies is None:
             runs, left_out = read_runs([self._directory])
+            # A directory that is still empty is no failure: runs may appear in it.
             return runs, [one for one in left_out if one.path != self._directory]
         try:
             copies = self._copies.look()
@@ -133,13 +136,13 @@ class RunSnapshots:
         return self._watchers[place]
 
     def _loss(self, run: ComparedRun) -> dict[str, Any]:
-        """Losses of a run; of a file that has grown only the new rows are read."""
+        """Losses of a run; only new rows of its file are read."""
         metrics = run.files.metrics
         try:
             status = metrics.stat()
         except OSError:
             return {"name": run.name, "points": []}
-        # Reading a long run takes longer than the interval: an unchanged file is not read again.
+        # A long run takes longer to thin out than the interval: an unchanged file is skipped.
         stamp, place = (status.st_size, status.st_mtime_ns), run.files.path
         if place not in self._losses or self._losses[place][0] != stamp:
             rows = self._watcher(run).rows.read_on()
@@ -149,7 +152,7 @@ class RunSnapshots:
     def _in_full(self, run: ComparedRun) -> dict[str, Any] | None:
         try:
             snapshot = self._watcher(run).look()
-        except UserError:  # its directory was removed meanwhile
+        except UserError:  # its directory has been removed meanwhile
             return None
         report = snapshot.report
         ended = report is not None and not snapshot.run.at_work
@@ -184,14 +187,15 @@ class RunSnapshots:
 
 
 def thinned(points: Iterable[tuple[float, float]], most: int = _MOST_POINTS) -> _Points:
-    """Return at most so many points, finite ones only.
+    """Reduce a series to its finite points, at most `most` of them.
 
-    Of more, each stands for several: it has their mean, and their lowest and highest value, so that
-    a spike of one step can be seen.
+    If there are more, each result stands for several: it has their mean and their lowest and
+    highest value, so that a spike of one step can be seen.
     """
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if len(finite) <= most:
         return list(finite)
+    # There are more points than parts, so that none is empty.
     edges = [round(i * len(finite) / most) for i in range(most + 1)]
     made: _Points = []
     for start, end in pairwise(edges):
@@ -213,9 +217,10 @@ def _in_short(run: ComparedRun) -> dict[str, Any]:
 
 
 def _drawn(runs: list[ComparedRun]) -> list[ComparedRun]:
-    """Runs whose losses are in one picture: of many, those that began last."""
+    """Runs whose losses are drawn in one picture: of many, those that began last."""
     latest = sorted(runs, key=lambda run: run.report.started_at, reverse=True)[:_MOST_COMPARED]
     names = {run.name for run in latest}
+    # In the order of the table.
     return [run for run in runs if run.name in names]
 
 
@@ -290,7 +295,7 @@ def _by_step(rows: list[Row], column: str, name: str, *, noisy: bool = False) ->
 
 
 def _of_system(samples: list[Row], ending: str, unit_s: float) -> list[dict[str, Any]]:
-    """Series of host and devices whose names end so, by time since the first sample."""
+    """Series of the columns with this ending, by time since the first sample."""
     columns = [column for column in (samples[-1] if samples else ()) if column.endswith(ending)]
     began_s = samples[0]["time_s"] or 0.0 if samples else 0.0
     scale = _SCALES[ending]
@@ -328,6 +333,7 @@ def watch_runs(options: WatchOptions) -> int:
         )
     interval_s = parse_duration(options.interval, "interval")
     directory = options.out_dir.expanduser()
+    # A run of this machine that is uploaded to its url is read where it lies.
     is_elsewhere = url_of(directory) is not None and not is_at_work_here(RunDirectory(directory))
     if not is_elsewhere and not directory.is_dir():
         raise UserError(
@@ -359,27 +365,29 @@ def _serve(snapshots: RunSnapshots, port: int, interval_s: float) -> None:
 
 
 _ADDRESS = "127.0.0.1"
+# Nothing is loaded from elsewhere, and no script runs but ours. Styles stand in attributes of the
+# HTML that notebooks share.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",  # the first address has the token
+    "Referrer-Policy": "no-referrer",  # the first address contains the token
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _ASSETS = {"/page.js": "text/javascript", "/page.css": "text/css"}
-# A connection that sends nothing for so long is closed.
+# Seconds after which a connection that sends nothing is closed.
 _PATIENCE_S = 30.0
 
 
-# The standard library's server: for a few paths that are only read, by one person, a framework
-# would be more code to trust than all of this.
+# The standard library's server: for a few read-only paths and one reader, a framework would be more
+# code to trust than all of this.
 class PageServer(ThreadingHTTPServer):
     """HTTP server on the loopback address."""
 
-    # Open pages keep connections: they must not keep the process after Ctrl+C.
+    # Open pages keep their connections, which must not keep the process alive after Ctrl+C.
     daemon_threads = True
 
     def __init__(self, snapshots: RunSnapshots, port: int, token: str, interval_s: float) -> None:
@@ -388,7 +396,7 @@ class PageServer(ThreadingHTTPServer):
         Args:
             snapshots: content of the page.
             port: to listen on; 0: a free one.
-            token: every request must know it.
+            token: secret that every request must contain.
             interval_s: between two requests of an open page.
 
         Raises:
@@ -398,13 +406,14 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((_ADDRESS, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection: the browser has gone away; others have an error page."""
+        """Ignore errors of a connection: the browser has gone; all others get an error page."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server: PageServer
+    # An open page sends requests again and again, over one connection.
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "ftkit", ""
     timeout = _PATIENCE_S
@@ -424,8 +433,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         address = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(address.query).items()}
-        # A port of this machine is open to all its users and to every page that a browser shows:
-        # the token is in the link, and then in a cookie that no other site can use.
+        # A port of this machine is open to all its users and to every page in a browser: the token
+        # is in the link, and then in a cookie that no other site can use.
         by_link = address.path == "/" and self._is_token(query.get("token", ""))
         if not by_link and not self._is_token(self._cookie()):
             self._refuse(403, "Open the link that ftkit watch has printed: it has the token.")
@@ -443,6 +452,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request of another method, or a malformed one."""
+        # A malformed request has no command, by which `_send` decides on a body.
         self.command = getattr(self, "command", None) or "GET"
         # http.server answers 501 to methods that the handler does not have.
         self._refuse(405 if code == 501 else code, message or "This is not a valid request.")
@@ -461,8 +471,9 @@ class _Handler(BaseHTTPRequestHandler):
             asset = files("ftkit.views") / "assets" / path[1:]
             self._send(200, _ASSETS[path], asset.read_text(encoding="utf-8"))
         elif path == "/runs.json":
-            # JSON.parse of browsers takes no NaN.
+            # JSON.parse of browsers refuses NaN.
             as_json(json.dumps(snapshots.all_runs(), allow_nan=False))
+        # A name selects among the runs that are shown, and is never used as a path.
         elif path == "/run.json" and (shown := snapshots.run(run)) is not None:
             as_json(json.dumps(shown, allow_nan=False))
         else:
@@ -478,10 +489,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _cookie_name(self) -> str:
-        return f"ftkit-{self.server.server_port}"  # a browser sends cookies to every port
+        return f"ftkit-{self.server.server_port}"  # browsers send cookies to all ports of a host
 
     def _is_token(self, text: str) -> bool:
-        # The time does not tell how much of the token is right.
+        # In constant time, which does not reveal how much of the token is right.
         return hmac.compare_digest(text.encode(), self.server.token.encode())
 
     def _refuse(self, status: int, reason: str) -> None:

@@ -43,13 +43,13 @@ from ftkit.utils.process import Interrupts
 from ftkit.utils.remote.urls import display_path, url_of
 
 _RECENT_STEPS = 20
-"""The current speed is the mean over so many last steps."""
+"""Number of last steps over which the current speed is averaged."""
 _SILENT_S = 30.0
-"""Time without a step of training after which the view mentions it."""
+"""Least time without a step of training that the view mentions."""
 _CURVE_LINES = 8
 _PICTURE_POINTS = 240
 _MOST_WIDTH = 100
-"""Largest width of a curve: wider ones of eight lines show nothing more."""
+"""Most columns of a curve: with eight lines, wider ones show nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +140,14 @@ class RunSnapshot:
 
 
 class Watcher:
-    """Reads the files of a run again and again; logs only from where it stopped."""
+    """Reads the files of a run again and again, but only new rows of its logs."""
 
     def __init__(self, out_dir: Path, copy: UrlCopy | None = None) -> None:
         """Read nothing yet; see `look`.
 
         Args:
             out_dir: of the run.
-            copy: local copy to read instead, if out_dir stands for the url of a run elsewhere.
+            copy: local copy to read instead, if out_dir stands for a url.
         """
         self._out_dir, self._copy = out_dir, copy
         self._directory = RunDirectory(out_dir if copy is None else copy.directory)
@@ -161,7 +161,7 @@ class Watcher:
         Raises:
             UserError: the directory holds no run.
         """
-        # The state before the rows: of a run that has ended these are then complete.
+        # The state is read before the rows, which are then complete if the run has ended.
         run = look(self._out_dir, self._copy)
         rows = self.rows.read_on()
         step, age_s = self._newest_checkpoint()
@@ -173,6 +173,7 @@ class Watcher:
             checkpoint_step=step,
             checkpoint_age_s=age_s,
             elapsed_s=_elapsed_s(run),
+            # The time of a copy is that of its download.
             silent_s=_age_s(self._directory.metrics) if rows and self._copy is None else None,
         )
 
@@ -185,7 +186,7 @@ class Watcher:
 
 
 class View:
-    """A snapshot for a terminal of any width."""
+    """View of a snapshot for a terminal of any width."""
 
     def __init__(self, snapshot: RunSnapshot) -> None:
         self._snapshot = snapshot
@@ -212,6 +213,7 @@ class View:
         line = Table.grid(padding=(0, 2))
         step = f"step {self._snapshot.step:,}/{total:,}"
         rest = "  ".join(_clock_texts(self._snapshot))
+        # Four for the gaps around the bar; without room for eight characters it is left out.
         room = width - len(step) - len(rest) - 4
         cells: list[Text | ProgressBar] = [Text(step, "bold")]
         if room >= 8:
@@ -241,7 +243,7 @@ def snapshot_as_html(snapshot: RunSnapshot, *, with_curve: bool = True) -> str:
 
 
 def watch(options: WatchOptions) -> int:
-    """Show a run until it has ended; return the exit code.
+    """Show a run until it ends; return the exit code.
 
     Raises:
         UserError: the directory holds no run.
@@ -251,6 +253,7 @@ def watch(options: WatchOptions) -> int:
     with TemporaryDirectory(prefix="ftkit-watch-") as name:
         is_elsewhere = url_of(out_dir) is not None and not is_at_work_here(RunDirectory(out_dir))
         copy = UrlCopy(out_dir, Path(name)) if is_elsewhere else None
+        # A later look would correct the state, but with --once there is none.
         if options.once and copy is not None:
             copy.settle()
         _show(Watcher(out_dir, copy), options, interval_s)
@@ -277,7 +280,7 @@ def _show(watcher: Watcher, options: WatchOptions, interval_s: float) -> None:
 
 
 def _print_lines(watcher: Watcher, snapshot: RunSnapshot, interval_s: float) -> None:
-    """Print a line whenever something has happened, for pipes and files."""
+    """Print a line for each change, for pipes and files."""
     lines = Lines()
     lines.show(snapshot)
     with Interrupts() as interrupts:
@@ -288,13 +291,13 @@ def _print_lines(watcher: Watcher, snapshot: RunSnapshot, interval_s: float) -> 
 
 
 class Lines:
-    """Prints what a run does, and then a line whenever something has happened."""
+    """Prints what a run does, then a line for each change."""
 
     def __init__(self) -> None:
         self._shown: str | None = None
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Print a line if anything is new."""
+        """Print a line if it differs from the last one."""
         if self._shown is None:
             print(printable(f"{display_path(snapshot.run.out_dir)}: {_why(snapshot)}"), flush=True)
             self._shown = _phase(snapshot)
@@ -326,7 +329,7 @@ def _line(snapshot: RunSnapshot) -> str:
 
 
 def _rows_of(snapshot: RunSnapshot) -> list[tuple[str, str]]:
-    """Label and text of each measurement; the text is empty where there is none."""
+    """Label and text of each measurement; the text is empty if there is none."""
     losses = snapshot.losses
     validations = [v for row in snapshot.validations if (v := row["val_loss"]) is not None]
     report, speed, step_s = snapshot.report, snapshot.tokens_per_s, snapshot.step_s
@@ -361,7 +364,7 @@ def _losses_by_source(validations: list[Row]) -> list[tuple[str, list[float]]]:
 
 
 def _system_text(snapshot: RunSnapshot) -> str:
-    """Return the newest sample in words: "GPU 0 busy 93 %, 310 W; CPU busy 45 %"."""
+    """Return the newest sample as a text: "GPU 0 busy 93 %, 310 W; CPU busy 45 %"."""
     newest = snapshot.samples[-1] if snapshot.samples else {}
     parts = []
     for name, busy in newest.items():
@@ -372,6 +375,7 @@ def _system_text(snapshot: RunSnapshot) -> str:
             parts.append(
                 f"{noun} busy {percent_text(busy)}" + (f", {watts:.0f} W" if watts else "")
             )
+    # Devices first: the columns begin with the host.
     return "; ".join(reversed(parts))
 
 
@@ -401,7 +405,7 @@ def _clock_texts(snapshot: RunSnapshot) -> list[str]:
 
 
 def _why(snapshot: RunSnapshot) -> str:
-    """Return why a run has ended or, of one running, its phase, model and devices."""
+    """Return why a run ended or, while it is running, its phase, model and devices."""
     if snapshot.run.state == "killed":
         return "the process was killed before it could write a report; --resume auto continues it"
     if snapshot.report is None:
@@ -427,10 +431,10 @@ def _checkpoint_text(snapshot: RunSnapshot) -> str:
 
 
 def _silence(snapshot: RunSnapshot) -> str:
-    """Return a note on a run whose next step is long overdue."""
+    """Return a note if the next step is long overdue."""
     if not snapshot.run.at_work or snapshot.silent_s is None or _phase(snapshot) != "training":
         return ""
-    # A step that waits for data or a checkpoint may take several times the usual.
+    # A step that waits for data or a checkpoint may take several times as long as usual.
     usual_s = max(_SILENT_S, 5 * (snapshot.step_s or 0.0))
     return f"no step for {duration_text(snapshot.silent_s)}" if snapshot.silent_s > usual_s else ""
 
@@ -463,20 +467,21 @@ _LOGARITHMIC_FROM = 20.0
 """Ratio of highest to lowest value from which the scale is logarithmic."""
 
 
-# Our own code: the library for it has no types.
+# Our own code, because the library for such curves has no types.
 def curve(
     values: Sequence[float], width: int, height: int, *, ascii_only: bool = False
 ) -> list[str]:
-    """The lines of a curve, with its highest and lowest value to the left of it.
+    """Draw a curve as lines of text, with its highest and lowest value on its left.
 
     Args:
-        values: at equal distances, finite; of more than there is room for, means are drawn.
-        width: of the whole, in characters.
+        values: equally spaced and finite; if there are too many, means of neighbours are drawn.
+        width: of curve and labels, in characters.
         height: in lines, at least 2.
-        ascii_only: the terminal has no Braille.
+        ascii_only: whether the terminal lacks Braille characters.
     """
     if not values:
         return []
+    # A Braille character has two columns of four dots.
     across, down = (1, 1) if ascii_only else (2, 4)
     labels = list(dict.fromkeys((_label(max(values)), _label(min(values)))))
     margin = max(map(len, labels)) + 1
@@ -484,7 +489,7 @@ def curve(
     scaled = _levels(_resampled(values, columns), min(values), max(values), height * down - 1)
     dots = [[False] * columns for _ in range(height * down)]
     for x, (before, level) in enumerate(pairwise([scaled[0], *scaled])):
-        # Upright parts start beside the last dot, so that a steep curve has no gaps.
+        # Vertical parts start beside the last dot, so that a steep curve has no gaps.
         first, last = sorted((level, before + (level > before) - (level < before)))
         for y in range(first, last + 1):
             dots[y][x] = True
@@ -505,7 +510,7 @@ def _label(value: float) -> str:
 
 
 def means(values: Sequence[float], count: int) -> list[float]:
-    """Reduce values to at most `count`, by means of neighbours."""
+    """Reduce values to at most `count`, by averaging neighbours."""
     if len(values) <= count:
         return list(values)
     edges = [round(i * len(values) / count) for i in range(count + 1)]
@@ -513,7 +518,7 @@ def means(values: Sequence[float], count: int) -> list[float]:
 
 
 def _resampled(values: Sequence[float], count: int) -> list[float]:
-    """Exactly `count` values: means of more, straight lines between fewer."""
+    """Return `count` values: means if there are more, linear interpolation if there are fewer."""
     if len(values) > count:
         return means(values, count)
     if len(values) == 1:
@@ -530,9 +535,10 @@ def _resampled(values: Sequence[float], count: int) -> list[float]:
 def _levels(values: list[float], low: float, high: float, most: int) -> list[int]:
     """Distance of each value from the top, in dots."""
     if low > 0 and high / low > _LOGARITHMIC_FROM:
-        # Means of neighbours may be rounded below the lowest value.
+        # Rounding may put a mean of neighbours below the lowest value.
         values, low, high = [math.log(max(v, low)) for v in values], math.log(low), math.log(high)
     if high == low:
+        # A constant curve lies at the bottom.
         return [most] * len(values)
     return [round((high - value) / (high - low) * most) for value in values]
 

@@ -1,1 +1,1 @@
-"""Runs side by side: what differs between their settings, and what came out."""
+"""Runs side by side: their different settings, and their results."""

@@ -19,7 +19,7 @@ from ftkit.utils.names import column_name, nearest
 from ftkit.views.comparison.runs import ComparedRun, differing_settings
 
 _FIRST_SETTINGS = 2
-"""Settings that a narrow table keeps; further ones are left out first."""
+"""Settings that a narrow table keeps; others are left out first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def all_columns(runs: list[ComparedRun]) -> list[Column]:
 
 
 def shown_columns(runs: list[ComparedRun]) -> list[Column]:
-    """Return the columns of a table for people: without numbers that no run has."""
+    """Return the columns of a table to read: without numbers that no run has."""
     measured = [column for column in number_columns(runs) if any(column.values)]
     return [*name_columns(runs), *setting_columns(runs), *measured]
 
@@ -80,6 +80,7 @@ def name_columns(runs: list[ComparedRun]) -> list[Column]:
             label="outcome",
             values=states,
             texts=[state.replace("_", " ") for state in states],
+            # How runs ended matters only if it differs.
             priority=1 if len(set(states)) > 1 else LAST,
         ),
     ]
@@ -90,6 +91,7 @@ def setting_columns(runs: list[ComparedRun]) -> list[Column]:
     keys = differing_settings(runs)
     taken = {number.label.replace(" ", "_") for number in numbers.NUMBERS if number.is_compared}
     short = distinct(keys, _short_key)
+    # Two columns must not have the same label.
     labels = [key if label in taken else label for key, label in zip(keys, short, strict=True)]
     return [
         _setting(runs, key, label, priority=4 if place < _FIRST_SETTINGS else LAST)
@@ -119,6 +121,7 @@ def _compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
     for number in numbers.NUMBERS:
         if number.is_compared:
             yield number
+        # Numbers of single sources, metrics and tasks stand beside those that they belong to.
         if number.key == "validation_loss":
             yield from _term_numbers(runs)
             yield from _source_numbers(runs)
@@ -130,8 +133,8 @@ def _compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
 def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
     """Return the runs sorted by a column, best or lowest first, those without a value last.
 
-    Without one: runs that ended well first, by their validation loss as it is shown, and runs of
-    the same loss by speed.
+    By default, runs that ended well come first, sorted by their validation loss as shown, and runs
+    of equal loss by speed.
 
     Raises:
         UserError: there is no such column.
@@ -139,6 +142,7 @@ def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
     if sort is None:
         return sorted(runs, key=_default_order)
     known = {column.key: column for column in all_columns(runs)}
+    # Also settings that are the same in all runs, which have no column.
     settings = dict.fromkeys(key for run in runs for key in run.settings)
     column = known.get(sort) or (_setting(runs, sort, sort) if sort in settings else None)
     if column is None:
@@ -161,7 +165,7 @@ def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
 
 
 def distinct(texts: list[str], shorter: Callable[[str], str]) -> list[str]:
-    """Return the texts shortened, those excepted whose short forms would be the same."""
+    """Shorten texts, except for different ones whose short forms would be equal."""
     short = [shorter(text) for text in texts]
     origins: dict[str, set[str]] = {}
     for text, brief in zip(texts, short, strict=True):
@@ -173,7 +177,7 @@ def distinct(texts: list[str], shorter: Callable[[str], str]) -> list[str]:
 
 
 def _setting_text(value: Any) -> str:
-    """A setting as a recipe has it."""
+    """A setting as a recipe writes it."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -184,7 +188,7 @@ def _setting_text(value: Any) -> str:
 
 
 def _short_key(key: str) -> str:
-    """A key without its groups, but for eval.sets, whose names say nothing alone."""
+    """A key without its groups, except eval.sets, whose names mean nothing alone."""
     return key.removeprefix("eval.") if key.startswith("eval.sets.") else key.rpartition(".")[2]
 
 
@@ -192,6 +196,7 @@ def _setting(runs: list[ComparedRun], key: str, label: str, *, priority: int = L
     values = [run.settings.get(key) for run in runs]
     texts = [_setting_text(value) for value in values]
     if key in ("optimizer", "data", "strategy"):
+        # Class paths are shown by the name of the class.
         texts = distinct(texts, lambda text: text.rpartition(".")[2])
     return Column(
         key=key, label=label, values=values, texts=texts, priority=priority, is_setting=True
@@ -206,7 +211,7 @@ def _best(runs: list[ComparedRun], number: ReportNumber) -> frozenset[int]:
         return frozenset()
     if number.needs_equal_work:
         reports = [runs[i].report for i in rivals]
-        # A run that did less is faster for that reason alone.
+        # A run that did less is faster for that reason; a resumed one has times of one session.
         work = {report.progress and report.progress.samples for report in reports}
         if len(work) > 1 or any(report.resumed for report in reports):
             return frozenset()
@@ -222,11 +227,12 @@ def _default_order(run: ComparedRun) -> tuple[int, float, float, str]:
     loss = run.report.validation_loss
     speed = run.report.throughput.tokens_per_s if run.report.throughput else 0.0
     group = 0 if run.state in ENDED_WELL else 1 if run.state in AT_WORK else 2
+    # Losses are shown with four digits.
     return group, math.inf if loss is None else round(loss, 4), -speed, run.name
 
 
 def _source_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
-    """Losses on each source of the data, where there are several, and each set of eval.sets."""
+    """Losses on each source of the data, if there are several, and each set of eval.sets."""
     return [
         ReportNumber(
             key=loss_column(name),
@@ -271,17 +277,18 @@ def _loss_on(name: str) -> Callable[[Report], float | None]:
 
 
 def _losses(report: Report) -> dict[str, float | None]:
-    """Losses of the result by names of sources and sets."""
+    """Losses of the result by name of its source or set."""
     parts, chosen = report.sources | report.sets, report.result
     if chosen is not None:
         return {name: chosen.losses.get(column_name(name)) for name in parts}
+    # No validation followed the first steps: the losses are those of the base model.
     if report.loss is not None and report.loss.is_of_start:
         return {}
     return {name: part.validation_last for name, part in parts.items()}
 
 
 def _own_metrics(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
-    """Scores of the user's functions; whether high values are good only their author knows."""
+    """Scores of the user's functions; only their author knows whether high values are good."""
     scores = [score for run in runs for score in run.report.scores if score.sha256 is not None]
     files: dict[str, set[str | None]] = {}
     for score in scores:

@@ -20,7 +20,7 @@ from ftkit.views.comparison.plots import Picture, check_plot, save_plot
 from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, read_runs
 
 _WIDTH = 120
-"""Characters of a line where a program prints a comparison."""
+"""Characters of a line of `str(comparison)`, which has no terminal to measure."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -89,7 +89,7 @@ def compare(
     sort: str | None = None,
     progress: OnProgress | None = None,
 ) -> Comparison:
-    """Compare runs, however they ended.
+    """Compare runs, regardless of how they ended.
 
     Args:
         paths: runs (each its out_dir), or directories that hold runs; one, or several.
@@ -113,6 +113,7 @@ def compare(
 def compare_runs(options: CompareOptions) -> int:
     """Print a comparison and draw it; return the exit code."""
     if options.plot is not None:
+        # Before runs are read, which may take long.
         check_plot(options.plot)
     with Display(None, stream=sys.stderr) as display:
         with display.phase("reading runs", brief=True) as phase:

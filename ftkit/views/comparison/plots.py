@@ -1,7 +1,7 @@
 """Plots of a comparison: losses, memory and throughput, for any number of runs.
 
-Every run has the same colour and dash in all panels. Colour-blind people can tell the colours
-apart. Nothing in matplotlib's global state is changed.
+Every run has the same colour and dash in all panels. Colour-blind people can distinguish the
+colours. Nothing in matplotlib's global state is changed.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ Dash: TypeAlias = Literal["-"] | tuple[float, tuple[float, float]]
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#222222")
 """Colours of Okabe and Ito, without yellow, which is hard to see on white."""
 DASHES: tuple[Dash, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
-"""Each round of colours has the next of these."""
+"""Dashes of successive rounds through the colours."""
 PART_COLORS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -52,13 +52,13 @@ PART_COLORS = {
 _POINTS = 600
 """Most points of a curve."""
 _RAW_POINTS = 25
-"""Most steps that are drawn as they are; above it, a running mean shows the trend."""
+"""Most steps whose losses are drawn; above it, a running mean shows the trend."""
 _VISIBLE = 1 / 500
 """Smallest share of the highest peak at which a part of memory can be seen."""
 _LIMIT_IN_SIGHT = 4.0
-"""The device's limit is drawn if it is at most so many times the highest peak."""
+"""The device's limit is drawn if it is at most this multiple of the highest peak."""
 _FEW = 6
-"""Most runs that are drawn with thick lines and with all their validations."""
+"""Most runs that are drawn with thick lines and all their validations."""
 _NAME = 34
 """Longest name of a run in a picture."""
 _STYLE: dict[Any, Any] = {
@@ -72,9 +72,9 @@ _STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#E6E6E6",
-    # The browser may not have the font.
+    # Text as outlines: the browser may not have the font.
     "svg.fonttype": "path",
-    "svg.hashsalt": "ftkit",  # the same file each time
+    "svg.hashsalt": "ftkit",  # ids in the file are otherwise random
 }
 
 
@@ -166,9 +166,10 @@ def _drawing() -> Iterator[None]:
 def svg(drawn: "Figure") -> str:
     """Return a figure as an SVG element for a page."""
     text = io.StringIO()
-    # Without these the same runs give the same file.
+    # Without dates and versions the same runs give the same file.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     drawn.savefig(text, format="svg", metadata=nothing)
+    # The XML declaration and document type before it have no place in a page.
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -201,6 +202,7 @@ def figure(runs: list[ComparedRun]) -> "Figure":
 
     names = [_name(run) for run in runs]
     with_curve = [i for i, run in enumerate(runs) if run.training.steps]
+    # Inches: a row of the legend for three runs, and a bar for each run.
     heights = (4.2 + 0.25 * math.ceil(len(with_curve) / 3), 1.4 + 0.3 * len(runs))
     drawn = Figure(figsize=(12, sum(heights)), layout="constrained")
     above, below = drawn.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -212,8 +214,9 @@ def figure(runs: list[ComparedRun]) -> "Figure":
     _draw_bars(speed, runs, "Throughput", "tokens_per_s")
     handles, labels = memory.get_legend_handles_labels()
     _legend(below, handles, labels, 5)
-    # A name may have dollar signs, between which matplotlib reads formulas.
+    # Between dollar signs, which a name may have, matplotlib would read a formula.
     memory.set_yticks(range(len(runs)), names, parse_math=False)
+    # Turned over, so that the first run is at the top as in the table.
     memory.set_ylim(len(runs) - 0.4, -0.6)
     for axes in (memory, speed):
         axes.grid(visible=False, axis="y")
@@ -240,6 +243,7 @@ def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "
     from matplotlib.lines import Line2D
 
     longest = max((len(run.training.steps) for run in runs), default=0)
+    # The longest run decides for all, so that the curves are equally smooth.
     window = 1 if longest <= _RAW_POINTS else max(2, longest // 20)
     unit_s, unit = _time_unit(
         max((s for run in runs for s in run.training.seconds[-1:]), default=0)
@@ -254,6 +258,8 @@ def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "
         chosen = _chosen(len(curve.steps))
         losses = _running_mean(curve.losses, window)
         time_at = dict(zip(curve.steps, curve.seconds, strict=True))
+        # Validations are drawn at the time of their step; those without a row, such as step 0, have
+        # none.
         points = [(step, loss) for step, loss in run.validation if step in time_at]
         points = points[-validations:] if validations else points
         for axes, xs, point_xs in (
@@ -273,12 +279,14 @@ def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "
                 markeredgecolor="white", markeredgewidth=0.8, zorder=3,
             )  # fmt: skip
         every += losses + [loss for _, loss in points]
+        # Lines of the legend; the thinnest curves would be hard to tell apart there.
         lines.append(Line2D([], [], color=color, linestyle=dash, linewidth=max(width, 2)))
     mean = f", mean of {window} steps" if window > 1 else ""
     which = "last validation" if validations else "validation"
     points_are = f"; points: {which}" if any(run.validation for run in runs) else ""
     by_step.set(title=f"Loss by step{mean}{points_are}", xlabel="step", ylabel="loss (nats)")
     by_time.set(title="Loss by time of training", xlabel=unit)
+    # A logarithmic scale has no place for 0.
     positive = [loss for loss in every if loss > 0]
     if positive and max(positive) > 20 * min(positive):
         by_step.set_yscale("log")
@@ -296,6 +304,7 @@ def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
     peaks = [sum(part.values()) for part in parts]
     unit, name = (2**30, "GiB") if max(peaks, default=0) >= 2**30 else (2**20, "MiB")
     starts = [0.0] * len(runs)
+    # Parts too small to be seen would only lengthen the legend.
     visible = _VISIBLE * max(peaks, default=0)
     for part in PART_COLORS:
         if not any(sizes.get(part, 0) > visible for sizes in parts):
@@ -307,6 +316,7 @@ def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
         )  # fmt: skip
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     in_sight = _LIMIT_IN_SIGHT * max(peaks, default=0)
+    # A limit far above the peaks would squeeze the bars; the title names it instead.
     drawn = [limit for limit in limits if limit is not None and limit <= in_sight]
     values = " and ".join(map(bytes_text, sorted(set(drawn))))
     label = f"limit of the device: {values}"
@@ -316,11 +326,13 @@ def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
                 [limit / unit] * 2, [i - 0.5, i + 0.5], color="#222222", linewidth=2,
                 linestyle=(0, (2, 1)), solid_capstyle="butt", label=label,
             )  # fmt: skip
+            # One entry in the legend for all limits.
             label = ""
     for i, (run, peak) in enumerate(zip(runs, peaks, strict=True)):
         text = bytes_text(peak) if peak else "not measured"
         _beside(axes, peak / unit, i, text if run.state in ENDED_WELL else f"{text}, {_state(run)}")
     farthest = max([*peaks, *drawn], default=0) / unit
+    # The bars leave room for the text to the right of them.
     axes.set_xlim(0, max(farthest * 1.02, max(peaks, default=0) / unit * 1.45) or 1)
     beyond = sorted({limit for limit in limits if limit is not None and limit > in_sight})
     far = f" (limit: {' and '.join(map(bytes_text, beyond))})" if beyond and any(peaks) else ""
@@ -328,7 +340,7 @@ def _draw_memory(axes: "Axes", runs: list[ComparedRun]) -> None:
 
 
 def _draw_bars(axes: "Axes", runs: list[ComparedRun], title: str, key: str) -> None:
-    """Draw a column as bars in the colours of the curves, with how a run ended if not well."""
+    """Draw a column as bars in the colours of the curves, and how runs ended that failed."""
     (column,) = (column for column in number_columns(runs) if column.key == key)
     sizes = [value or 0.0 for value in column.values]
     for i, (run, size) in enumerate(zip(runs, sizes, strict=True)):
@@ -338,6 +350,7 @@ def _draw_bars(axes: "Axes", runs: list[ComparedRun], title: str, key: str) -> N
     axes.set_xlim(0, max(sizes, default=0) * 1.35 or 1)
     axes.set(title=title, xlabel=column.label)
     axes.xaxis.set_major_formatter("{x:,.0f}")
+    # The panel to the left has the names.
     axes.tick_params(labelleft=False)
 
 
@@ -361,7 +374,7 @@ def _look(i: int) -> tuple[str, Dash]:
 def _name(run: ComparedRun) -> str:
     """Name of a run, cut to fit a picture."""
     name = printable(run.name)
-    # The end of a path says most.
+    # The end of a path tells most.
     return name if len(name) <= _NAME else f"...{name[-_NAME + 3 :]}"
 
 
@@ -376,14 +389,14 @@ def _time_unit(longest_s: float) -> tuple[float, str]:
 
 
 def _chosen(count: int) -> list[int]:
-    """Indices of the points to draw, the first and the last among them."""
+    """Indices of the points to draw, including the first and the last."""
     if count <= _POINTS:
         return list(range(count))
     return [round(i * (count - 1) / (_POINTS - 1)) for i in range(_POINTS)]
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the ones before it, up to `window` of them."""
+    """Mean of each value and those before it, of `window` values at most."""
     sums = [0.0, *accumulate(values)]
     return [
         (sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window)

@@ -22,7 +22,7 @@ from ftkit.utils.progress import OnProgress
 from ftkit.utils.remote.urls import display_path, local_path, url_of
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
-"""Keys of a recipe that name or start a run and do not change it."""
+"""Keys of a recipe that do not affect what a run computes."""
 _DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not MISSING}
 
 
@@ -78,7 +78,8 @@ class ComparedRun:
         """Settings by the keys of the command line, with resolved values where none was set."""
         recipe = {k: v for k, v in self.report.recipe.items() if k not in _NOT_COMPARED}
         settings = {"method": self.report.method, **dict(_settings_in(recipe))}
-        if (path := settings.pop("data.json_path", None)) is not None:  # its older name
+        # Reports of earlier versions have the older name of the key.
+        if (path := settings.pop("data.json_path", None)) is not None:
             settings["data.path"] = path
         for key, value in (
             ("precision", self.resolved.precision),
@@ -101,7 +102,7 @@ class ComparedRun:
         elapsed_s = 0.0
         for row in rows:
             tokens, speed = row.get("tokens"), row.get("tokens_per_s")
-            # Rows have no time of their own: this is what the step took.
+            # Rows have no time: this is the duration of the step.
             elapsed_s += tokens / speed if tokens and speed else 0.0
             loss, step = row.get("loss"), row.get("step")
             if step is not None and loss is not None and math.isfinite(loss):
@@ -126,8 +127,8 @@ class ComparedRun:
     def memory_parts(self) -> dict[str, int]:
         """Bytes at the peak of the fullest rank by what they hold; the parts add up to the peak.
 
-        Tensors are categorised in the measured steps only, and the peak may come at another moment;
-        the rest are `other tensors`. The peak of a run is not known before its end.
+        Tensors are categorised only in the measured steps, and the peak may come at another time:
+        the rest are `other tensors`. The peak of a run is unknown before its end.
         """
         ranks = self.report.peak_memory.ranks if self.report.peak_memory else []
         parts: dict[str, int] = {}
@@ -139,6 +140,7 @@ class ComparedRun:
             return parts
         fullest = max(ranks, key=lambda rank: (rank.allocated_bytes or 0, _host_bytes(rank)))
         if measured:
+            # The rank whose parts were measured; another one may have a higher peak.
             fullest = next((rank for rank in ranks if rank.rank == measured.rank), fullest)
         known = sum(parts.values())
         if fullest.allocated_bytes is None:
@@ -161,6 +163,7 @@ class ComparedRun:
                 for gpu in hardware.gpus
                 if gpu.name == self.resolved.device and gpu.memory_bytes
             ]
+            # Of several GPUs of that name it is not known which the run used.
             return min(sizes, default=None)
         if hardware.memory_bytes is None:
             return None
@@ -170,7 +173,7 @@ class ComparedRun:
 def read_runs(
     paths: Iterable[str | os.PathLike[str]], progress: OnProgress | None = None
 ) -> tuple[list[ComparedRun], list[LeftOutRun]]:
-    """Return the runs at some paths, each once, and the paths that hold none.
+    """Return the runs at some paths, without duplicates, and the paths that hold none.
 
     Args:
         paths: runs, their reports, or directories with runs at any depth.
@@ -182,6 +185,7 @@ def read_runs(
         refresh(path)
         directories = list(_find(path.expanduser()))
         for directory in directories:
+            # Links and overlapping paths lead to a run twice; it is shown under its first path.
             places.setdefault(directory.resolve(), directory)
         if not directories:
             reason = "holds no run" if path.expanduser().exists() else "does not exist"
@@ -193,10 +197,10 @@ def read_runs(
 def look_at_runs(
     directories: Mapping[Path, UrlCopy | None], progress: OnProgress | None = None
 ) -> tuple[list[ComparedRun], list[LeftOutRun]]:
-    """Return the runs in directories as they are now, and those without any measurement.
+    """Return the runs in directories, and the directories without any measurement.
 
     Args:
-        directories: of runs, each with the copy to read instead if it stands for a url.
+        directories: of runs, each with a copy to read instead if it stands for a url.
         progress: called before each run is read.
     """
     left_out: list[LeftOutRun] = []
@@ -247,7 +251,7 @@ def _find(path: Path) -> Iterator[Path]:
         return
     for directory, below, _ in os.walk(path):
         if RunDirectory(Path(directory)).is_run():
-            # os.walk goes into what this list still has: a run holds no further runs.
+            # os.walk descends into what this list still holds, but a run contains no further runs.
             below.clear()
             yield Path(directory)
         below[:] = sorted(name for name in below if not name.startswith("."))
@@ -255,16 +259,18 @@ def _find(path: Path) -> Iterator[Path]:
 
 def _reason(error: UserError, directory: Path) -> str:
     first = str(error).splitlines()[0]
+    # The list of what is left out names the directory itself.
     return first.removeprefix(f"{display_path(directory)} ").rstrip(".")
 
 
 def _names(directories: list[Path]) -> list[str]:
-    """The paths without their common part; beside local paths, urls as they are."""
+    """The paths without their common part; urls beside local paths stay whole."""
     absolute = [directory.resolve() for directory in directories]
     local = [directory for directory in absolute if url_of(directory) is None]
     if 0 < len(local) < len(absolute):
         names = dict(zip(local, _names(local), strict=True))
         return [names.get(directory) or display_path(directory) for directory in absolute]
+    # The common path of a single run would be all of it.
     if len(absolute) < 2:
         return [directory.name for directory in absolute]
     common = os.path.commonpath(absolute)

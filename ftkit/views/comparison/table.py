@@ -30,7 +30,7 @@ from ftkit.views.comparison.runs import ComparedRun, LeftOutRun
 
 _GAP = 2
 _LONGEST = 28
-"""Characters of a name or a setting in a terminal."""
+"""Most characters of a name or a setting in a terminal."""
 _MOST_BLOCKS = 3
 _LONGEST_IF_NARROW = 20
 _LONGEST_LABEL = 10
@@ -45,9 +45,10 @@ _BEST = "bold green"
 
 
 class ComparisonTable:
-    """Table for a terminal: a row for each run, or a column where that is too wide.
+    """Table for a terminal with a row for each run.
 
-    A few runs are shown in blocks of columns, one below the other; rows of many runs are cut.
+    If it is too wide, a few runs become blocks of columns, one below the other; of many runs, the
+    rows are shortened.
     """
 
     def __init__(self, runs: list[ComparedRun]) -> None:
@@ -79,7 +80,7 @@ class ComparisonTable:
 
 
 def notes(runs: list[ComparedRun]) -> list[str]:
-    """Return why runs ended early, and which runs have times of their last session alone."""
+    """Return notes on runs that ended early, or whose times are of their last session alone."""
     lines = []
     for run in runs:
         if run.state == "running":
@@ -118,6 +119,7 @@ def as_csv(runs: list[ComparedRun]) -> str:
     for i, run in enumerate(runs):
         values = [column.values[i] for column in columns]
         writer.writerow([*values, display_path(run.out_dir), run.report.exit_reason])
+    # `print` adds the last line end.
     return text.getvalue().rstrip("\n")
 
 
@@ -151,7 +153,7 @@ def comparison_as_html(runs: list[ComparedRun]) -> str:
     """Return the table as HTML with its notes; it needs no style sheet."""
     columns = shown_columns(runs)
     settings = [column for column in columns if column.is_setting]
-    if len(settings) > _SETTINGS_FIRST:  # so that results are seen without scrolling
+    if len(settings) > _SETTINGS_FIRST:  # so that results can be seen without scrolling
         others = [column for column in columns if not column.is_setting]
         columns = [*others, *settings]
     heads = "".join(
@@ -180,7 +182,7 @@ def _html_cell(tag: str, column: Column, text: str, *, best: bool = False, title
 
 
 def _markdown_cell(text: str) -> str:
-    # Names of runs and tasks hold underscores, which Markdown takes for emphasis.
+    # Names of runs and tasks contain underscores, which Markdown would read as emphasis.
     return re.sub(r"([\\|*`<\[\]]|\b_|_\b)", r"\\\1", shortened(text))
 
 
@@ -188,6 +190,8 @@ def _for_terminal(column: Column, longest: int) -> Column:
     """The column with shortened texts, and a star before the best."""
 
     def cut(text: str) -> str:
+        # Names of runs tend to differ at either end; `distinct` keeps those whole that would become
+        # equal.
         half = (longest - 2) // 2
         return text if len(text) <= longest else f"{text[:half]}..{text[-half:]}"
 
@@ -214,12 +218,13 @@ def _width(columns: list[Column]) -> int:
 
 
 def _blocks(columns: list[Column], width: int) -> list[list[int]]:
-    """Indices of the runs in blocks that fit as columns; none if there are too many runs."""
+    """Indices of the runs in blocks that fit as columns; empty if they need too many blocks."""
     labels = max(cell_len(column.label) for column in columns)
     blocks: list[list[int]] = []
     left = 0
     for i in range(len(columns[0].texts)):
         needed = _GAP + max(cell_len(column.texts[i]) for column in columns)
+        # A run does not fit beside the labels: no block would.
         if labels + needed > width:
             return []
         if not blocks or needed > left:
@@ -234,6 +239,7 @@ def _narrowed(columns: list[Column], width: int) -> list[Column]:
     """Return the columns that fit, chosen by priority, in their order."""
     kept: list[Column] = []
     for column in sorted(columns, key=lambda column: column.priority):
+        # A column that is too wide does not keep out narrower ones that come later.
         if not kept or _width([*kept, column]) <= width:
             kept.append(column)
     return [column for column in columns if column in kept]

@@ -1,8 +1,8 @@
 """The Python API: `import ftkit` has all of it.
 
 A run is a child process, the `ftkit` command: any strategy works, its memory is free again when it
-has ended, and this process survives if the run crashes. Everything shown is read from the files of
-the run, so a run of another process can be followed in the same way.
+ends, and this process survives a crash of the run. Everything shown is read from the files of the
+run, so a run of another process can be followed in the same way.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class ShownReport(Report):
 
 
 class Run(os.PathLike[str]):
-    """A run, running or ended; as a path it stands for its out_dir."""
+    """A run, running or ended; used as a path, it is its out_dir."""
 
     def __init__(self, out_dir: Path) -> None:
         self.out_dir = out_dir
@@ -71,6 +71,7 @@ class Run(os.PathLike[str]):
         report = self._look().report
         if report is None:
             return None
+        # Field by field and not by `asdict`, which would turn the inner dataclasses into dicts.
         values = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
         return ShownReport(**values)
 
@@ -127,6 +128,7 @@ class Run(os.PathLike[str]):
         return look(short(self.out_dir))
 
     def _process(self) -> int:
+        # A process id means something on its own host only.
         supervisor = Supervisor.of(self.out_dir)
         if supervisor is None or supervisor.host != Supervisor.here().host:
             where = "another machine" if supervisor is None else supervisor.host
@@ -141,8 +143,9 @@ class Run(os.PathLike[str]):
             if ended:
                 self._raise_refusal()
             try:
+                # After the check for the end, so that the last snapshot has all rows.
                 snapshot = watcher.look()
-            except UserError:  # a command that refuses to run removes its directory
+            except UserError:  # a command that refuses to run has removed its directory
                 if ended or self._child is None:
                     raise
                 continue
@@ -155,15 +158,15 @@ class Run(os.PathLike[str]):
         if self._child is not None and not self._has_reported():
             place.note(self._printed().strip())  # such as: nothing to do
         place.conclude(snapshot.run)
-        # After the first interrupt the run is returned: its report, and how to continue, are wanted
-        # then.
+        # After one interrupt the run is returned: the user wants its report and how to continue.
         if len(signals.received) > 1:
             raise KeyboardInterrupt
         return self
 
     def _has_ended(self, within_s: float) -> bool:
         """Return whether the child has ended; never for a run of another process."""
-        if self._child is None:  # `RunState.at_work` says so
+        if self._child is None:
+            # There is no child to wait for: `RunState.at_work` tells whether the run has ended.
             time.sleep(within_s if self._look().at_work else 0)
             return False
         try:
@@ -186,7 +189,8 @@ class Run(os.PathLike[str]):
             report = self._look().report
         except UserError:
             return False
-        # Times in UTC in ISO format compare as texts.
+        # An earlier run in the same directory has an older report. Times in UTC in ISO format
+        # compare as texts.
         return report is not None and report.started_at >= self._started_at
 
     def _printed(self) -> str:
@@ -203,7 +207,7 @@ def finetune(
     stop_after: str | int | None = None,
     **keys: Any,
 ) -> Run:
-    """Fine-tune with LoRA or QLoRA, as `ftkit finetune`; return the run, however it ended.
+    """Fine-tune with LoRA or QLoRA, as `ftkit finetune`; return the run, regardless of its end.
 
     Args:
         recipe: recipe files; later ones win.
@@ -278,13 +282,15 @@ def start(
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     files = [os.fspath(file) for file in several]
     overrides: list[Override] = [(key, as_text(value)) for key, value in keys.items()]
+    # Errors of the recipe are raised here, before a process starts.
     parsed = read_recipe(files, overrides, method=FINETUNE[command])
     if files and "out_dir" not in keys:
+        # The command does the same: both must agree on the directory.
         moved_to = follow_moved(parsed.resume, parsed.out_dir, Path(files[-1]))
         parsed = dataclasses.replace(parsed, out_dir=moved_to)
     words = [command, *(f"--config={file}" for file in files)]
     words += [f"--{key}={text}" for key, text in overrides]
-    # A file, because the run would stop at a full pipe that nobody reads.
+    # A file, because a run would block at a full pipe that nobody reads.
     output = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the run
     with PassingOn(signal.SIGINT) as signals:
         run = Run(parsed.out_dir.expanduser().absolute())
@@ -296,6 +302,7 @@ def start(
             if child.poll() is not None:
                 return _without_directory(run, place, interrupted=bool(signals.received))
             lines = run._printed().split("\n")[:-1]
+            # Behind this prefix stands an error, which is raised as an exception.
             if lines and not lines[-1].startswith("ftkit: "):
                 place.say(lines[-1])
             time.sleep(_POLL_S)
@@ -304,13 +311,13 @@ def start(
 
 
 def _claimed(wanted: Path, process: int) -> Path | None:
-    """The directory that a command has claimed: OUT_DIR, OUT_DIR-2, ...; None: none yet."""
+    """Find the directory that a command has claimed: OUT_DIR, OUT_DIR-2, ...; None: none yet."""
     number, out_dir = 2, wanted
     while out_dir.exists():
         here = Supervisor(host=Supervisor.here().host, process=process)
         if Supervisor.of(out_dir) == here:
             return out_dir
-        # The command itself takes the next free name: only its lock shows which one.
+        # The command takes the next free name by itself: only its lock shows which one.
         out_dir = wanted.with_name(f"{wanted.name}-{number}")
         number += 1
     return None

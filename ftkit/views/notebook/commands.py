@@ -1,4 +1,4 @@
-"""Commands as child processes: progress is shown meanwhile, errors are raised here."""
+"""Commands as child processes: their progress is shown, and their errors are raised here."""
 
 import os
 import re
@@ -19,7 +19,7 @@ _POLL_S = 0.2
 
 
 _RETURNED = ("format", "out")
-"""Options on how and where a command writes its result; in Python it is returned."""
+"""Options for how and where a command writes its result; in Python it is returned."""
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
@@ -65,13 +65,15 @@ def show_progress(what: str, is_done: Callable[[], bool], said: IO[bytes]) -> No
 
     Args:
         what: shown while the command is loading libraries and has printed nothing yet.
-        is_done: whether to end; called in a loop, so it should wait a moment.
+        is_done: returns whether to end; called in a loop, so it should wait a moment.
         said: file that the command writes to.
     """
+    # Libraries take seconds to load before the command prints its first line.
     place, shown, late_s = display.place(), "", time.monotonic() + LATE_S
     while not is_done():
-        # Behind "ftkit: " stands an error, which becomes an exception.
+        # What follows "ftkit: " is an error, which becomes an exception.
         progress, _, _ = printed(said).partition("ftkit: ")
+        # The text after the last line end is not complete yet.
         *_, last = ["", *progress.split("\n")[:-1]]
         if not last and time.monotonic() > late_s:
             last = f"{what} ..."
@@ -113,15 +115,15 @@ _REFUSAL = re.compile(r"(?:.*^)?ftkit: (.*)\Z", re.MULTILINE | re.DOTALL)
 
 
 def printed(output: IO[bytes]) -> str:
-    """Return what a command has printed so far to a file."""
-    # pread: the position in the file belongs to the command, which continues writing.
+    """Return what a command has printed to a file so far."""
+    # With pread, because the command shares the position in the file and continues writing.
     descriptor = output.fileno()
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     return text.decode(errors="replace")
 
 
 def refusal(said: str, code: int) -> BaseException | None:
-    """Return the message of a command that refused to run as an error; None: it did not refuse.
+    """Return the error of a command that refused to run; None: it did not refuse.
 
     Args:
         said: everything it has printed.

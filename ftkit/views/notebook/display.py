@@ -39,7 +39,7 @@ class OutputPlace(Protocol):
         """Show progress from before the run can be shown; empty: remove it."""
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Show the run as it is now."""
+        """Show the present state of the run."""
 
     def conclude(self, run: RunState) -> None:
         """Show how it ended."""
@@ -59,7 +59,7 @@ def place(ended: Callable[[RunState], str] | None = None) -> OutputPlace:
 
 def in_notebook() -> bool:
     """Return whether this process is a notebook kernel."""
-    # Looked up and not imported: a kernel has it already, and others may lack it.
+    # Looked up and not imported: a kernel has imported it, and other processes may lack it.
     shell: Any = sys.modules.get("IPython")
     return shell is not None and hasattr(shell.get_ipython(), "kernel")
 
@@ -108,6 +108,7 @@ class Cell:
         from IPython.display import HTML, display
 
         page = HTML(block(content, self._note) if self._note else content)
+        # The first output makes the display, later ones replace its content.
         if self._handle is None:
             self._handle = display(page, display_id=True)
         else:
@@ -151,10 +152,10 @@ _VISIBLE = 1 / 500
 """Smallest share of a peak at which a part of it has a column."""
 _BAR_WIDTH, _BAR_HEIGHT = 120, 12
 _CURVE = 300, 50
-# A point for every two pixels.
+# A point for two pixels of the width.
 _CURVE_POINTS = 150
 _FEWEST_SAMPLES = 5
-"""Fewest samples of a curve."""
+"""Fewest samples that are drawn as a curve."""
 _BREAK_S = 2.5
 """Samples are two seconds apart; nothing ran in longer gaps."""
 _SERIES = (
@@ -165,7 +166,7 @@ _SERIES = (
 
 
 def ended_as_html(run: RunState) -> str:
-    """Return a run that has ended as HTML: results, costs, memory, and the whole report folded."""
+    """Return an ended run as HTML: results, costs, memory, and the whole report folded."""
     series = over_time(RunDirectory(run.out_dir).system)
     if run.report is None or run.state == "killed":
         words = "It was killed before it could write a report."
@@ -184,13 +185,13 @@ def ended_as_html(run: RunState) -> str:
 
 
 def summary_as_html(run: RunState) -> str:
-    """Return name, state and reason of a run that has ended, in a line of HTML."""
+    """Return name, state and reason of an ended run in a line of HTML."""
     reason = run.report.exit_reason if run.report else ""
     return f"{state_as_html(short(run.out_dir), run)} {escaped(reason)}"
 
 
 def short(path: Path) -> Path:
-    """Return a path relative to the current directory, if it lies in there."""
+    """Return a path relative to the current directory, if it lies in it."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -210,7 +211,7 @@ def memory_table(parts: dict[str, tuple[Breakdown, str]]) -> str:
     """Return a table with a row for each peak, with its parts as a bar and as numbers.
 
     Args:
-        parts: a peak and a remark on it, by where it comes from.
+        parts: a peak and a remark on it, by label.
     """
     shown = [
         category
@@ -246,6 +247,7 @@ def over_time(file: Path) -> str:
         if known:
             taken, used = _column(known, taken_in), _column(known, used_as)
             times = _column(known, "time_s")
+            # Time between sessions is cut out; a clock that was set back counts as no time.
             passed = [0.0, *(min(max(b - a, 0.0), _BREAK_S) for a, b in pairwise(times))]
             most, mean = bytes_text(int(max(taken))), percent_text(_mean(passed, used))
             curve = _curve(f"{memory} over time", passed, taken, max(taken))
@@ -305,7 +307,7 @@ def _part(category: Category, count: int) -> str:
 
 
 def _bar(parts: Breakdown, shown: Sequence[Category]) -> str:
-    """Parts of a peak as one bar of constant length, which shows what dominates."""
+    """Parts of a peak as one bar of constant length, which shows the largest ones."""
     left, pieces = 0.0, []
     for category in shown:
         share = getattr(parts, category) / (parts.total or 1)

@@ -1,4 +1,4 @@
-"""`ftkit.Experiments`: settings that are planned, run and shown one after another."""
+"""`ftkit.Experiments`: settings that are predicted, run and shown one after another."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Experiment:
     def __init__(self, name: str, planned: ShownPlan, run: Run, than: "Experiment | None") -> None:
         self.name = name
         self.plan = planned
-        """Prediction before it ran, for the chosen GPU."""
+        """Prediction from before the run, for the chosen GPU."""
         self.run = run
         """Its run on this machine."""
         self.differences: list[Difference] = (
@@ -140,10 +140,12 @@ class Experiments:
         out_dir = self._out_dir / name
         planned = plan(recipe, command=command, gpu=self._gpu, name=name, **keys)
         done = Experiment(name, planned, Run(out_dir.absolute()), self._before(name, than))
+        # What applies here only comes last, so that it replaces keys of the prediction.
         own_keys = keys | self._here | dict(here or {}) | {"out_dir": os.fspath(out_dir)}
+        # A cell that is run again replaces its experiment.
         switches = ["--overwrite", *["--force"] * force]
         start(command, recipe, own_keys, switches, display.place(done.as_html))
-        self._done.pop(name, None)  # the newest is the last
+        self._done.pop(name, None)  # so that a repeated one becomes the last
         self._done[name] = done
 
     def compare(self) -> Comparison:
@@ -181,7 +183,7 @@ class Experiments:
 
 
 _SAY_NOTHING = ("out_dir", "resume", "access_token")
-"""Keys that differ between any two experiments."""
+"""Keys that are no difference between experiments."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class Difference:
 
 
 def changed_keys(before: Recipe, now: Recipe) -> list[Difference]:
-    """Return keys of both recipes with different values; first the method, if it differs."""
+    """Return keys of both recipes with different values; the method comes first if it differs."""
     changes = [Difference("method", before.method, now.method)] * (before.method != now.method)
     others = _keys_of(before)
     changes += [
@@ -259,7 +261,7 @@ def _changes(changed: Sequence[Difference]) -> str:
 
 
 def _value(value: Any) -> str:
-    """A value as the recipe has it; long ones, such as paths, wrap."""
+    """A value as the recipe writes it; long ones, such as paths, wrap."""
     text = value if isinstance(value, str) else shown_value(value)
     return f'<span style="white-space:normal;overflow-wrap:anywhere">{escaped(text)}</span>'
 
@@ -270,7 +272,7 @@ def _where(planned: Planned) -> str:
 
 
 def _summary(planned: Planned, report: Report) -> list[str]:
-    """How the run ended, which other model ran than was predicted for, and how fast."""
+    """How the run ended, whether another model ran than predicted, and how fast."""
     texts = [report.exit_reason]
     resolved = report.resolved
     if resolved is not None and resolved.base_model not in (None, planned.base_model):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ftkit.utils.imports import silence_libraries
 
-silence_libraries()  # before they are imported
+silence_libraries()  # they report what they do not find when they are imported
 
 from ftkit.errors import UserError  # noqa: E402
 from ftkit.planning import predict  # noqa: E402
@@ -67,7 +67,7 @@ def plan(
         command: finetune or finetune_full. Default: finetune if the recipe has a LoRA key or
             quantize, or if there is no recipe.
         gpu: GPU to predict for: a100-80gb, 24GiB, or auto for the one of this machine. Default:
-            the devices that a run would take here.
+            the devices that a run would use here.
         name: label among several plans. Default: the name of the recipe.
         keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 

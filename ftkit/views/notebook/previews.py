@@ -1,6 +1,6 @@
 """`ftkit.preview`: inspection of data before training, for notebooks."""
 
-# Apart from `plans`, which loads torch: the inspection runs in a child process.
+# Not in `plans`, which imports torch: the inspection runs in a child process.
 
 import json
 import os

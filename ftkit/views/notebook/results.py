@@ -91,7 +91,7 @@ class Chat:
         self._child, self._said = child, said
         show_progress("ftkit chat", self._answers_soon, said)
         self.has_history: bool = self._read()["history"]
-        """Whether the model sees earlier turns; without a chat template it does not."""
+        """True if the model sees earlier turns; without a chat template it does not."""
 
     def ask(self, text: str) -> GeneratedAnswer:
         """Send a message and return the answer; an interrupt ends the answer only.
@@ -102,6 +102,7 @@ class Chat:
         if self._child.poll() is not None:
             raise UserError("This conversation has ended. Start another one: ftkit.chat(RESULT).")
         assert self._child.stdin is not None
+        # The child has a process group of its own, which an interrupt of the kernel does not reach.
         with PassingOn(signal.SIGINT) as signals:
             signals.to(self._child)
             self._child.stdin.write(json.dumps({"prompt": text}).encode() + b"\n")
@@ -114,7 +115,7 @@ class Chat:
     def close(self) -> None:
         """End the conversation and free its memory."""
         if self._child.poll() is None:
-            self._child.communicate()  # it ends with its input
+            self._child.communicate()  # closes its input, at whose end it ends
 
     def __enter__(self) -> "Chat":
         return self
@@ -160,7 +161,7 @@ def chat(result: str | os.PathLike[str], /, **options: Any) -> Chat:
         UserError: as the command would.
     """
     # A child that reads and writes lines of JSON: the model stays loaded between turns, the kernel
-    # imports no torch, and texts may hold any line break.
+    # does not import torch, and texts may contain line breaks.
     words = ["chat", os.fspath(result), "--format=json", *option_words(options)]
     said = tempfile.TemporaryFile()  # noqa: SIM115 - it belongs to the conversation
     child = start_command(words, said, result=subprocess.PIPE, stdin=subprocess.PIPE)
@@ -280,8 +281,7 @@ def merge(result: str | os.PathLike[str], /, out: str | os.PathLike[str], **opti
         UserError: as the command would.
     """
     name = os.fspath(result)
-    # The output names it: relative paths as the user would type them, and the same in every
-    # notebook.
+    # The output names it: as a relative path, as users type it, it is the same in every notebook.
     if Path(name).is_absolute():
         name = str(short(Path(name)))
     words = ["merge", name, f"--out={os.fspath(out)}", *option_words(options)]
