@@ -325,12 +325,21 @@ def _cells(entry: CheckpointEntry, now_s: float) -> list[str | Text]:
     ]
 
 
+_LABELS = {
+    "carried": "report so far",
+    "optimizer_scalars": "optimizer values",
+    "rng": "random state",
+    "training_s": "training time",
+}
+"""Labels of fields of the metadata whose names say too little."""
+
+
 def _rows(entry: CheckpointEntry, metadata: Metadata) -> Iterator[tuple[str, str]]:
     """Labels and texts of the metadata, without the files."""
     yield "state", "\n".join([entry.state, *entry.problems])
     yield "size", bytes_text(entry.size_bytes)
     yield "written", f"{metadata.saved_at} ({age_text(time.time() - entry.written_s)} ago)"
-    yield "under", _layout_text(metadata.layout)
+    yield "strategy", _layout_text(metadata.layout)
     texts = {
         "samples": f"{metadata.samples:,}",
         "tokens": f"{metadata.tokens:,}",
@@ -344,7 +353,7 @@ def _rows(entry: CheckpointEntry, metadata: Metadata) -> Iterator[tuple[str, str
     for name, value in dataclasses.asdict(metadata).items():
         text = texts[name] if name in texts else _value_text(value)
         if text and name not in ("files", "saved_at", "total_steps"):
-            yield name.removesuffix("_s").replace("_", " "), text
+            yield _LABELS.get(name, name.replace("_", " ")), text
 
 
 def _value_text(value: Any) -> str:

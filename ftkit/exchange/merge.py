@@ -382,7 +382,7 @@ def _show(
         ]
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for title in ("merged into", "logits differ by", "at most", "same token", ""):
+    for title in ("merged into", "mean logit difference", "largest", "same token", ""):
         table.add_column(Text(title))
     for name, one in differences.items():
         table.add_row(

@@ -228,6 +228,8 @@ def set_up(
     router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
 
     objective = make_objective(recipe.objective)
+    strategy = make_strategy(plan)
+    strategy.optimizer_of()  # an optimizer that does not exist is refused before data are read
 
     with display.phase("reading data") as phase:
         loading: dict[str, Any] = {
@@ -243,7 +245,6 @@ def set_up(
     # Before the model is built and filled: a mistake in the recipe shows at once.
     known = identities(recipe.checkpoint_dir, base, data, start.metadata)
 
-    strategy = make_strategy(plan)
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
             check_adapter(base, recipe)

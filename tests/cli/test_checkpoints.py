@@ -270,10 +270,10 @@ def test_show_describes_the_newest_checkpoint(
     assert out.startswith(f"{out_dir}/checkpoints/step-00001500 ---")
     for words in (
         "state complete",
-        "under fsdp x2",
+        "strategy fsdp x2",
         "step 1,500 of 2,000",
         "samples 24,000",
-        "training 12 min",
+        "training time 12 min",
         "learning rate 0.0001",
         "optimizer torch.optim.AdamW",
         "max seq length 512",
@@ -290,7 +290,7 @@ def test_show_leaves_out_what_is_empty(
 ) -> None:
     carried = {"loss": {"first": 4.5}, "sources": {}, "scores": [], "sets": {"code": {}}}
     save(store_of(tmp_path), 500, carried=carried)
-    assert re.search("^carried +loss first 4.5$", said("show", tmp_path)[1], re.MULTILINE)
+    assert re.search("^report so far +loss first 4.5$", said("show", tmp_path)[1], re.MULTILINE)
 
 
 @pytest.mark.parametrize("step", ["500", "00500", "step-00000500"])

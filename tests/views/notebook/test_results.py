@@ -144,7 +144,8 @@ def test_models_are_at_the_stated_paths(seen: dict[str, Any]) -> None:
 
 def test_a_merge_reports_how_far_the_logits_moved(seen: dict[str, Any]) -> None:
     assert re.search(r"^merged +run/final into the original weights", seen["said"], re.MULTILINE)
-    assert re.search(r"^merged into +logits differ by.*\noriginal +\d", seen["said"], re.MULTILINE)
+    table = r"^merged into +mean logit difference.*\noriginal +\d"
+    assert re.search(table, seen["said"], re.MULTILINE)
 
 
 def test_bad_input_raises_the_message_of_the_command(seen: dict[str, Any]) -> None:
