@@ -27,6 +27,7 @@ Initial = Literal["normal", "ones", "zeros"]
 HEAD = "lm_head.weight"
 """Our name of the weight of the output layer, in every architecture."""
 
+# The first number in a name is the layer; a later one would be an expert in it.
 _LAYER = re.compile(r"\.(\d+)(?=\.)")
 
 
@@ -84,6 +85,7 @@ class Naming:
     def stored_in(self, ours: str) -> tuple[str, Fused | None]:
         """Return the name of the tensor that holds our parameter, and the others fused in it."""
         for module, fused in self.fused.items():
+            # All parts map to the one tensor, whose name then has the number of the layer.
             if theirs := _renamed(ours, dict.fromkeys(fused.parts, module)):
                 return theirs, fused
         theirs = self.theirs(ours)
@@ -266,6 +268,7 @@ class Architecture(ABC):
         Raises:
             ValueError: it is not part of such a tensor.
         """
+        # Only layers in blocks are fused, so it does not matter here whether the head is tied.
         shapes = self.parameter_shapes(tied=True)
         names = fused.parameters_beside(name)
         rows = [shapes[part][0] for part in names]
@@ -279,6 +282,7 @@ class Architecture(ABC):
 
     def fuse(self, parts: Sequence[Tensor], fused: Fused) -> Tensor:
         """Join all parts, in their order: the inverse of `part_of`."""
+        # Each head is a block of rows: the rows of its query, then of its key, then of its value.
         if fused.layout == "heads":
             of_heads = [part.unflatten(0, (self.attention.heads, -1)) for part in parts]
             return torch.cat(of_heads, dim=1).flatten(0, 1)

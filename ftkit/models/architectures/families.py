@@ -68,6 +68,7 @@ def litgpt_config(settings: Settings, name: str) -> Config:
     try:
         fields = _llama_settings(settings) | family.settings(settings)
         window = fields.pop("window")
+        # Within the window, attention with and without it is the same.
         if window is not None:
             fields["block_size"] = min(fields["block_size"], window)
         build = AttentionBiasConfig if fields.pop("attention_bias_only") else Config
@@ -112,6 +113,7 @@ def family_of_settings(settings: Settings) -> Family | None:
 
 def family_of_config(config: Config) -> Family | None:
     """Hugging Face family of a LitGPT configuration, if ftkit knows it."""
+    # None of the families below has any of these.
     plain = not (config.latent_attention or config.n_expert or config.lm_head_bias)
     if not plain or config.norm_qk_type != "default" or not (config.norm_1 and config.norm_2):
         return None
@@ -119,6 +121,7 @@ def family_of_config(config: Config) -> Family | None:
     if config.mlp_class_name == "GemmaMLP" and not config.norm_qk:
         return FAMILIES["gemma2" if config.post_mlp_norm else "gemma"]
     if config.mlp_class_name == "GptNeoxMLP" and config.norm_class_name == "LayerNorm":
+        # Phi 1 and 2 share one norm, Falcon has no biases.
         is_neox = config.bias and not config.shared_attention_norm
         return FAMILIES["gpt_neox"] if is_neox else None
     if config.mlp_class_name != "LLaMAMLP" or not rms_norm or config.parallel_residual:
@@ -156,6 +159,8 @@ def huggingface_settings(config: Config, family: Family) -> dict[str, Any] | Non
             "original_max_position_embeddings": rope["original_max_seq_len"],
         }
     elif rope or config.rope_condense_ratio != 1:
+        # LitGPT has two fields for linear scaling, both of which divide positions; config.json has
+        # one.
         factor = (rope or {}).get("factor", 1.0) * config.rope_condense_ratio
         settings["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
     return settings
@@ -192,10 +197,12 @@ def _llama_settings(settings: Settings) -> dict[str, Any]:
         "block_size": settings["max_position_embeddings"],
         "window": None,
         "vocab_size": settings["vocab_size"],
+        # Not padded, as LitGPT would do: the embedding in the files has exactly these rows.
         "padded_vocab_size": settings["vocab_size"],
         "n_layer": settings["num_hidden_layers"],
         "n_embd": settings["hidden_size"],
         "n_head": settings["num_attention_heads"],
+        # As in LlamaConfig: missing or null, there are as many groups as heads.
         "n_query_groups": settings.get("num_key_value_heads") or settings["num_attention_heads"],
         "head_size": _head_size(settings, default=None),
         "intermediate_size": settings["intermediate_size"],
@@ -219,8 +226,10 @@ def _head_size(settings: Settings, default: int | None) -> int:
 def _rope(settings: Settings) -> dict[str, Any]:
     """Rotary embedding, from the keys of transformers 5 or earlier."""
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    # The key was `type` before it was `rope_type`.
     kind = rope.get("rope_type") or rope.get("type") or "default"
     theta = rope.get("rope_theta") or settings.get("rope_theta")
+    # GPT-NeoX's own key in older files.
     theta = theta or settings.get("rotary_emb_base") or 10000
     adjustments: dict[str, Any] | None = None
     if kind == "llama3":
@@ -232,6 +241,7 @@ def _rope(settings: Settings) -> dict[str, Any]:
         }
     elif kind == "linear":
         adjustments = {"factor": rope["factor"]}
+    # A nested object has settings for each kind of layer, which is not supported here.
     elif kind != "default" or any(isinstance(value, Mapping) for value in rope.values()):
         raise _Unsupported(f"its rope_type is {kind!r}; default, linear and llama3 are known")
     return {
@@ -255,6 +265,7 @@ def _silu(settings: Settings) -> dict[str, Any]:
 
 
 def _mistral(settings: Settings) -> dict[str, Any]:
+    # A missing key means MistralConfig's default, null means no window.
     return {**_silu(settings), "window": settings.get("sliding_window", 4096)}
 
 
@@ -262,6 +273,7 @@ def _qwen_window(settings: Settings) -> int | None:
     if not settings.get("use_sliding_window", False):
         return None
     layers = settings["num_hidden_layers"]
+    # Older files have no layer_types: Qwen2Config derives them as here, with the same defaults.
     kinds = settings.get("layer_types") or [
         "sliding_attention" if layer >= settings.get("max_window_layers", 28) else "full_attention"
         for layer in range(layers)
@@ -289,10 +301,8 @@ def _qwen3(settings: Settings) -> dict[str, Any]:
 
 
 def _gemma(settings: Settings) -> dict[str, Any]:
-    """Gemma's first config.json says "gelu" and means its tanh approximation.
-
-    https://github.com/huggingface/transformers/pull/29402
-    """
+    # Gemma's first config.json says "gelu" and means its tanh approximation:
+    # https://github.com/huggingface/transformers/pull/29402
     activation = settings.get("hidden_activation") or settings.get("hidden_act") or "gelu"
     if activation not in ("gelu", "gelu_pytorch_tanh"):
         raise _Unsupported(f"its activation is {activation!r}; gelu_pytorch_tanh is known")
@@ -313,6 +323,7 @@ def _gemma2(settings: Settings) -> dict[str, Any]:
     return {
         **_gemma(settings),
         "window": window,
+        # The defaults below are those of Gemma2Config.
         "post_attention_norm": True,
         "post_mlp_norm": True,
         "attention_scores_scalar": settings.get("query_pre_attn_scalar", 256),
@@ -330,6 +341,7 @@ def _phi3(settings: Settings) -> dict[str, Any]:
     }
 
 
+# Activations of transformers, and the approximation of torch's GELU that computes the same.
 _GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
@@ -352,6 +364,7 @@ def _gpt_neox(settings: Settings) -> dict[str, Any]:
 
 
 _QKV = tuple(f"transformer.h.{{}}.attn.qkv.{projection}_proj" for projection in "qkv")
+# LitGPT's names of the gate and the up projection.
 _GATE_UP = ("transformer.h.{}.mlp.fc_1", "transformer.h.{}.mlp.fc_2")
 
 _LLAMA_MODULES = {
@@ -381,6 +394,8 @@ _QWEN3_NAMES = Naming(
 _GEMMA2_NAMES = Naming(
     _LLAMA_MODULES
     | {
+        # Gemma 2 has a norm behind attention by the name that Llama uses for the one before the
+        # MLP.
         "transformer.h.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
         "transformer.h.{}.norm_2": "model.layers.{}.pre_feedforward_layernorm",
         "transformer.h.{}.post_mlp_norm": "model.layers.{}.post_feedforward_layernorm",
@@ -432,6 +447,7 @@ FAMILIES: Mapping[str, Family] = {
 
 def _identity(name: str, family: Family) -> dict[str, Any]:
     """LitGPT's names of the model, on which prompt style and kind of norm depend."""
+    # LitGPT's own spelling if it knows the model: prompt styles are chosen by it.
     known = next((c for c in configs if name == c["hf_config"]["name"]), None)
     # LitGPT gives LayerNorms no weight if the name contains "OLMo".
     lit_name = (known["name"] if known else name).replace("OLMo", "olmo")
@@ -447,4 +463,5 @@ def _identity(name: str, family: Family) -> dict[str, Any]:
 
 
 def _mlp_without_bias(build: Callable[[Config], nn.Module], config: Config) -> nn.Module:
+    # The MLP alone gets a configuration without biases; attention keeps the original.
     return build(replace(config, bias=False))

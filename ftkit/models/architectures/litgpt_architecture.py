@@ -127,6 +127,7 @@ class LitgptArchitecture(Architecture):
         # Shapes from LitGPT's own code, so that no rule is written twice.
         with torch.device("meta"):
             model = GPT(config)
+        # Our attention splits LitGPT's fused layer, so its rows are those of three parameters.
         key_rows = config.n_query_groups * config.head_size
         qkv_rows = {"q": config.n_head * config.head_size, "k": key_rows, "v": key_rows}
         shapes: dict[str, torch.Size] = {}
@@ -156,6 +157,7 @@ class LitgptArchitecture(Architecture):
         for name in (*_NO_PART, *_LAYOUT_DEPENDENT):
             del fields[name]
         fields["unit_offset"] = "Gemma" in config.name  # LitGPT decides by the name, too
+        # LitGPT divides by the head size where there is no scalar, so both spellings are one model.
         fields["attention_scores_scalar"] = config.attention_scores_scalar or config.head_size
         # Other MLPs do not read it, so it must not tell models apart.
         if config.mlp_class_name not in ("GptNeoxMLP", "GemmaMLP"):
@@ -245,6 +247,7 @@ def _described(
     """Configuration and family that the settings files of a directory describe."""
     family = families.family_of_settings(settings)
     if layout == "hf":
+        # Also for an unknown family, which litgpt_config refuses with the families that it knows.
         return families.litgpt_config(settings, name), family
     config = _config_in(directory)
     if family is None:
@@ -269,6 +272,7 @@ def _config_in(directory: Path) -> Config:
 
 def _require_same(theirs: Config, ours: Config, directory: Path) -> None:
     """Refuse a directory whose config.json and model_config.yaml differ in size."""
+    # Other fields may differ between the layouts: see `_LAYOUT_DEPENDENT`.
     sizes = ("n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "intermediate_size")
     for size in sizes:
         if getattr(theirs, size) != getattr(ours, size):

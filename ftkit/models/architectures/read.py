@@ -62,11 +62,13 @@ def read_architecture(
     if implementation == "litgpt":
         require_litgpt(f"{name} is computed by LitGPT's code (model_implementation).")
         return _litgpt_architecture(directory, settings, name, layout)
+    # LitGPT first; transformers for what its code cannot compute whole.
     if implementation is None and (known := _known_to_litgpt(directory, settings, name)):
         return known
     # Imported here: transformers takes as long as all other imports.
     from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 
+    # The code of a family may raise anything for settings that do not fit each other.
     with reading(file, "settings of which transformers makes a whole model", advice=_ADVICE):
         architecture = read_transformers_architecture(settings, name)
         _require_whole(architecture)
@@ -172,6 +174,7 @@ def default_architecture(model_type: str) -> Architecture | None:
     name = f"random:{model_type}"
     try:
         return read_transformers_architecture({"model_type": model_type}, name)
+    # A refusal is the answer; what else the code of the family raises becomes one below.
     except UserError:
         raise
     except Exception as error:  # the code of any family may raise anything
@@ -205,6 +208,7 @@ def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
 def _of_experts(config: "Config") -> dict[str, Any]:
     """Settings of Mixtral and Qwen3."""
     chosen = {"num_experts_per_tok": config.n_expert_per_token}
+    # Of both families, only Qwen3 normalises queries and keys.
     if config.norm_qk:
         of_experts = {"moe_intermediate_size": config.moe_intermediate_size}
         named = {"model_type": "qwen3_moe", "num_experts": config.n_expert}
@@ -215,6 +219,7 @@ def _of_experts(config: "Config") -> dict[str, Any]:
 
 def _of_gemma(config: "Config") -> dict[str, Any]:
     """Settings of Gemma 2, and of the language model of Gemma 3."""
+    # LitGPT has 1 for a layer with the sliding window, and 0 for one without.
     kinds = ("full_attention", "sliding_attention")
     settings = {
         "layer_types": [kinds[is_sliding] for is_sliding in config.sliding_window_indices],
@@ -223,9 +228,11 @@ def _of_gemma(config: "Config") -> dict[str, Any]:
         "attn_logit_softcapping": config.attention_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
     }
+    # Only Gemma 3 rotates differently in layers with and without a window.
     if config.rope_local_base_freq is None:
         return settings | {"model_type": "gemma2"}
     scaling = config.rope_adjustments
+    # The larger Gemma 3 models stretch the positions of global layers alone.
     kind = {"rope_type": "linear", "factor": scaling["factor"]} if scaling else _PLAIN_ROPE
     rope = {
         "full_attention": kind | {"rope_theta": float(config.rope_base)},

@@ -91,7 +91,9 @@ class TransformersArchitecture(Architecture):
         """Transformers' configuration of the whole model."""
         # auto_map names code on the hub, which is never run.
         fields = {key: _decoded(value) for key, value in self.settings.items() if key != "auto_map"}
+        # By model type, not from a path: nothing but these fields decides what is built.
         whole = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        # For the dry run and predictions, which compute models of a few blocks.
         if self.depth is not None:
             set_depth(self._of_language(whole), self.depth)
         return whole
@@ -162,6 +164,7 @@ class TransformersArchitecture(Architecture):
         types = getattr(self.config, "layer_types", None) or ()
         if len(types) != self.layers:
             types = [""] * self.layers
+        # Shapes too: DeepSeek's first blocks, for one, are dense, and all others have experts.
         shapes = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
         return [(kind, frozenset(own.items())) for kind, own in zip(types, shapes, strict=True)]
 
@@ -169,6 +172,7 @@ class TransformersArchitecture(Architecture):
     def attention(self) -> AttentionTraits:
         config = self.config
         heads = int(getattr(config, "num_attention_heads", 0))  # state-space models have none
+        # Older configurations have no head_dim, and their heads divide the width.
         size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
         names = {name.rpartition(".")[2] for name in self.untied_shapes}
         return AttentionTraits(
@@ -177,6 +181,7 @@ class TransformersArchitecture(Architecture):
             is_plain=not (
                 getattr(config, "attn_logit_softcapping", None)
                 or "sinks" in names
+                # Latent attention, as in DeepSeek: keys are wider than values.
                 or hasattr(config, "v_head_dim")
             ),
             takes_rows=self.takes_rows,
@@ -185,6 +190,7 @@ class TransformersArchitecture(Architecture):
     @property
     def takes_rows(self) -> bool:
         """True if attention can be replaced, and nothing else mixes tokens."""
+        # Chunked attention and state-space layers have types of their own, and are not in the set.
         kinds = set(getattr(self.config, "layer_types", None) or ())
         language = self.language_in(self._plain)
         is_interface = (
@@ -212,10 +218,12 @@ class TransformersArchitecture(Architecture):
         Raises:
             UserError: it changes its logits in another way.
         """
+        # Of both signs, and up to where a bound of 30 to 50 shows within the tolerance.
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
         logits = finished_logits(self.build(), self.language_name, products)
         known = (getattr(self.config, name, None) for name in _SOFTCAPS)
         softcap = next((cap for cap in known if cap), None)
+        # The last product is 4, so this divides by no zero.
         factor = float(logits[-1] / products[-1])
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
             expected = products * scale
@@ -262,10 +270,12 @@ class TransformersArchitecture(Architecture):
                 if isinstance(module, nn.Linear):
                     for key in _lora_keys(name):
                         by_key.setdefault(key, {})[name] = None
+        # Over all blocks, because they may differ; a dict per key keeps the order without repeats.
         return {key: tuple(names) for key, names in by_key.items()} | {"lora_head": ("lm_head",)}
 
     @cached_property
     def untied_shapes(self) -> dict[str, torch.Size]:
+        # The head has our name in every architecture, and stands last.
         head = head_name(self.outline)
         own, of_head = {}, {}
         for name, parameter in self.outline.named_parameters():
@@ -344,6 +354,7 @@ class TransformersArchitecture(Architecture):
         return model
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
+        # Matrices are drawn; norms begin as the identity.
         if len(shape) > 1:
             return "normal"
         if name.endswith(".bias") or (self.name.startswith("gemma") and "norm" in name):
@@ -354,6 +365,7 @@ class TransformersArchitecture(Architecture):
         return dataclasses.replace(self, depth=layers)
 
     def identity(self) -> dict[str, Any]:
+        # Differences from the defaults: keys that a newer transformers adds change no fingerprint.
         settings = self.config.to_diff_dict()
         return {
             "implementation": "transformers",

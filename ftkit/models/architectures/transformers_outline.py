@@ -30,6 +30,7 @@ def blocks_of(model: nn.Module, count: int) -> nn.ModuleList:
     Raises:
         UserError: there is no such list.
     """
+    # Outermost: experts within a block may be a list of as many modules.
     lists = [
         (name.count("."), module)
         for name, module in model.named_modules()
@@ -83,8 +84,10 @@ def compute_buffers(model: PreTrainedModel) -> None:
     needed = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
     if needed > _MOST_BUFFER_BYTES:
         raise ValueError(f"tables of its positions would take {needed / 2**30:,.0f} GiB")
+    # Their size is known from the shapes, so this is checked before memory is taken.
     with torch.device("cpu"):
         for name, buffer in list(model.named_non_persistent_buffers()):
+            # On the meta device, a buffer has no memory that its values could be written to.
             owner, _, kind = name.rpartition(".")
             model.get_submodule(owner)._buffers[kind] = torch.empty_like(buffer, device="cpu")
         for tensor in (*model.parameters(), *_stored_buffers(model)):
@@ -193,6 +196,7 @@ def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: 
         embedding = nn.Embedding(int(tokens.max()) + 1, 2)
         given = _Given(products, embedding, model.get_submodule(language))
         model.set_submodule(head_name(model), _SameProducts())
+        # The whole model's own code now runs around two stand-ins, so that it shows what it adds.
         model.set_submodule(language, given)
         if owner := language.rpartition(".")[0]:
             model.get_submodule(owner).register_forward_hook(_add_image_outputs)
@@ -230,6 +234,7 @@ def whole_class_name(model_type: str) -> str | None:
 def language_model_name(whole: PreTrainedModel) -> str:
     """Name of the language model, without its head, in a whole model."""
     found = whole.get_decoder()
+    # Some models hold their language model with its head, others without.
     if found.get_output_embeddings() is not None:  # the head is in it
         found = next(part for part in found.children() if isinstance(part, PreTrainedModel))
     return next(name for name, module in whole.named_modules() if module is found)

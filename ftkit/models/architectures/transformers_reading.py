@@ -64,14 +64,18 @@ def read_transformers_architecture(
         UserError: transformers has no such causal language model, or a library is missing.
         Exception: from the code of the family, for settings that do not fit each other.
     """
+    # From cheap to costly: settings alone, then the configuration, then modules on the meta device.
     model_type = _known_type(settings, name)
     if obstacle := _obstacle_of_settings(settings):
         raise _refusal(name, obstacle)
     is_part = whole_class_name(model_type) is not None
     architecture = TransformersArchitecture(settings)
+    # A vision tower may need a package, such as timm, without which its model cannot be built.
     try:
         obstacle = _obstacle(architecture)
         if obstacle is None:
+            # Computed here, so that settings that do not fit each other fail while the file is
+            # known.
             architecture.parameter_shapes(tied=False)
             if is_part:
                 require_text_alone(architecture.build(), architecture.language_name, name)
@@ -105,6 +109,7 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
 
 def _obstacle(architecture: TransformersArchitecture) -> str | None:
     """Obstacle in its settings, with the defaults of the family, or in its modules."""
+    # A multimodal model has layers beside the language model, which `require_text_alone` tests.
     if (obstacle := _obstacle_of_config(architecture.config)) or architecture.is_part:
         return obstacle
     return _obstacle_of_model(architecture.outline)
@@ -144,6 +149,7 @@ def _obstacle_of_config(config: PretrainedConfig) -> str | None:
         return "is an encoder-decoder model"
     if getattr(config, "add_cross_attention", False):
         return "needs the output of an encoder (add_cross_attention is true in its config.json)"
+    # BERT and its kind have both keys, and attend in both directions unless is_decoder is true.
     has_both = hasattr(config, "is_decoder") and hasattr(config, "add_cross_attention")
     if has_both and not config.is_decoder:
         return (
@@ -163,6 +169,7 @@ def _obstacle_of_model(model: PreTrainedModel) -> str | None:
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         return "has no linear layer at its end"
     ours = (f"{model_name(model)}.", f"{head_name(model)}.")
+    # By identity, because an output layer may be reachable under several names.
     head = set(map(id, model.get_output_embeddings().parameters()))
     others = [
         name
@@ -227,10 +234,13 @@ def _differences(called: Called) -> Iterator[str]:
             case "position_ids" | "cache_position":
                 is_plain = value is None or bool((value == places).all())
             case "attention_mask":
+                # None, one mask, or one for each kind of layer.
                 if not all(map(_is_causal, _tensors(value))):
                     yield "lets tokens attend to later ones"
                 continue
             case _:
+                # Flags and numbers may be passed on, tensors may not: they would carry what text
+                # adds.
                 is_plain = not any(True for _ in _tensors(value))
         if not is_plain:
             yield f"computes its own {key} from text"
@@ -253,6 +263,7 @@ def _is_causal(mask: Tensor) -> bool:
     """Return whether each token sees itself and all tokens before it, and no other."""
     if mask.ndim == 2:  # a mask of padding
         return bool((mask != 0).all())
+    # A boolean mask is true where a token is seen; an additive one is 0 there.
     seen = mask if mask.dtype == torch.bool else mask == 0
     return torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril())
 

@@ -51,6 +51,7 @@ def attention_path(
     """
     tokens = micro_batch_tokens
     padding_free = padding_free if tokens is None else True
+    # Such a model computes padded micro-batches only, whatever is faster.
     if not traits.takes_rows:
         if padding_free:
             key, value, instead = (
@@ -108,6 +109,7 @@ class Sequences:
             lengths: tokens of each sequence in a row; None: one sequence in each line.
             kernel: of attention.
         """
+        # Padding counts as part of a sequence: it stands behind the tokens, which never see it.
         if lengths is None:
             batch, length = input_ids.shape
             return cls((length,) * batch, kernel)
@@ -259,6 +261,7 @@ class _FlashOnCpu(torch.autograd.Function):
             )
             _by_heads(to, count).copy_(result)
             sums.append(sum_)
+        # The sums of each row are enough to compute its weights again, as in flash attention.
         ctx.save_for_backward(q, k, v, joined, *sums)
         ctx.sequences, ctx.scores = sequences, scores
         return joined
@@ -352,6 +355,7 @@ def _varlen_attention(groups: bool) -> Callable[..., Tensor]:
     if knows_groups:
         return partial(attention, enable_gqa=True)
 
+    # Older versions need a key and a value for each head.
     def repeated(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
         times = q.size(1) // k.size(1)
         k, v = (part.repeat_interleave(times, 1) for part in (k, v))

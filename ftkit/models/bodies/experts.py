@@ -82,6 +82,8 @@ class PackedMatrices(ABC):
         device = value.device if device is None else device
         if self._scales is None:
             self.allocate(device)
+        # One matrix after the other is moved to the device, so that it never holds all of them
+        # unpacked.
         packed = torch.empty_like(self.outline(), device=device)
         for expert, matrix in enumerate(value):
             matrix = matrix.to(device)
@@ -100,6 +102,7 @@ class PackedMatrices(ABC):
 
 def count_of_each(chosen: Tensor, experts: int) -> Tensor:
     """Return [experts] int32: how often each expert is chosen."""
+    # Not bincount, which waits for the device to learn the size of its result.
     counts = torch.zeros(experts, dtype=torch.int32, device=chosen.device)
     return counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
 
@@ -127,6 +130,7 @@ def packed_in(module: nn.Module) -> Mapping[str, PackedMatrices]:
 
 def hold_packed(module: nn.Module, name: str, matrices: PackedMatrices) -> None:
     """Replace a parameter by packed matrices, frozen and on the meta device."""
+    # Outside of the parameters and buffers, so that no strategy shards or casts the scales.
     setattr(module, _PACKED, {**packed_in(module), name: matrices})
     setattr(module, name, nn.Parameter(matrices.outline(), requires_grad=False))
 
@@ -168,6 +172,7 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = _products(gradient, weight.mT if ctx.transposed else weight, ends)
         if ctx.needs_input_grad[1]:
+            # The gradient has the layout of the parameter.
             left, right = (x, gradient) if ctx.transposed else (gradient, x)
             of_weight = _sums(left, right, ends)
         return of_x, of_weight, None, None
@@ -176,6 +181,7 @@ class _GroupedProduct(torch.autograd.Function):
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return [rows, out], given [rows, in] and [experts, in, out]."""
     if is_fake(x):  # torch computes this shape for bfloat16 alone
+        # Shapes are all that fake tensors need.
         return x.new_empty(x.size(0), weight.size(-1))
     return F.grouped_mm(x, weight, offs=ends)
 

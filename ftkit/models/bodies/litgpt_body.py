@@ -104,6 +104,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         return Routing((), 0, loss)  # LitGPT's experts do not show which tokens choose them
 
     def build_rope_cache(self, device: torch.device, length: int) -> None:
+        # Not by the property, whose setter keeps tables of this length, even without values.
         self._max_seq_length = length
         self.cos, self.sin = super().rope_cache(device=device)
 
@@ -199,6 +200,7 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
             input_pos: positions in the key-value cache; None: there is no cache.
             input_pos_maxp1: see LitGPT.
         """
+        # Generation with a cache goes through LitGPT's own forward pass.
         if not isinstance(mask, Sequences):
             cached: Tensor = super().forward(x, cos, sin, mask, input_pos, input_pos_maxp1)
             return cached
@@ -232,6 +234,7 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         rotate = apply_rope if self.rotation == "halves" else apply_rope_interleave
         count = self.config.rope_n_elem
         turned: Tensor = rotate(x[..., :count].transpose(1, 2), cos, sin).transpose(1, 2)
+        # Partial rotary embeddings leave the rest of each head as it is.
         return turned if count == x.size(-1) else torch.cat((turned, x[..., count:]), dim=-1)
 
 
@@ -255,6 +258,7 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
             for expert, own in zip(self.experts, rows, strict=True)
         ]
         weighted = torch.cat(results) * weights.flatten()[order, None]
+        # Back in the order of tokens, so that each sum is over the experts of one token.
         result = weighted[order.argsort()].unflatten(0, (-1, of_each)).sum(1).view_as(x)
         if self.config.n_shared_expert:
             result = result + self.shared_experts(x)

@@ -75,6 +75,7 @@ class TransformersBody(Body):
         self._attended = _Attended()
         if self._takes_rows:
             _use_attention(model, self._attended)
+        # The model's own code computes all but its attention, experts and norms.
         _use_experts(model)
         replace_norms(model)
         _compute_without_values(model)
@@ -171,6 +172,7 @@ class TransformersBody(Body):
         self._device, self._max_length = device, length
         for name, table in self._tables.items():
             owner, _, kind = name.rpartition(".")
+            # Angles keep their float32; a float32 factor would turn states of 16 bits into float32.
             follows = kind in _LIKE_PARAMETERS and table.is_floating_point()
             dtype = self.embedding.weight.dtype if follows else table.dtype
             self._model.get_submodule(owner)._buffers[kind] = table.to(device, dtype, copy=True)
@@ -201,6 +203,8 @@ class TransformersBody(Body):
 
     def start_cache(self, batch: int, length: int) -> None:
         if self._takes_rows:
+            # Our attention has a cache by position, so that prompts of different lengths share a
+            # batch.
             self._attended.cache = _KeyValueCache((batch, length))
         else:
             self._so_far = torch.zeros(batch, length, dtype=torch.long, device=self.device)
@@ -235,6 +239,7 @@ def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
         if child in known:
             continue
+        # It contains the blocks or the embedding, so its other children are looked at one by one.
         if known.intersection(child.modules()):
             yield from _beside(child, known)
         elif any(True for _ in child.parameters()):
@@ -280,6 +285,7 @@ class _Gating:
         best, chosen = logits.topk(module.top_k, dim=1)
         weights = best.softmax(1).type_as(hidden).flatten()
         experts = chosen.flatten()
+        # Stable, so that the tokens of an expert have the same order in every run.
         order = experts.argsort(stable=True)
         counts = torch.zeros(module.num_experts, dtype=torch.int64, device=hidden.device)
         counts = counts.scatter_add_(0, experts, torch.ones_like(experts))
@@ -315,6 +321,7 @@ class _KeyValueCache:
             )
         for kept, new in zip(self.layers[layer], (keys, values), strict=True):
             places = self.positions[:, None, :, None].expand_as(new)
+            # By position: tokens of padding are overwritten by those that follow the prompt.
             kept.scatter_(2, places, new.to(kept.dtype))
         return self.layers[layer]
 
@@ -347,6 +354,7 @@ class _Attended:
             return attend_to_cache(q, keys, values, self.cache.positions, scores)
         assert self.sequences is not None
         batch = len(q)
+        # All sequences in a row, as in ftkit's attention for rows.
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
         return attend(q, k, v, self.sequences, scores).unflatten(0, (batch, -1))
 
@@ -358,6 +366,7 @@ def _use_attention(model: nn.Module, attended: _Attended) -> None:
         model: of transformers, with a replaceable attention.
         attended: state that its layers share; it changes with each micro-batch.
     """
+    # Transformers then makes no mask either.
     model.config._attn_implementation = _OURS  # type: ignore[union-attr]  # a PreTrainedModel
     for module in model.modules():
         # Transformers' attention layers; other modules with an index never look at it.
@@ -411,6 +420,8 @@ def _use_experts(model: nn.Module) -> None:
     """
     for experts in _fused_experts(model):
         module: Any = experts.module
+        # Such modules call the function that the settings name; the others are given a forward of
+        # ours.
         if experts.takes_pairs:
             module.config._experts_implementation = _OURS
         elif _stands_alone(module):
@@ -440,6 +451,7 @@ def _fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
 
 def _stands_alone(module: nn.Module) -> bool:
     """Return whether a module is one product of all experts, inside a layer that does the rest."""
+    # By name: each family has a class of its own.
     return type(module).__name__.endswith(("ParallelExperts", "GroupedExpertsGemm"))
 
 
@@ -469,6 +481,7 @@ class _AllRows:
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute [experts * tokens, width], sorted by expert."""
         module, packed = self._module, packed_in(self._module)
+        # Unquantised matrices go through transformers' own batched product.
         if not packed:
             result: Tensor = self._unquantized(hidden)
             return result
@@ -500,6 +513,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
         else:
             result = grouped_product(given, weight, ends, transposed=module.is_transposed)
         if module.has_bias:
+            # A bias for each expert, gathered for the rows in their sorted order.
             result = result + getattr(module, f"{name}_bias")[experts[order]]
         pairs = getattr(module, f"{name}{PAIRS}", None)
         # In the memory of the result, as LoRA of linear layers does.
@@ -540,12 +554,14 @@ class _PackedProduct(torch.autograd.Function):
     ) -> Tensor:
         if is_fake(x):
             rows = [slice(0, len(x))]  # matrices are unpacked one by one: the memory is that of one
+        # No gradient for the frozen matrices, so the input need not be kept.
         ctx.matrices, ctx.rows = matrices, rows
         ctx.save_for_backward(weight)
         result = x.new_empty(len(x), matrices.rows)
         # One matrix at a time: in bf16 all experts of a layer of Mixtral-8x7B take 2.6 GiB
         # unpacked, one matrix 0.2.
         for expert, own in enumerate(rows):
+            # An expert without tokens need not be unpacked.
             if own.start < own.stop:
                 torch.mm(x[own], matrices.unpacked(weight, expert).t(), out=result[own])
         return result

@@ -49,6 +49,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
 def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
     try:
         result = run_confined(function, *pickle.loads(arguments))  # noqa: S301
+        # JSON, not a pickle: the parent never unpickles what a template may have influenced.
         return json.dumps({"result": result}).encode()
     except MemoryError:
         reply: dict[str, object] = {
@@ -63,11 +64,12 @@ def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
 
 def _main() -> None:
     parent, descriptor = map(int, sys.argv[1:])
+    # The parent may have blocked or ignored them; their default action ends this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # The parent may have ignored or blocked them; their default action ends this process.
     for number in (signal.SIGPROF, signal.SIGVTALRM):
         signal.signal(number, signal.SIG_DFL)
     stop_with_parent(parent)
+    # Everything is imported by now: the bound is on what templates add.
     _limit(resource.RLIMIT_AS, _address_space() + _MOST_BYTES)
     # A template that crashes this process must not leave a core dump.
     _limit(resource.RLIMIT_CORE, 0)

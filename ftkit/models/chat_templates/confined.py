@@ -73,6 +73,7 @@ def run_each_confined(
         try:
             calls.append(_pickled((item,)))
         except NotRendered as refusal:
+            # Results stay in the order of the items.
             yield from _results(function, calls)
             yield refusal
             calls = []
@@ -89,6 +90,7 @@ def begin_call(seconds: float) -> None:
         seconds: of CPU time for each function that `run_confined` calls.
     """
     _State.seconds_here = seconds
+    # The kernel's action, not a handler: code in C may not return to Python for long.
     signal.setitimer(signal.ITIMER_VIRTUAL, _TIMES_OF_CONVERSATION * seconds)
 
 
@@ -112,6 +114,7 @@ class _Process:
     """The child process and the connection to it."""
 
     def __init__(self) -> None:
+        # A new interpreter, not a fork: it has neither torch nor the memory of this process.
         self._connection, other = Pipe()
         words = [str(os.getpid()), str(other.fileno())]
         with other:
@@ -133,11 +136,13 @@ class _Process:
         """
         request = pickle.dumps((MOST_SECONDS, function, calls), pickle.HIGHEST_PROTOCOL)
         try:
+            # The child reads the whole request before its first reply, so neither blocks the other.
             self._connection.send_bytes(request)
             for _ in calls:
                 yield json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             self._connection.close()
+            # Only the exit status tells which bound it was.
             raise _Died(self._child.wait()) from None
 
     def end(self) -> None:
@@ -154,6 +159,7 @@ class _Process:
 class _State:
     """The child process of this process, and its lock."""
 
+    # One request at a time: replies carry no number that would tell them apart.
     lock = threading.Lock()
     process: _Process | None = None
     seconds_here: float | None = None
@@ -225,6 +231,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
+    # Another thread may have held it, and does not exist in the fork.
     _State.lock = threading.Lock()
     if _State.process is not None:
         _State.process.forget()

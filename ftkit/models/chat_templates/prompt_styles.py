@@ -66,6 +66,7 @@ class PromptStyle:
         """
         given = values.get("input") or ""
         text = self.start
+        # Alpaca describes the task differently if there is an input.
         default = self.system_with_input if given and self.system_with_input else self.system
         if self.has_system and (system := sys_prompt or default):
             system = system.strip() if self.strips_system else system
@@ -93,6 +94,7 @@ class TextPrompt:
             UserError: it has other places, or none for the instruction.
         """
         self.text = text
+        # Only this escape: a shell passes it on as two characters.
         text = text.replace("\\n", "\n")
         try:
             # Parsed, not formatted: str.format would reach attributes of its arguments.
@@ -226,6 +228,7 @@ STYLES: Mapping[str, PromptStyle] = MappingProxyType(
             before_system="<<SYS>>\n",
             after_system="\n<</SYS>>\n\n",
             system="You are a helpful, respectful and honest assistant. Always answer as helpfully "
+            # The missing space is LitGPT's.
             "aspossible. Your only response should be JSON formatted functions",
             strips_system=True,
             after="[/INST]\n\n",
@@ -486,6 +489,7 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
     elif full.plain.startswith(_SYSTEM_MARK):
         later_bare = later_full = full.without(_SYSTEM_MARK)
     elif isinstance(style, PromptStyle) and style.before_later is not None:
+        # Here the style's own text ends the answer before, so EOS only follows the last one.
         later = f"{style.before_later}{_INSTRUCTION_MARK}{style.after}"
         later_bare = later_full = _Prompts(later, later)
         answers_end = "(eos_token if loop.last else '')"
@@ -494,6 +498,7 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
     begins = tokenizer.use_bos and not bare.plain.startswith(bos)
     system = "system | trim" if _trims(style) else "system"
     lines = [
+        # Every tag trims the white space around it: the lines of this source are in no prompt.
         "{{- bos_token -}}" if begins else "",
         "{%- set turn = namespace(system='', first=true) -%}",
         "{%- for message in messages -%}",
@@ -562,6 +567,7 @@ def _expression(text: str, system: str) -> str:
 
 
 def _quoted(text: str) -> str:
+    # Backslashes first: those of the other escapes must stay single.
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return "'" + escaped.replace("\n", "\\n").replace("\r", "\\r") + "'"
 
@@ -602,6 +608,7 @@ def resolve_prompt_style(value: object) -> AnyStyle:
         return value
     if isinstance(value, str) and value in STYLES:
         return STYLES[value]
+    # No name has a brace; a lone one is a mistake that TextPrompt explains.
     if isinstance(value, str) and ("{" in value or "}" in value):
         return TextPrompt(value)
     class_path = value.get("class_path") if isinstance(value, Mapping) else value

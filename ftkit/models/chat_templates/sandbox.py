@@ -108,6 +108,7 @@ def _compiled(source: str) -> Template:
 def _explained() -> Iterator[None]:
     try:
         yield
+    # The process has its own words for a lack of memory.
     except (NotRendered, MemoryError):
         raise
     except TemplateSyntaxError as error:
@@ -140,6 +141,7 @@ class _Generation(Extension):
     @pass_eval_context
     def mark(self, _: object, caller: Callable[[], str]) -> str:
         output = _OUTPUT.get()
+        # The text is in none of the pieces yet, so their length is where it begins.
         text = caller()
         output.generated.append((output.characters, text))
         return text

@@ -59,6 +59,7 @@ class ChatTemplate:
             UserError: it is not a template.
         """
         try:
+            # In the child, too: a source may be too large or too deeply nested to compile.
             run_confined(check_source, self.source)
         except NotRendered as error:
             problem = (
@@ -103,6 +104,7 @@ class ChatTemplate:
             MarksNotFound: a block is inside a macro, where it has no place of its own.
         """
         text, blocks = self._run(messages, tools, False, {})
+        # The position counts text written so far, which a macro or a filter holds back.
         if not all(text.startswith(block, first) for first, block in blocks):
             raise MarksNotFound("the template's generation blocks are in macros or filtered")
         return text, [(first, first + len(block)) for first, block in blocks if block]
@@ -123,6 +125,7 @@ class ChatTemplate:
             **self.special_tokens,
             "messages": messages,
             "tools": tools,
+            # As in transformers, so that templates may test for it.
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **variables,
@@ -133,6 +136,7 @@ class ChatTemplate:
             raise self.explained(error) from None
         except NotRendered as error:
             raise TemplateRefusal(str(error)) from None
+        # Tuples have come back from JSON as lists.
         return text, [(first, block) for first, block in blocks]
 
     def explained(self, error: Exceeded) -> UserError:
@@ -158,6 +162,7 @@ def template_of(tokenizer_directory: Path) -> str | None:
         return None
     with reading(settings, expected="a JSON object", key="chat_template"):
         template = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+        # Older files list several templates, each with its name.
         if isinstance(template, list):
             return _either({entry["name"]: entry["template"] for entry in template})
     return template if isinstance(template, str) else None

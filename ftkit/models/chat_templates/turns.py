@@ -91,6 +91,8 @@ class TurnFinder:
         """
         self._template = template
         self._train_on, self._reasoning = train_on, reasoning
+        # The expression takes the first alternative that matches, so longer tokens stand before
+        # their own beginnings. Tokens of white space end no turn.
         longest_first = sorted(filter(str.strip, added_tokens), key=len, reverse=True)
         # (?!) matches nothing: a tokenizer without added tokens has no end of a turn.
         self._end = re.compile(
@@ -107,8 +109,10 @@ class TurnFinder:
         if not chosen:
             raise TemplateRefusal(NO_TURN)
         conversation, count = _Conversation(self._template, record), len(record["messages"])
+        # By name, because each template writes tools in a form of its own.
         if not all(name in conversation.whole for name in _tool_names(record)):
             raise TemplateRefusal(NO_TOOLS)
+        # Everything but the masked turns, which are located to be left out.
         if self._train_on == "all":
             turns = [self._turn(conversation, i) for i in masked]
             if None in turns:
@@ -116,6 +120,8 @@ class TurnFinder:
             spans = _between([turn for turn in turns if turn], len(conversation.whole))
             # Earlier turns may well be written without their thoughts: nothing is split here.
             return [conversation.written(count, spans, learned=chosen[-1:], others=masked)]
+        # All turns in one sample, if later ones leave earlier ones as they were; else one sample
+        # each.
         turns = [self._turn(conversation, i) for i in chosen]
         if None not in turns:
             spans = [span for turn in turns if turn for span in turn.generated]
@@ -125,6 +131,7 @@ class TurnFinder:
             raise TemplateRefusal(CHANGED)
         else:
             samples = [self._alone(conversation, i) for i in chosen]
+        # A template may mark the generation of some turns only.
         samples = [sample for sample in samples if sample.trained]
         if not samples:
             raise TemplateRefusal(NOT_MARKED)
@@ -161,6 +168,7 @@ class TurnFinder:
         ]
         users = (i for i, message in enumerate(messages) if message["role"] == "user")
         first_user = next(users, len(messages))
+        # A greeting before the first question answers nothing.
         by_rule = {i for i in said if i > first_user}
         if self._train_on == "last":
             by_rule = set(said[-1:]) & by_rule
@@ -193,6 +201,7 @@ class TurnFinder:
         self, conversation: "_Conversation", index: int
     ) -> tuple[int, str, list[Span] | None]:
         """End of the prompt of a turn, the text up to the turn's end, and marked spans."""
+        # The turn is what the answer adds to the prompt, which it has to leave as it is.
         prompt = conversation.prompt(index)
         text, marks = conversation.until(index + 1)
         if not text.startswith(prompt) or len(text) == len(prompt):
@@ -208,6 +217,7 @@ class TurnFinder:
         """
         end = len(text)
         if not self._end.search(text, start):
+            # No end token: the turn reaches to the end of the text.
             yield end
         while found := self._end.search(text, start, end):
             yield found.end("token")
@@ -253,6 +263,7 @@ class _Conversation:
         text = self.until(count)[0]
         # Rendered a second time with brackets, and not taken from the turns: a check must not trust
         # what it checks.
+        # Characters that the text does not have, so that brackets are found without doubt.
         unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
         opening, closing = next(unused), next(unused)
         messages = [
@@ -268,6 +279,7 @@ class _Conversation:
 
     def _omits_reasoning(self, index: int) -> bool:
         """Return whether a turn has reasoning that its rendering does not contain."""
+        # Templates trim and indent thoughts, so white space does not count.
         thought = _squeezed(self.messages[index].get("reasoning_content") or "")
         if not thought:
             return False
@@ -342,6 +354,7 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
         text: up to the turn, as the template writes it.
         sample: begins as the text does up to the turn's end.
     """
+    # White space behind the turn belongs to it only if the sample has the same there.
     behind = zip(text[end:], sample[end : len(text)], strict=False)
     same = takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind)
     space_end = end + sum(1 for _ in same)
@@ -360,6 +373,7 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
 def _between(turns: list[_Turn], length: int) -> list[Span]:
     """All characters but those of the turns and of the white space behind them."""
     edges = [0, *(edge for turn in turns for edge in (turn.start, turn.space_end)), length]
+    # What lies between turns: from the start to the first, from one to the next, and to the end.
     spans = zip(edges[::2], edges[1::2], strict=True)
     return [(first, end) for first, end in spans if first < end]
 
@@ -398,6 +412,7 @@ def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]
         elif piece == closing:
             if begun is not None:
                 spans.append((begun, at))
+            # A bracket may be lost or doubled in what a template makes; only pairs count.
             begun = None
         else:
             pieces.append(piece)
@@ -448,6 +463,7 @@ def _bracket_untrained(message: dict[str, Any]) -> dict[str, Any]:
         raise TemplateRefusal(PARTS_CHANGED)
     for first, end in message["untrained"]:
         part = content[first:end]
+        # A part of white space alone is bracketed whole.
         core = part.strip() or part
         text += content[done:first] + part.replace(core, _OPENING + core + _CLOSING, 1)
         done = end
@@ -465,6 +481,7 @@ def _spans_in(
         except TemplateRefusal:  # no sample ends there
             continue
         tails = [tail for message in messages[:count] for tail in _tails(message["content"])]
+        # The same text without brackets, and each part once: else the template looked at the text.
         if found == text and len(spans) == len(tails):
             return [_with_space(text, span, tail) for span, tail in zip(spans, tails, strict=True)]
     raise TemplateRefusal(PARTS_CHANGED)
