@@ -14,6 +14,7 @@ def parameter_count(model: LanguageModel) -> int:
     known = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
+            # A packed weight has fewer numbers than weights: two of 4 bits share a byte.
             known[id(module.weight)] = _weights_in(module)
         for name, matrices in packed_in(module).items():
             known[id(module.get_parameter(name))] = matrices.numbers
@@ -42,6 +43,7 @@ def flops_per_token(
         label_fraction: share of the tokens that carry loss.
     """
     architecture, of_each = model.architecture, model.architecture.attention
+    # PaLM counts 12 for whole attention; causal attention needs half of the scores.
     attention = 6 * architecture.layers * of_each.heads * of_each.head_size * attention_length
     share = architecture.expert_share
     of_head = _matrix_flops(model.head, share) * label_fraction
@@ -55,6 +57,7 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
         model: outlined or filled.
         label_fraction: share of the tokens that carry loss.
     """
+    # Linear in the length: its slope is the difference of two lengths.
     matrices, with_one = (
         flops_per_token(model, attention_length=length, label_fraction=label_fraction)
         for length in (0, 1)
@@ -67,6 +70,7 @@ def _matrix_flops(module: nn.Module, expert_share: float) -> float:
     total = 0.0
     for name, part in module.named_modules():
         if isinstance(part, nn.Linear):
+            # Whole words: every token passes the shared experts, which have other names.
             share = expert_share if "experts" in name.split(".") else 1.0
             total += _weights_in(part) * share * _factor(part.weight)
         else:  # the matrices of experts are stacked
@@ -76,6 +80,7 @@ def _matrix_flops(module: nn.Module, expert_share: float) -> float:
             for kind, parameter in part.named_parameters(recurse=False):
                 if kind in packed:
                     total += packed[kind].numbers * share * _factor(parameter)
+                # An embedding has two dimensions, and is looked up, not multiplied.
                 elif parameter.ndim == 3:
                     total += parameter.numel() * share * _factor(parameter)
     return total

@@ -43,6 +43,7 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         # Drawn on the CPU, whose generator gives the same numbers on every machine.
+        # Stable, so that equal logits keep the order of their ids.
         values, tokens = (logits.cpu() / self.temperature).sort(descending=True, stable=True)
         if self.top_k is not None:
             values, tokens = values[: self.top_k], tokens[: self.top_k]
@@ -83,12 +84,14 @@ def answer_in_tokens(
         body.build_rope_cache(device, room)
     generator = sampling.generator()
     newest, places = prompt.long().to(device), torch.arange(length, device=device)
+    # The context never spans a `yield`, where it would also change the computation of the caller.
     try:
         with context():
             body.start_cache(1, room)
         for place in range(length, room):
             with context():
                 last = torch.tensor([len(newest) - 1], device=device)
+                # Only the last token needs logits, which the head computes for no other.
                 logits = model(newest[None], last, positions=places[None])
             token = sampling.choose(logits[0], generator)
             if token in stop_ids:
@@ -96,6 +99,7 @@ def answer_in_tokens(
             yield token
             newest = torch.tensor([token], device=device)
             places = torch.tensor([place], device=device)
+    # Also if the caller stops early, which closes the generator.
     finally:
         body.end_cache()
 
@@ -169,6 +173,8 @@ def answer_greedily(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     room = min(int(lengths.max()) + max_new_tokens, model.body.max_length)
     tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).to(device).long()
+    # Padding stands behind each prompt, where no token of it looks; the answer overwrites its keys
+    # and values.
     places = torch.arange(tokens.size(1), device=device).expand_as(tokens)
     ends = lengths - 1 + torch.arange(len(prompts), device=device) * tokens.size(1)
     rows = torch.arange(len(prompts), device=device)
@@ -197,6 +203,7 @@ def answer_greedily(
     if not answers:
         return [torch.empty(0, dtype=torch.long) for _ in prompts]
     table = torch.stack(answers, dim=1).cpu()
+    # Behind its end, an answer consists of end tokens alone.
     lasts = ~torch.isin(table, ends_answer.cpu())
     return [row[: int(count)] for row, count in zip(table, lasts.sum(dim=1), strict=True)]
 
@@ -216,6 +223,7 @@ def _all(finished: Tensor, *, apart: bool) -> bool:
     """Return whether all prompts are finished: on this rank; with prompts of its own, on all."""
     if apart and dist.is_initialized() and dist.get_world_size() > 1:
         left = (~finished).sum()
+        # Every rank reaches this in each step, also with its own prompts finished.
         dist.all_reduce(left)
         return int(left) == 0
     return bool(finished.all())

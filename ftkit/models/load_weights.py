@@ -53,6 +53,7 @@ class Whole:
     """No sharding: every rank has every parameter."""
 
     def allocate(self, model: Any, device: torch.device) -> None:
+        # `to_empty` makes a parameter for each name, so tied ones have to be tied again.
         model.to_empty(device=device)
         model.tie()
 
@@ -108,6 +109,7 @@ def fill(
         from ftkit.models.quantization import allocate
 
         allocate(model, device)
+    # After the allocation, which leaves tables without values.
     model.body.build_rope_cache(device, rope_length)
 
     def put(ours: str, value: Rows) -> None:
@@ -115,6 +117,7 @@ def fill(
         del left[ours]
         progress(len(names) - len(left), len(names))
 
+    # First what does not depend on the base model, which may then not be needed at all.
     with torch.no_grad():
         for ours, name in names.items():
             parameter = model.get_parameter(name)
@@ -132,12 +135,15 @@ def fill(
             if ours not in left:  # the checkpoint holds it: it is trained whole beside the adapter
                 continue
             dtype = model.get_parameter(names[ours]).dtype
+            # A quantised weight is packed on the device, from the whole tensor, on every rank.
             stored = _stored(model, names[ours], tensor, device)
             put(ours, stored)
             for name in adapted.get(ours, ()):
                 if any(key.startswith(f"{our_name(name)}.lora_") for key in left):
                     assert model.lora is not None
                     layer = model.get_submodule(name)
+                    # Rounded or quantised as the layer has it: PiSSA and OLoRA start where the
+                    # layer does.
                     weight = _computed_weight(layer, stored.to(device), dtype)
                     for end, value in adapter_from_base(weight, layer, model.lora).items():
                         put(f"{our_name(name)}.{end}", value)
@@ -167,6 +173,7 @@ def _weights(
     base: BaseModel, model: LanguageModel, source: Iterable[tuple[str, Tensor]] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """The base model's weights, tied or untied as the model is."""
+    # A stored head that equals the embedding has no parameter in a tied model.
     for name, tensor in weights(base) if source is None else source:
         if name == HEAD and model.tied:
             continue
@@ -194,6 +201,7 @@ def _computed_weight(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
     """Yield whole trained parameters by our names, for a result; called by every rank."""
+    # An evaluation before may have left parameters gathered.
     sharding.reshard(model)
     for name, parameter in kept_parameters(model).items():
         yield our_name(name), sharding.whole(parameter)

@@ -116,6 +116,7 @@ class FourBit(Linear4bit):
         if self._scales is None:
             self.allocate(value.device)
         assert self._scales is not None
+        # Into the memory that was allocated before; the new scales are freed.
         self.quant_state.absmax = self._scales.copy_(self.quant_state.absmax)
         self.quant_state.dtype = self.compute_dtype
         return packed
@@ -168,6 +169,7 @@ class EightBit(Linear8bitLt):
     def unpacked(self, weight: Tensor) -> Tensor:
         """Unpack a weight to [out, in], in the dtype of the computation."""
         assert self.state.SCB is not None, "pack comes first"
+        # 127 stands for the largest absolute value of a row, which is its scale.
         return weight.to(self.compute_dtype).mul_((self.state.SCB / 127).unsqueeze(1))
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -195,11 +197,13 @@ def _quantize_in_pieces(
     count = numbers.numel()
     scales = torch.empty(-(-count // WEIGHT_BLOCK), device=value.device)
     packed = torch.empty((-(-count // 2), 1), dtype=torch.uint8, device=value.device)
+    # Pieces begin at whole blocks, so that scales are those of one call.
     for start in range(0, count, at_once):
         piece = numbers[start : start + at_once].float()
         part, state = quantize_4bit(piece, blocksize=WEIGHT_BLOCK, quant_type=quant_type)
         packed[start // 2 : start // 2 + len(part)] = part
         scales[start // WEIGHT_BLOCK : start // WEIGHT_BLOCK + len(state.absmax)] = state.absmax
+    # The state of the last piece has code and block size of all; the rest is replaced.
     state.shape, state.absmax = value.shape, scales
     if nested:
         # Scales are positive: without their mean, the signed code would use half of its values.

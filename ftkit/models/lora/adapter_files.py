@@ -82,6 +82,7 @@ def check_adapter(base: BaseModel, lora: Lora) -> None:
 
 def _check_dora(base: BaseModel, lora: Lora) -> None:
     """Refuse DoRA for layers whose weights PEFT adapts as parameters."""
+    # The head has no weight of its own in a tied model, and can be adapted all the same.
     weights = (*parameter_shapes(base), HEAD)
     layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     chosen = [names_of(base, ours)[0] for ours in chosen_layers(layers, base, lora)]
@@ -141,6 +142,7 @@ def save_adapter(
     """
     from peft.tuners.lora import LoraConfig
 
+    # Three groups: matrices of linear layers, pairs of experts, and layers that were trained whole.
     given = {name: tensor.detach().cpu() for name, tensor in parameters}
     layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
     pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
@@ -159,9 +161,11 @@ def save_adapter(
             a = torch.cat([layer.a for layer in found.values()])
             b = _block_diagonal(found, ours, fused, base)
             parts[theirs] = list(found)
+        # Contiguous, as safetensors requires.
         tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
         tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
         ranks[theirs] = a.shape[0]
+    # Layers that were trained whole lie beside the matrices, under their names in the model.
     whole = _whole_layers(
         {name: tensor for name, tensor in given.items() if not is_adapter(name)},
         base,
@@ -174,6 +178,7 @@ def save_adapter(
     # The rank of the layers that are not fused; rank_pattern lists the others.
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), lora.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
+    # Some linear layers reach PEFT only as parameters.
     as_parameters = taken_for_experts(base, ranks)
     targets = _by_short_name({theirs: theirs in as_parameters for theirs in ranks}, base)
     config = LoraConfig(
@@ -194,6 +199,7 @@ def save_adapter(
         modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
+        # As PEFT's own save_pretrained writes it; whoever trains on sets it back.
         inference_mode=True,
     )
     with new_directory(out) as partial:
@@ -207,6 +213,7 @@ def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
     """Matrices by our layer; initial values to subtract become more ranks."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in parameters.items():
+        # What follows is A, B or magnitude_vector, and the name of the adapter.
         layer, _, rest = name.partition(".lora_")
         found.setdefault(layer, {})[rest.removesuffix(".weight")] = tensor
     layers = {}
@@ -249,6 +256,7 @@ def _block_diagonal(
     blocks = []
     start = 0
     for name in ours:
+        # Rows of a part that is not adapted stay zero.
         block = like.new_zeros(shapes[f"{name}.weight"][0], columns)
         if name in found:
             b = found[name].b
@@ -267,6 +275,7 @@ def _whole_layers(
     for name, tensor in parameters.items():
         theirs, fused = naming.stored_in(name)
         if fused is not None:
+            # The parts of a fused layer are only trained whole together.
             parts = [parameters[part] for part in fused.parameters_beside(name)]
             tensor = base.architecture.fuse(parts, fused)
         found[theirs] = tensor
@@ -289,6 +298,7 @@ def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]
     naming = _huggingface_naming(base)
     everywhere: dict[str, set[str]] = {}
     theirs_of_all = [naming.stored_in(name)[0] for name in parameter_shapes(base)]
+    # Also of layers beside the language model: a short name in the settings would adapt them, too.
     for name in (*theirs_of_all, *base.architecture.rest_shapes):
         theirs = name.rpartition(".")[0]
         everywhere.setdefault(theirs.rpartition(".")[2], set()).add(theirs)
@@ -304,6 +314,7 @@ def _notes(
     lora: Lora, base: BaseModel, parts: Mapping[str, list[str]], layers: Iterable[str]
 ) -> dict[str, Any]:
     """Settings of the trained layers that an adapter of fused layers does not show."""
+    # Initial values that are subtracted double the rank in the file.
     rank = lora.lora_r * (1 if lora.lora_init == "default" else 2)
     return {
         "lora_r": rank,
@@ -338,6 +349,7 @@ def taken_for_experts(base: BaseModel, layers: Iterable[str]) -> set[str]:
         return set()  # its experts are layers, which PEFT stacks when it reads them
     of_kind: dict[str, set[str]] = {}
     for name in layers:
+        # PEFT decides by the last word of a name.
         of_kind.setdefault(name.rpartition(".")[2], set()).add(name)
     model = SimpleNamespace(config=SimpleNamespace(model_type=base.architecture.name))
     return {name for kind, names in of_kind.items() if _is_taken(kind, model) for name in names}
@@ -351,6 +363,7 @@ def _is_taken(kind: str, model: Any) -> bool:
         from peft.utils import transformers_weight_conversion as conversion
     except ImportError:  # older versions leave targets as they are
         return False
+    # Tried on PEFT's own conversion, so that its rules are not repeated here.
     config = LoraConfig(target_modules=[kind])
     try:
         conversion.convert_peft_config_for_transformers(config, model, None)
@@ -401,6 +414,7 @@ def adapter_tensors(
     shapes = parameter_shapes(base)
     wrapped = parameters_adapted(base, target_parameters(directory))
     for name, tensor in stored.items():
+        # First pairs of experts, whose wrappers are no layers of the model.
         wrapper, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         if wrapper in wrapped:
             parameter = wrapped[wrapper]
@@ -422,10 +436,12 @@ def adapter_tensors(
                 f"adapter {directory}: {name} of shape {list(tensor.shape)} does not fit "
                 f"{base.name} ({error}). Give the model that the adapter was made for."
             ) from None
+        # All else are copies of the base model's weights.
         is_trained = kind.startswith("lora_") or f".{theirs}".endswith(
             tuple(f".{module}" for module in whole)
         )
         (tensors if is_trained else copies).update(ours)
+    # PEFT writes both ends of a tied model; here they are one parameter.
     if base.tied and HEAD in tensors | copies:
         value = (tensors | copies).pop(HEAD)
         embedding = tensors.get(base.architecture.embedding)
@@ -447,6 +463,7 @@ def adapter_tensors(
 def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
     """Refuse copies of the base model's weights (PEFT sometimes adds them) that differ from it."""
     for name, tensor in weights(base) if copies else ():
+        # In the number format of the copy, which may be another.
         if name in copies and not torch.equal(tensor.to(copies[name].dtype), copies[name]):
             raise UserError(
                 f"adapter {directory} comes with {name} of its own, which differs from that of "
@@ -497,6 +514,7 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
     file, old = directory / WEIGHTS, directory / OLD_WEIGHTS
     for candidate in (file, old):
         require_regular(candidate)
+    # The safetensors file comes first, as in PEFT; the other is a pickle.
     if file.is_file():
         with reading(file, "tensors of an adapter as safetensors", advice=_SAVED_AGAIN):
             return load_file(file)
@@ -534,6 +552,7 @@ def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
             layer = name.removesuffix(".weight")
             if layer not in holder[0]:
                 holder[0].append(layer)
+    # Older and newer names of the head mean the same layer.
     head, *others = head_names(base)
     for other in others:
         found[other] = found[head]
@@ -557,10 +576,13 @@ def _ours(
         return {f"{layers[0]}{end}": tensor}
     owners = layers if adapted is None else adapted
     if kind == "lora_A":
+        # An adapter made elsewhere has one A for the whole fused layer, which every part then
+        # repeats.
         pieces = [tensor] * len(owners) if adapted is None else tensor.chunk(len(owners))
         return {f"{name}{end}": piece for name, piece in zip(owners, pieces, strict=True)}
     found = {}
     for index, name in enumerate(owners):
+        # B has the rows of the weight, so it is divided like the weight.
         rows = base.architecture.part_of(tensor, fused, f"{name}.weight")
         if kind == "lora_B" and adapted is not None:
             rows = rows.chunk(len(owners), dim=1)[index]

@@ -74,6 +74,7 @@ class ExpertPairs(nn.Module):
             ends: [experts] int32, the end of each expert's rows.
         """
         narrow = self.lora_A[TRAINED](x, ends)
+        # Scaled in between, where there are the fewest numbers.
         result: Tensor = self.lora_B[TRAINED](narrow * self.scaling, ends)
         return result
 
@@ -134,6 +135,7 @@ def merged_experts(weight: Tensor, a: Tensor, b: Tensor, pairs: ExpertPairs) -> 
         b: [experts, out, rank].
         pairs: give layout and scale.
     """
+    # A copy even of float32, because the products are added in place.
     merged = weight.to(torch.float32, copy=True)
     for matrix, left, right in zip(merged, b.float(), a.float(), strict=True):
         (matrix.t() if pairs.transposed else matrix).addmm_(left, right, alpha=pairs.scaling)
@@ -151,6 +153,7 @@ def in_peft(pairs: Mapping[str, tuple[Tensor, Tensor]], base: BaseModel) -> dict
     for ours, name in _wrappers(base, pairs).items():
         a, b = pairs[ours]
         tensors[f"{name}.lora_A.weight"] = a.flatten(0, 1).contiguous()
+        # [out, rank, experts] before the last two become one.
         tensors[f"{name}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
     return tensors
 
@@ -171,6 +174,7 @@ def parameters_adapted(base: BaseModel, targets: Iterable[str]) -> dict[str, str
     shapes = parameter_shapes(base)
     chosen = [name for name in shapes if name.endswith(endings)]
     owners = {name.rpartition(".")[0] for name in chosen}
+    # All matrices of these modules, in the order of the model.
     expected = [n for n, s in shapes.items() if len(s) == 3 and n.rpartition(".")[0] in owners]
     if not chosen or chosen != expected:
         raise UserError(

@@ -39,6 +39,7 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
     model.requires_grad_(False)
     targets = adapted_layers(model, base, lora)
     trained_whole = whole_layers(model, base, lora)
+    # PEFT raises if there is nothing to adapt, such as with experts alone.
     if targets:
         with _without_bitsandbytes():
             _inject(model, lora, targets)
@@ -52,6 +53,7 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
             layer.lora_variant[TRAINED] = Dora()
         if lora.lora_init != "default":
             _relate_to_initial(name, layer, lora.lora_r, lora.lora_init)
+    # After the injection, which freezes all but its own parameters.
     for module in trained_whole:
         module.requires_grad_(True)
 

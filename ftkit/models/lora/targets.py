@@ -71,6 +71,7 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
         UserError: a name of `lora_targets` matches no layer.
     """
     if lora.lora_targets is None:
+        # With the dot, an ending begins at a word of the name.
         endings = tuple(
             f".{ending}"
             for key, layer_endings in base.architecture.lora_layers.items()
@@ -82,6 +83,7 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
     names = {name: names_of(base, our_name(name)) for name in linear}
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
+        # Plain names first, as users write them; an expression only if no layer is called so.
         matching = {name for name, theirs in names.items() if _are_called(theirs, target)}
         # A text may be an expression, as in PEFT; a name in a list never is.
         if not matching and isinstance(targets, str):
@@ -101,11 +103,13 @@ def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Modul
     if not targets:
         return []
     modules = {our_name(name): module for name, module in model.named_modules()}
+    # Modules of the parameters; a tied model lists no head, which may be trained all the same.
     names = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(base))
     head, embedding = (
         weight.removesuffix(".weight") for weight in (HEAD, base.architecture.embedding)
     )
     names[head] = None
+    # A part of a fused layer goes by the name of the whole, because PEFT trains that module.
     known = {ours: names_of(base, ours)[-1:] for ours in names} | {head: head_names(base)}
     adapted = {our_name(name) for name in adapted_layers(model, base, lora)}
     chosen = []
