@@ -152,8 +152,10 @@ def open_base(
     layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
     architecture = read_architecture(directory, settings, name, layout, implementation)
     storage = storage_of(architecture, layout)
+    # Headers only: names, shapes and formats of all tensors.
     stored = stored_tensors(_weight_files(directory), storage.is_kept)
     holders = storage.holders(stored)
+    # Settings and files may disagree on whether the head is tied.
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
     tied = is_tied(architecture, settings)
     if architecture.rest_shapes and head and embedding:
@@ -174,6 +176,7 @@ def open_base(
         settings=settings,
         rest={name: tensor for name, tensor in stored.items() if storage.is_kept(name)},
     )
+    # Last, because what has to be there depends on whether the head is tied.
     storage.require_complete(stored, directory, tied=tied)
     if architecture.rest_shapes and not base.rest:
         raise UserError(
@@ -218,9 +221,11 @@ def open_without_weights(directory: Path) -> BaseModel:
             f"{directory / OUTLINE} is missing or damaged, so the model that belongs to this "
             "checkpoint is unknown. Continue from another checkpoint of the run."
         )
+    # Random weights are drawn again from the architecture.
     if name.startswith("random:"):
         return _open_random(name, implementation)
     settings = hub.read_json(directory / "config.json")
+    # By the settings: `hub.is_litgpt` needs the weights, too.
     layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
     return BaseModel(
         name=name,
@@ -296,6 +301,7 @@ def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
         UserError: as `weight_reader`, before the first is yielded.
     """
     read = weight_reader(base)
+    # An expression, not a generator function, which would only raise once it is iterated.
     return ((name, read(name)) for name in parameter_shapes(base))
 
 
@@ -311,6 +317,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
     architecture = base.architecture
     if base.directory is None:
         shapes = parameter_shapes(base)
+        # Drawn when asked for, so that memory holds one parameter here, too.
         return lambda name: _random_weight(architecture, name, shapes[name])
     if not base.has_weights:
         raise UserError(
@@ -322,6 +329,7 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
     storage.require_complete(stored, base.directory, tied=base.tied)
     holders = storage.holders(stored)
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
+    # Training would take the embedding for both, and lose the head.
     if base.tied and head and embedding and not _is_equal(head, embedding, compare=True):
         raise UserError(
             f"{base.directory} holds a head and an embedding that differ, but its config.json says "
@@ -390,6 +398,7 @@ def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> 
 
 def short_name(directory: Path) -> str:
     """Name of the model in a directory, for reports."""
+    # An embedded model lies in a directory called `model`.
     for name in hub.EMBEDDED_MODELS:
         if directory.resolve() == (embedded.path(name) / "model").resolve():
             return name
@@ -404,6 +413,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def _is_equal(left: HeldParameter, right: HeldParameter, compare: bool) -> bool:
     """Return whether two tensors share memory or, with compare, hold the same numbers."""
     a, b = left.read(), right.read()
+    # Cheap first: a tied tensor of a pickle is one storage.
     return a.data_ptr() == b.data_ptr() or (compare and torch.equal(a, b))
 
 
@@ -455,6 +465,7 @@ def read_blueprint(
     """
     if checkpoint_dir.startswith("random:"):
         return open_base(checkpoint_dir, implementation)
+    # From the surest source to the least: files here, a GGUF header, LitGPT's list of sizes.
     if directory := hub.settings_directory(checkpoint_dir, root=root):
         settings = hub.read_json(directory / "config.json")
         return _of_settings(directory, settings, implementation)
@@ -504,6 +515,7 @@ def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
         architecture=architecture,
         tokenizer=_any_tokenizer(),
         tokenizer_directory=directory,
+        # LitGPT's configurations do not say which models are tied.
         tied=architecture.is_usually_tied or directory.name.lower().startswith(_TIED),
         dtype=torch.float32,
         layout="litgpt" if architecture.naming_in("hf") is None else "hf",
@@ -549,6 +561,7 @@ def _digest(base: BaseModel) -> str:
     if base.random:
         digest.update(b"random")
         for name, shape in parameter_shapes(base).items():
+            # Nothing is read: the numbers follow from name and shape.
             digest.update(_text([name, list(shape)]))
         return digest.hexdigest()
     for name, tensor in weights(base):

@@ -61,6 +61,7 @@ _DOWNLOADED = Path(".cache/huggingface")
 """Directory that huggingface_hub leaves in each download."""
 _SETTINGS_TIMEOUT_S = 5.0
 """Time limit for an answer of the hub about settings, without which a plan is still possible."""
+# OWNER/NAME, neither of which begins with a dot: ../x and ./x are paths.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _QUANTIZED_NOTES = {
     "quantize_config.json": "gptq",
@@ -71,6 +72,7 @@ _QUANTIZED_NOTES = {
 
 _SUFFIXES = (".safetensors", ".bin")
 
+# Not followed by a letter: `noticed` is no licence.
 _LICENCE = re.compile(r"(licen[cs]es?|notices?|use_policy)(?![a-z])[^/]*", re.IGNORECASE)
 
 OUTLINE = "base.json"
@@ -92,6 +94,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     Raises:
         UserError: the model does not exist, its directory lacks files, or the download fails.
     """
+    # What is here comes first, so that a complete model needs no network.
     if directory := find_here(name, root=root):
         return directory
     if is_url(name):
@@ -103,6 +106,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
         return _convert(file, root)
     path = Path(name).expanduser()
     repo_id = _repository(name, root)
+    # The directory of a download may be incomplete, and is then continued; no other is.
     download_path = root / repo_id if repo_id else None
     if path.is_dir() and (download_path is None or path.resolve() != download_path.resolve()):
         raise UserError(
@@ -112,6 +116,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
             "model_config.yaml and lit_model.pth."
         )
     if repo_id:
+        # Only after the download is it known whether the repository holds a GGUF file.
         directory = download(repo_id, token=token, root=root)
         file = find_gguf(str(directory), root=root)
         return directory if file is None else _convert(file, root)
@@ -156,6 +161,7 @@ def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
         if _is_gguf(candidate) and candidate.exists() and not candidate.is_dir():
             require_regular(candidate)
             return candidate
+        # An interrupted download may still lack the files that make it another model.
         if not candidate.is_dir() or _incomplete_files(candidate):
             continue
         files = sorted(filter(_is_gguf, candidate.iterdir()))
@@ -206,15 +212,19 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
         )
     repo_id, directory, token = hub_name, root / hub_name, token or None
     try:
+        # Listed first, with sizes: what is too large for the disk is refused before anything is
+        # fetched.
         info = HfApi(token=token).model_info(repo_id, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         files = _files_to_fetch(repo_id, list(sizes))
+        # By name: files under their final names are complete.
         absent = {file: sizes[file] for file in files if not (directory / file).is_file()}
         missing_bytes = _require_space(repo_id, directory, absent)
         with (
             Display(None, stream=sys.stderr) as display,
             display.phase(f"fetching {repo_id}, {bytes_text(missing_bytes)}") as phase,
         ):
+            # Also where no bar is drawn, as in a log.
             phase.announce()
             for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
                 snapshot_download(
@@ -253,6 +263,7 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
         Error of the failed download, with a remedy; None: nothing failed.
     """
     repo_id = _repository(name, root)
+    # A directory or file here has its settings already, or never will.
     if repo_id is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
         return None
     directory = root / repo_id
@@ -285,6 +296,7 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
     if file := find_gguf(name, root=root):
         return _converted(file, root)
     plain = name.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
+    # Settings are enough here, so the directory may be one without weights.
     for candidate in (Path(name).expanduser(), root / plain):
         if any((candidate / file).is_file() for file in ("config.json", "model_config.yaml")):
             _require_plain_weights(candidate)
@@ -303,6 +315,7 @@ def hub_name(name: str, *, root: Path = ROOT) -> str | None:
     if not path.is_dir():
         return _repository(name, root)
     *_, owner, model = path.resolve().parts
+    # Any directory has a parent: only what huggingface_hub has left shows where it is from.
     return f"{owner}/{model}" if (path / _DOWNLOADED).is_dir() else None
 
 
@@ -317,6 +330,7 @@ def missing_files(directory: Path) -> list[str]:
     Only names are compared. A LitGPT directory needs its two files, a Hugging Face directory
     config.json and every weight file of its index.
     """
+    # Checked first: the files that are there may look complete without those on the way.
     if _incomplete_files(directory):
         return ["the rest of an interrupted download (run ftkit download again)"]
     if is_litgpt(directory):
@@ -341,6 +355,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     for name in _WEIGHTS:
         require_regular(single := directory / name)
+        # A whole file is read even beside an index, as transformers does.
         if single.is_file():
             return [single]
         if (index := directory / f"{name}.index.json").is_file():
@@ -390,6 +405,7 @@ def _convert(file: Path, root: Path) -> Path:
 
 def _licences_of(file: Path) -> dict[str, bytes]:
     """Licence files beside a GGUF file, by name; none if they may belong to another model."""
+    # People collect GGUF files of many models in one directory.
     if sum(other.suffix.lower() == file.suffix.lower() for other in file.parent.iterdir()) > 1:
         return {}
     return {licence.name: licence.read_bytes() for licence in licence_files(file.parent)}
@@ -427,13 +443,16 @@ def _incomplete_files(directory: Path) -> list[Path]:
 
 def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
     beside = [f for f in files if f in (*_SETTINGS_FILES, CARD) or is_licence(f)]
+    # The first format that the repository has: never safetensors and .bin of the same weights.
     for name in _WEIGHTS:
         if name in files:
             return [*beside, name]
         if (index := f"{name}.index.json") in files:
+            # Shards by their usual names: the index is not here yet.
             stem, suffix = name.split(".")
             shard = re.compile(rf"{stem}-\d+-of-\d+\.{suffix}")
             return [*beside, index, *(file for file in files if shard.fullmatch(file))]
+    # Several are usually one model in several quantisations, of which the user has to choose.
     converted = [file for file in files if _is_gguf(Path(file))]
     if len(converted) == 1:
         return [*beside, *converted]
@@ -465,6 +484,7 @@ def _byte_bars(progress: OnProgress | None, total_bytes: int = 0) -> Any:
         def update(self, n: float | None = 1) -> None:
             if progress is None or not self._reports or n is None:
                 return
+            # Several threads download at once.
             with self.get_lock():
                 self.n += n
                 progress(int(self.n), total_bytes)
@@ -486,6 +506,7 @@ def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) 
             f"{free_bytes / 2**30:.1f} GiB are free there. Free some space, or make "
             f"{ROOT} a link to a larger disk."
         )
+    # Incomplete files may be left of others than those that are absent.
     return max(needed_bytes, 0)
 
 
@@ -517,6 +538,7 @@ def indexed_files(content: Mapping[str, Any], index: Path) -> list[Path]:
         raise UserError(f"{index} does not list the weight files. Download it again.")
     files = set()
     for tensor, name in weight_map.items():
+        # A null byte would raise where the file is looked for.
         place = PurePath(name) if isinstance(name, str) and "\0" not in name else PurePath()
         if place.is_absolute() or ".." in place.parts or place.suffix not in _SUFFIXES:
             raise UserError(

@@ -76,6 +76,7 @@ def save_hf(
         ValueError: the tensors are not those of the model.
     """
     storage = _storage_for(base, "hf")
+    # Everything that can be refused is refused before the directory is made.
     require_extra_weights(base)
     settings = _plain(base.settings) or base.architecture.settings_in("hf")
     if settings is None:
@@ -88,14 +89,17 @@ def save_hf(
         writer = ShardWriter(partial, max_shard_bytes)
         for name, tensor in storage.written(tensors):
             writer.add(name, tensor)
+        # Weights beside the language model, byte for byte.
         for name, kept in base.rest.items():
             writer.add(name, kept.read())
         writer.finish()
+        # From what was written: training may have untied the head or changed the format.
         dtype, is_now_tied = writer.dtypes[embedding], head not in writer.dtypes
         if base.architecture.rest_shapes:
             settings = _of_whole(settings, base, writer.dtypes, tied=is_now_tied)
         else:
             settings |= _facts(settings, base, dtype, tied=is_now_tied)
+            # Without these keys, transformers assumes the defaults of the family.
             settings.setdefault("bos_token_id", base.tokenizer.bos_id)
             settings.setdefault("eos_token_id", base.tokenizer.eos_id)
         write_settings(partial / "config.json", settings)
@@ -139,9 +143,11 @@ def save_litgpt(
             for name, tensor in storage.written(tensors):
                 # A storage of its own: a view of a mapped file would bring the whole file.
                 stored[name] = file.store_early(tensor.detach().cpu().clone())
+                # config.json names the number format of the embedding.
                 if name == embedding:
                     dtype = tensor.dtype
             tied = head not in stored
+            # Both names refer to one storage, which the file holds once.
             if tied:
                 stored[head] = stored[embedding]
             file.save(stored)
@@ -192,9 +198,11 @@ def _of_whole(
 
     The format in the settings is the widest of those that are written.
     """
+    # Integers that are only copied do not count.
     weights = [dtype for dtype in dtypes.values() if dtype in DTYPES.values()]
     widest = str(reduce(torch.promote_types, weights)).removeprefix("torch.")
     changed: dict[str, Any] = {key: widest for key in ("dtype", "torch_dtype") if key in settings}
+    # Otherwise the settings stay as they were, to the key.
     if tied != is_tied(base.architecture, settings):
         ties = {"tie_word_embeddings": tied}
         changed |= ties
@@ -208,6 +216,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Entries of config.json that describe the written weights."""
     return {
+        # transformers 5 has renamed the key, and reads both.
         "dtype" if "dtype" in settings else "torch_dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": tied,
         "vocab_size": parameter_shapes(base)[base.architecture.embedding][0],

@@ -82,6 +82,7 @@ class Tokenizer:
                 f"{directory} has no tokenizer. Copy tokenizer.json or tokenizer.model of the "
                 "original model there."
             )
+        # The Rust library panics on some damaged files, which `reading` turns into a message, too.
         with reading(vocabulary, "a tokenizer", advice="Download it again."):
             self.processor = _sentencepiece(vocabulary) if is_sentencepiece else _fast(vocabulary)
             if is_sentencepiece:
@@ -102,6 +103,7 @@ class Tokenizer:
                 'learn to stop. Name it as "eos_token" in tokenizer_config.json.'
             )
         self.eos_id = eos_id
+        # The settings come last: they overrule what the files of the vocabulary do.
         if isinstance(add_bos := settings.get("add_bos_token"), bool):
             self.use_bos = add_bos and self.bos_id is not None
 
@@ -136,6 +138,7 @@ class Tokenizer:
             UserError: ``bos`` is requested and the tokenizer has none.
         """
         if self.backend == "huggingface":
+            # BOS and EOS are added below, by our rules.
             tokens = self.processor.encode(string, add_special_tokens=False).ids
         else:
             tokens = self.processor.encode(string)
@@ -146,6 +149,7 @@ class Tokenizer:
                 tokens = [self.bos_id, *tokens]
         if eos and tokens[-1:] != [self.eos_id]:
             tokens = [*tokens, self.eos_id]
+        # Last, so that BOS and EOS count too.
         if max_length > 0:
             tokens = tokens[:max_length]
         return torch.tensor(tokens, dtype=torch.int, device=device)
@@ -171,12 +175,15 @@ class Tokenizer:
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             settings = read_json(self._directory / file)
             more = settings.get("extra_special_tokens")
+            # The second file overrules the first, and may hold further ones in an object of their
+            # own.
             named |= {**settings, **(more if isinstance(more, dict) else {})}
         texts = {
             key: text
             for key, token in named.items()
             if key.endswith("_token") and (text := _text_of(token)) is not None
         }
+        # What this tokenizer uses, even if it is only named by an id elsewhere.
         for key, token_id in (("bos_token", self.bos_id), ("eos_token", self.eos_id)):
             if token_id is not None:
                 texts[key] = self.token_text(token_id)
@@ -214,6 +221,7 @@ class Tokenizer:
         """
         tokens = [tensor.item()] if tensor.ndim == 0 else tensor.tolist()
         if len(tokens) == 1 and self._word is not None:
+            # Behind a word that loses its own space, the space of the token is kept.
             return self.processor.decode([self._word, *tokens])[len("a") :]
         return self.processor.decode(tokens)
 
@@ -222,6 +230,7 @@ class Tokenizer:
         encoded = Encoded([], [])
         start = 0
         for part in re.split(self._controls, text) if self.added_tokens else [text]:
+            # Split by a group, the parts are texts and control tokens in turn.
             if (control := self.added_tokens.get(part)) is not None:
                 encoded.ids.append(control)
                 encoded.offsets.append((start, start + len(part)))
@@ -248,6 +257,7 @@ class Tokenizer:
         """Id of the first "bos" or "eos" token in the files that the vocabulary contains."""
         if (named := self._named_token(kind)) is not None:
             return named
+        # Only where the tokenizer's own files name none.
         for name in (GENERATION, "config.json"):
             token = read_json(self._directory / name).get(f"{kind}_token_id")
             token = token[0] if isinstance(token, list) and token else token
@@ -285,6 +295,7 @@ def end_tokens(directory: Path) -> frozenset[int]:
     settings = read_json(directory / "config.json")
     of_language = settings.get("text_config")
     of_language = of_language if isinstance(of_language, dict) else {}
+    # The first that names any: generation_config.json is what transformers' generate reads.
     for known in (read_json(directory / GENERATION), settings, of_language):
         value = known.get("eos_token_id")
         found = value if isinstance(value, list) else [value]
@@ -301,6 +312,7 @@ def _fast(vocabulary: Path) -> Any:
     # Reading runs the steps on the added tokens already.
     _require_bounded(json.loads(text), vocabulary)
     processor = Processor.from_str(text)
+    # Left on in the file by whoever saved it after a call with these options.
     processor.no_truncation()
     processor.no_padding()
     return processor
@@ -333,6 +345,7 @@ def _require_bounded(content: Mapping[str, Any], file: Path) -> None:
             f"{file}: a token has the id {max(ids):,}, but the vocabulary has {len(vocabulary):,} "
             "entries. Download it again."
         )
+    # Steps of one part run one after the other, so their factors multiply.
     for part in _PARTS:
         growth = 1.0
         for step in _steps(content.get(part)):
@@ -372,6 +385,7 @@ def _growth_of_replacement(pattern: Any, content: str) -> float:
     text = pattern.get("String") if isinstance(pattern, Mapping) else None
     if isinstance(text, str) and text:
         return max(1.0, len(content) / len(text))
+    # An empty match between all characters inserts the content each time.
     return 1.0 + len(content)
 
 
@@ -380,6 +394,7 @@ def _longest_of_map(encoded: str) -> float:
 
     https://github.com/google/sentencepiece/blob/master/src/normalizer.cc
     """
+    # The trie's length is in its first four bytes.
     content = base64.b64decode(encoded)
     replacements = content[4 + int.from_bytes(content[:4], "little") :]
     return max(1, *(len(text.decode(errors="replace")) for text in replacements.split(b"\0")))

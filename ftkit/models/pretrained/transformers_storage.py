@@ -62,6 +62,7 @@ class _Rules:
             return cls(renamings, converters, [])
         # A changed prefix was the choice of whoever wrote the file that was read.
         kept = [rule for rule in rules if not isinstance(rule, core_model_loading.PrefixChange)]
+        # The last step of reading is the first one of writing.
         renamings, converters = _by_kind(rule.reverse_transform() for rule in reversed(kept))
         return cls([], converters, renamings)
 
@@ -85,6 +86,7 @@ class _Rules:
 
     def converter(self, pattern: str) -> WeightConverter:
         """Return a fresh converter, without tensors."""
+        # A converter collects the tensors that it is given.
         return copy.deepcopy(next(c for c in self.converters if pattern in c.source_patterns))
 
 
@@ -150,6 +152,7 @@ class TransformersStorage(WeightStorage):
             target, pattern = self._target(name)
             tensor = stored[name]
             if pattern is None:
+                # All else is copied unchanged, or refused by `require_complete`.
                 if self._is_known(target):
                     ours = self._ours(target)
                     found[ours] = HeldParameter(
@@ -179,6 +182,8 @@ class TransformersStorage(WeightStorage):
             holder = holders.get(ours)
             if holder is None:
                 raise lacking(directory, self.written_name(ours))
+            # Shapes of stacked tensors differ from those of their parts, so only single ones are
+            # compared.
             if len(holder.names) == 1 and holder.names[0] in stored:
                 found = list(stored[holder.names[0]].shape)
                 expected = list(shape)[::-1] if self._is_turned(ours) else list(shape)
@@ -194,6 +199,7 @@ class TransformersStorage(WeightStorage):
         conversions: dict[str, _Conversion] = {}
         for ours, tensor in checked(self._architecture, tensors):
             name = self._naming.theirs(ours)
+            # Back to the layout of the original file: [in, out], and scalars without a dimension.
             value = tensor.t().contiguous() if self._is_turned(ours) else tensor
             value = value.reshape(()) if self._is_scalar(ours) else value
             target, pattern = self._writing.renamed(name)
@@ -214,6 +220,7 @@ class TransformersStorage(WeightStorage):
         return self._writing.last_name(self._writing.renamed(self._naming.theirs(ours))[0])
 
     def is_kept(self, name: str) -> bool:
+        # By the name in transformers' model, because files of any age may have others.
         return self._architecture.is_rest(self._target(name)[0])
 
     def _is_known(self, target: str) -> bool:

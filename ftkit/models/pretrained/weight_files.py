@@ -110,9 +110,11 @@ class ShardWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor; write the current shard first if the tensor does not fit."""
+        # A tensor larger than a shard has a shard of its own.
         held_bytes = sum(held.nbytes for held in self._shard.values())
         if self._shard and held_bytes + tensor.nbytes > self._max_shard_bytes:
             self._write_shard()
+        # Safetensors holds contiguous tensors only.
         self._shard[name] = tensor.detach().cpu().contiguous()
         self.dtypes[name] = tensor.dtype
         self._total_bytes += tensor.nbytes
@@ -120,6 +122,7 @@ class ShardWriter:
     def finish(self) -> None:
         """Write the last shard and give the files the names that transformers looks for."""
         self._write_shard()
+        # Names hold the number of shards, which is only known now.
         count = len(self._shards)
         if count == 1:
             self._path(0).rename(self._directory / "model.safetensors")
@@ -165,6 +168,7 @@ def _safetensors(file: Path, is_kept: Callable[[str], bool]) -> dict[str, Weight
 
 def _pickled(file: Path) -> dict[str, WeightTensor]:
     content = load_pickled(file)
+    # LitGPT's own checkpoints may have the weights below this key.
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     if not isinstance(content, dict):
@@ -206,6 +210,7 @@ def load_pickled(file: Path) -> Any:
             # describes.
             with file.open("rb") as stream:
                 _require_tensors_alone(file, stream, _OLD_FORMAT_PICKLES)
+        # Mapped, so that nothing is read before it is needed; the old format cannot be mapped.
         content = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
         # torch maps a tensor at its record without comparing lengths.
         if records is not None and (missing := _storages(content) - records):
@@ -217,6 +222,7 @@ def _records(file: Path) -> Counter[int]:
     """Count the records of a zip file by size; refuse compressed ones."""
     with zipfile.ZipFile(file) as archive:
         sizes = record_sizes(archive, file.stat().st_size)
+        # Exactly one, or this raises: torch might load another one than is checked.
         (content,) = (m for m in archive.infolist() if m.filename.endswith("/data.pkl"))
         with archive.open(content) as stream:
             _require_tensors_alone(file, stream, 1)
@@ -238,6 +244,7 @@ def record_sizes(archive: zipfile.ZipFile, size_bytes: int) -> Counter[int]:
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
             raise ValueError(f"it is packed: torch.save stores {member.filename} as it is")
+    # Records that overlap may claim many times the size of the file.
     if (total := sum(member.file_size for member in members)) > size_bytes:
         raise ValueError(f"its records have {total:,} bytes, but the file has {size_bytes:,}")
     return Counter(m.file_size for m in members if "/data/" in m.filename and m.file_size)
@@ -272,6 +279,7 @@ def _storages(content: Any) -> Counter[int]:
     sizes = {}
     for tensor in _tensors(content):
         storage = tensor.untyped_storage()
+        # By address: views of one storage are one record.
         if storage.nbytes():
             sizes[storage.data_ptr()] = storage.nbytes()
     return Counter(sizes.values())
@@ -399,6 +407,8 @@ class NamedStorage(WeightStorage):
         found = {}
         for ours in self._architecture.parameter_shapes(tied=False):
             theirs, _ = self._naming.stored_in(ours)
+            # Missing parameters are left to `require_complete`, which knows if the head may be
+            # missing.
             if theirs in stored:
                 tensor = stored[theirs]
                 found[ours] = HeldParameter((theirs,), tensor.dtype, self._reader(ours, tensor))
@@ -408,6 +418,7 @@ class NamedStorage(WeightStorage):
         _, fused = self._naming.stored_in(ours)
         if fused is None:
             return tensor.read
+        # Read anew for each part; a view of the mapped file costs nothing.
         return lambda: self._architecture.part_of(tensor.read(), fused, ours)
 
     def require_complete(
@@ -426,6 +437,7 @@ class NamedStorage(WeightStorage):
                 raise lacking(directory, name)
             if list(stored[name].shape) != sizes:
                 raise misshapen(directory, name, list(stored[name].shape), sizes)
+        # A tied model may still store its head.
         shared_head = {self._naming.stored_in(HEAD)[0]} if tied else set()
         for name in stored.keys() - expected.keys() - shared_head:
             if not is_old_buffer(name):
@@ -440,6 +452,7 @@ class NamedStorage(WeightStorage):
                 continue
             parts[name] = tensor
             names = fused.parameters_beside(name)
+            # Written as soon as the last part is here, so that few tensors are held.
             if all(part in parts for part in names):
                 yield theirs, self._architecture.fuse([parts.pop(part) for part in names], fused)
 

@@ -101,6 +101,7 @@ def conversion_place(file: Path, root: Path) -> Path:
     # converted again, and so is a copy with another modification time.
     facts = (_VERSION, file.stem, status.st_size, status.st_mtime_ns)
     digest = hashlib.sha256(json.dumps(facts).encode() + beginning)
+    # The file's own name last, because reports and prompt styles take the model's from it.
     return root / DIRECTORY / digest.hexdigest()[:16] / file.stem
 
 
@@ -126,8 +127,10 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
     settings = settings_of(header)
     tensors = converted_tensors(header, settings)
     total_bytes = _bytes_of(tensors)
+    # Tokenizer and sizes are checked before anything is written.
     others = tokenizer_files(header)
     vocabulary = len(header.texts("tokenizer.ggml.tokens"))
+    # Fewer tokens than rows are usual, because rows are padded.
     if vocabulary > settings["vocab_size"]:
         rows = settings["vocab_size"]
         raise header.error(f"it has {vocabulary:,} tokens, but {rows:,} embeddings")
@@ -154,6 +157,7 @@ def gguf_settings(file: Path) -> dict[str, Any]:
     """
     header = read_header(file)
     settings = settings_of(header)
+    # For its checks: a plan refuses what a conversion would refuse.
     converted_tensors(header, settings)
     return settings
 
@@ -162,11 +166,14 @@ def gguf_settings(file: Path) -> dict[str, Any]:
 def _made_once(place: Path) -> Iterator[Path | None]:
     """Yield a directory to fill, or None if another process has made the conversion."""
     whole = place.parent
+    # A conversion that fails leaves no empty directories.
     new = [directory for directory in (whole.parent, whole.parent.parent) if not directory.exists()]
     try:
+        # Under the lock of `new_directory`, which the kernel drops if the process that has it dies.
         while not place.is_dir():
             try:
                 with new_directory(whole) as partial:
+                    # The directory named by the key appears at once, with the model's own in it.
                     inside = partial / place.name
                     inside.mkdir()
                     yield inside
@@ -214,6 +221,7 @@ def _write_weights(
         if count > 1:
             name = f"model-{number:05}-of-{count:05}.safetensors"
         with (directory / name).open("wb") as out:
+            # Sizes are known before any number is converted, so the header is written first.
             out.write(_safetensors_header(shard))
             for tensor in shard:
                 for chunk in tensor.chunks(header, stream):
@@ -234,6 +242,7 @@ def _shards(tensors: Sequence[ConvertedTensor]) -> list[list[ConvertedTensor]]:
         if shards[-1] and _bytes_of([*shards[-1], tensor]) > _MAX_SHARD_BYTES:
             shards.append([])
         shards[-1].append(tensor)
+    # Two widths only: 4 bytes, then 2.
     return [sorted(shard, key=lambda tensor: tensor.dtype != "F32") for shard in shards]
 
 

@@ -123,6 +123,7 @@ class GgufHeader:
         Raises:
             UserError: it is something else, or missing without a default.
         """
+        # bool first: True is an int in Python.
         value = self.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.error(f"its {key} is {_shown(value)}, not a whole number")
@@ -226,10 +227,12 @@ class _Reader:
             raise _Unsound("it does not begin with GGUF")
         version = self._whole("<I")
         if version not in _VERSIONS:
+            # Files of big-endian machines have all numbers the other way round.
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             what = "is of a machine with the other order of bytes" if swapped else "is not known"
             raise _Unsound(f"its version {version} {what}; 2 and 3 are")
         tensor_count = self._count("tensors", _LEAST_TENSOR_BYTES, _MOST_TENSORS)
+        # Keys and tensors are counted before either is listed.
         pair_count = self._count("keys", _LEAST_PAIR_BYTES, _MOST_KEYS)
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
@@ -265,6 +268,7 @@ class _Reader:
                 start=data_start + place.start,
             )
             end = tensor.start + tensor.nbytes
+            # A file that was cut off ends within its last tensors.
             if end > self._size_bytes:
                 raise _Unsound(
                     f"{tensor.name} ends at byte {end:,}, but the file at {self._size_bytes:,}"
@@ -289,6 +293,7 @@ class _Reader:
         kind = _KIND_OF_NUMBER.get(number)
         if kind is None:
             raise _Unsound(f"{name} is of type {number}, which is not known")
+        # Rows consist of whole blocks.
         if 0 in shape or shape[-1] % BLOCKS[kind][1]:
             raise _Unsound(f"{name} of {kind} cannot be of shape {list(shape)}")
         return GgufTensor(name=name, shape=shape, kind=kind, start=self._whole("<Q"))
@@ -301,6 +306,7 @@ class _Reader:
             if element == _STRING:
                 count = self._count(f"texts of {key}", 8, _MOST_TEXTS)
                 return [self._text(key) for _ in range(count)]
+            # Arrays of arrays are refused as an unknown type.
             return self._numbers(key, element, None)
         found = self._numbers(key, kind, 1)[0]
         # float32 stores 1e-05 as 9.99999974737875e-06: the shortest decimal was meant.
@@ -337,6 +343,7 @@ class _Reader:
         return value
 
     def _bytes(self, count: int) -> bytes:
+        # Not read at all beyond the bound, whatever the count says.
         found = self._stream.read(count) if self._position + count <= self._end else b""
         if len(found) != count:
             raise _Unsound(f"it ends within its header, of {self._size_bytes:,} bytes")

@@ -91,6 +91,7 @@ def _settings_of(header: GgufHeader) -> dict[str, Any]:
         **family.activation,
         **_sizes(header, name),
         **_positions(header, name),
+        # llama.cpp takes the embedding as head where the file has none.
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
     kind = header.tensors["token_embd.weight"].kind
@@ -118,6 +119,7 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
     # A damaged number of layers would make a table of that length.
     if layers > len(header.tensors):
         raise header.error(f"it has {layers:,} layers and {len(header.tensors):,} tensors")
+    # Rotary embeddings need pairs, and the families here have values as long as keys.
     head_size = _positive(header, f"{name}.attention.key_length", width // heads)
     if head_size % 2 or header.integer(f"{name}.attention.value_length", head_size) != head_size:
         raise header.error(f"its keys of {head_size} numbers are odd, or not as long as its values")
@@ -127,6 +129,7 @@ def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
             f"checkpoint_dir {header.file} rotates {rotated} of the {head_size} numbers of a key, "
             f"which ftkit does not support for {name}. Give the original model."
         )
+    # The vocabulary is the number of its rows, which may be more than there are tokens.
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise header.error("it has no token_embd.weight")
@@ -149,6 +152,7 @@ def _positions(header: GgufHeader, name: str) -> dict[str, Any]:
     factors = [tensor for tensor in header.tensors if tensor.startswith("rope_factors")]
     kind = header.text(f"{name}.rope.scaling.type") or "none"
     scaling: dict[str, Any] | None = None
+    # rope_factors_long and _short belong to longrope; yarn is a type.
     if factors or kind not in ("none", "linear"):
         raise UserError(
             f"checkpoint_dir {header.file} stretches its positions by "
@@ -167,6 +171,7 @@ def _llama3(header: GgufHeader, name: str, base: float) -> dict[str, Any]:
     tensor = header.tensors[ROPE_FACTORS]
     if tensor.kind != "F32" or len(tensor.shape) != 1:
         raise header.error(f"its {ROPE_FACTORS} is not a row of F32")
+    # The factors are as many as pairs in a head: a few hundred bytes.
     found = np.fromfile(header.file, "<f4", tensor.shape[0], offset=tensor.start)
     factor = round(float(found.max()), 3)  # 8 or 32
     positions = header.integer(f"{name}.rope.scaling.original_context_length", _LLAMA3_POSITIONS)
@@ -274,11 +279,14 @@ class ConvertedTensor:
         for first in range(0, rows, step):
             count = min(step, rows - first)
             stream.seek(self.source.start + first * row_bytes)
+            # Quantised blocks never cross the end of a row, so that any rows can be converted
+            # alone.
             raw = stream.read(count * row_bytes)
             if len(raw) != count * row_bytes:
                 raise header.error(f"it ends within {self.source.name}")
             numbers = np.frombuffer(raw, np.uint8).reshape(count, row_bytes)
             values = self._converted(numbers)
+            # After the cast: a number beyond float16 becomes infinity there.
             if not _is_finite(values):
                 raise header.error(f"{self.source.name} has a value that is not finite")
             yield values.tobytes()
@@ -321,6 +329,8 @@ def converted_tensors(header: GgufHeader, settings: Mapping[str, Any]) -> list[C
             raise header.error(
                 f"{name} has shape {list(tensor.shape)}, but its settings say {list(shape)}"
             )
+        # Of these families, llama.cpp rotates neighbouring numbers in Llama alone, whose rows it
+        # reorders for that.
         is_rotated = family == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"])
         shifted = family.startswith("gemma") and name.endswith("norm.weight")
         found.append(_converted_tensor(header, tensor, their_name, head_size, is_rotated, shifted))
@@ -347,6 +357,7 @@ def _converted_tensor(
     is_rotated: bool,
     shifted: bool,
 ) -> ConvertedTensor:
+    # A vector has rows of one number here, which no block fits.
     if len(tensor.shape) == 1 and BLOCKS[tensor.kind][1] > 1:
         raise header.error(f"{tensor.name} is of {tensor.kind}, which is for matrices")
     dtype = _PLAIN.get(tensor.kind, "F16")
@@ -362,6 +373,7 @@ def _converted_tensor(
         source=tensor,
         dtype=dtype,
         change=change,
+        # A head's rows are reordered among themselves.
         rows_together=head_size if is_rotated else 1,
     )
 
@@ -408,6 +420,7 @@ def tensor_names(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int,
         "attn_output.weight": ("self_attn.o_proj.weight", (width, queries)),
         "ffn_down.weight": ("mlp.down_proj.weight", (width, inner)),
     }
+    # llama.cpp keeps the fused matrices of Phi-3 as they are; ffn_up is gate and up.
     if family == "phi3":
         block |= {
             "attn_qkv.weight": ("self_attn.qkv_proj.weight", (queries + 2 * keys, width)),
@@ -440,6 +453,7 @@ def tensor_names(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int,
             "attn_k.bias": ("self_attn.k_proj.bias", (keys,)),
             "attn_v.bias": ("self_attn.v_proj.bias", (keys,)),
         }
+    # Only Llama has these switches; the biases of Qwen2 are part of the family.
     if settings.get("attention_bias"):
         block |= {"attn_output.bias": ("self_attn.o_proj.bias", (width,))}
     if settings.get("mlp_bias"):

@@ -47,6 +47,7 @@ def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
 
 def _files_of(header: GgufHeader) -> dict[str, bytes]:
     tokens = header.texts("tokenizer.ggml.tokens")
+    # Vocabularies become mappings from texts to ids.
     if len(set(tokens)) != len(tokens):
         raise header.error("its vocabulary has a token twice")
     kinds = header.numbers("tokenizer.ggml.token_type", len(tokens)) or [1] * len(tokens)
@@ -57,6 +58,7 @@ def _files_of(header: GgufHeader) -> dict[str, bytes]:
     if model == "gpt2":
         tokenizer, adds_bos = _byte_level(header, tokens)
     elif model == "llama":
+        # Where the file says nothing, Llama's SentencePiece begins texts with BOS.
         tokenizer, adds_bos = _sentencepiece(header, tokens, kinds, special.get("unknown")), True
     else:
         raise UserError(
@@ -77,6 +79,7 @@ def _files_of(header: GgufHeader) -> dict[str, bytes]:
         for name, theirs in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad"))
         if name in special
     }
+    # Chat models end turns with EOT, texts with EOS; either ends an answer.
     ends = sorted({special[name] for name in ("eos", "eot") if name in special})
     generation = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
     if "bos" in special:
@@ -141,6 +144,7 @@ def _cut(rule: str) -> Any:
         cut = [pre_tokenizers.Split(Regex(pattern), "isolated")]
     elif rule in _DIGIT_NAMES:
         cut = [pre_tokenizers.Digits(individual_digits=True)]
+    # Its own expression is that of GPT-2, for rules without a pattern of theirs.
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     return pre_tokenizers.Sequence([*cut, level])
 
@@ -192,6 +196,7 @@ def _sentencepiece(
             byte_fallback=True,
         )
     )
+    # SentencePiece puts a space before a text, and takes it away again in decoding.
     begins = header.flag("tokenizer.ggml.add_space_prefix", True)
     prepended = [normalizers.Prepend(_SPACE)] if begins else []
     tokenizer.normalizer = normalizers.Sequence([*prepended, normalizers.Replace(" ", _SPACE)])
@@ -250,6 +255,7 @@ def _add_tokens(
     added = [AddedToken(tokens[i], normalized=False, special=True) for i in sorted(control)]
     # normalized=False: a special token in a text is matched as it stands.
     tokenizer.add_special_tokens(added)
+    # User-defined tokens are recognised in texts too, but decoding does not leave them out.
     own = [i for i, kind in enumerate(kinds) if kind == _USER_DEFINED and i not in control]
     tokenizer.add_tokens([AddedToken(tokens[i], normalized=False) for i in own])
 
