@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.models.loss import HeadOutput
+from ftkit.utils.accelerators.use import sum_dtype
 
 Batch = dict[str, Any]
 """Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
@@ -46,6 +48,9 @@ class Objective(ABC):
 
     terms: tuple[Term, ...]
     """The terms. If the loss is one of them alone, its name is `LOSS`."""
+    needs_reference = False
+    """Whether micro-batches need `reference`: the log-probability of each sequence under the
+    reference model."""
     is_cross_entropy = False
     """Whether exp(loss) is a perplexity."""
 
@@ -85,3 +90,18 @@ class Objective(ABC):
         Returns:
             A scalar for each term.
         """
+
+
+def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
+    """Sum a number of each label token over its sequence.
+
+    Args:
+        values: [labels].
+        batch: the micro-batch they are of.
+
+    Returns:
+        [sequences], in the dtype of sums.
+    """
+    kind = sum_dtype(values.device)
+    sums = torch.zeros(len(batch["lengths"]), dtype=kind, device=values.device)
+    return sums.index_add(0, batch["label_sequences"], values.to(kind))

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.models.loss import HeadOutput, LogProbabilities
-from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
-from ftkit.utils.accelerators.use import sum_dtype
+from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term, sequence_sums
 
 DpoLoss = Literal["sigmoid", "ipo", "hinge", "conservative", "robust"]
 PAIRS, CHOSEN_TOKENS = "pairs", "chosen_tokens"
@@ -44,25 +43,8 @@ class Answers(NamedTuple):
         return self.log_probability / self.tokens
 
 
-def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
-    """Sum a number of each label token over its sequence.
-
-    Args:
-        values: [labels].
-        batch: the micro-batch they are of.
-
-    Returns:
-        [sequences], in the dtype of sums.
-    """
-    kind = sum_dtype(values.device)
-    sums = torch.zeros(len(batch["lengths"]), dtype=kind, device=values.device)
-    return sums.index_add(0, batch["label_sequences"], values.to(kind))
-
-
 class Paired(Objective):
     """An objective on pairs."""
-
-    needs_reference = False
 
     def amounts(self, samples: Samples) -> Amounts:
         return {

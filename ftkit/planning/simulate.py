@@ -13,7 +13,7 @@ is checkpointed, they grow so with every N layers.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ftkit.models.language_model import LanguageModel, outline, trainable, train
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.objectives.objective import Batch
+from ftkit.objectives.reference import BelowAdapter
 from ftkit.objectives.select import make_objective
 from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors
@@ -288,7 +289,9 @@ class _Step:
         self._buckets: dict[Tensor, Tensor] = {}
         """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
         self._backward = False
-        self._step_loss = StepLoss(make_objective(plan.recipe.objective), model)
+        objective = make_objective(plan.recipe.objective)
+        reference = BelowAdapter(model, self._computing) if objective.needs_reference else None
+        self._step_loss = StepLoss(objective, model, reference)
         self._shares = zeros_for(self._step_loss, CPU)
         self._updates_in_backward = plan.recipe.train.optimizer_in_backward
 
@@ -377,6 +380,8 @@ class _Step:
             "divisors": defaultdict(lambda: divisor),
         }
         step_loss = self._step_loss
+        step_loss.refer(made)
+        self._mark("before the blocks")
         with step_loss.watching(made):
             loss = step_loss.of_micro_batch(self._forward, made, self._shares)
             loss = loss * self._plan.world_size
@@ -391,7 +396,7 @@ class _Step:
             self._update(optimizer)
 
     def _forward(self, batch: Batch, output: HeadOutput) -> Tensor:
-        with torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext():
+        with self._computing():
             result: Tensor = self._model(
                 batch["input_ids"],
                 batch["label_indices"],
@@ -400,6 +405,9 @@ class _Step:
                 sequence_lengths=batch["sequence_lengths"],
             )
         return result
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext()
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._updates_in_backward:

@@ -127,6 +127,7 @@ class Evaluator:
                 self._setup.strategy.device,
                 sources=len(self._setup.data.parts),
                 context=self._setup.strategy.precision.forward_context,
+                reference=self._setup.reference_of(samples),
                 stopped=self._stopped,
                 progress=phase.advance,
             )
@@ -166,6 +167,7 @@ class Evaluator:
             self._setup.strategy.device,
             sources=len(sets.parts),
             context=self._setup.strategy.precision.forward_context,
+            reference=self._setup.reference_of(samples),
             stopped=self._stopped,
             progress=progress,
         )

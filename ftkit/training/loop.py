@@ -148,7 +148,7 @@ class Training:
         setup = self._setup
         train_step = TrainStep(
             setup.model,
-            StepLoss(setup.objective, setup.model),
+            StepLoss(setup.objective, setup.model, setup.reference_of(setup.data.train)),
             setup.strategy,
             setup.schedule,
             self._recipe.train,

@@ -20,6 +20,7 @@ from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
 from ftkit.data.inspection.findings import REPORTED_BY_COUNTS, Evidence, findings
 from ftkit.data.prepare import Counts
 from ftkit.data.samples.layout import RankLayout
+from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError
 from ftkit.evaluation.validation import EvaluatedWeights
@@ -43,6 +44,7 @@ from ftkit.models.pretrained.hub import OUTLINE, find_here
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.objectives.objective import Objective
+from ftkit.objectives.reference import BelowAdapter, Reference, trains_adapter_alone
 from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.plan import Plan, check_validations
@@ -185,6 +187,14 @@ class Setup:
             start=Position(step=start.step, samples=start.samples),
         )
 
+    def reference_of(self, samples: Samples) -> Reference | None:
+        """Reference for some samples; None: the objective needs none."""
+        return self._below_adapter if self.objective.needs_reference else None
+
+    @cached_property
+    def _below_adapter(self) -> BelowAdapter:
+        return BelowAdapter(self.model, self.strategy.precision.forward_context)
+
     @cached_property
     def evaluated_weights(self) -> EvaluatedWeights:
         """The weights to evaluate: those that are trained, or their averages."""
@@ -271,6 +281,11 @@ def set_up(
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = kernel
     model.routing = model.body.watch_routing(router_loss)
+    if objective.needs_reference and not trains_adapter_alone(model):
+        raise UserError(
+            f"objective is {recipe.objective['class_path']}, which compares with the base model, "
+            "but this recipe changes that model. Try ftkit finetune without lora_modules_to_save."
+        )
 
     setup = Setup(
         plan=plan,

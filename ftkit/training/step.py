@@ -141,6 +141,8 @@ class TrainStep:
             batch = move_data_to_device(waiting, self._device)
             if not number:
                 self._meter.begin_step(step)
+            self._clock.mark("data")
+            self._step_loss.refer(batch)
             with (
                 self._strategy.micro_step(is_last=batch["is_last_of_step"]),
                 self._noise_of(step, batch),
@@ -172,7 +174,6 @@ class TrainStep:
     def micro_step(self, batch: Batch) -> None:
         """Make the forward and backward pass of a micro-batch, which adds up its gradients."""
         self._meter.before_forward(batch)
-        self._clock.mark("data")
         with self._step_loss.watching(batch):
             loss = self._step_loss.of_micro_batch(self._strategy.forward, batch, self._shares)
             # Strategies average gradients over the ranks; the loss of a step is their sum.

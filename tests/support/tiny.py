@@ -117,3 +117,14 @@ def make_litgpt_only(directory: Path, name: str) -> Path:
     save_config(config, directory)
     make_tokenizer(directory)
     return directory
+
+
+def make_pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Preference pairs whose better answer names the colour first; both of different lengths."""
+    rng = random.Random(seed)
+    pairs = []
+    for _ in range(count):
+        prompt = f"what is the colour of {rng.choice(WORDS)} {rng.choice(WORDS)}"
+        answers = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 12))) for _ in range(2)]
+        pairs.append({"prompt": prompt, "chosen": f"red {answers[0]}", "rejected": answers[1]})
+    return pairs

@@ -33,7 +33,7 @@ def collate(
         padding_free: whether they come in a row.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
-        numbers: of the samples in the data set, if they are known.
+        numbers: of the sequences in the data set, if they are known; FILLER for a filler.
 
     Returns:
         input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
@@ -191,20 +191,21 @@ class _MicroBatches(Dataset[dict[str, Any]]):
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
         indices, divisors, is_last, source = key
-        fillers = (None,) * self._samples.per_sample
-        samples = [
-            sequence
-            for index in indices
-            for sequence in (fillers if index == FILLER else self._samples.sequences(index))
-        ]
+        each = self._samples.per_sample
+        sequences: list[Sample | None] = []
+        numbers: list[int] = []
+        for index in indices:
+            is_filler = index == FILLER
+            sequences += (None,) * each if is_filler else self._samples.sequences(index)
+            numbers += (FILLER,) * each if is_filler else range(index * each, (index + 1) * each)
         return collate(
-            samples,
+            sequences,
             divisors,
-            per_sample=self._samples.per_sample,
+            per_sample=each,
             padding_free=self._padding_free,
             is_last_of_step=is_last,
             source=source,
-            numbers=indices,
+            numbers=numbers,
         )
 
 

@@ -517,7 +517,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
             result = result + getattr(module, f"{name}_bias")[experts[order]]
         pairs = getattr(module, f"{name}{PAIRS}", None)
         # In the memory of the result, as LoRA of linear layers does.
-        return result if pairs is None else result.add_(pairs(given, ends))
+        return result.add_(pairs(given, ends)) if pairs is not None and pairs.is_on else result
 
     x = hidden[order // of_each]
     if module.has_gate:

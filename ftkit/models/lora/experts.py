@@ -46,6 +46,9 @@ class _Matrices(nn.Module):
 class ExpertPairs(nn.Module):
     """The low-rank pairs beside the matrices of a parameter: A is [rank, in], B is [out, rank]."""
 
+    is_on = True
+    """Whether their products are added."""
+
     def __init__(
         self, sizes: tuple[int, int, int], rank: int, scaling: float, *, transposed: bool
     ) -> None:

@@ -1,0 +1,74 @@
+"""The reference: the model that an objective compares with, which is not trained.
+
+It is the model as it is before the first step. Below an adapter that model is always there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.lora.layers import AdapterSwitch
+from ftkit.models.lora.targets import is_adapter
+from ftkit.models.loss import LogProbabilities
+from ftkit.objectives.objective import Batch, sequence_sums
+
+Context = Callable[[], AbstractContextManager[object]]
+
+
+class Reference(ABC):
+    """Log-probabilities of answers under the reference model."""
+
+    @abstractmethod
+    def log_probabilities(self, batch: Batch) -> Tensor:
+        """Log-probability of each sequence, summed over its label tokens.
+
+        Args:
+            batch: a micro-batch on its device.
+
+        Returns:
+            [sequences], in nats, in the dtype of sums, without gradients; 0 for fillers.
+        """
+
+
+class BelowAdapter(Reference):
+    """The model that is trained, with its adapter switched off: the base model, in its weights."""
+
+    # Weights are there once, and nothing is kept between steps: it is the same after a resume,
+    # under any strategy, and for data that nobody knew at the start.
+
+    def __init__(self, model: LanguageModel, context: Context) -> None:
+        """Prepare to switch the adapter of a model off.
+
+        Args:
+            model: of which nothing but the adapter is trained.
+            context: in which it computes.
+        """
+        self._model, self._context = model, context
+        self._adapter = AdapterSwitch(model)
+
+    def log_probabilities(self, batch: Batch) -> Tensor:
+        with self._adapter.off(), self._context():
+            return sequence_log_probabilities(self._model, batch)
+
+
+@torch.no_grad()
+def sequence_log_probabilities(model: LanguageModel, batch: Batch) -> Tensor:
+    """Log-probability of each sequence of a micro-batch, [sequences] in nats, without gradients."""
+    values = model(
+        batch["input_ids"],
+        batch["label_indices"],
+        batch["labels"],
+        LogProbabilities(),
+        sequence_lengths=batch["sequence_lengths"],
+    )
+    return sequence_sums(values, batch)
+
+
+def trains_adapter_alone(model: LanguageModel) -> bool:
+    """Whether the base model stays as it is below the adapter."""
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return model.lora is not None and all(map(is_adapter, trained))

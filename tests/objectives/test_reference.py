@@ -1,0 +1,107 @@
+"""The reference below an adapter is the base model, whatever the adapter has learned."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import ALL, CPU, build, lora_recipe, train
+from tiny import make_llama
+from torch import Tensor
+from transformers_models import make_transformers_model
+
+from ftkit.data.rendering import Rendered
+from ftkit.data.samples.loader import collate
+from ftkit.data.samples.sample_set import SampleSet
+from ftkit.models.language_model import LanguageModel, outline_plain
+from ftkit.models.load_weights import Whole, fill
+from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.objectives.reference import (
+    BelowAdapter,
+    sequence_log_probabilities,
+    trains_adapter_alone,
+)
+from ftkit.recipe.recipe import Quantization
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "all layers, with dropout": ALL | {"lora_dropout": 0.5},
+    "dora": ALL | {"lora_variant": "dora"},
+    "rslora": {"lora_variant": "rslora"},
+    "pissa": ALL | {"lora_init": "pissa"},
+    "olora": ALL | {"lora_init": "olora", "lora_dropout": 0.5},
+    "nf4": {"quantize": "bnb.nf4"},
+    "int8": {"quantize": "bnb.int8"},
+    "nf4 and dora": {"quantize": "bnb.nf4", "lora_variant": "dora"},
+    "untied": {"train__tie_embeddings": False, "lora_head": True},
+}
+
+
+def batch() -> dict[str, Any]:
+    """Two sequences and a filler, in a row."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (9, 14)
+    ids = [torch.randint(2, 400, (n,), generator=generator).tolist() for n in lengths]
+    samples = SampleSet.of([Rendered(one, ((3, len(one)),)) for one in ids])
+    return collate([samples[0], samples[1], None], {}, padding_free=True)
+
+
+def plain(base: BaseModel, kind: Quantization | None = None) -> LanguageModel:
+    """The base model, which no adapter was ever added to."""
+    model = outline_plain(base, torch.float32, tied=base.tied, kind=kind)
+    fill(
+        model,
+        base,
+        sharding=Whole(),
+        device=CPU,
+        rope_length=32,
+        seed=0,
+        progress=lambda done, total: None,
+    )
+    return model
+
+
+def below(model: LanguageModel) -> Tensor:
+    found = BelowAdapter(model.train(), nullcontext).log_probabilities(batch())
+    assert not found.requires_grad
+    return found
+
+
+def with_adapter(model: LanguageModel) -> Tensor:
+    return sequence_log_probabilities(model.eval(), batch())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    return open_base(str(make_llama(tmp_path_factory.mktemp("base") / "tiny")))
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_below_every_adapter_is_the_untouched_base_model(adapter: str, base: BaseModel) -> None:
+    recipe = lora_recipe(base, **ADAPTERS[adapter])
+    expected = sequence_log_probabilities(plain(base, recipe.quantize), batch())
+    model = build(base, recipe)
+    torch.testing.assert_close(with_adapter(model), expected, rtol=1e-5, atol=0)
+    train(model)
+    torch.testing.assert_close(below(model), expected, rtol=1e-5, atol=0)
+    assert (with_adapter(model)[:2] - expected[:2]).abs().min() > 1e-2, "the adapter is on again"
+    assert expected[2] == 0, "a filler has no answer"
+    assert trains_adapter_alone(model)
+
+
+def test_below_the_adapter_of_experts_is_the_untouched_base_model(tmp_path: Path) -> None:
+    made = make_transformers_model(tmp_path / "experts", "qwen3_moe")
+    base = open_base(str(made), "transformers")
+    expected = sequence_log_probabilities(plain(base), batch())
+    model = train(build(base, lora_recipe(base, lora_experts=True, lora_query=False)))
+    torch.testing.assert_close(below(model), expected, rtol=1e-5, atol=0)
+    assert (with_adapter(model)[:2] - expected[:2]).abs().min() > 1e-2
+
+
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_a_layer_that_is_trained_whole_is_no_base_model_any_more(
+    layer: str, base: BaseModel
+) -> None:
+    model = build(base, lora_recipe(base, lora_modules_to_save=[layer]))
+    assert not trains_adapter_alone(model)
