@@ -1,4 +1,4 @@
-"""What the benchmarks share: a base model made on the spot, and the memory of a run's ranks."""
+"""Shared by the benchmarks: a random base model, and the memory of a run's ranks."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def make_base(directory: Path, layers: int, width: int, dtype: str = "float32") -> tuple[int, int]:
-    """A random Llama in Hugging Face layout; its parameters and the bytes of its weights."""
+    """Write a random Llama in Hugging Face layout; return its parameters and bytes of weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +36,7 @@ def make_base(directory: Path, layers: int, width: int, dtype: str = "float32") 
 
 
 def anonymous_bytes(supervisor: int) -> list[int]:
-    """RssAnon + RssShmem of each rank; what they fork shares their pages."""
+    """RssAnon + RssShmem of each rank, in bytes; processes that they fork share their pages."""
     found = []
     for process in psutil.Process(supervisor).children():
         try:

@@ -1,4 +1,4 @@
-"""What the commands of ``scripts/benchmark`` share: options, and where their figures go."""
+"""Shared by the commands of ``scripts/benchmark``: options, and the files of figures."""
 
 import argparse
 import json
@@ -7,35 +7,35 @@ from typing import Any, Protocol
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 Figures = dict[str, Any]
-"""What a command has measured, as it stands in its JSON file."""
+"""Measurements of a command, as in its JSON file."""
 
 
 class Benchmark(Protocol):
     """A module that is a command of ``scripts/benchmark``."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Options of this command alone."""
+        """Add the options of this command alone."""
 
-    def measure(self, asked: argparse.Namespace) -> Figures:
-        """Measure what was asked; `keep` is called after each run."""
+    def measure(self, options: argparse.Namespace) -> Figures:
+        """Measure what the options select; `keep` is called after each run."""
 
     def markdown(self, figures: Figures) -> str:
-        """The figures as tables."""
+        """Format the figures as tables."""
 
     def draw(self, figures: Figures, picture: Path) -> None:
-        """The figures as a picture, if there is anything to draw."""
+        """Draw the figures as a picture, if there is anything to draw."""
 
     def exit_code(self, figures: Figures) -> int:
-        """0 unless the figures say that nothing came of it."""
+        """Return 0 unless the figures show that the benchmark failed."""
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
-    """Options of all commands."""
-    parser.add_argument("--steps", type=int, help="of every run, instead of what is usual")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
+    """Add the options of all commands."""
+    parser.add_argument("--steps", type=int, help="of every run, instead of the usual number")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check that it runs")
     parser.add_argument("--limit_s", type=float, default=300, help="of one run; default: 300")
     parser.add_argument(
-        "--out", type=Path, help="JSON file for the figures; a .md and a .svg come beside it"
+        "--out", type=Path, help="JSON file for the figures; a .md and a .svg are written beside it"
     )
     parser.add_argument("--go_on", action="store_true", help="keep the runs that --out has")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
@@ -45,30 +45,30 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(benchmark: Benchmark, asked: argparse.Namespace) -> int:
-    """Measure what was asked, or show what was measured; the exit code."""
-    if asked.write and not (asked.show or asked.out):
+def run(benchmark: Benchmark, options: argparse.Namespace) -> int:
+    """Measure, or show earlier figures; return the exit code."""
+    if options.write and not (options.show or options.out):
         raise SystemExit("--write names the file of the figures in the document. Add --out FILE.")
-    figures = json.loads(asked.show.read_text()) if asked.show else benchmark.measure(asked)
+    figures = json.loads(options.show.read_text()) if options.show else benchmark.measure(options)
     text = benchmark.markdown(figures)
     print(text)
-    if asked.out and not asked.show:
-        asked.out.with_suffix(".md").write_text(text + "\n")
-        benchmark.draw(figures, asked.out.with_suffix(".svg"))
-    if asked.write:
-        file = (asked.show or asked.out).name
-        DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), asked.command, text, file))
-    return 0 if asked.show else benchmark.exit_code(figures)
+    if options.out and not options.show:
+        options.out.with_suffix(".md").write_text(text + "\n")
+        benchmark.draw(figures, options.out.with_suffix(".svg"))
+    if options.write:
+        file = (options.show or options.out).name
+        DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), options.command, text, file))
+    return 0 if options.show else benchmark.exit_code(figures)
 
 
 def with_tables(document: str, command: str, text: str, file: str) -> str:
-    """The document with the tables of a command at its place.
+    """Return the document with new tables of a command in place of the old ones.
 
     Args:
-        document: has a mark where they begin and one where they end.
+        document: with a mark where the tables begin and one where they end.
         command: of ``scripts/benchmark``.
         text: the tables.
-        file: name of that with the figures.
+        file: name of the file with the figures.
     """
     start, end = f"<!-- made by scripts/benchmark {command} -->\n", "<!-- end -->"
     before, found, rest = document.partition(start)
@@ -77,15 +77,15 @@ def with_tables(document: str, command: str, text: str, file: str) -> str:
     return f"{before}{start}{text}\n\nFigures: `{file}`.\n{end}{after}"
 
 
-def begun(asked: argparse.Namespace, empty: Figures) -> Figures:
-    """The figures of --out that the command goes on with, or none yet."""
-    if asked.go_on and asked.out and asked.out.exists():
-        found: Figures = json.loads(asked.out.read_text())
+def begun(options: argparse.Namespace, empty: Figures) -> Figures:
+    """Return the figures of --out that the command continues, or empty ones."""
+    if options.go_on and options.out and options.out.exists():
+        found: Figures = json.loads(options.out.read_text())
         return found
     return empty
 
 
-def keep(figures: Figures, asked: argparse.Namespace) -> None:
-    """Write what there is so far: a command may be ended at any time."""
-    if asked.out:
-        asked.out.write_text(json.dumps(figures, indent=1) + "\n")
+def keep(figures: Figures, options: argparse.Namespace) -> None:
+    """Write the figures so far: a command may be ended at any time."""
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Figures of a training run, counted in the same way for every program.
 
 The window is every step but the first WARM_UP_STEPS: from the end of the last of those to the end
-of the last step, by the clock of the benchmark, with all that lies between steps. Tokens are those
+of the last step, by the clock of the benchmark, including the time between steps. Tokens are those
 of samples, end-of-text included; padding is not counted.
 """
 
@@ -21,17 +21,17 @@ class Step:
     ended_s: float
     """Seconds after the start of the command."""
     loss: float
-    """As the program tells it."""
+    """Loss that the program reports."""
     tokens: int
     """Real tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of a run; sizes in bytes, times in seconds."""
+    """Measurements of a run; sizes in bytes, times in seconds."""
 
     steps: list[Step] = field(default_factory=list)
-    """Of the whole run."""
+    """Steps of the whole run."""
     first_step_s: float | None = None
     """From the command to the end of the very first step."""
     padding_fraction: float | None = None
@@ -45,16 +45,16 @@ class Measured:
     reserved_bytes: int | None = None
     """Highest memory that torch took from the GPU; None on CPU."""
     failure: str | None = None
-    """Why there is nothing, or not all."""
+    """Why measurements are missing; None: the run ended well."""
 
     @property
     def window(self) -> list[Step]:
-        """The steps that count."""
+        """Steps that are counted."""
         return self.steps[WARM_UP_STEPS:]
 
     @property
     def window_s(self) -> float:
-        """Their time."""
+        """Time of the window."""
         return self.steps[-1].ended_s - self.steps[WARM_UP_STEPS - 1].ended_s
 
     @property
@@ -78,12 +78,12 @@ class Measured:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ended well and has a window."""
+        """True if the run ended well and has a window."""
         return self.failure is None and len(self.steps) > WARM_UP_STEPS
 
 
 def steps_of(events: Sequence[tuple[float, dict[str, Any]]], skip: int = 0) -> list[Step]:
-    """Steps from what a program said after each.
+    """Steps from the events that a program reported after each.
 
     Args:
         events: seconds after the start, and ``step``, ``loss`` and ``total_tokens``.
@@ -114,14 +114,14 @@ def largest_difference(ours: Sequence[Step], theirs: Sequence[Step]) -> float:
 
 
 def median_of(runs: Sequence[Measured], name: str) -> float | None:
-    """Median of a property over runs that ended well; None: it is not known."""
+    """Median of a property over runs that ended well; None: unknown."""
     values = [getattr(run, name) for run in runs if run.is_whole]
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def paired_ratio(runs: Sequence[Measured], others: Sequence[Measured], name: str) -> float | None:
-    """Median over the rounds of a property relative to another program's in the same round."""
+    """Median over the rounds of the ratio of a property to another program's in the same round."""
     ratios = [
         getattr(run, name) / getattr(other, name)
         for run, other in zip(runs, others, strict=False)

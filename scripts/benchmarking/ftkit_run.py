@@ -1,4 +1,4 @@
-"""Runs of ftkit that are measured from outside, like those of other programs."""
+"""Runs of ftkit, measured from outside like those of other programs."""
 
 import csv
 import subprocess
@@ -16,13 +16,13 @@ IMPORTS = """
 import os, runpy, sys
 from contextlib import suppress
 sys.argv[1:] = ["", str(os.getppid()), "-1"]  # no terminal: it ends when it has imported
-os.environ["RANK"] = "1"  # only rank 0 says that libraries load
+os.environ["RANK"] = "1"  # only rank 0 shows that libraries are loading
 with suppress(ValueError):
     runpy.run_module("ftkit.training.rank", run_name="__main__", alter_sys=True)
 assert "torch" in sys.modules
 """
-"""What a rank imports at its start, in the way it does. LoRA imports PEFT later: that is counted as
-memory of training."""
+"""Program that imports what a rank does at its start, in the same way. LoRA imports PEFT later,
+which counts as memory of training."""
 SEED = 1337
 
 Keys = Mapping[str, Any]
@@ -45,7 +45,7 @@ COMMON: dict[str, Any] = {
     "eval.max_new_tokens": 0,
     "checkpoint.save": False,
 }
-"""Set in every run: nothing but steps."""
+"""Keys of every run: only steps are measured."""
 
 
 def words_of(method: str, keys: Keys) -> list[str]:
@@ -59,13 +59,13 @@ def words_of(method: str, keys: Keys) -> list[str]:
 
 
 class Rows:
-    """The rows of metrics.csv, as they are written."""
+    """Reader of metrics.csv while it is being written."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._seen, self._tokens = file, 0, 0
 
     def new(self) -> list[Event]:
-        """Those that have come since the last call."""
+        """Return the rows that were added since the last call."""
         if not self._file.exists():
             return []
         text = self._file.read_text()
@@ -85,8 +85,8 @@ def run_ftkit(method: str, keys: Keys, out_dir: Path, limit_s: float) -> Measure
     Args:
         method: full or lora.
         keys: dotted keys of a recipe; those of COMMON may be among them.
-        out_dir: of the run; not there yet.
-        limit_s: it is ended after as many seconds.
+        out_dir: of the run; must not exist.
+        limit_s: seconds after which it is ended.
     """
     dropout = {"lora_dropout": 0} if method == "lora" else {}
     words = words_of(method, COMMON | dropout | {"out_dir": out_dir} | dict(keys))
@@ -108,7 +108,7 @@ def run_ftkit(method: str, keys: Keys, out_dir: Path, limit_s: float) -> Measure
 
 
 def imports_bytes() -> int:
-    """What the imports of a rank hold."""
+    """Bytes that a rank holds after its imports."""
     return own_bytes(Path(sys.executable), IMPORTS, Path.cwd())
 
 
@@ -122,6 +122,6 @@ def _failure(exit_code: int | None, output: str, limit_s: float) -> str:
 
 
 def is_gpu_here() -> bool:
-    """Whether runs are on a GPU; asked in a process of its own, which leaves nothing on it."""
+    """Return whether runs use a GPU; found in a separate process, which leaves nothing on it."""
     program = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", program]).returncode == 0

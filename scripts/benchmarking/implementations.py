@@ -37,7 +37,7 @@ LEVER = Lever(
 )
 COLUMNS = (
     "model", "run", "precision", "tokens/s litgpt", "transformers", "ratio", "step litgpt",
-    "transformers", "memory litgpt", "transformers", "ratio", "first step after, litgpt",
+    "transformers", "memory litgpt", "transformers", "ratio", "time to first step, litgpt",
     "transformers", "first loss", "last loss", "losses differ by",
 )  # fmt: skip
 MODELS: dict[str, tuple[tuple[str, Method], ...]] = {
@@ -52,23 +52,23 @@ MODELS: dict[str, tuple[tuple[str, Method], ...]] = {
     ),
     "tiny": (("gemma2-1m", "full"), ("qwen3-1m", "lora")),
 }  # fmt: skip
-"""By machine, what is trained and how."""
+"""Models and methods by machine."""
 PRECISIONS = {"cpu": ("32-true", "bf16-true"), "gpu": ("bf16-true",), "tiny": ("32-true",)}
 STEPS = {"cpu": 8, "gpu": 20, "tiny": 4}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
+    """Add the options of this command."""
     parser.add_argument("--pairs", type=int, default=3, help="of runs with each, for each row")
 
 
 def exit_code(figures: Figures) -> int:  # as all commands have it
-    """0 whatever is faster."""
+    """Return 0: either may be faster."""
     return 0
 
 
 def scenes(machine: str) -> list[tuple[Method, Scene]]:
-    """What is measured on a machine: one scene for each row of the table."""
+    """Scenes that are measured on a machine, one for each row of the table."""
     return [
         (
             method,
@@ -85,10 +85,10 @@ def scenes(machine: str) -> list[tuple[Method, Scene]]:
     ]
 
 
-def measure(asked: argparse.Namespace) -> Figures:
-    """All pairs; the file is written after each."""
-    machine = machine_of(asked)
-    figures = begun(asked, {"pairs": []})
+def measure(options: argparse.Namespace) -> Figures:
+    """Measure all pairs; the file is written after each."""
+    machine = machine_of(options)
+    figures = begun(options, {"pairs": []})
     done = {(_key(row), row["pair"]) for row in figures["pairs"]}
     figures |= {
         "machine": machine,
@@ -99,9 +99,9 @@ def measure(asked: argparse.Namespace) -> Figures:
     imports = imports_bytes()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        for pair in range(asked.pairs):
+        for pair in range(options.pairs):
             for method, usual in scenes(machine):
-                scene = scene_for(asked, usual)
+                scene = scene_for(options, usual)
                 row: dict[str, Any] = {
                     "pair": pair,
                     "method": method,
@@ -112,19 +112,19 @@ def measure(asked: argparse.Namespace) -> Figures:
                 keys = keys_of(scene, method, place)
                 keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
                 swap = pair % 2 == 1
-                runs = measured_pair(LEVER, method, keys, place, asked.limit_s, swap=swap)
+                runs = measured_pair(LEVER, method, keys, place, options.limit_s, swap=swap)
                 for kind, implementation in (("off", "litgpt"), ("on", "transformers")):
                     run = dataclasses.replace(runs[kind], imports_bytes=imports)
                     row[implementation] = dataclasses.asdict(run)
                 row["load_average"] = os.getloadavg()[0]
                 figures["pairs"].append(row)
                 print(" ".join(row_cells([row])), flush=True)
-                keep(figures, asked)
+                keep(figures, options)
     return figures
 
 
 def _key(row: Figures) -> tuple[str, str, str]:
-    """Model, method and precision of a pair: what a row of the table is of."""
+    """Model, method and precision of a pair, which identify a row of the table."""
     return row["scene"]["model"], row["method"], row["scene"]["precision"]
 
 
@@ -137,7 +137,7 @@ def pairs_by_row(figures: Figures) -> dict[tuple[str, str, str], list[Figures]]:
 
 
 def _runs(pairs: Sequence[Figures]) -> tuple[list[Measured], list[Measured]]:
-    """Those of LitGPT's model and of transformers'."""
+    """Runs of LitGPT's model and of transformers'."""
     ours, theirs = (
         [from_json(Measured, row[name]) for row in pairs] for name in ("litgpt", "transformers")
     )
@@ -161,7 +161,7 @@ def markdown(figures: Figures) -> str:
 
 
 def row_cells(pairs: Sequence[Figures]) -> list[str]:
-    """A row of the table: medians over the pairs; what was said instead of figures."""
+    """A row of the table: medians over the pairs, or the message of a run that failed."""
     ours, theirs = _runs(pairs)
     head = list(_key(pairs[0]))
     if failed := next((run.failure for run in [*ours, *theirs] if not run.is_whole), None):
@@ -187,7 +187,7 @@ def row_cells(pairs: Sequence[Figures]) -> list[str]:
 
 
 def draw(figures: Figures, picture: Path) -> None:
-    """Speed and memory of transformers' models relative to LitGPT's, a panel for each."""
+    """Draw speed and memory of transformers' models relative to LitGPT's, a panel for each."""
     panels: dict[str, dict[str, float]] = {"tokens/s": {}, "peak memory": {}}
     for key, pairs in pairs_by_row(figures).items():
         ours, theirs = _runs(pairs)

@@ -26,7 +26,7 @@ from ftkit.utils.json_values import from_json
 Method = Literal["full", "lora", "qlora"]
 COLUMNS = (
     "lever", "run", "tokens/s off", "on", "ratio", "memory off", "on", "ratio",
-    "first step after, off", "on", "losses differ by",
+    "time to first step, off", "on", "losses differ by",
 )  # fmt: skip
 
 
@@ -40,14 +40,14 @@ class Lever:
     off: dict[str, Any] = field(default_factory=dict)
     """Keys of the run beside it."""
     methods: tuple[Method, ...] = ("full",)
-    """What is trained."""
+    """Methods with which it is measured."""
     gpu_only: bool = False
-    """Whether CPUs cannot do it."""
+    """Whether it needs a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What all levers of a machine are tried on."""
+    """Model and batch on which all levers of a machine are measured."""
 
     model: str
     """One of the sizes of the workload."""
@@ -167,11 +167,11 @@ LEVERS = [
         for kind in ("bnb.nf4", "bnb.nf4-dq", "bnb.int8")
     ),
 ]  # fmt: skip
-"""All of them, those that are expected to cost something too."""
+"""All levers, including those that are expected to cost something."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
+    """Add the options of this command."""
     parser.add_argument("--pairs", type=int, default=3, help="of runs off and on, for each lever")
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT",
@@ -182,12 +182,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def exit_code(figures: Figures) -> int:  # as all commands have it
-    """0 whatever a lever does."""
+    """Return 0: a lever may help or not."""
     return 0
 
 
 def chosen(only: Sequence[str], methods: Sequence[str]) -> list[tuple[Lever, Method]]:
-    """Levers with a method each, by method: a model is loaded from the cache of files then."""
+    """Levers with a method each, by method: its model then stays in the cache of files."""
     return [
         (lever, method)
         for method in EVERY
@@ -198,10 +198,10 @@ def chosen(only: Sequence[str], methods: Sequence[str]) -> list[tuple[Lever, Met
     ]
 
 
-def measure(asked: argparse.Namespace) -> Figures:
-    """All pairs; the file is written after each."""
-    machine = machine_of(asked)
-    figures = begun(asked, {"pairs": []})
+def measure(options: argparse.Namespace) -> Figures:
+    """Measure all pairs; the file is written after each."""
+    machine = machine_of(options)
+    figures = begun(options, {"pairs": []})
     done = {(row["lever"], row["method"], row["pair"]) for row in figures["pairs"]}
     figures |= {
         "machine": machine,
@@ -211,46 +211,46 @@ def measure(asked: argparse.Namespace) -> Figures:
         "versions": versions(),
     }
     imports = imports_bytes()
-    until_s = time.monotonic() + (asked.total_s or float("inf"))
+    until_s = time.monotonic() + (options.total_s or float("inf"))
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        for pair in range(asked.pairs):
-            for lever, method in chosen(asked.only, asked.methods):
+        for pair in range(options.pairs):
+            for lever, method in chosen(options.only, options.methods):
                 if (lever.name, method, pair) in done or time.monotonic() > until_s:
                     continue
                 row = {"lever": lever.name, "method": method, "pair": pair}
                 if lever.gpu_only and machine != "gpu":
                     row["refused"] = "needs a GPU"
                 else:
-                    scene = scene_for(asked, SCENES[machine, method])
+                    scene = scene_for(options, SCENES[machine, method])
                     keys = keys_of(scene, method, place)
                     keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
                     swap = pair % 2 == 1
-                    runs = measured_pair(lever, method, keys, place, asked.limit_s, swap=swap)
+                    runs = measured_pair(lever, method, keys, place, options.limit_s, swap=swap)
                     for kind, run in runs.items():
                         run = dataclasses.replace(run, imports_bytes=imports)
                         row[kind] = dataclasses.asdict(run)
                 row["load_average"] = os.getloadavg()[0]
                 figures["pairs"].append(row)
                 print(" ".join(row_cells(lever.name, method, [row])), flush=True)
-                keep(figures, asked)
+                keep(figures, options)
     return figures
 
 
-def machine_of(asked: argparse.Namespace) -> str:
-    """What is measured: a tiny model, or as much as a GPU or CPUs take."""
-    return "tiny" if asked.tiny else "gpu" if is_gpu_here() else "cpu"
+def machine_of(options: argparse.Namespace) -> str:
+    """Kind of machine to measure: tiny, gpu or cpu."""
+    return "tiny" if options.tiny else "gpu" if is_gpu_here() else "cpu"
 
 
-def scene_for(asked: argparse.Namespace, usual: Scene) -> Scene:
-    """With as many steps as are asked for."""
-    return dataclasses.replace(usual, steps=asked.steps) if asked.steps else usual
+def scene_for(options: argparse.Namespace, usual: Scene) -> Scene:
+    """The scene with the number of steps of --steps, if it is given."""
+    return dataclasses.replace(usual, steps=options.steps) if options.steps else usual
 
 
 def measured_pair(
     lever: Lever, method: Method, keys: dict[str, Any], place: Path, limit_s: float, *, swap: bool
 ) -> dict[str, Measured]:
-    """A run without the lever and one with it.
+    """Measure a run without the lever and one with it.
 
     Args:
         lever: what differs.
@@ -258,7 +258,7 @@ def measured_pair(
         keys: of both runs.
         place: for their files.
         limit_s: of one run.
-        swap: whether the one with it comes first.
+        swap: whether the run with the lever comes first.
     """
     runs: dict[str, Measured] = {}
     for kind in ("on", "off") if swap else ("off", "on"):
@@ -270,7 +270,7 @@ def measured_pair(
 
 
 def keys_of(scene: Scene, method: Method, place: Path) -> dict[str, Any]:
-    """Keys of a run on a scene; model and records are made unless they are there."""
+    """Keys of a run on a scene; model and records are made if they are missing."""
     import torch
 
     from benchmarking import workload
@@ -319,7 +319,7 @@ def rows_of(figures: Figures, lever: str, method: str) -> list[Figures]:
 
 
 def row_cells(lever: str, method: str, pairs: Sequence[Figures]) -> list[str]:
-    """A row of the table: medians over the pairs; what was said instead of figures."""
+    """A row of the table: medians over the pairs, or the message of a run that failed."""
     if refused := next((row["refused"] for row in pairs if "refused" in row), None):
         return [lever, method, refused, *[""] * (len(COLUMNS) - 3)]
     off, on = ([from_json(Measured, row[kind]) for row in pairs] for kind in ("off", "on"))
@@ -338,13 +338,13 @@ def row_cells(lever: str, method: str, pairs: Sequence[Figures]) -> list[str]:
 
 
 def _compared(off: Sequence[Measured], on: Sequence[Measured], name: str, cell: Any) -> list[str]:
-    """Without, with, and the ratio of the pairs."""
+    """Cells of a property without and with the lever, and the ratio of the pairs."""
     ratio = number(paired_ratio(on, off, name), ".2f")
     return [cell(median_of(off, name)), cell(median_of(on, name)), ratio]
 
 
 def draw(figures: Figures, picture: Path) -> None:
-    """What each lever does to speed and memory, a panel for each."""
+    """Draw the effect of each lever on speed and memory, a panel for each."""
     panels: dict[str, dict[str, float]] = {"tokens/s": {}, "peak memory": {}}
     for lever, method in dict.fromkeys((row["lever"], row["method"]) for row in figures["pairs"]):
         pairs = [row for row in rows_of(figures, lever, method) if "on" in row]

@@ -1,4 +1,4 @@
-"""Which causal language models of transformers ftkit trains: each is tried on fake tensors."""
+"""List of the causal language models that ftkit trains: each is tried on fake tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from ftkit.models.dry_run import try_architecture
 DOCUMENT = "docs/models.md"
 START, END = "<!-- made by scripts/list_models -->", "<!-- end -->"
 LAYERS = 2
-"""At least; more where the layers of a family are of several kinds."""
+"""Fewest layers; more are built where a family has layers of several kinds."""
 MOST_SHOWN = 120
-"""Characters of what an error says."""
+"""Most characters of an error message."""
 COMPLETED: Mapping[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -27,23 +27,23 @@ COMPLETED: Mapping[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
 }
-"""What the default configuration of a model lacks, or is too large in, as a checkpoint gives it."""
+"""Settings that default configurations lack or have too large, with values as in checkpoints."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A kind of model, and what came of it."""
+    """A kind of model, and whether ftkit trains it."""
 
     model_type: str
     class_name: str
     outcome: str
-    """works, or what keeps it from that."""
+    """works, or why it does not."""
     in_rows: bool = False
     """Whether it is trained without padding."""
 
     @property
     def line(self) -> str:
-        """Its row of the table."""
+        """Row of the table."""
         rows = "yes" if self.in_rows else ""
         return f"| `{self.model_type}` | {self.class_name} | {self.outcome} | {rows} |"
 
@@ -54,7 +54,7 @@ def types() -> list[str]:
 
 
 def tried(model_type: str) -> Tried:
-    """Train a step of one on fake tensors."""
+    """Train one step of a model on fake tensors."""
     class_name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     completed = COMPLETED.get(model_type, {})
     try:
@@ -76,13 +76,13 @@ def _small(architecture: TransformersArchitecture) -> TransformersArchitecture:
 
 
 def _short(error: Exception) -> str:
-    """The beginning of what an error says, as a cell of a table."""
+    """The beginning of an error message, as a cell of a table."""
     words = str(error).strip().partition("\n")[0].replace("|", " ").removeprefix("It ")
     words = words.partition("; ftkit trains")[0]
     return words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN].rstrip()} ..."
 
 
 def listed(found: Iterable[Tried]) -> str:
-    """All as a table."""
+    """Format all results as a table."""
     head = "| model_type | class | | without padding |\n|---|---|---|---|"
     return "\n".join([head, *(one.line for one in found)])

@@ -17,24 +17,24 @@ from ftkit.utils.hardware import hardware, versions
 from ftkit.utils.json_values import from_json
 
 AXES = ("length", "size", "ranks")
-COLUMNS = ("what", "tokens/s", "step", "peak memory", "first step after")
+COLUMNS = ("run", "tokens/s", "step", "peak memory", "time to first step")
 VALIDATION_RECORDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is measured on a kind of machine."""
+    """Models and lengths to measure on a kind of machine."""
 
     model: str
-    """Where the model is not what varies."""
+    """Model of the runs in which something else varies."""
     models: tuple[str, ...]
     precision: str
     lengths: tuple[int, ...]
     """Tokens of every sample."""
     length: int
-    """Where it is not what varies."""
+    """Length of the runs in which something else varies."""
     tokens: int
-    """Of a micro-batch; so many samples are as long as that."""
+    """Tokens of a micro-batch, which determine its number of samples."""
     steps: int
 
 
@@ -74,22 +74,22 @@ class Point:
     """One run."""
 
     axis: str
-    """What varies."""
+    """Property that varies."""
     name: str
     x: float
     """Tokens of a sample, parameters, or ranks."""
     model: str
     length: int
     keys: dict[str, Any]
-    """What else is set."""
+    """Further keys of the recipe."""
 
 
 def points(machine: Machine, ranks: int) -> Iterator[Point]:
     """All runs of a machine.
 
     Args:
-        machine: what is measured there.
-        ranks: how many the strategies are tried with; below 2 they are left out.
+        machine: models and lengths to measure.
+        ranks: number of ranks of the strategies; below 2 they are left out.
     """
     from benchmarking.workload import SIZES
 
@@ -109,28 +109,28 @@ def points(machine: Machine, ranks: int) -> Iterator[Point]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
+    """Add the options of this command."""
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES)
     parser.add_argument("--method", choices=("full", "lora"), default="full")
     parser.add_argument("--rounds", type=int, default=3)
 
 
 def exit_code(figures: Figures) -> int:
-    """1 if nothing could be measured."""
+    """Return 1 if nothing could be measured."""
     whole = [from_json(Measured, row["measured"]).is_whole for row in figures["runs"]]
     return 0 if any(whole) else 1
 
 
-def measure(asked: argparse.Namespace) -> Figures:
-    """All runs, round by round; the file is written after each."""
-    kind = "tiny" if asked.tiny else "gpu" if is_gpu_here() else "cpu"
+def measure(options: argparse.Namespace) -> Figures:
+    """Measure all runs, round by round; the file is written after each."""
+    kind = "tiny" if options.tiny else "gpu" if is_gpu_here() else "cpu"
     machine = MACHINES[kind]
-    if asked.steps:
-        machine = dataclasses.replace(machine, steps=asked.steps)
-    figures = begun(asked, {"runs": []})
+    if options.steps:
+        machine = dataclasses.replace(machine, steps=options.steps)
+    figures = begun(options, {"runs": []})
     done = {(row["round"], row["axis"], row["name"]) for row in figures["runs"]}
     figures |= {
-        "method": asked.method,
+        "method": options.method,
         "machine": dataclasses.asdict(machine),
         "warm_up_steps": WARM_UP_STEPS,
         "hardware": dataclasses.asdict(hardware()),
@@ -139,25 +139,25 @@ def measure(asked: argparse.Namespace) -> Figures:
     ranks = {"cpu": 2, "gpu": len(figures["hardware"]["gpus"]), "tiny": 1}[kind]
     imports = imports_bytes()
     with tempfile.TemporaryDirectory() as name:
-        for number_ in range(asked.rounds):
+        for number_ in range(options.rounds):
             for point in points(machine, ranks):
-                if point.axis not in asked.axes or (number_, point.axis, point.name) in done:
+                if point.axis not in options.axes or (number_, point.axis, point.name) in done:
                     continue
                 keys = keys_of(point, machine, Path(name))
                 keys["accelerator"] = "cuda" if kind == "gpu" else "cpu"
                 out_dir = Path(tempfile.mkdtemp(dir=name)) / "out"
-                run = run_ftkit(asked.method, keys, out_dir, asked.limit_s)
+                run = run_ftkit(options.method, keys, out_dir, options.limit_s)
                 run = dataclasses.replace(run, imports_bytes=imports)
                 row = {"round": number_, "axis": point.axis, "name": point.name, "x": point.x}
                 row |= {"load_average": os.getloadavg()[0], "measured": dataclasses.asdict(run)}
                 figures["runs"].append(row)
                 print(" ".join(row_cells(point.name, [run])), flush=True)
-                keep(figures, asked)
+                keep(figures, options)
     return figures
 
 
 def keys_of(point: Point, machine: Machine, place: Path) -> dict[str, Any]:
-    """Keys of a run; model and records are made unless they are there.
+    """Keys of a run; model and records are made if they are missing.
 
     Every rank computes one micro-batch a step.
     """
@@ -234,7 +234,7 @@ def row_cells(name: str, runs: list[Measured]) -> list[str]:
 
 
 def draw(figures: Figures, picture: Path) -> None:
-    """Tokens per second against length, and beside it memory."""
+    """Draw tokens per second and memory against length."""
     x_of = {row["name"]: row["x"] for row in figures["runs"] if row["axis"] == "length"}
     lines: dict[str, list[tuple[float, float]]] = {"tokens/s": [], "peak memory in MiB": []}
     for name, runs in runs_of(figures, "length").items():

@@ -10,7 +10,7 @@ LONGEST_CELL = 160
 
 
 def in_a_cell(text: object) -> str:
-    """What a program said, short enough for a cell of a table."""
+    """A message of a program, shortened for a cell of a table."""
     said = str(text).replace("|", "/")
     return said if len(said) <= LONGEST_CELL else said[: LONGEST_CELL - 4] + " ..."
 
@@ -22,7 +22,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str, *, scale: float = 1) -> str:
-    """A number as a cell, empty where it is not known."""
+    """A number as a cell; empty if it is unknown."""
     return "" if value is None else format(value / scale, form)
 
 
@@ -37,10 +37,10 @@ def draw_bars(
     """Draw horizontal bars, a panel for each group.
 
     Args:
-        groups: of each panel by its title, values by the name of the bar.
+        groups: for each panel, by its title, values by the names of the bars.
         label: of the axis.
-        title: of the whole.
-        picture: where it goes; the suffix says the format.
+        title: of the picture.
+        picture: file to write; its suffix determines the format.
     """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
@@ -75,8 +75,8 @@ def draw_lines(
     Args:
         series: points by the name of the line.
         labels: of both axes.
-        title: of the whole.
-        picture: where it goes; the suffix says the format.
+        title: of the picture.
+        picture: file to write; its suffix determines the format.
     """
     from matplotlib import rcParams
     from matplotlib.figure import Figure

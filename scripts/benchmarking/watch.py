@@ -1,7 +1,7 @@
 """A watched process: when its steps ended, and how much memory its largest process took.
 
-All programs are watched in the same way. Memory is what a process has to itself (RssAnon and
-RssShmem of /proc): files mapped into memory, such as weights, can be dropped and are not counted.
+All programs are watched in the same way. Memory is a process's own (RssAnon and RssShmem of /proc):
+files mapped into memory, such as weights, can be dropped and are not counted.
 """
 
 import json
@@ -18,30 +18,30 @@ from typing import Any
 import psutil
 
 MARK = "benchmark: "
-"""Lines of a program's output that begin so are for the benchmark; JSON follows."""
+"""Prefix of the lines of a program's output that are for the benchmark; JSON follows it."""
 POLL_S = 0.02
 FAMILY_POLL_S = 0.5
 STRIPPED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Every program takes as many threads as it chooses."""
+"""Variables that are removed, so that every program chooses its number of threads."""
 
 OWN_MEMORY = ("RssAnon", "RssShmem")
-"""Of /proc: memory that no file backs."""
+"""Fields of /proc/PID/status for memory that no file backs."""
 
 Event = dict[str, Any]
 
 
 @dataclass
 class Watched:
-    """What was seen of a process from its start to its last step."""
+    """Observations of a process from its start to its last step."""
 
     exit_code: int | None = None
-    """None: it took too long and was ended."""
+    """Exit code; None: it took too long and was ended."""
     events: list[tuple[float, Event]] = field(default_factory=list)
-    """What it said to the benchmark, with the seconds since its start."""
+    """Events that it reported to the benchmark, with the seconds since its start."""
     host_bytes: int = 0
     """Highest memory of the largest of its processes."""
     output: str = ""
-    """The rest of what it said."""
+    """The rest of its output."""
 
 
 def watch(
@@ -55,9 +55,9 @@ def watch(
 
     Args:
         command: what to run.
-        limit_s: it is ended after as many seconds.
+        limit_s: seconds after which it is ended.
         directory: where it runs.
-        look: called every few milliseconds; what is new to be seen elsewhere than in its output.
+        look: called every few milliseconds; returns new events from elsewhere than its output.
     """
     seen = Watched()
     environment = {key: value for key, value in os.environ.items() if key not in STRIPPED}
@@ -78,7 +78,7 @@ def watch(
     try:
         _follow(process, seen, look, start_s, limit_s)
     finally:
-        if process.poll() is None:  # too long, or the benchmark itself is interrupted
+        if process.poll() is None:  # it took too long, or the benchmark was interrupted
             end(process.pid)
         process.wait()
         reader.join()
@@ -94,7 +94,7 @@ def _follow(
     start_s: float,
     limit_s: float,
 ) -> None:
-    """Look at a process until it ends, or for so long."""
+    """Observe a process until it ends or the limit is reached."""
     family, family_at_s = [process.pid], 0.0
     while process.poll() is None:
         now_s = time.perf_counter()
@@ -109,20 +109,20 @@ def _follow(
 
 
 def own_bytes(python: Path, program: str, directory: Path) -> int:
-    """What a process has to itself after these imports."""
-    tell = (
+    """Own memory of a process after these imports, in bytes."""
+    report = (
         "\nlines = [line.partition(':') for line in open('/proc/self/status')]"
         f"\nown = [value for key, _, value in lines if key in {OWN_MEMORY}]"
         "\nprint(sum(int(value.split()[0]) * 1024 for value in own))"
     )
-    asked = subprocess.run(
-        [python, "-c", program + tell], capture_output=True, text=True, cwd=directory, check=True
+    done = subprocess.run(
+        [python, "-c", program + report], capture_output=True, text=True, cwd=directory, check=True
     )
-    return int(asked.stdout.splitlines()[-1])
+    return int(done.stdout.splitlines()[-1])
 
 
 def end(pid: int) -> None:
-    """End a process and all that it started."""
+    """End a process and all its descendants."""
     family = _family(pid)
     for one in family:
         with suppress(psutil.Error):

@@ -1,8 +1,8 @@
 """The workload of the benchmarks: random models, a tokenizer, and records, made on the spot.
 
-Nothing is downloaded, and nothing is drawn without a seed: whoever runs the benchmarks computes on
-the same weights and the same tokens. A record is a text of words "w17", each of which is one token,
-so that all programs see the same ids whatever they do about spaces.
+Nothing is downloaded, and nothing is drawn without a seed: everybody who runs the benchmarks
+computes on the same weights and the same tokens. A record is a text of words "w17", each of which
+is one token, so that all programs see the same ids, however they treat spaces.
 """
 
 import json
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 VOCABULARY = 32_000
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 LONGEST = 512
-"""Tokens of a sample at most."""
+"""Most tokens of a sample."""
 SHARD_BYTES = 4 * 2**30
 
 Record = dict[str, str]
@@ -37,12 +37,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gemma2": ("Gemma2ForCausalLM", _GEMMA2),
     "qwen3": ("Qwen3ForCausalLM", _QWEN3),
 }
-"""By model_type: Hugging Face's class, and what its config.json has beside a Llama's."""
+"""By model_type: Hugging Face's class, and the settings that differ from a Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model by its sizes."""
+    """Sizes of a model."""
 
     layers: int
     width: int
@@ -56,7 +56,7 @@ class Size:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Its config.json but for the number format."""
+        """Settings of its config.json, except the number format."""
         class_name, own = FAMILIES[self.model_type]
         return {
             "architectures": [class_name],
@@ -81,12 +81,12 @@ class Size:
 
     @property
     def head_size(self) -> int:
-        """Of attention."""
+        """Size of a head of attention."""
         return self.width // self.heads
 
     @property
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names of its weights as Hugging Face has them, and their shapes `[out, in]`."""
+        """Hugging Face's names of its weights, and their shapes `[out, in]`."""
         key_value = self.head_size * self.key_value_heads
         yield "model.embed_tokens.weight", (VOCABULARY, self.width)
         for layer in range(self.layers):
@@ -112,7 +112,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """How many numbers it has."""
+        """Number of parameters."""
         return sum(torch.Size(shape).numel() for _, shape in self.shapes)
 
 
@@ -137,11 +137,11 @@ SIZES = {
         layers=12, width=384, intermediate=1152, heads=6, key_value_heads=3, model_type="qwen3"
     ),
 }
-"""By name. The largest Llamas are TinyLlama, OpenLLaMA 3B and Llama 2 7B but for their weights."""
+"""Sizes by name. The largest Llamas have the shapes of TinyLlama, OpenLLaMA 3B and Llama 2 7B."""
 
 
 def make_model(directory: Path, name: str, dtype: torch.dtype) -> int:
-    """Write a random model in Hugging Face layout, with its tokenizer; how many parameters it has.
+    """Write a random model in Hugging Face layout, with its tokenizer; return its parameters.
 
     Args:
         directory: for its files; made if needed.
@@ -163,9 +163,9 @@ def make_model(directory: Path, name: str, dtype: torch.dtype) -> int:
 
 
 def _shards(size: Size, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """The weights, drawn on a GPU where there is one, as much at a time as a file takes.
+    """Draw the weights, on a GPU if there is one; yield those of one file at a time.
 
-    Norms multiply by one: by their weights, Gemma's by one more.
+    Norms multiply by one: by their weight, Gemma's by their weight plus one.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
@@ -184,7 +184,7 @@ def _shards(size: Size, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write a tokenizer to which a word is a token: its number is the word's."""
+    """Write a tokenizer whose tokens are words: the id of "w17" is 17."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     words = {word: number for number, word in enumerate(SPECIAL_TOKENS)}
@@ -208,9 +208,9 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def alpaca_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """Tokens of prompts and of answers, as those of Alpaca are spread: 133 in the mean, together.
+    """Tokens of prompts and of answers, distributed like Alpaca's: 133 together in the mean.
 
-    Prompts have a frame of 40 tokens; what varies is drawn from log-normal distributions. In random
+    Prompts have a frame of 40 tokens; the rest is drawn from log-normal distributions. In random
     batches of 4 samples 36 % of the positions are padding, as with Alpaca itself; of 8, 48 %.
     """
     rng = random.Random(seed)
@@ -223,9 +223,9 @@ def alpaca_lengths(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 
 def make_records(lengths: Iterable[tuple[int, int]], seed: int = 0) -> list[Record]:
-    """Records of random words with so many tokens of prompt and of answer, the last one excluded.
+    """Records of random words with these numbers of tokens of prompt and answer.
 
-    The end-of-text token, which all programs add to an answer, is one token more.
+    The end-of-text token, which all programs add to an answer, is not counted in them.
     """
     rng = random.Random(seed)
     first = len(SPECIAL_TOKENS)
@@ -245,10 +245,10 @@ def tokens_of(record: Record) -> int:
 
 
 def in_file_order(records: Sequence[Record], drawn: Sequence[int]) -> list[Record]:
-    """The records in such an order that a program which draws these places trains in order.
+    """Order records in a file so that a program that draws these places trains on them in order.
 
     Args:
-        records: as they are to be trained on.
+        records: in the order in which to train on them.
         drawn: places in the file in the order in which the program draws them.
     """
     placed: list[Record | None] = [None] * len(records)
@@ -265,7 +265,7 @@ def order_of_ftkit(samples: int, seed: int) -> list[int]:
 
 
 def order_of_litgpt(samples: int, seed: int) -> list[int]:
-    """The places that LitGPT draws in its first epoch: those of a DataLoader with such a seed."""
+    """The places that LitGPT draws in its first epoch: those of a DataLoader with this seed."""
     from torch.utils.data import DataLoader
 
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
-"""What is compared: cases, fixed before anything is measured, and the programs with their settings.
+"""Cases of the comparison, fixed before anything is measured, and the programs with their settings.
 
-A case says model, method, precision and batch. All programs train on the same samples in the same
-order, with AdamW without weight decay and clipping, along the same cosine, without dropout, on
+A case is a model, a method, a precision and a batch. All programs train on the same samples in the
+same order, with AdamW without weight decay and clipping, along the same cosine, without dropout, on
 answers alone. LitGPT's first step has a learning rate of 0, which cannot be switched off: it gets
 the first batch twice, and its own first step is not counted.
 """
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 LORA_RANK, LORA_ALPHA = 8, 16
 QKV = ["q_proj", "v_proj"]
-"""What ftkit and LitGPT adapt by default."""
+"""Projections that ftkit and LitGPT adapt by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables have it."""
+        """Name in tables."""
         batch = f"micro-batch {self.micro_batch_size} of {self.global_batch_size}"
         return f"{self.model}, {self.method}, {self.precision}, {batch}"
 
@@ -93,11 +93,11 @@ TINY_CASES = [
         steps=4,
     )
 ]
-"""To see that everything runs."""
+"""Only to check that everything runs."""
 
 BARS = {"32-true": (2.5, 0.5), "bf16-true": (3.0, 0.5)}
-"""By precision, what ftkit wants to reach at micro-batch 8 of 8 on CPU: times LitGPT's tokens per
-second at least, times its memory at most."""
+"""Goals of ftkit at micro-batch 8 of 8 on CPU, by precision: at least this multiple of LitGPT's
+tokens per second, at most this multiple of its memory."""
 
 IN_ORDER = {"train_sampling_strategy": "sequential"}
 NO_RECOMPUTATION = {"gradient_checkpointing": False}
@@ -110,11 +110,12 @@ TRL_SETTINGS: dict[str, dict[str, Any]] = {
     "trl packed": IN_ORDER | NO_RECOMPUTATION | {"packing": True, "max_length": 1024},
     "trl best compiled": IN_ORDER | NO_RECOMPUTATION | PADDING_FREE | {"torch_compile": True},
 }
-"""Of SFTConfig beside what a case says. "trl" has TRL's defaults, which recompute activations."""
+"""Settings of SFTConfig beside those of a case. "trl" has TRL's defaults, which recompute
+activations."""
 OTHER_BATCHES = ("trl grouped by length", "trl packed")
-"""Programs that compose batches of their own: their losses are not those of the others."""
+"""Programs that compose their own batches: their losses differ from those of the others."""
 PACKED = ("trl packed",)
-"""Rows of 1,024 tokens, one a step, instead of as many samples as a case says."""
+"""Programs with one row of 1,024 tokens a step instead of the samples of the case."""
 
 PROGRAMS = ["ftkit", "litgpt", *TRL_SETTINGS]
 DEFAULT_PROGRAMS = ["ftkit", "litgpt", "trl", "trl best"]

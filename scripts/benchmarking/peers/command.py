@@ -33,12 +33,12 @@ from ftkit.utils.json_values import from_json
 ENVIRONMENTS = Path(".venv") / "benchmarks"
 COLUMNS = (
     "program", "tokens/s", "x LitGPT", "step", "padding", "peak memory", "x LitGPT",
-    "first step after", "first loss", "last loss", "apart from ftkit, first / last",
+    "time to first step", "first loss", "last loss", "loss difference from ftkit, first / last",
 )  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this command."""
+    """Add the options of this command."""
     parser.add_argument("--rounds", type=int, default=3, help="each with every program in turn")
     parser.add_argument(
         "--cases", nargs="+", default=[""], metavar="TEXT",
@@ -55,29 +55,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wheels", type=Path, help="install from this folder, without network")
 
 
-def chosen(asked: argparse.Namespace, *, is_gpu: bool) -> list[Case]:
-    """The cases that were asked for."""
-    cases = TINY_CASES if asked.tiny else GPU_CASES if is_gpu else CPU_CASES
-    found = [one for one in cases if any(text in one.name for text in asked.cases)]
-    return [dataclasses.replace(one, steps=asked.steps or one.steps) for one in found]
+def chosen(options: argparse.Namespace, *, is_gpu: bool) -> list[Case]:
+    """Cases that the options select."""
+    cases = TINY_CASES if options.tiny else GPU_CASES if is_gpu else CPU_CASES
+    found = [one for one in cases if any(text in one.name for text in options.cases)]
+    return [dataclasses.replace(one, steps=options.steps or one.steps) for one in found]
 
 
 def exit_code(figures: Figures) -> int:
-    """1 if ftkit fails in a case."""
+    """Return 1 if ftkit failed in a case."""
     own = [row for row in figures["runs"] if row["program"] == "ftkit"]
     return int(any(row["measured"]["failure"] for row in own))
 
 
-def measure(asked: argparse.Namespace) -> Figures:
-    """All runs, in turns; the file is written after each."""
+def measure(options: argparse.Namespace) -> Figures:
+    """Measure all runs, in turns; the file is written after each."""
     from benchmarking.peers.environments import versions_of
     from benchmarking.peers.programs import Workspace, environments, run_program
 
-    is_gpu = not asked.tiny and is_gpu_here()
-    cases = chosen(asked, is_gpu=is_gpu)
-    figures = begun(asked, {"runs": [], "cases": {}, "versions": {}})
+    is_gpu = not options.tiny and is_gpu_here()
+    cases = chosen(options, is_gpu=is_gpu)
+    figures = begun(options, {"runs": [], "cases": {}, "versions": {}})
     done = {(row["round"], row["case"], row["program"]) for row in figures["runs"]}
-    pythons = environments(asked.programs, asked.environments.absolute(), asked.wheels)
+    pythons = environments(options.programs, options.environments.absolute(), options.wheels)
     figures |= {
         "cases": figures["cases"] | {case.name: dataclasses.asdict(case) for case in cases},
         "warm_up_steps": WARM_UP_STEPS,
@@ -85,11 +85,11 @@ def measure(asked: argparse.Namespace) -> Figures:
         "versions": figures["versions"] | {n: versions_of(p) for n, p in pythons.items()},
     }
     with tempfile.TemporaryDirectory() as name:
-        place = Workspace(Path(name), pythons, asked.limit_s, is_gpu)
+        place = Workspace(Path(name), pythons, options.limit_s, is_gpu)
         imports = {name: place.imports_bytes(name) for name in pythons}
-        for number_ in range(asked.rounds):
+        for number_ in range(options.rounds):
             for case in cases:
-                for program in asked.programs:
+                for program in options.programs:
                     if (number_, case.name, program) in done:
                         continue
                     scratch = place.directory / "run"
@@ -109,7 +109,7 @@ def measure(asked: argparse.Namespace) -> Figures:
                         }
                     )
                     print(f"{case.name}: {program}: {_line(measured)}", flush=True)
-                    keep(figures, asked)
+                    keep(figures, options)
     return figures
 
 
@@ -174,7 +174,7 @@ def cells(program: str, runs: dict[str, list[Measured]]) -> list[str]:
 
 
 def bars_of(settings: Figures, runs: dict[str, list[Measured]]) -> list[str]:
-    """What ftkit wanted to reach in a case, and whether it did; nothing for other cases."""
+    """Goals of ftkit in a case, and whether it reached them; empty for cases without goals."""
     batch = settings["micro_batch_size"], settings["global_batch_size"]
     own, beside = runs.get("ftkit", []), runs.get("litgpt", [])
     if settings["model"] != "llama-34m" or batch != (8, 8):
@@ -200,7 +200,7 @@ def bars_of(settings: Figures, runs: dict[str, list[Measured]]) -> list[str]:
 
 
 def draw(figures: Figures, picture: Path) -> None:
-    """The speed of all programs, a panel for each case."""
+    """Draw the speed of all programs, a panel for each case."""
     groups = {}
     for case in figures["cases"]:
         speeds = {

@@ -22,22 +22,22 @@ REQUIREMENTS: dict[str, list[str]] = {
         "bitsandbytes==0.50.2",
     ],
 }
-"""What pip is asked for besides torch, which is ftkit's. LitGPT comes with the libraries that ftkit
-has, TRL with the newest of 22 November 2026."""
+"""Packages to install besides torch, which has ftkit's version. LitGPT gets ftkit's libraries, TRL
+the newest of 22 November 2026."""
 REPORTED = ("torch", "litgpt", "lightning", "trl", "transformers", "peft", "accelerate")
 STAMP = "installed.json"
 
 
 def python_of(name: str, directory: Path, wheels: Path | None = None) -> Path:
-    """The Python of an environment, which is made where needed: that takes minutes.
+    """Return the Python of an environment, which is made if needed: that takes minutes.
 
     Args:
         name: of the program.
         directory: where environments lie.
-        wheels: a folder with all that is needed; nothing is asked of an index then.
+        wheels: a folder with all packages; no index is used then.
 
     Raises:
-        subprocess.CalledProcessError: it cannot be installed; pip has said why.
+        subprocess.CalledProcessError: it cannot be installed; pip has printed why.
     """
     environment = directory / name
     python = environment / "bin" / "python"
@@ -58,7 +58,7 @@ def python_of(name: str, directory: Path, wheels: Path | None = None) -> Path:
 
 
 def versions_of(python: Path) -> dict[str, str]:
-    """Versions of what counts in an environment."""
+    """Versions of the reported packages in an environment."""
     listed = subprocess.run(
         [python, "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"],
         capture_output=True,
@@ -77,7 +77,7 @@ def pinned_torch() -> str:
 
 
 def _install_torch(python: Path) -> None:
-    """The build for CPUs where there is no GPU: the other one brings gigabytes."""
+    """Install the build for CPUs if there is no GPU: the other one takes gigabytes."""
     if not Path("/dev/nvidiactl").exists():
         of_cpu = ["--no-deps", "--retries", "0", "--timeout", "5", "--index-url", CPU_INDEX]
         if _pip(python, [*of_cpu, pinned_torch()], check=False):
@@ -86,7 +86,7 @@ def _install_torch(python: Path) -> None:
 
 
 def _pip(python: Path, words: Sequence[str], *, check: bool = True) -> bool:
-    """Install; whether it worked."""
+    """Install packages; return whether it worked."""
     command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
     quiet = None if check else subprocess.DEVNULL
     installed = subprocess.run([*command, *words], check=check, stderr=quiet)

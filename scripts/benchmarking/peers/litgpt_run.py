@@ -2,7 +2,7 @@
 
 Runs in LitGPT's environment, without ftkit: ``litgpt_run.py convert MODEL DIRECTORY`` writes a
 Llama of Hugging Face in LitGPT's layout, ``litgpt_run.py run STEPS finetune_lora ...`` is
-``litgpt finetune_lora ...`` up to the end of so many steps. What LitGPT logs is passed on as it is.
+``litgpt finetune_lora ...`` up to the end of step STEPS. LitGPT's own logs are unchanged.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ MARK = "benchmark: "
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write a model in LitGPT's layout: its own conversion knows models by their names alone."""
+    """Write a model in LitGPT's layout: its own conversion only knows models by name."""
     import torch
     import yaml
     from litgpt.config import Config
@@ -57,13 +57,13 @@ def convert(source: Path, target: Path) -> None:
 
 
 class StepLines:
-    """What LitGPT logs, as a line for each optimizer step."""
+    """Prints a line for each optimizer step from LitGPT's logs."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._seen = steps, 0
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Take a dictionary that LitGPT logs; ends the process after the last step."""
+        """Take a dictionary that LitGPT logs; end the process after the last step."""
         step = values.get("step", 0)
         if "loss" not in values or step == self._seen:
             return
@@ -81,7 +81,7 @@ class StepLines:
 
 
 def tell(event: dict[str, Any]) -> None:
-    """Say something to the benchmark."""
+    """Report an event to the benchmark."""
     print(MARK + json.dumps(event), flush=True)
 
 
@@ -95,7 +95,7 @@ def device_memory() -> list[int] | None:
 
 
 def run(steps: int) -> None:
-    """LitGPT's main function, whose command line is that of this program."""
+    """Run LitGPT's main function with the command line of this program."""
     from lightning.fabric import Fabric
     from litgpt.__main__ import main
 

@@ -1,4 +1,4 @@
-"""How each program is started for a case, and what it is given."""
+"""Start of each program for a case: its command line, model and data."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ from benchmarking.workload import (
 
 HERE = Path(__file__).parent
 LITGPT_DATA_SEED = 42
-"""LitGPT's default, by which it shuffles."""
+"""Default seed with which LitGPT shuffles."""
 VALIDATION_RECORDS = 2
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 IMPORTS_OF = {
@@ -48,18 +48,18 @@ IMPORTS_OF = {
         "from trl import SFTConfig, SFTTrainer"
     ),
 }
-"""What each program imports to train a Llama."""
+"""Imports of each program that trains a Llama."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where models and data of the cases lie; what is there is used again."""
+    """Directory of models and data of the cases, which are made once."""
 
     directory: Path
     pythons: dict[str, Path]
-    """By program: of its environment."""
+    """Python of the environment of each program."""
     limit_s: float
-    """Of one run."""
+    """Time limit of one run."""
     is_gpu: bool
 
     def model(self, case: Case) -> Path:
@@ -68,7 +68,7 @@ class Workspace:
         return _once(target, lambda made: make_model(made, case.model, DTYPES[case.precision]))
 
     def litgpt_model(self, case: Case) -> Path:
-        """The same in LitGPT's layout."""
+        """The model of a case in LitGPT's layout."""
         source = self.model(case)
 
         def make(made: Path) -> None:
@@ -85,7 +85,7 @@ class Workspace:
         return make_records(alpaca_lengths(case.steps * case.global_batch_size))
 
     def imports_bytes(self, program: str) -> int:
-        """What a process of a program holds when it has only imported."""
+        """Bytes that a process of a program holds after its imports."""
         name = program.partition(" ")[0]
         return own_bytes(self.pythons[name], IMPORTS_OF[name], self.directory)
 
@@ -125,14 +125,14 @@ def run_program(program: str, case: Case, place: Workspace, scratch: Path) -> Me
 def with_counted_tokens(
     measured: Measured, records: Sequence[Record], global_batch_size: int
 ) -> Measured:
-    """The run with the tokens of its samples, if they are what the program has counted.
+    """Replace the tokens of a run by those of its samples, if they agree with the program's count.
 
-    ftkit counts inputs, of which the last token of a sample is none: one less for each sample.
+    ftkit counts inputs, to which the last token of a sample does not belong: one less per sample.
 
     Args:
-        measured: of a program that takes the records in order.
-        records: what it trained on, in order.
-        global_batch_size: how many in a step.
+        measured: a run of a program that takes the records in order.
+        records: in the order of training.
+        global_batch_size: records of a step.
     """
     steps = []
     for number, step in enumerate(measured.steps):
@@ -148,7 +148,7 @@ def with_counted_tokens(
 def ftkit_keys(case: Case, place: Workspace, scratch: Path) -> tuple[str, dict[str, Any]]:
     """Method and keys of ftkit.
 
-    Its cosine ends at the last step, that of the others one step after it: it gets a step more,
+    Its cosine ends at the last step, that of the others one step later: ftkit gets one more step,
     which is not counted, with the records of the first batch.
     """
     records = place.records(case)
@@ -211,7 +211,7 @@ def litgpt_words(case: Case, place: Workspace, scratch: Path) -> list[str | Path
 
 
 def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list[str | Path]:
-    """TRL's command line, with what is trained in a file."""
+    """TRL's command line, with the settings of the training in a file."""
     records = scratch / "records.json"
     records.write_text(json.dumps(place.records(case)))
     packed = program in PACKED
@@ -237,7 +237,7 @@ def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list
 
 
 def padding_in_order(records: Sequence[Record], micro_batch_size: int) -> float:
-    """Share of padding where samples are taken in order and padded to the longest beside them."""
+    """Share of padding if samples are taken in order and padded to the longest in their batch."""
     lengths = [tokens_of(record) for record in records]
     batches = [
         lengths[first : first + micro_batch_size]
@@ -259,7 +259,7 @@ def environments(names: Sequence[str], directory: Path, wheels: Path | None) -> 
 
 
 def _measured(seen: Watched, limit_s: float) -> Measured:
-    """What is read in the same way of both other programs."""
+    """Measurements that are read in the same way from both other programs."""
     if seen.exit_code is None:
         return Measured(failure=f"not done after {limit_s:.0f} s")
     first = [ended_s for ended_s, event in seen.events if "step" in event]
@@ -281,7 +281,7 @@ def _failed(seen: Watched) -> Measured:
 
 
 def _once(target: Path, make: Callable[[Path], object]) -> Path:
-    """Make a directory unless it is there whole."""
+    """Make a directory unless it exists; it appears only when it is complete."""
     if not target.is_dir():
         unfinished = target.with_name(target.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,7 +1,7 @@
 """TRL's SFTTrainer, with a line for the benchmark after each step.
 
-Runs in TRL's environment, without ftkit: ``trl_run.py FILE`` with a JSON file that says what is
-trained. The trainer and its settings are TRL's own; a hook counts tokens and positions.
+Runs in TRL's environment, without ftkit: ``trl_run.py FILE`` with the settings of the training in a
+JSON file. The trainer and its settings are TRL's own; a hook counts tokens and positions.
 """
 
 import json
@@ -25,20 +25,20 @@ class Counter:
         self.positions = 0
 
     def __call__(self, module: Any, words: Any, keys: dict[str, Any]) -> None:
-        """Before a forward pass."""
+        """Count the inputs of a forward pass."""
         ids, mask = keys["input_ids"], keys.get("attention_mask")
         self.positions += ids.numel()
         self.tokens = self.tokens + (ids.numel() if mask is None else mask.sum())
 
 
 class StepLines(TrainerCallback):
-    """A line for each optimizer step."""
+    """Prints a line for each optimizer step."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
 
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """What the trainer logs after a step."""
+        """Report what the trainer logs after a step."""
         logs = more["logs"]
         if "loss" not in logs:
             return
@@ -53,12 +53,12 @@ class StepLines(TrainerCallback):
 
 
 def tell(event: dict[str, Any]) -> None:
-    """Say something to the benchmark."""
+    """Report an event to the benchmark."""
     print(MARK + json.dumps(event), flush=True)
 
 
 def adapter(what: dict[str, Any]) -> Any:
-    """LoRA on the projections of queries and values, as ftkit and LitGPT have it by default."""
+    """LoRA on the projections of queries and values, the default of ftkit and LitGPT."""
     if what["method"] != "lora":
         return None
     from peft import LoraConfig
