@@ -1,4 +1,4 @@
-"""What Jupyter is told by scripts/serve_notebook; it goes before the user's own settings."""
+"""Settings of Jupyter for scripts/serve_notebook; they take precedence over the user's own."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ COLAB = "https://colab.research.google.com"
 
 
 class EveryOriginIsChecked(PasswordIdentityProvider):
-    """Jupyter lets pages of any origin in if they know the token; here they are refused as well."""
+    """Checks the origin also of requests with the token, for which Jupyter skips the check."""
 
     def should_check_origin(self, handler: RequestHandler) -> bool:
         return True
@@ -19,7 +19,7 @@ class EveryOriginIsChecked(PasswordIdentityProvider):
 c = get_config()  # noqa: F821
 
 c.ServerApp.ip = "127.0.0.1"
-c.ServerApp.port_retries = 0  # the tunnel leads to one port
+c.ServerApp.port_retries = 0  # no other port: the tunnel leads to this one
 c.ServerApp.open_browser = False
 c.ServerApp.allow_root = True
 c.ServerApp.allow_remote_access = False

@@ -1,9 +1,9 @@
 """The small invented world of the quick start: plain text to learn from, instructions to follow.
 
-The base model of the quick start reads only the plain text. It picks up skills there (finding a
-thing or a person in a sentence, lists read backwards, kinds, opposites, capitals) but never sees
-an instruction, an answer that stands alone, or a prompt template. The instructions ask for exactly
-these skills, so what fine-tuning adds is the ability to follow an instruction, and nothing else.
+The base model of the quick start is trained only on the plain text. It learns skills there (finding
+a thing or a person in a sentence, reversing lists, kinds, opposites, capitals) but never sees an
+instruction, an answer that stands alone, or a prompt template. The instructions require exactly
+these skills, so fine-tuning only adds the ability to follow instructions.
 
 Everything here is a function of a seed: the same seed gives the same text on every machine.
 """
@@ -61,17 +61,17 @@ CLOSINGS = (
     "And so the day went on.",
     "{name} laughed and went to {town}.",
 )
-"""Plain text always goes on after its facts, so the base model does not stop after an answer."""
+"""Plain text always continues after its facts, so the base model does not stop after an answer."""
 
 TEXTS_READ_ALOUD = 16_000
-"""How many texts come first that only repeat a text. Learning to look things up in the context
-begins with learning to repeat; without these it takes many times longer to appear at all."""
+"""Number of first texts that only repeat a text. Learning to look things up in the context begins
+with learning to repeat; without these texts it takes many times longer to begin."""
 READ_ALOUD_SHARE = 0.1
-"""Of the texts after them, the share that is still a repetition."""
+"""Share of repetitions among the texts after them."""
 
 TRAIN_RECORDS_PER_SKILL = 400
 VAL_RECORDS_PER_SKILL = 43
-"""Opposites and capitals are fewer: there are only as many as words for them."""
+"""Opposites and capitals are fewer, because there are only so many words."""
 
 _REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
 _WITH_INPUT = ", paired with an input that provides further context."
@@ -94,12 +94,12 @@ class Record(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What can be asked about the facts of a scene."""
+    """A question about the facts of a scene, in two wordings."""
 
-    asked: str
-    """As in plain text, and in half of the instructions."""
-    told: str
-    """As a request, in the other half of the instructions and nowhere else."""
+    question: str
+    """Wording in plain text, and in half of the instructions."""
+    request: str
+    """Wording in the other half of the instructions, and nowhere else."""
     answer: str
 
 
@@ -123,8 +123,8 @@ def _thing(rng: random.Random) -> Scene:
         facts=f"{rng.choice(NAMES)} has {_enumerate([f'a {thing}' for thing in things])}.",
         questions=tuple(
             Question(
-                asked=f"Which thing is {colour}?",
-                told=f"Tell me which thing is {colour}.",
+                question=f"Which thing is {colour}?",
+                request=f"Tell me which thing is {colour}.",
                 answer=f"It is the {thing}.",
             )
             for colour, thing in zip(colours, things, strict=True)
@@ -140,8 +140,8 @@ def _person(rng: random.Random) -> Scene:
         facts=f"{people[0]} met {_enumerate(people[1:])}.",
         questions=tuple(
             Question(
-                asked=f"Who is {name}?",
-                told=f"Tell me who {name} is.",
+                question=f"Who is {name}?",
+                request=f"Tell me who {name} is.",
                 answer=f"That is {person}.",
             )
             for name, person in zip(names, people, strict=True)
@@ -155,8 +155,8 @@ def _backwards(rng: random.Random) -> Scene:
         facts=", ".join(words),
         questions=(
             Question(
-                asked="What are the words backwards?",
-                told="Say the words backwards.",
+                question="What are the words backwards?",
+                request="Say the words backwards.",
                 answer=", ".join(reversed(words)),
             ),
         ),
@@ -172,8 +172,8 @@ def _kind(rng: random.Random) -> Scene:
         facts=", ".join(nouns),
         questions=(
             Question(
-                asked=f"Which of these is {kind}?",
-                told=f"Tell me which of these is {kind}.",
+                question=f"Which of these is {kind}?",
+                request=f"Tell me which of these is {kind}.",
                 answer=f"The {wanted} is {kind}.",
             ),
         ),
@@ -182,8 +182,8 @@ def _kind(rng: random.Random) -> Scene:
 
 def _opposite_of(word: str) -> Question:
     return Question(
-        asked=f"What is the opposite of {word}?",
-        told=f"Tell me the opposite of {word}.",
+        question=f"What is the opposite of {word}?",
+        request=f"Tell me the opposite of {word}.",
         answer=f"The opposite of {word} is {OPPOSITE_OF[word]}.",
     )
 
@@ -195,8 +195,8 @@ def _opposites(rng: random.Random) -> Scene:
 
 def _country_of(town: str) -> Question:
     return Question(
-        asked=f"Where is {town}?",
-        told=f"Tell me where {town} is.",
+        question=f"Where is {town}?",
+        request=f"Tell me where {town} is.",
         answer=f"{town} is in {COUNTRY_OF[town]}.",
     )
 
@@ -226,15 +226,15 @@ def _read_aloud(rng: random.Random) -> str:
 
 
 def _story(rng: random.Random) -> str:
-    """Facts, what follows from them, asked about or just said, and how the day goes on."""
+    """Facts, what follows from them as a question or a statement, and a closing sentence."""
     scene = rng.choice(SKILLS_OF_STORIES)(rng)
     questions = rng.sample(scene.questions, len(scene.questions))
     parts = [scene.facts]
     if rng.random() < 0.5:
         first = questions.pop(0)
-        parts = [f"{rng.choice(NAMES)} asks: {first.asked}", scene.facts, first.answer]
+        parts = [f"{rng.choice(NAMES)} asks: {first.question}", scene.facts, first.answer]
     parts += [
-        f"{question.asked} {question.answer}" if rng.random() < 0.5 else question.answer
+        f"{question.question} {question.answer}" if rng.random() < 0.5 else question.answer
         for question in questions
     ]
     parts.append(rng.choice(CLOSINGS).format(name=rng.choice(NAMES), town=rng.choice(TOWNS)))
@@ -242,7 +242,7 @@ def _story(rng: random.Random) -> str:
 
 
 def corpus(seed: int) -> Iterator[str]:
-    """The plain text of the base model, endless and in the order in which it is to be read."""
+    """Yield the plain text of the base model, endlessly, in the order of training."""
     rng = random.Random(f"corpus {seed}")
     for _ in range(TEXTS_READ_ALOUD):
         yield _read_aloud(rng)
@@ -251,7 +251,7 @@ def corpus(seed: int) -> Iterator[str]:
 
 
 def _record(rng: random.Random, question: Question, facts: str) -> Record:
-    instruction = rng.choice((question.asked, question.told))
+    instruction = rng.choice((question.question, question.request))
     return Record(instruction=instruction, input=facts, output=question.answer)
 
 
@@ -277,7 +277,7 @@ def records(seed: int) -> tuple[list[Record], list[Record]]:
     known |= {town: _country_of(town) for town in TOWNS}
     for word, question in known.items():
         part = val if word in HELD_OUT else train
-        for instruction in (question.asked, question.told):
+        for instruction in (question.question, question.request):
             part.append(Record(instruction=instruction, input="", output=question.answer))
     rng.shuffle(train)
     rng.shuffle(val)

@@ -1,6 +1,6 @@
-"""GGUF files of a real model: what llama.cpp answers with them, beside what transformers does.
+"""GGUF files of a real model: the answers of llama.cpp compared with those of transformers.
 
-llama-cpp-python is compiled into an environment of its own, which an earlier call may have made:
+llama-cpp-python is compiled into an environment of its own, unless an earlier call has done so:
 five minutes on two cores.
 """
 
@@ -21,14 +21,14 @@ import json, sys
 import numpy
 from llama_cpp import Llama
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-file, asked, out, most = sys.argv[1:]
+file, messages, out, most = sys.argv[1:]
 exact = {"type_k": 0, "type_v": 0, "logits_all": True}  # 0: a cache in float32
 model = Llama(file, n_ctx=512, verbose=False, n_gpu_layers=0, **exact)
 text = lambda token: model.detokenize([token], special=True).decode()
 template = Jinja2ChatFormatter(
     model.metadata["tokenizer.chat_template"], text(model.token_eos()), text(model.token_bos())
 )
-prompt = template(messages=json.loads(asked)).prompt
+prompt = template(messages=json.loads(messages)).prompt
 ids = model.tokenize(prompt.encode(), add_bos=False, special=True)
 model.eval(ids)
 numpy.save(out, model.scores[: len(ids)])
@@ -41,7 +41,8 @@ while len(answer) < int(most):
     model.eval([token])
 print(json.dumps({"prompt": prompt, "ids": ids, "answer": answer}))
 """
-"""Run by the other environment: the file's own template, tokenizer and greedy answer."""
+"""Program for the other environment: applies the file's own template and tokenizer, and answers
+greedily."""
 
 
 def compare(
@@ -50,17 +51,17 @@ def compare(
     scratch: Path,
     ftkit: Callable[..., None],
 ) -> tuple[list[str], bool]:
-    """Lines of a table, and whether llama.cpp answers as transformers does.
+    """Return lines of a table, and whether llama.cpp answers as transformers does.
 
     Args:
-        models: directories in Hugging Face's layout, by what is said of them.
+        models: directories in Hugging Face's layout, by name.
         messages: a conversation that ends with a question.
         scratch: a directory that exists.
         ftkit: runs a command of ftkit.
     """
     python = environment(scratch / "llama.cpp")
     lines = [
-        "| model | file | prompt | greedy answer | logits apart, mean | most | largest |",
+        "| model | file | prompt | greedy answer | logit difference, mean | most | largest logit |",
         "|---|---|---|---|---|---|---|",
     ]
     is_right = True
@@ -78,7 +79,7 @@ def compare(
             same = sum(a == b for a, b in zip(found["answer"], answer, strict=False))
             apart = (_saved(saved) - logits).abs() if same_prompt else torch.full((1,), torch.nan)
             lines.append(
-                f"| {what} | {numbers} | {'the same' if same_prompt else 'another'} | {same} of "
+                f"| {what} | {numbers} | {'same' if same_prompt else 'different'} | {same} of "
                 f"{len(answer)} tokens the same | {apart.mean():.2g} | {apart.max():.2g} | "
                 f"{logits.abs().max():.3g} |"
             )
@@ -87,7 +88,7 @@ def compare(
 
 
 def environment(directory: Path) -> Path:
-    """The Python of an environment with llama.cpp, which is compiled where it is not there yet."""
+    """Return the Python of an environment with llama.cpp, which is compiled if it is missing."""
     python = directory / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
@@ -101,7 +102,7 @@ def environment(directory: Path) -> Path:
 def _by_transformers(
     model: Path, messages: list[dict[str, str]]
 ) -> tuple[str, list[int], list[int], torch.Tensor]:
-    """Prompt, its tokens, the greedy answer in float32, and the prompt's logits."""
+    """Return the prompt, its tokens, the greedy answer in float32, and the prompt's logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""Chat templates of real models: their tokens and masks in ftkit, beside those of transformers."""
+"""Chat templates of real models: tokens and masks of ftkit compared with transformers'."""
 
 import json
 import re
@@ -16,11 +16,11 @@ from ftkit.models.chat_templates.template import CHAT_TEMPLATE, text_template
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 PLACE = "/vendor/llama.cpp/models/templates/"
-"""Of the templates in the source distribution of llama-cpp-python."""
+"""Directory of the templates in the source distribution of llama-cpp-python."""
 SPECIAL = re.compile(
     r"<[|\uff5c][^<>|\uff5c\n{}%]{1,40}[|\uff5c]>|</?[a-zA-Z_]{3,30}>|\[/?[A-Z_]{2,30}\]"
 )
-"""What looks like a token of its own in a template."""
+"""Texts in a template that look like special tokens."""
 NAMES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
 TOOL = {
     "type": "function",
@@ -79,21 +79,21 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
         ]
     },
 }
-"""Each word that is looked for is in one message alone."""
+"""Each word that is searched for is in one message only."""
 OURS = ("Saidone there.", "Saidtwo at last.", CALLED)
 NOT_OURS = ("sysword", "Askone", "Asktwo", "toolword")
 
 
 class Wrong(Exception):
-    """Tokens or a mask are not what they have to be."""
+    """Tokens or a mask are wrong."""
 
 
 def table(source: Path, base: Path, scratch: Path) -> tuple[list[str], bool]:
-    """A Markdown table of what becomes of the conversations, and whether all of it is right.
+    """Return a Markdown table of the verdicts, and whether none is wrong.
 
     Args:
         source: distribution of llama-cpp-python.
-        base: has a tokenizer of byte pairs.
+        base: a model with a tokenizer of byte pairs.
         scratch: a directory that exists.
     """
     rows, counts = [], {"exact": 0, "split": 0, "refused": 0, "WRONG": 0}
@@ -114,7 +114,7 @@ def table(source: Path, base: Path, scratch: Path) -> tuple[list[str], bool]:
 
 
 def templates(source: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each template in a source distribution."""
+    """Yield name and text of each template in a source distribution."""
     with tarfile.open(source) as archive:
         for member in sorted(archive.getmembers(), key=lambda one: one.name.lower()):
             if PLACE in member.name and member.name.endswith(".jinja"):
@@ -124,7 +124,7 @@ def templates(source: Path) -> Iterator[tuple[str, str]]:
 
 
 def tokenizer_with(base: Path, template: str, out: Path) -> Path:
-    """A tokenizer that has what a template spells out as tokens of their own."""
+    """Make a tokenizer that has the special tokens of a template."""
     shutil.rmtree(out, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(base)
     found = dict.fromkeys([*NAMES.values(), *SPECIAL.findall(template)])
@@ -136,7 +136,7 @@ def tokenizer_with(base: Path, template: str, out: Path) -> Path:
 
 
 def verdict(directory: Path, record: dict[str, Any]) -> str:
-    """What becomes of a conversation: exact, split into several samples, refused, or wrong."""
+    """Judge a conversation: exact, split into several samples, refused, or wrong."""
     ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
     template = text_template(directory / CHAT_TEMPLATE, ours.special_tokens)
     (rendering,) = ChatRenderer(ours, template, train_on="assistant").render([record])
@@ -151,7 +151,7 @@ def verdict(directory: Path, record: dict[str, Any]) -> str:
 
 
 def check(samples: Sequence[Any], theirs: Any, record: dict[str, Any]) -> str:
-    """Compare samples with what transformers makes, and their masks with the words of messages.
+    """Compare samples with transformers' tokens, and their masks with the words of messages.
 
     Args:
         samples: of a conversation.
@@ -159,7 +159,7 @@ def check(samples: Sequence[Any], theirs: Any, record: dict[str, Any]) -> str:
         record: the conversation.
 
     Returns:
-        What the template leaves out.
+        A note if the template leaves out tool calls.
 
     Raises:
         Wrong: they differ.

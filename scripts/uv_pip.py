@@ -25,7 +25,7 @@ VARIABLES = {
     "timeout": "UV_HTTP_TIMEOUT",
     "trusted-host": "UV_INSECURE_HOST",
 }
-"""Settings of pip, and the variables from which uv reads the same."""
+"""Settings of pip, and uv's variables of the same meaning."""
 IRRELEVANT = {
     "break-system-packages",
     "cache-dir",
@@ -59,7 +59,7 @@ def pip_settings(listing: str) -> dict[str, str]:
 
 
 def uv_variables(settings: dict[str, str]) -> dict[str, str]:
-    """Return pip's settings, but for constraints, as environment variables of uv.
+    """Return pip's settings, except constraints, as environment variables of uv.
 
     Raises:
         ValueError: uv has no equivalent of a setting.

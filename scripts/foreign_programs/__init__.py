@@ -1,1 +1,1 @@
-"""Programs whose checkpoints ftkit imports: each trains the same few steps in its own way."""
+"""Programs whose checkpoints ftkit imports: each trains the same few steps."""

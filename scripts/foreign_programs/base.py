@@ -1,4 +1,4 @@
-"""The model and the data that all programs train on, made with ftkit's own libraries."""
+"""Model and data that all programs train on, made with ftkit's own libraries."""
 
 import json
 import random
@@ -12,7 +12,7 @@ SAMPLES, LENGTH = 6, 12
 
 
 def make_base(directory: Path, layers: int) -> None:
-    """A tiny Llama, its tokenizer, six texts of one length, and their tokens as ftkit has them."""
+    """Write a tiny Llama, its tokenizer, six texts of equal length, and ftkit's tokens of them."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,6 +60,6 @@ def _tokens(directory: Path, data: Path) -> list[list[int]]:
     from ftkit.models.pretrained.tokenizer import Tokenizer
     from ftkit.recipe.recipe import Component
 
-    asked = Component(class_path="litgpt.data.JSON", init_args={"path": str(data)})
-    found = load_data(asked, Tokenizer(directory), 64, progress=lambda *_: None).train
+    data_source = Component(class_path="litgpt.data.JSON", init_args={"path": str(data)})
+    found = load_data(data_source, Tokenizer(directory), 64, progress=lambda *_: None).train
     return [found[i].ids.tolist() for i in range(len(found))]

@@ -1,4 +1,4 @@
-"""What the programs share: the model, the samples, and how the step after a checkpoint is noted.
+"""Shared by the programs: the samples, and the record of the step after a checkpoint.
 
 Nothing here needs ftkit: the programs run in environments of their own.
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 3
-"""Done before the checkpoint."""
+"""Steps before the checkpoint."""
 RATE = 3e-3
 """Learning rate at the start."""
 MAX_NORM = 0.5
-"""To which gradients are clipped."""
+"""Norm to which gradients are clipped."""
 SHOWN = 8
-"""Values of each parameter that are noted, at equal distances."""
+"""Values of each parameter that are recorded, equally spaced."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -30,13 +30,13 @@ PACKAGES = (
 
 
 def read_samples(directory: Path) -> list[list[int]]:
-    """[samples][tokens], all of one length; every token but the first is learned."""
+    """Read the samples, [samples][tokens], of one length; all tokens but the first are labels."""
     found: list[list[int]] = json.loads((directory / "samples.json").read_text())
     return found
 
 
 def note_next(out: Path, loss: float, rate: float, weights: Mapping[str, Any]) -> None:
-    """Write down the loss of the step after the checkpoint, and some weights after it.
+    """Record the loss of the step after the checkpoint, and some weights after that step.
 
     Args:
         out: directory of the case.
@@ -61,7 +61,7 @@ def note_next(out: Path, loss: float, rate: float, weights: Mapping[str, Any]) -
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are there."""
+    """Versions of the packages that are installed."""
     found = {}
     for name in packages:
         try:

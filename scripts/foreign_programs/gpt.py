@@ -43,7 +43,7 @@ class Samples(DataModule):
         ]
 
     def connect(self, *_: Any, **__: Any) -> None:
-        """Called before it is used."""
+        """Do nothing: the samples need no preparation."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(
@@ -55,25 +55,25 @@ class Samples(DataModule):
 
 
 def main() -> None:
-    """Train past the checkpoint, and note what its next step was."""
+    """Train past the checkpoint, and record the step after it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("base", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--lora", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     base = Path("base")
-    _convert(asked.base, asked.out / base)
-    os.chdir(asked.out)  # so that no checkpoint names a directory of this machine
+    _convert(options.base, options.out / base)
+    os.chdir(options.out)  # so that no checkpoint names a directory of this machine
     data = {"class_path": "gpt.Samples", "init_args": {"base": str(base)}}
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": SETTINGS}
-    command = f"finetune_{'lora' if asked.lora else 'full'}"
+    command = f"finetune_{'lora' if options.lora else 'full'}"
     words = ["litgpt", command, "base", "--out_dir", "run", "--precision", "32-true"]
     words += ["--data", json.dumps(data), "--optimizer", json.dumps(optimizer), "--devices", "1"]
     words += ["--train", json.dumps({"save_interval": 1, "log_interval": 1, "lr_warmup_steps": 1})]
     words += ["--train.global_batch_size", "6", "--train.micro_batch_size", "6"]
     words += ["--train.epochs", "100", "--train.max_steps", str(WHOLE_RUN)]
     words += ["--eval.interval", "1000", "--eval.final_validation", "false", "--seed", "0"]
-    if asked.lora:
+    if options.lora:
         words += ["--lora_r", str(RANK), "--lora_alpha", str(ALPHA), "--lora_dropout", "0"]
         words += [f"--lora_{part}=true" for part in ADAPTED]
     sys.argv = words
@@ -81,7 +81,7 @@ def main() -> None:
 
     litgpt()
     found, after = (Path("run") / f"step-{step:06d}" for step in (STEPS, STEPS + 1))
-    if asked.lora:
+    if options.lora:
         _note_adapter(base, found)
         return
     with next(Path("run").rglob("metrics.csv")).open() as file:
@@ -93,20 +93,20 @@ def main() -> None:
 
 
 def _convert(base: Path, out: Path) -> None:
-    """The base model as LitGPT has it."""
-    told = json.loads((base / "config.json").read_text())
+    """Write the base model in LitGPT's layout."""
+    settings = json.loads((base / "config.json").read_text())
     config = Config(
         name="tiny",
-        block_size=told["max_position_embeddings"],
-        vocab_size=told["vocab_size"],
-        padded_vocab_size=told["vocab_size"],
-        n_layer=told["num_hidden_layers"],
-        n_head=told["num_attention_heads"],
-        n_query_groups=told["num_key_value_heads"],
-        n_embd=told["hidden_size"],
-        intermediate_size=told["intermediate_size"],
+        block_size=settings["max_position_embeddings"],
+        vocab_size=settings["vocab_size"],
+        padded_vocab_size=settings["vocab_size"],
+        n_layer=settings["num_hidden_layers"],
+        n_head=settings["num_attention_heads"],
+        n_query_groups=settings["num_key_value_heads"],
+        n_embd=settings["hidden_size"],
+        intermediate_size=settings["intermediate_size"],
         norm_class_name="RMSNorm",
-        norm_eps=told["rms_norm_eps"],
+        norm_eps=settings["rms_norm_eps"],
         mlp_class_name="LLaMAMLP",
         rotary_percentage=1.0,
         parallel_residual=False,
@@ -122,7 +122,7 @@ def _convert(base: Path, out: Path) -> None:
 
 
 def _note_adapter(base: Path, found: Path) -> None:
-    """What a new optimizer does from an adapter on, as LitGPT keeps none with it."""
+    """Record the step of a new optimizer after an adapter: LitGPT saves no optimizer with one."""
     from litgpt.lora import GPT, mark_only_lora_as_trainable
     from litgpt.lora import Config as LoraConfig
     from litgpt.utils import chunked_cross_entropy

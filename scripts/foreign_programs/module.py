@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Module(lightning.LightningModule):
-    """As Lightning's documentation has it: the model is an attribute."""
+    """Module as in Lightning's documentation: the model is an attribute."""
 
     def __init__(self, base: Path) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Module(lightning.LightningModule):
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        """Called at every start, and needed by the strategy that shards."""
+        """Shard the model if the strategy has a device mesh; Lightning calls it at every start."""
         if self.device_mesh is None or isinstance(self.model, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
@@ -50,7 +50,7 @@ class Module(lightning.LightningModule):
 
 
 class Saving(lightning.Callback):
-    """Saves before the last step, and notes what that one did."""
+    """Saves before the last step, and records that step."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -71,20 +71,20 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--sharded", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     lightning.seed_everything(0)
-    samples = torch.tensor(read_samples(asked.base))
+    samples = torch.tensor(read_samples(options.base))
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    module = Module(asked.base)
+    module = Module(options.base)
     sharding = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=sharding if asked.sharded else "auto",
+        strategy=sharding if options.sharded else "auto",
         max_steps=STEPS + 1,
         max_epochs=-1,
         gradient_clip_val=MAX_NORM,
-        callbacks=[Saving(asked.out)],
+        callbacks=[Saving(options.out)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def whole(parameter: Any) -> torch.Tensor:
-    """All of a parameter, from all ranks."""
+    """The whole parameter, gathered from all ranks."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 

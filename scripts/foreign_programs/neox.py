@@ -1,10 +1,10 @@
-"""DeepSpeed's pipeline engine with a Llama as GPT-NeoX lays it out: ZeRO 1, data parallel.
+"""DeepSpeed's pipeline engine with a Llama in GPT-NeoX's layout: ZeRO 1, data parallel.
 
 torchrun --nproc_per_node N neox.py BASE OUT [--bf16]
 
-Layers have GPT-NeoX's names and places in the pipeline, query, key and value are one matrix, head
-by head, and up and gate projection another. Beside the engine's own state lies what GPT-NeoX has
-it keep (states of random generators). GPT-NeoX itself needs GPUs.
+Layers have GPT-NeoX's names and places in the pipeline; query, key and value are one matrix, head
+by head, and up and gate projection another. The engine also saves what GPT-NeoX adds to its state
+(states of random generators). GPT-NeoX itself needs GPUs.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 
 class Norm(nn.Module):
-    """Of the mean square; GPT-NeoX calls its weight scale."""
+    """RMS norm; GPT-NeoX calls its weight scale."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """At place 0."""
+    """Embedding, at place 0 of the pipeline."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """All heads in one matrix."""
+    """Attention with query, key and value of all heads in one matrix."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Up and gate projection in one matrix."""
+    """MLP with up and gate projection in one matrix."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Layer(nn.Module):
 
 
 class FinalNorm(nn.Module):
-    """At the last place but one."""
+    """Final norm, at the last place but one."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class FinalNorm(nn.Module):
 
 
 class Head(nn.Module):
-    """At the last place."""
+    """Head, at the last place."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -136,15 +136,15 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bf16", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     from deepspeed.ops import __compatible_ops__
 
-    __compatible_ops__["deepspeed_shm_comm"] = False  # which is compiled at its first use
+    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at its first use
     deepspeed.init_distributed("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    theirs = AutoModelForCausalLM.from_pretrained(asked.base, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     config = theirs.config
-    # Places 1 and last but two are of functions that turn tensors around, and hold nothing.
+    # Places 1 and last but two are of functions that transpose tensors and have no weights.
     blocks = [LayerSpec(Layer, config) for _ in range(config.num_hidden_layers)]
     ends = [LayerSpec(kind, config) for kind in (FinalNorm, Head)]
     model = PipelineModule(
@@ -163,13 +163,13 @@ def main() -> None:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": MAX_NORM,
             "zero_optimization": {"stage": 1},
-            "bf16": {"enabled": asked.bf16},
+            "bf16": {"enabled": options.bf16},
             "data_types": {"grad_accum_dtype": "fp32"},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         },
     )
-    samples = read_samples(asked.base)
+    samples = read_samples(options.base)
     share = len(samples) // world
     ids = torch.tensor(samples)[rank * share : (rank + 1) * share]
 
@@ -184,14 +184,14 @@ def main() -> None:
         "np_rng_state": numpy.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
     }
-    engine.save_checkpoint(str(asked.out), client_state=kept)
-    held = {} if not asked.bf16 else _state_of(model, config)
+    engine.save_checkpoint(str(options.out), client_state=kept)
+    held = {} if not options.bf16 else _state_of(model, config)
     loss = step()
-    if not asked.bf16:
+    if not options.bf16:
         held = {name: p.detach().clone() for name, p in model.named_parameters()}
         held = _as_transformers(held, config)
     if rank == 0:
-        note_next(asked.out, loss, optimizer.param_groups[0]["lr"], held)
+        note_next(options.out, loss, optimizer.param_groups[0]["lr"], held)
     torch.distributed.barrier()
 
 
@@ -201,7 +201,7 @@ def _loss(logits: Any, ids: Any) -> Any:
 
 
 def _state_of(model: nn.Module, config: Any) -> dict[str, torch.Tensor]:
-    """Masters and moments in a run in bfloat16, before the step."""
+    """Master weights and moments of a run in bfloat16, before the step."""
     found = {}
     for kind in ("parameter", "exp_avg", "exp_avg_sq"):
         tensors = {

@@ -20,16 +20,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("base", type=Path)
     parser.add_argument("out", type=Path)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.distributed.init_process_group("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    model = AutoModelForCausalLM.from_pretrained(asked.base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    samples = read_samples(asked.base)
+    samples = read_samples(options.base)
     share = len(samples) // world
     ids = torch.tensor(samples)[rank * share : (rank + 1) * share]
 
@@ -47,11 +47,11 @@ def main() -> None:
         step()
     of_model, of_optimizer = get_state_dict(model, optimizer)
     state = {"model": of_model, "optimizer": of_optimizer, "step": STEPS}
-    dcp.save(state, checkpoint_id=str(asked.out / "checkpoint"))
+    dcp.save(state, checkpoint_id=str(options.out / "checkpoint"))
     loss = step()
     weights = {name: p.full_tensor() for name, p in model.named_parameters()}
     if rank == 0:
-        note_next(asked.out, loss, RATE, weights)
+        note_next(options.out, loss, RATE, weights)
     torch.distributed.destroy_process_group()
 
 

@@ -3,8 +3,8 @@
 python trainer.py BASE OUT --trainer transformers --schedule constant [--lora]
 torchrun --nproc_per_node N trainer.py BASE OUT --deepspeed STAGE | --fsdp STATE_DICT_TYPE
 
-The Trainer takes its DeepSpeed and its FSDP on GPUs only. What makes it take them on the CPU is in
-`_as_on_gpus`; all else, and so what it writes, is its own.
+The Trainer uses DeepSpeed and FSDP on GPUs only. `_as_on_gpus` makes it use them on the CPU; all
+else is its own, and so are the files that it writes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import (
 
 
 class _Watch(TrainerCallback):
-    """Notes the learning rate of the last step."""
+    """Records the learning rate of the last step."""
 
     def __init__(self) -> None:
         self.rate = 0.0
@@ -44,48 +44,48 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--deepspeed", type=int, help="stage of ZeRO")
     parser.add_argument("--fsdp", choices=["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-    asked = parser.parse_args()
-    samples = read_samples(asked.base)
+    options = parser.parse_args()
+    samples = read_samples(options.base)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
-    if asked.deepspeed is not None or asked.fsdp:
+    if options.deepspeed is not None or options.fsdp:
         _as_on_gpus()
-    model = AutoModelForCausalLM.from_pretrained(asked.base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     settings: dict[str, Any] = {
-        "output_dir": str(asked.out),
+        "output_dir": str(options.out),
         "max_steps": 8,
         "per_device_train_batch_size": len(samples) // world,
         "learning_rate": RATE,
-        "lr_scheduler_type": asked.schedule,
+        "lr_scheduler_type": options.schedule,
         "max_grad_norm": MAX_NORM,
         "weight_decay": 0.0,
         "adam_beta2": 0.95,
         "save_steps": STEPS,
         "logging_steps": 1,
         "report_to": "none",
-        "use_cpu": asked.deepspeed is None and not asked.fsdp,
+        "use_cpu": options.deepspeed is None and not options.fsdp,
         "seed": 0,
         "optim": "adamw_torch",
     }
-    if asked.deepspeed is not None:
+    if options.deepspeed is not None:
         settings["deepspeed"] = {
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
-            "zero_optimization": {"stage": asked.deepspeed},
+            "zero_optimization": {"stage": options.deepspeed},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-    if asked.fsdp:
+    if options.fsdp:
         settings["fsdp"] = True
         settings["fsdp_config"] = {
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": asked.fsdp,
+            "state_dict_type": options.fsdp,
         }
     watch = _Watch()
-    # A label of the first token is never used, but would be counted.
+    # A label at the first token is never used, but would be counted.
     data = Dataset.from_list([{"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in samples])
-    if asked.trainer == "trl":
+    if options.trainer == "trl":
         from trl import SFTConfig, SFTTrainer
 
         plain = Dataset.from_list(
@@ -95,12 +95,12 @@ def main() -> None:
             model=model,
             args=SFTConfig(**settings, bf16=False, max_length=None, packing=False),
             train_dataset=plain,
-            peft_config=_adapter() if asked.lora else None,
+            peft_config=_adapter() if options.lora else None,
             callbacks=[watch],
-            processing_class=_tokenizer(asked.base),
+            processing_class=_tokenizer(options.base),
         )
     else:
-        if asked.lora:
+        if options.lora:
             from peft import get_peft_model
 
             model = get_peft_model(model, _adapter())
@@ -116,9 +116,9 @@ def main() -> None:
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if int(os.environ.get("RANK", "0")) == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        if asked.lora:
+        if options.lora:
             weights = {name: value for name, value in weights.items() if "lora_" in name}
-        note_next(asked.out, losses[STEPS], watch.rate, weights)
+        note_next(options.out, losses[STEPS], watch.rate, weights)
 
 
 class _StopAfterNext(TrainerCallback):
@@ -129,7 +129,7 @@ class _StopAfterNext(TrainerCallback):
 
 
 def _as_on_gpus() -> None:
-    """Have accelerate distribute the CPU as it does GPUs: by gloo, with FSDP and DeepSpeed."""
+    """Have accelerate use CPUs like GPUs: with gloo, and with FSDP and DeepSpeed."""
     import accelerate
     from accelerate.utils import DistributedType
 

@@ -21,16 +21,16 @@ def main() -> None:
     parser.add_argument("base", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--stage", type=int, required=True)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     from deepspeed.ops import __compatible_ops__
 
-    __compatible_ops__["deepspeed_shm_comm"] = False  # which is compiled at its first use
+    __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at its first use
     deepspeed.init_distributed("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    samples = read_samples(asked.base)
+    samples = read_samples(options.base)
     share = len(samples) // world
     ids = torch.tensor(samples)[rank * share : (rank + 1) * share]
-    model = AutoModelForCausalLM.from_pretrained(asked.base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(
@@ -39,7 +39,7 @@ def main() -> None:
         config={
             "train_micro_batch_size_per_gpu": share,
             "gradient_clipping": MAX_NORM,
-            "zero_optimization": {"stage": asked.stage},
+            "zero_optimization": {"stage": options.stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         },
@@ -55,12 +55,12 @@ def main() -> None:
 
     for _ in range(STEPS):
         step()
-    engine.save_checkpoint(str(asked.out))
+    engine.save_checkpoint(str(options.out))
     loss = step()
-    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=asked.stage == 3):
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=options.stage == 3):
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     if rank == 0:
-        note_next(asked.out, loss, optimizer.param_groups[0]["lr"], weights)
+        note_next(options.out, loss, optimizer.param_groups[0]["lr"], weights)
     torch.distributed.barrier()
 
 

@@ -1,1 +1,1 @@
-"""What scripts/fuzz damages, how, and what it looks at afterwards."""
+"""Targets, mutations and limits of scripts/fuzz."""

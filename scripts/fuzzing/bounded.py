@@ -1,7 +1,7 @@
-"""One `ftkit` command under limits; writes what it used beside its output.
+"""Runs one `ftkit` command under limits and writes its resource usage to a file.
 
-Run as a program: bounded.py USAGE.json ARGUMENT ... The CPU limit kills whatever does not end; the
-limit on data only protects the machine: what counts is the memory that was really used.
+Usage: bounded.py USAGE.json ARGUMENT ... The CPU limit kills whatever does not end; the limit on
+data only protects the machine: the memory that was really used is judged.
 """
 
 import json
@@ -14,7 +14,7 @@ _DATA_LIMIT_BYTES = 8 * 2**30
 
 
 def main() -> None:
-    """Run the command, and write what it used when it ends."""
+    """Run the command, and write its usage when it ends."""
     usage_file = Path(sys.argv[1])
     sys.argv[:] = ["ftkit", *sys.argv[2:]]
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 5))

@@ -1,4 +1,4 @@
-"""Damage to files: one seeded change for each call, made for the format of the file."""
+"""Damage to files: one seeded change per call, suited to the format of the file."""
 
 import copy
 import io
@@ -40,13 +40,13 @@ _NOT_REGULAR = 0.03
 
 
 def mutate(path: Path, rng: random.Random, *, numbers_are_verified: bool = True) -> str:
-    """Damage a file; a description of the damage.
+    """Damage a file; return a description of the damage.
 
     Args:
         path: the file.
         rng: draws the damage.
-        numbers_are_verified: whether something beside a safetensors file says what its numbers
-            are; else only its header is damaged, since other numbers are another sound file.
+        numbers_are_verified: whether there are checksums of the numbers in a safetensors file;
+            else only its header is damaged, since other numbers make another sound file.
     """
     if rng.random() < _NOT_REGULAR:
         return _replace(path, rng)
@@ -69,7 +69,7 @@ def mutate(path: Path, rng: random.Random, *, numbers_are_verified: bool = True)
 def _change_for(
     path: Path, content: bytes
 ) -> Callable[[bytes, random.Random], tuple[bytes, str]] | None:
-    """What understands the format of a file; None: its bytes are changed."""
+    """Choose the mutation for the format of a file; None: only its bytes can be changed."""
     if content.startswith(b"PK"):
         return _change_torch_zip
     if path.name == ".metadata":
@@ -100,7 +100,7 @@ def _replace(path: Path, rng: random.Random) -> str:
 
 def _change_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     size = max(len(content), 1)
-    # Headers decide what the rest means.
+    # Most often in the beginning: headers determine how the rest is read.
     start = rng.randrange(min(size, 4096) if rng.random() < 0.6 else size)
     length = rng.choice((1, 2, 8, 64, 512))
     end = start + length
@@ -141,7 +141,7 @@ def _change_bytes(content: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def _change_tree(tree: Tree, rng: random.Random) -> tuple[Tree, str]:
-    """One value of a tree is changed, left out, doubled, or nested."""
+    """Change, remove, duplicate or nest one value of a tree."""
     tree = copy.deepcopy(tree)
     places: list[tuple[Any, Any]] = []
     pending = [tree]
@@ -229,7 +229,7 @@ def _change_safetensors(content: bytes, rng: random.Random) -> tuple[bytes, str]
 
 
 def _change_gguf(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """One number of the header becomes an extreme one; its places are those of counts and sizes."""
+    """Replace one number of the header by an extreme one, where counts and sizes are."""
     place = rng.choice((8, 16, 24 + 8 * rng.randrange(200)))
     value = rng.choice((0, 1, 2**31, 2**40, 2**63 - 1, 2**64 - 1, 80 * 2**20))
     return content[:place] + struct.pack("<Q", value) + content[place + 8 :], (
@@ -266,7 +266,7 @@ def _change_template(content: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def _change_torch_zip(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """A value of the pickle in a file of torch.save, or how its members are stored."""
+    """Change a value of the pickle in a file of torch.save, or compress its members."""
     source = zipfile.ZipFile(io.BytesIO(content))
     compresses = rng.random() < 0.05
     out = io.BytesIO()
@@ -290,7 +290,7 @@ _VALUE_OPERATIONS = (
 
 
 def _change_pickle(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """One number, text or reference of a pickle is changed, without unpickling it."""
+    """Change one number, text or reference of a pickle, without unpickling it."""
     ops = [(op.name, argument, place or 0) for op, argument, place in pickletools.genops(data)]
     ends = [place for _, _, place in ops[1:]] + [len(data)]
     changeable = [
@@ -307,7 +307,7 @@ def _change_pickle(data: bytes, rng: random.Random) -> tuple[bytes, str]:
             extreme = rng.choice((-argument, argument + 1, argument * 2, argument * 10**9))
         new, value = _pickled(extreme), repr(extreme)[:40]
     changed = data[:start] + new + data[end:]
-    # Frames say how long they are; a pickle without them is valid.
+    # The lengths of frames would no longer be right; a pickle without frames is valid.
     frames = [place for name, _, place in ops if name == "FRAME"]
     for frame in reversed(frames):
         place = frame if frame < start else frame + len(new) - (end - start)

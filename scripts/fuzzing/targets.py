@@ -1,4 +1,4 @@
-"""Everything that ftkit reads, as small real files, the command that reads it, and its result."""
+"""Every kind of file that ftkit reads: small real files, the command that reads them, result."""
 
 import csv
 import hashlib
@@ -54,14 +54,14 @@ class Target:
     command: tuple[str, ...]
     """Arguments of `ftkit`, run in the directory."""
     result: Callable[[Path, str], str] | None = None
-    """What must not differ from the result with sound files, given the directory and the output;
-    None: another content is another wish, such as another learning rate in a recipe."""
+    """Result that damage must not change silently, from the directory and the output; None: other
+    content may give another result, such as another learning rate in a recipe."""
     share: int = 1
-    """How many of all mutations it gets, relative to the other targets."""
+    """Share of all mutations, relative to the other targets."""
     numbers_are_verified: bool = True
     """Whether there are checksums of the numbers in its safetensors files."""
     at_url: bool = False
-    """The directory "run" is uploaded to object storage before the command."""
+    """Whether the directory "run" is uploaded to object storage before the command."""
 
 
 def find_files(directory: Path, patterns: Iterable[str]) -> list[Path]:
@@ -71,7 +71,7 @@ def find_files(directory: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def upload_run(directory: Path, proxy: Proxy) -> None:
-    """Replace the run at the url by that in a directory."""
+    """Replace the run at the url by the one in a directory."""
     bucket = Bucket(proxy)
     for name in bucket.names("run"):
         bucket.delete(f"run/{name}")
@@ -81,7 +81,7 @@ def upload_run(directory: Path, proxy: Proxy) -> None:
 
 
 def fetch_metrics(directory: Path, proxy: Proxy) -> None:
-    """Replace metrics.csv of the run in a directory by that at the url."""
+    """Replace metrics.csv of the run in a directory by the one at the url."""
     (directory / "run" / "metrics.csv").write_bytes(Bucket(proxy).read("run/metrics.csv"))
 
 
@@ -224,7 +224,7 @@ def _imported_tensors(directory: Path, _: str) -> str:
 
 
 def _losses(directory: Path, output: str) -> str:
-    """Losses and learning rates of the last step, which a run that goes on must repeat."""
+    """Loss and learning rate of the last step, which a resumed run must reproduce."""
     with (directory / "run" / "metrics.csv").open() as file:
         rows = [(row["step"], row["loss"], row["lr"]) for row in csv.DictReader(file)]
     return repr(rows[-1:])
@@ -268,7 +268,7 @@ def _foreign_target(name: str) -> Target:
         ),
         result=_imported_tensors,
         share=_SHARES_OF_FOREIGN,
-        numbers_are_verified=False,  # programs elsewhere write none
+        numbers_are_verified=False,  # other programs write no checksums
     )
 
 

@@ -1,1 +1,1 @@
-"""What only a GPU can show, in parts of at most ten minutes, in order of value."""
+"""Checks and measurements that need a GPU, in parts of at most ten minutes, in order of value."""

@@ -1,4 +1,4 @@
-"""Parts that show that training on a GPU is right: tests, quick starts, limits, checkpoints."""
+"""Parts that check training on a GPU: tests, quick starts, limits, checkpoints."""
 
 import sys
 import xml.etree.ElementTree as ET
@@ -27,11 +27,11 @@ if "ftkit.training.rank" in sys.orig_argv:
     ftkit.checkpoint.host_copies.COPIES_BESIDE_TRAINING = True
 """
 CLOSE = 2e-3
-"""Losses of 16-bit runs that should be equal."""
+"""Largest relative difference of losses of 16-bit runs that should be equal."""
 
 
 def tests(scene: Scene, found: Found) -> None:
-    """The tests for GPUs; without one they are skipped."""
+    """Run the tests for GPUs; without one they are skipped."""
     file = scene.directory / "tests.xml"
     words: list[object] = [sys.executable, "-m", "pytest", "tests/gpu", "-q", f"--junitxml={file}"]
     done = call([*words, "-p", "no:cacheprovider"], scene)
@@ -48,7 +48,7 @@ def tests(scene: Scene, found: Found) -> None:
 
 
 def quick_starts(scene: Scene, found: Found) -> None:
-    """The quick start as it is, and on quantised weights."""
+    """Run the quick start, unchanged and on quantised weights."""
     for kind in ("bnb.nf4",) if scene.dry else (None, "bnb.nf4", "bnb.int8"):
         out = scene.directory / f"quick-{kind}"
         keys: dict[str, Any] = {"config": "recipes/quickstart.yaml", "out_dir": out}
@@ -71,7 +71,7 @@ def quick_starts(scene: Scene, found: Found) -> None:
 
 
 def fullest_micro_batch(scene: Scene, found: Found) -> None:
-    """A micro-batch chosen by prediction: it runs, and leaves little of the card unused."""
+    """Check that a micro-batch chosen by prediction runs, and note how much memory it leaves."""
     model = "random:pythia-14m" if scene.dry else "random:tiny-llama-1.1b"
     for key in ("micro_batch_size", "micro_batch_tokens"):
         out = scene.directory / key
@@ -100,7 +100,7 @@ def fullest_micro_batch(scene: Scene, found: Found) -> None:
 
 
 def saves(scene: Scene, found: Found) -> None:
-    """Checkpoints written beside training hold what those hold that training waits for."""
+    """Check that asynchronous checkpoints have the same bytes as synchronous ones."""
     site = scene.directory / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(BESIDE_TRAINING)
@@ -144,7 +144,7 @@ def saves(scene: Scene, found: Found) -> None:
 
 
 def paged_optimizer(scene: Scene, found: Found) -> None:
-    """A paged 8-bit optimizer goes on from its checkpoint as if it had not stopped."""
+    """Check that a paged 8-bit optimizer resumes as if it had not stopped."""
     model = made_model(scene)
     losses: dict[str, list[float]] = {}
     sessions: dict[str, list[dict[str, Any]]] = {
@@ -176,11 +176,11 @@ def paged_optimizer(scene: Scene, found: Found) -> None:
         losses[name] = [float(row["loss"] or "nan") for row in read_metrics(out / "metrics.csv")]
     pairs = zip(losses["whole"], losses["resumed"], strict=True)
     apart = max(abs(a / b - 1) for a, b in pairs)
-    found.check("losses go on", passed=apart < CLOSE, said=f"apart by {apart:.0e}")
+    found.check("losses continue", passed=apart < CLOSE, said=f"differ by {apart:.0e}")
 
 
 def made_model(scene: Scene) -> Path:
-    """A model with weights in files: runs of models named `random:` leave no checkpoints."""
+    """Make a model with weights in files: runs of models named `random:` save no checkpoints."""
     import torch
     from benchmarking.workload import make_model
 
@@ -190,7 +190,7 @@ def made_model(scene: Scene) -> Path:
 
 
 def _summary(report: Report) -> dict[str, Any]:
-    """What is worth keeping of a report."""
+    """Numbers of a report to keep."""
     throughput, peak, step = report.throughput, report.peak_memory, report.step_s
     resolved = report.resolved
     return {
@@ -207,7 +207,7 @@ def _summary(report: Report) -> dict[str, Any]:
 
 
 def _checksums(out: Path) -> list[str]:
-    """Of the shards of all checkpoints, step by step."""
+    """Checksums of the shards of all checkpoints, step by step."""
     store = Store(out / "checkpoints")
     return [
         f"{step} {name} {entry.sha256}"

@@ -8,12 +8,12 @@ from typing import Any
 from gpu_parts.part import ROOT, Found, Scene, call, exit_summary
 
 TOTAL_S = 420
-"""No pair of runs begins later in a part of ten minutes."""
+"""Latest start of a pair of runs within a part of ten minutes."""
 RUN_S = 170
 
 
 def calibration(recipes: range) -> Callable[[Scene, Found], None]:
-    """Predicted and measured memory of these recipes of scripts/calibrate_memory."""
+    """Compare predicted and measured memory of these recipes of scripts/calibrate_memory."""
 
     def run(scene: Scene, found: Found) -> None:
         file = scene.results / f"memory-{recipes.start}.json"
@@ -31,7 +31,7 @@ def calibration(recipes: range) -> Callable[[Scene, Found], None]:
 
 
 def levers(method: str) -> Callable[[Scene, Found], None]:
-    """Each lever of a method, off and on."""
+    """Measure each lever of a method, off and on."""
 
     def run(scene: Scene, found: Found) -> None:
         options: list[object] = ["--methods", method, "--pairs", 1]
@@ -48,7 +48,7 @@ def levers(method: str) -> Callable[[Scene, Found], None]:
 
 
 def scaling(scene: Scene, found: Found) -> None:
-    """Cost against length, size and ranks."""
+    """Measure cost against length, size and ranks."""
     options: list[object] = ["--rounds", 1, "--limit_s", RUN_S]
     if scene.dry:
         options += ["--tiny", "--axes", "length"]
@@ -59,7 +59,7 @@ def scaling(scene: Scene, found: Found) -> None:
 
 
 def peers(case: str) -> Callable[[Scene, Found], None]:
-    """Other programs beside ftkit, installed from a folder."""
+    """Measure other programs beside ftkit, installed from a folder."""
 
     def run(scene: Scene, found: Found) -> None:
         options: list[object] = ["--rounds", 1, "--cases", case, "--limit_s", RUN_S, "--go_on"]
@@ -75,7 +75,7 @@ def peers(case: str) -> Callable[[Scene, Found], None]:
 def _benchmark(
     scene: Scene, found: Found, command: str, name: str, options: list[object]
 ) -> dict[str, Any]:
-    """Run scripts/benchmark; its figures, which lie beside those of the part."""
+    """Run scripts/benchmark; return its figures, whose file is beside those of the parts."""
     file = scene.results / f"{name}-figures.json"
     words: list[object] = [sys.executable, ROOT / "scripts/benchmark", command, "--out", file]
     done = call([*words, *options], scene)

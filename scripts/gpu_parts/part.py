@@ -1,4 +1,4 @@
-"""A part of the GPU suite: what it shows, its time limit, and what it found."""
+"""A part of the GPU suite: its purpose, time limit and findings."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """One check, or one figure to note."""
 
     name: str
     passed: bool | None
@@ -24,33 +24,33 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Where a part runs."""
+    """Surroundings of a part: its directories and options."""
 
     directory: Path
-    """For what it makes; empty at first."""
+    """Directory for its files; empty at first."""
     results: Path
-    """For figures that are kept."""
+    """Directory for figures that are kept."""
     dry: bool
-    """On CPU, at tiny size: only to see that everything runs."""
+    """Whether it runs on CPU at tiny size, only to check that everything runs."""
     wheels: Path | None = None
-    """A folder with what other programs need."""
+    """Folder with the packages of other programs."""
 
     @property
     def accelerator(self) -> str:
-        """Where training runs."""
+        """Kind of device on which training runs."""
         return "cpu" if self.dry else "cuda"
 
 
 @dataclass
 class Found:
-    """What a part found; `note` adds to it as it comes, so that a time limit loses little."""
+    """Findings of a part; `note` saves them after each, so that a time limit loses little."""
 
     note: Callable[["Found"], None]
     checks: list[Check] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
     def check(self, name: str, passed: bool | None, said: object = "") -> None:
-        """Add something that was looked at."""
+        """Add a check."""
         self.checks.append(Check(name=name, passed=passed, said=str(said)))
         self.note(self)
 
@@ -66,16 +66,16 @@ class Part:
 
     name: str
     shows: str
-    """In a few words."""
+    """Purpose, in a few words."""
     run: Callable[[Scene, Found], None]
     gpus: int = 1
-    """As many are needed."""
+    """Number of GPUs that it needs."""
     needs_wheels: bool = False
     limit_s: int = 600
 
 
 def call(words: list[object], scene: Scene, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command at the top of the repository; its output is kept."""
+    """Run a command in the root of the repository, and capture its output."""
     return subprocess.run(
         [str(word) for word in words],
         capture_output=True,
@@ -96,6 +96,6 @@ def ftkit(scene: Scene, command: str, **keys: Any) -> subprocess.CompletedProces
 
 
 def exit_summary(done: subprocess.CompletedProcess[str], lines: int = 3) -> str:
-    """The end of what a command said."""
+    """Exit code and last lines of output of a command."""
     said = (done.stdout + done.stderr).strip().splitlines()
     return f"exit code {done.returncode}: " + " | ".join(said[-lines:])

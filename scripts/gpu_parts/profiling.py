@@ -1,4 +1,4 @@
-"""A part that looks at single steps: which kernels run, and how long the GPU waits."""
+"""A part that profiles single steps: which kernels run, and how long the GPU waits."""
 
 import gc
 import io
@@ -10,13 +10,13 @@ from gpu_parts.correctness import PLAIN
 from gpu_parts.part import Found, Scene
 
 KERNELS = 25
-"""Shown of each run."""
+"""Number of kernels that are listed."""
 ATTENTION = ("flash", "fmha", "attention", "sdpa", "cudnn")
-"""What kernels of attention have in their names."""
+"""Words in the names of kernels of attention."""
 
 
 def kernels(scene: Scene, found: Found) -> None:
-    """Steps of a full fine-tune under torch's profiler."""
+    """Profile steps of a full fine-tune with torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
@@ -49,7 +49,7 @@ def kernels(scene: Scene, found: Found) -> None:
 
 
 def _train(scene: Scene) -> None:
-    """Train in this process: the profiler sees no other."""
+    """Train in this process, because the profiler sees no other."""
     from ftkit.recipe.devices import find_devices
     from ftkit.recipe.parsing import read_recipe
     from ftkit.runs.job import Job

@@ -1,4 +1,4 @@
-"""A part for several GPUs: strategies learn the same, and a rank that dies ends the run."""
+"""Parts for several GPUs: strategies give the same losses, and a killed rank ends the run."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ from gpu_parts.part import ROOT, Found, Scene, exit_summary, ftkit
 
 STEPS = 40
 CLOSE = 5e-3
-"""Losses of strategies in bf16-true, step by step."""
+"""Largest relative difference of losses between strategies in bf16-true."""
 PATIENCE_S = 60
-"""A run whose rank has died ends within this time."""
+"""Time within which a run with a killed rank must end."""
 KEYS = PLAIN | {
     "precision": "bf16-true",
     "train__global_batch_size": 16,
@@ -28,7 +28,7 @@ KEYS = PLAIN | {
 
 
 def strategies(scene: Scene, found: Found) -> None:
-    """Each strategy on two GPUs beside one GPU alone."""
+    """Compare each strategy on two GPUs with one GPU."""
     losses: dict[str, list[float]] = {}
     for strategy in ("single", "ddp", "fsdp", "deepspeed"):
         out = scene.directory / strategy
@@ -49,11 +49,11 @@ def strategies(scene: Scene, found: Found) -> None:
         losses[strategy] = [float(r["loss"] or "nan") for r in read_metrics(out / "metrics.csv")]
         pairs = zip(losses[strategy], losses.get("single", losses[strategy]), strict=True)
         apart = max(abs(a / b - 1) for a, b in pairs)
-        found.check(strategy, passed=apart < CLOSE, said=f"apart by {apart:.0e}")
+        found.check(strategy, passed=apart < CLOSE, said=f"differs by {apart:.0e}")
 
 
 def dead_rank(scene: Scene, found: Found) -> None:
-    """A rank is killed in the middle of training."""
+    """Check that a run ends after one of its ranks is killed."""
     out = scene.directory / "out"
     words = [sys.executable, "-m", "ftkit", "finetune_full", "--out_dir", str(out)]
     keys = KEYS | {"strategy": "fsdp", "devices": 2, "train__max_steps": 100_000}
@@ -73,7 +73,7 @@ def dead_rank(scene: Scene, found: Found) -> None:
         code = run.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         run.kill()
-        found.check("ends", passed=False, said=f"still there after {PATIENCE_S} s")
+        found.check("ends", passed=False, said=f"still running after {PATIENCE_S} s")
         return
     found.check("ends", passed=code != 0, said=f"{time.monotonic() - killed_s:.0f} s, code {code}")
     left = [rank for rank in ranks if rank.is_running()]
@@ -81,7 +81,7 @@ def dead_rank(scene: Scene, found: Found) -> None:
 
 
 def _has_steps(metrics: Path, run: "subprocess.Popen[bytes]") -> bool:
-    """Wait for the first rows."""
+    """Wait for the first rows; return False if the run ends before."""
     while run.poll() is None:
         if metrics.exists() and metrics.read_text().count("\n") > 3:
             return True

@@ -139,7 +139,7 @@ def test_the_archives_hold_what_the_package_needs_and_no_tests(released: tuple[s
     with tarfile.open(out / f"{name}.tar.gz") as source:
         assert {f"{name}/{file}" for file in ("pyproject.toml", *package)} <= {*source.getnames()}
     assert said.splitlines()[-4:-1] == [
-        "what is left:",
+        "to publish:",
         f"  git tag v{ftkit.__version__}",
         f"  git push origin v{ftkit.__version__}",
     ]
