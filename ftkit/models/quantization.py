@@ -344,6 +344,7 @@ class FourBitMatrices(PackedMatrices):
 
     def unpacked(self, packed: Tensor, expert: int) -> Tensor:
         assert self._scales is not None, "pack comes first"
+        # The state of one matrix, made of rows of the tables of all.
         state = QuantState(
             absmax=self._scales[expert],
             shape=torch.Size((self.rows, self.columns)),

@@ -124,7 +124,7 @@ class Routing:
             self._routed.clear()
 
     def take(self) -> Routed | None:
-        """End the forward pass and return the inputs of the loss; None: there is no loss.
+        """End the forward pass and return the inputs of the loss; None without a loss.
 
         Recomputation in the backward pass does not count.
         """

@@ -79,7 +79,7 @@ class Naming:
     """Name in files -> our names, for tensors that hold several of our parameters."""
 
     def theirs(self, ours: str) -> str | None:
-        """Return the checkpoint's name of a module or parameter; None if it has none of its own."""
+        """Return the checkpoint's name of a module or parameter; None if it is fused."""
         return _renamed(ours, self.modules)
 
     def stored_in(self, ours: str) -> tuple[str, Fused | None]:
@@ -110,6 +110,7 @@ class SameNames(Naming):
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
     """Replace the module at the start of a name; None: it is not among the modules."""
     layer = _LAYER.search(name)
+    # As in the table, with {} for the number of the layer.
     module = name if layer is None else f"{name[: layer.start()]}.{{}}{name[layer.end() :]}"
     suffix = ""
     # The longest known beginning of the name wins: adapters add modules below those of the table.

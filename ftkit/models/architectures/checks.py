@@ -199,7 +199,7 @@ def require_plain_weights(settings: Mapping[str, Any], name: str) -> None:
 
 
 def quantized_weights(quantization: Mapping[str, Any], name: str) -> UserError:
-    """Make the error for a model with quantised weights; it says what to use instead.
+    """Return the error for a model with quantised weights, with what to use instead.
 
     Args:
         quantization: how its weights are stored, as in a config.json.
@@ -207,6 +207,7 @@ def quantized_weights(quantization: Mapping[str, Any], name: str) -> UserError:
     """
     method = str(quantization.get("quant_method") or _unnamed_method(quantization))
     title = _METHODS.get(method, method)
+    # The format of ftkit with the nearest number of bits.
     kind = "bnb.int8" if method in _EIGHT_BITS or quantization.get("load_in_8bit") else "bnb.nf4"
     return UserError(
         f"checkpoint_dir {name} holds {title} weights, which are rounded already and cannot be "

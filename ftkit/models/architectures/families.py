@@ -40,7 +40,7 @@ class AttentionBiasConfig(Config):  # type: ignore[misc]
 
     @property
     def mlp_class(self) -> Callable[[Config], nn.Module]:
-        """Builds the MLP of this configuration."""
+        """Return the function that builds the MLP of this configuration."""
         return partial(_mlp_without_bias, super().mlp_class)
 
 
@@ -218,7 +218,7 @@ def _llama_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _head_size(settings: Settings, default: int | None) -> int:
-    """Size of a head; None as default, or null as head_dim: width divided by heads."""
+    """Size of a head: head_dim, or the default without that key; null: width divided by heads."""
     by_division: int = settings["hidden_size"] // settings["num_attention_heads"]
     return settings.get("head_dim", default) or by_division
 

@@ -77,6 +77,7 @@ class LitgptArchitecture(Architecture):
 
     @property
     def has_equal_layers(self) -> bool:
+        # Some models have a window, or another rotary table, in some layers only.
         return self.config.sliding_window_indices is None and self.config.rope_indices is None
 
     @property
@@ -85,6 +86,7 @@ class LitgptArchitecture(Architecture):
             heads=self.config.n_head,
             head_size=self.config.head_size,
             is_plain=self.config.attention_logit_softcapping is None,
+            # LitGPT's latent attention takes no masks but its own.
             takes_rows=not self.config.latent_attention,
         )
 
@@ -211,6 +213,7 @@ def read_litgpt_architecture(
         UserError: ftkit cannot run this model exactly, or a settings file is damaged.
     """
     config, family = _described(directory, settings, name, layout)
+    # Types are checked in the fields, which files of both layouts become.
     require_sound(config, directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json"))
     return LitgptArchitecture(config, family, families.window_of(config, settings))
 

@@ -206,7 +206,7 @@ def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
 
 
 def _of_experts(config: "Config") -> dict[str, Any]:
-    """Settings of Mixtral and Qwen3."""
+    """Settings of Mixtral and Qwen3-MoE."""
     chosen = {"num_experts_per_tok": config.n_expert_per_token}
     # Of both families, only Qwen3 normalises queries and keys.
     if config.norm_qk:

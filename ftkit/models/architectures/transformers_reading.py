@@ -207,7 +207,7 @@ def require_text_alone(whole: PreTrainedModel, language: str, name: str) -> None
 
 
 def _plain_tokens(config: PretrainedConfig) -> Tensor:
-    """Return [1, tokens]: ids that do not stand for images or audio."""
+    """Return [1, tokens] ids of text, none of which stands for images or audio."""
     special = set(_numbers(config.to_dict()))
     # Any integer in the settings may be the id of an image token.
     ids = [number for number in range(1, 10_000) if number not in special]

@@ -151,7 +151,7 @@ class Scores:
         return self.softcap is None and self.sinks is None
 
     def window_within(self, length: int) -> int | None:
-        """The window if it is shorter than a sequence of this length, else None."""
+        """Return the window if it is shorter than a sequence of this length, else None."""
         return self.window if self.window is not None and self.window < length else None
 
 

@@ -31,7 +31,7 @@ class FusedExperts:
     """True if LoRA can adapt the matrices."""
 
     def sizes(self, name: str) -> tuple[int, int, int]:
-        """Number of experts, out and in of a parameter."""
+        """Return the number of experts of a parameter, and out and in of each matrix."""
         if packed := packed_in(self.module).get(name):
             return packed.experts, packed.rows, packed.columns
         experts, first, second = self.module.get_parameter(name).shape
@@ -108,7 +108,7 @@ def count_of_each(chosen: Tensor, experts: int) -> Tensor:
 
 
 def rows_of_each(counts: Tensor, rows: int) -> list[slice]:
-    """Slices of the rows of each expert, sorted by expert.
+    """Return the slice of the rows of each expert, if rows are sorted by expert.
 
     Args:
         counts: [experts], rows of each; fake tensors count as equal.

@@ -59,7 +59,7 @@ def replace_norms(model: nn.Module) -> None:
 
 
 def _same_as(norm: Any) -> RMSNorm | None:
-    """Our norm that computes the same as another, on its device; None: no norm of ours does."""
+    """Return our norm that computes the same as another, on its device; None if none does."""
     # Nothing but a trial shows whether a norm adds one to its weight or does anything else. Some
     # inputs are so small that eps matters.
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))

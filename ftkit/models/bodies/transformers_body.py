@@ -58,7 +58,7 @@ _LIKE_PARAMETERS = {"bias", "mup_vector"}
 """Tables of factors, which have the dtype of the parameters; the others hold angles."""
 
 _MASKS_OF_STATES = ("_update_mamba_mask", "_update_linear_attn_mask")
-"""Methods that read a mask of padding to see if it is needed; there is none here."""
+"""Methods that read a padding mask to see if it is needed; ftkit passes no such mask."""
 
 
 class TransformersBody(Body):
@@ -79,7 +79,7 @@ class TransformersBody(Body):
         _use_experts(model)
         replace_norms(model)
         _compute_without_values(model)
-        # Before adapters are added: `train` switches those only.
+        # Listed before adapters are added, the only modules that `train` switches.
         self._own = tuple(model.modules())
         self._depth = architecture.layers
         self._routers = dict(router_outputs(model))
@@ -494,9 +494,9 @@ class _AllRows:
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Function of experts for transformers; it returns [tokens, width].
+    """Experts function for transformers: it takes and returns hidden states, [tokens, width].
 
-    hidden is [tokens, width]; chosen, int64, and weights are [tokens, experts per token].
+    chosen, int64, and weights are [tokens, experts per token].
     """
     of_each = chosen.size(-1)
     experts = chosen.flatten()

@@ -79,7 +79,7 @@ def _main() -> None:
 
 
 def _address_space() -> int:
-    """Bytes that this process has mapped: libraries that an environment preloads may map much."""
+    """Bytes that this process has mapped; libraries preloaded by the environment may map much."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:  # not Linux

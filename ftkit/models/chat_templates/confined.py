@@ -95,7 +95,7 @@ def begin_call(seconds: float) -> None:
 
 
 def end_call() -> None:
-    """Stop the timers, so that none ends this process while it waits."""
+    """Stop the timers, so that none ends this process while it waits for a request."""
     for timer in (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL):
         signal.setitimer(timer, 0)
 

@@ -120,7 +120,7 @@ class TextPrompt:
             )
 
     def apply(self, prompt: str, *, sys_prompt: str | None = None, **values: Any) -> str:
-        """The prompt for an instruction, as `PromptStyle.apply` makes it."""
+        """Return the prompt for an instruction, like `PromptStyle.apply`."""
         given = values.get("input") or ""
         if given and "input" not in self._places:
             prompt = f"{prompt}\n\n{given}"
@@ -500,6 +500,7 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
     lines = [
         # Every tag trims the white space around it: the lines of this source are in no prompt.
         "{{- bos_token -}}" if begins else "",
+        # A namespace, because jinja drops other assignments of a loop after each iteration.
         "{%- set turn = namespace(system='', first=true) -%}",
         "{%- for message in messages -%}",
         "{%- if message.role == 'system' -%}{%- set turn.system = message.content -%}",
@@ -532,7 +533,7 @@ def _trims(style: AnyStyle) -> bool:
 
 
 def _choice(full: _Prompts, bare: _Prompts, system: str) -> str:
-    """Jinja that writes the prompt of a message."""
+    """Return jinja source that writes the prompt of a message."""
     if full == bare:
         return _prompt(bare, system)
     return (
@@ -611,10 +612,12 @@ def resolve_prompt_style(value: object) -> AnyStyle:
     # No name has a brace; a lone one is a mistake that TextPrompt explains.
     if isinstance(value, str) and ("{" in value or "}" in value):
         return TextPrompt(value)
+    # Neither a name nor a text: a class of LitGPT, alone or with init_args.
     class_path = value.get("class_path") if isinstance(value, Mapping) else value
     package, _, name = str(class_path).rpartition(".")
     if package != _PACKAGE or name not in CLASSES:
         names = {style.class_name: key for key, style in STYLES.items()}
+        # Users may have meant a style by either name.
         near = nearest(name, [*STYLES, *names]) or "alpaca"
         raise UserError(
             f"data.prompt_style is {class_path}, but has to be one of {', '.join(STYLES)}, a class "

@@ -73,6 +73,7 @@ def rendered(source: str, variables: Mapping[str, object]) -> tuple[str, list[tu
     """
     most = FREE_CHARACTERS + len(source) + MOST_GROWTH * _characters_in(variables)
     output = _Output()
+    # A context variable: the tag's extension belongs to the environment that all renderings share.
     token = _OUTPUT.set(output)
     try:
         with _explained():

@@ -53,7 +53,7 @@ class ChatTemplate:
     """Texts of bos_token, eos_token and others, which templates may use."""
 
     def __post_init__(self) -> None:
-        """Compile.
+        """Compile the source once, so that an invalid one is refused here.
 
         Raises:
             UserError: it is not a template.

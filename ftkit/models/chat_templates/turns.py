@@ -50,7 +50,7 @@ class Written(NamedTuple):
 
     text: str
     trained: list[Span]
-    """Characters that carry loss, rising and apart from each other."""
+    """Characters that carry loss, in rising order, without overlaps."""
     others: list[Span]
     """Spans of messages that must not carry loss, without white space around them. A message that
     the template does not write unchanged is missing here."""
@@ -319,7 +319,7 @@ def _refusals() -> Iterator[None]:
 
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without the keys that control their training."""
+    """Return messages without the keys that control their training."""
     marks = ("train", "untrained")
     return [{key: value for key, value in m.items() if key not in marks} for m in messages]
 
@@ -342,7 +342,7 @@ def _called(message: dict[str, Any]) -> list[str]:
 
 
 def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: str) -> _Turn:
-    """A turn with the spans that carry loss: the marks inside it, or all of it.
+    """Return a turn with the spans that carry loss: the marks inside it, or all of it.
 
     A mark may include the line end behind the turn, which is then learned as in transformers. Where
     the template ends the conversation too, the mark reaches further than the turn in the sample.
@@ -371,7 +371,7 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
 
 
 def _between(turns: list[_Turn], length: int) -> list[Span]:
-    """All characters but those of the turns and of the white space behind them."""
+    """Return the spans of all characters outside of turns and of the white space after them."""
     edges = [0, *(edge for turn in turns for edge in (turn.start, turn.space_end)), length]
     # What lies between turns: from the start to the first, from one to the next, and to the end.
     spans = zip(edges[::2], edges[1::2], strict=True)
@@ -388,7 +388,7 @@ def _squeezed(text: str) -> str:
 
 
 def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str, Any]:
-    """A message with brackets around what it says; white space around it stays outside.
+    """Return a message with brackets around what it says, inside any white space around it.
 
     So a template that trims its texts trims them as before.
     """
@@ -402,7 +402,7 @@ def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str,
 
 
 def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]:
-    """Spans between brackets, as positions in the text without brackets; [] if texts differ."""
+    """Return spans between brackets, as positions in the bare text; [] if the texts differ."""
     spans: list[Span] = []
     pieces: list[str] = []
     at, begun = 0, None
@@ -423,7 +423,7 @@ def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]
 def without_untrained(
     template: ChatTemplate, record: dict[str, Any], samples: list[Written], *, of_all: bool
 ) -> list[Written]:
-    """Samples of a conversation, without loss on the untrained parts of its messages.
+    """Return samples of a conversation, without loss on the untrained parts of its messages.
 
     Args:
         template: rendered the texts.
@@ -435,6 +435,7 @@ def without_untrained(
         TemplateRefusal: the parts cannot be separated from the rest of the text, or none is left.
     """
     messages = record["messages"]
+    # Only parts of messages that carry loss matter.
     bracketed = [
         _bracket_untrained(message)
         if "untrained" in message and (of_all or message["role"] == "assistant")
@@ -454,7 +455,7 @@ def without_untrained(
 
 
 def _bracket_untrained(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with brackets around its untrained parts; white space around them stays outside.
+    """Return a message with brackets around its untrained parts, inside any white space there.
 
     So a template that trims texts trims them as before.
     """
@@ -488,7 +489,7 @@ def _spans_in(
 
 
 def _tails(content: str) -> list[int]:
-    """Number of spaces behind each bracketed part that end its message."""
+    """Return, for each bracketed part, the number of spaces after it that end its message."""
     *parts, last = content.split(_CLOSING)
     if not parts:
         return []
@@ -520,7 +521,7 @@ def _unbracketed(text: str) -> tuple[str, list[Span]]:
 
 
 def _without(spans: Collection[Span], others: Collection[Span]) -> list[Span]:
-    """Spans without the characters of others; both are rising."""
+    """Return spans without the characters of others; both are in rising order."""
     left: list[Span] = []
     for first, end in spans:
         for begin, stop in others:

@@ -210,7 +210,7 @@ def save_adapter(
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
-    """Matrices by our layer; initial values to subtract become more ranks."""
+    """Collect matrices by our layer; initial values to subtract become more ranks."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in parameters.items():
         # What follows is A, B or magnitude_vector, and the name of the adapter.
@@ -286,7 +286,7 @@ def _whole_layers(
 
 
 def _alpha(lora: Lora, rank: int) -> int | float:
-    """Alpha with which matrices of another rank have the same scale."""
+    """Return the alpha with which matrices of another rank have the same scale."""
     # PEFT divides alpha by the rank, which stacked parts multiply.
     factor = rank / lora.lora_r
     alpha = lora.lora_alpha * (math.sqrt(factor) if lora.lora_variant == "rslora" else factor)
@@ -396,7 +396,7 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
 def adapter_tensors(
     stored: Mapping[str, Tensor], directory: Path, base: BaseModel
 ) -> dict[str, Tensor]:
-    """Tensors of a PEFT adapter by our names of the parameters.
+    """Return the tensors of a PEFT adapter by our names of the parameters.
 
     Args:
         stored: by PEFT's names, as its files have them.
@@ -487,6 +487,7 @@ def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+    # Both ways: tensors without a parameter, then parameters without a tensor.
     for name, tensor in adapter.tensors.items():
         if name not in shapes:
             problem = "is not among its target modules"

@@ -344,7 +344,7 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
         naming = architecture.naming_in(layout)
         assert naming is not None, f"{architecture.name} was read in a layout that cannot hold it"
         return NamedStorage(architecture, naming)
-    # These import transformers, which takes as long as all the rest.
+    # Imported here: transformers takes as long as all other imports.
     from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
     from ftkit.models.pretrained.transformers_storage import TransformersStorage
 
@@ -354,6 +354,7 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
 
 def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> BaseModel:
     name = checkpoint_dir.removeprefix("random:")
+    # LitGPT's names come first, then the model types of transformers.
     known = known_architecture(name, implementation)
     architecture = known[1] if known else default_architecture(name)
     if architecture is None:
@@ -370,7 +371,9 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
             "model_implementation out."
         )
     is_litgpt = architecture.implementation == "litgpt"
+    # By this name, a checkpoint finds the architecture again.
     called = known[0] if known and not is_litgpt else architecture.name
+    # Any tokenizer will do for random weights, and this one is always here.
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(
         name=f"random:{called}",
@@ -572,7 +575,7 @@ def _digest(base: BaseModel) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """[up to 256] float64, from the first value to the last in nearly equal strides."""
+    """Return [up to 256] float64, from the first value to the last in nearly equal strides."""
     # Strides that differ by one: with equal ones, all values could be from one column.
     values = tensor.flatten()
     count = min(values.numel(), _SAMPLED)

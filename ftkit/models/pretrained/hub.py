@@ -188,7 +188,7 @@ def download_model(options: DownloadOptions) -> int:
 
 
 def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Path:
-    """Download a model from the hub ($HF_ENDPOINT) to root/ORG/NAME; returns that directory.
+    """Download a model from the hub ($HF_ENDPOINT) to root/ORG/NAME; return that directory.
 
     Fetches config, tokenizer and weights: safetensors where the repository has them, else
     PyTorch's .bin, never both. Files that are complete are kept.
@@ -305,7 +305,7 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
 
 
 def hub_name(name: str, *, root: Path = ROOT) -> str | None:
-    """Return ORG/NAME of a base model from the hub; None: it did not come from there.
+    """Return ORG/NAME of a base model from the hub; None if it is from elsewhere.
 
     Args:
         name: as `find_or_download` takes it.
@@ -420,7 +420,7 @@ def _converted(file: Path, root: Path) -> Path | None:
 
 
 def _require_plain_weights(directory: Path) -> None:
-    """UserError if the weights in a directory are stored quantised."""
+    """Refuse a directory whose weights are stored quantised."""
     require_plain_weights(read_json(directory / "config.json"), str(directory))
     for note, method in _QUANTIZED_NOTES.items():
         if (directory / note).is_file():
@@ -437,7 +437,7 @@ def _repository(name: str, root: Path) -> str | None:
 
 
 def _incomplete_files(directory: Path) -> list[Path]:
-    """Files of which huggingface_hub has not finished the download into a directory."""
+    """List the files in a directory whose download huggingface_hub has not finished."""
     return sorted((directory / _DOWNLOADED / "download").rglob("*.incomplete"))
 
 

@@ -106,9 +106,11 @@ def nearest_names(name: str) -> list[str]:
     from litgpt.config import configs
 
     hub_names = [f"{c['hf_config']['org']}/{c['hf_config']['name']}" for c in configs]
+    # Users may have misspelt ORG/NAME, NAME alone, or LitGPT's own name.
     by_spelling = {known.lower(): known for known in hub_names}
     by_spelling |= {known.split("/")[-1].lower(): known for known in hub_names}
     by_spelling |= {c["name"].lower(): known for c, known in zip(configs, hub_names, strict=True)}
+    # More than are shown, because several spellings may mean the same model.
     close = difflib.get_close_matches(name.lower(), by_spelling, n=6, cutoff=0.7)
     return list(dict.fromkeys(by_spelling[spelling] for spelling in close))[:3]
 

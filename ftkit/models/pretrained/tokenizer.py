@@ -248,7 +248,7 @@ class Tokenizer:
         return f"({'|'.join(map(re.escape, longest_first))})"
 
     def token_text(self, token_id: int) -> str:
-        """Text of a token in the vocabulary."""
+        """Return the text of a token in the vocabulary."""
         if self.backend == "sentencepiece":
             return str(self.processor.id_to_piece(token_id))
         return str(self.processor.id_to_token(token_id))

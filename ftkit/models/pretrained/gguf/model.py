@@ -292,7 +292,7 @@ class ConvertedTensor:
             yield values.tobytes()
 
     def _converted(self, raw: np.ndarray) -> np.ndarray:
-        """Numbers, [rows, numbers of a row]; BF16 as the bits of each."""
+        """Return numbers, [rows, numbers of a row]; BF16 as the bits of each."""
         kind = self.source.kind
         if kind in _PLAIN:
             dtype = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}[kind]
@@ -415,6 +415,7 @@ def tensor_names(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int,
     head_size = settings["head_dim"]
     queries = settings["num_attention_heads"] * head_size
     keys = settings["num_key_value_heads"] * head_size
+    # First the names within a block, then those of all blocks and around them.
     block: dict[str, tuple[str, tuple[int, ...]]] = {
         "attn_norm.weight": ("input_layernorm.weight", (width,)),
         "attn_output.weight": ("self_attn.o_proj.weight", (width, queries)),

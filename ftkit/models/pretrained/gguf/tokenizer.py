@@ -193,6 +193,7 @@ def _sentencepiece(
             _merges_by_score(words),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
+            # Characters without a token become the tokens of their bytes.
             byte_fallback=True,
         )
     )
@@ -251,6 +252,7 @@ def _add_tokens(
     from tokenizers import AddedToken
 
     control = {number for number, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)}
+    # Special tokens count, whatever kind the file gives them.
     control |= set(special.values())
     added = [AddedToken(tokens[i], normalized=False, special=True) for i in sorted(control)]
     # normalized=False: a special token in a text is matched as it stands.
