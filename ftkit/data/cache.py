@@ -45,7 +45,14 @@ _CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
 """Modules of ftkit that do so."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 # Little-endian, whatever the machine: the directory may be shared.
-_ARRAYS = {"tokens": "<i4", "offsets": "<i8", "spans": "<i4", "span_offsets": "<i8"}
+_ARRAYS = {
+    "tokens": "<i4",
+    "offsets": "<i8",
+    "spans": "<i4",
+    "span_offsets": "<i8",
+    "weights": "<f4",
+}
+"""Files of the samples; without weights there is no file of them."""
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
 # Bytes. hashlib and pread release the GIL, so that threads hash pieces at the same time.
 _PIECE_BYTES = 8 * 2**20
@@ -291,11 +298,13 @@ class Building:
 
 def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
     prepared, part = entry.prepared, entry.part
-    for name, values in prepared.samples.arrays._asdict().items():
-        (directory / name).write_bytes(np.ascontiguousarray(values, dtype=_ARRAYS[name]).data)
+    arrays = prepared.samples.arrays._asdict()
+    names = [name for name in _ARRAYS if arrays[name] is not None]
+    for name in names:
+        (directory / name).write_bytes(np.ascontiguousarray(arrays[name], dtype=_ARRAYS[name]).data)
     lengths = np.ascontiguousarray(prepared.whole_lengths, dtype="<i4")
     (directory / _WHOLE_LENGTHS).write_bytes(lengths.data)
-    names = [*_ARRAYS, _WHOLE_LENGTHS]
+    names.append(_WHOLE_LENGTHS)
     if with_records:
         names += [_RECORDS, _RECORD_OFFSETS]
         _write_records(directory, prepared.records)
@@ -351,7 +360,13 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
         # trained on.
         if file_digest(directory / name) != digest:
             raise ValueError(f"{name} does not match its checksum")
-    arrays = SampleArrays(*(_mapped(directory / name, dtype) for name, dtype in _ARRAYS.items()))
+    arrays = SampleArrays(
+        **{
+            name: _mapped(directory / name, dtype)
+            for name, dtype in _ARRAYS.items()
+            if name in values["files"]
+        }
+    )
     spans = arrays.spans.reshape(-1, 2)
     samples = SampleSet(
         *arrays._replace(spans=spans),

@@ -45,6 +45,8 @@ from ftkit.utils.progress import OnProgress
 
 NO_LABELS = "no answer within max_seq_length"
 """Reason for a record with an answer but without a label."""
+NO_WEIGHT = "its weight is 0"
+"""Reason for a record that is not to be learned."""
 NO_REASONING = "the template leaves out reasoning"
 """Remark about records that are trained on."""
 
@@ -167,6 +169,9 @@ class _Preparation:
         """Add the samples of a record, or count why there are none."""
         counts = self.counts
         counts.records += 1
+        weight = record.get("weight", 1)
+        if not weight:
+            rendering = Rendering(refused=NO_WEIGHT)
         if rendering.refused is not None:
             self._note_example(rendering.refused, record)
         if rendering.refused == NO_OUTPUT:
@@ -179,6 +184,8 @@ class _Preparation:
                 parts = self._fit_together(rendering.samples)
             else:
                 parts = [part for whole in rendering.samples for part in self._fit(whole)]
+            if weight != 1:
+                parts = [part.times(weight) for part in parts]
             if parts:
                 counts.split_by_turn += len(rendering.samples) > self._per_sample
                 if rendering.omits_reasoning:
@@ -405,6 +412,7 @@ def _render(records: Sequence[Record]) -> list[Rendering]:
 _TO_RECORDS = {
     NO_OUTPUT: "Add an output to them, or remove them.",
     NO_TEXT: "Add a text to them, or remove them.",
+    NO_WEIGHT: "Give them a loss_weight above 0, or remove them.",
     NO_TURN: "Add an answer of the assistant to them, or train: true to the turns that are meant.",
 }
 _TO_TEMPLATES = {

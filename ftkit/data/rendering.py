@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +14,13 @@ from ftkit.data.records.record import Record
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import DEFAULT, AnyStyle, template_of_style
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
-from ftkit.models.chat_templates.turns import TurnFinder, Written, plain_messages, without_untrained
+from ftkit.models.chat_templates.turns import (
+    TurnFinder,
+    WeightedSpan,
+    Written,
+    plain_messages,
+    with_span_weights,
+)
 
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -27,12 +34,20 @@ class Rendered(NamedTuple):
 
     ids: list[int]
     trained: tuple[tuple[int, int], ...]
-    """Spans [first, end) of the tokens that carry loss, rising and apart from each other."""
+    """Spans [first, end) of the tokens that carry loss, rising. Two only touch where their weights
+    differ."""
+    weights: tuple[float, ...] = ()
+    """Weight of the tokens of each span; none: all weigh 1."""
 
     @property
     def label_count(self) -> int:
         """Tokens that carry loss. The first one never does: nothing predicts it."""
         return sum(end - max(first, 1) for first, end in self.trained)
+
+    def times(self, weight: float) -> "Rendered":
+        """The same with all weights multiplied."""
+        weights = self.weights or (1.0,) * len(self.trained)
+        return self._replace(weights=tuple(weight * one for one in weights))
 
 
 class Rendering(NamedTuple):
@@ -99,8 +114,9 @@ class Renderer(ABC):
 def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
     """Cut tokens from `first` on out of a sample, with the spans that still hold a label."""
     ids = sample.ids[first : first + max_seq_length]
-    spans = ((max(begin - first, 0), min(end - first, len(ids))) for begin, end in sample.trained)
-    return Rendered(ids, tuple((begin, end) for begin, end in spans if max(begin, 1) < end))
+    spans = [(max(begin - first, 0), min(end - first, len(ids))) for begin, end in sample.trained]
+    kept = [max(begin, 1) < end for begin, end in spans]
+    return Rendered(ids, tuple(compress(spans, kept)), tuple(compress(sample.weights, kept)))
 
 
 class PromptedRenderer(Renderer):
@@ -422,7 +438,7 @@ class ChatRenderer(Renderer):
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         each = zip(records, self._finder.written_each(records), strict=True)
-        found = [self._without_untrained(record, written) for record, written in each]
+        found = [self._with_span_weights(record, written) for record, written in each]
         texts = [sample for written in found if not isinstance(written, str) for sample in written]
         samples = self._tokens(texts)
         for written in found:
@@ -466,14 +482,14 @@ class ChatRenderer(Renderer):
         ends = (token for token in self._tokenizer.added_tokens if text.endswith(token))
         return text.removesuffix(max(ends, key=len, default="")).strip()
 
-    def _without_untrained(
+    def _with_span_weights(
         self, record: Record, written: list[Written] | str
     ) -> list[Written] | str:
         """The texts of a conversation's samples, or the reason why there is none."""
         if isinstance(written, str):
             return written
         try:
-            return without_untrained(self._template, record, written, of_all=self._learns_all)
+            return with_span_weights(self._template, record, written, of_all=self._learns_all)
         except TemplateRefusal as refusal:
             return str(refusal)
 
@@ -486,7 +502,27 @@ class ChatRenderer(Renderer):
             if _hold(encoded.offsets, trained, sample.others):
                 yield None
             else:
-                yield Rendered(encoded.ids, trained)
+                yield _weighted(Rendered(encoded.ids, trained), encoded.offsets, sample.weights)
+
+
+def _weighted(
+    sample: Rendered, offsets: Sequence[Span], characters: Sequence[WeightedSpan]
+) -> Rendered:
+    """Split the spans of tokens where weights change: a token has that of its first character."""
+    if not characters:
+        return sample
+    begins = _begins(offsets)
+    of_tokens = np.ones(len(begins))
+    for first, end, weight in characters:
+        of_tokens[slice(*np.searchsorted(begins, (first, end)))] = weight
+    changes = (np.flatnonzero(np.diff(of_tokens)) + 1).tolist()
+    spans = [
+        span
+        for first, end in sample.trained
+        for span in pairwise([first, *(at for at in changes if first < at < end), end])
+    ]
+    weights = tuple(float(of_tokens[first]) for first, _ in spans)
+    return Rendered(sample.ids, tuple(spans), weights)
 
 
 def _token_spans(offsets: Sequence[Span], sample: Written) -> tuple[Span, ...]:

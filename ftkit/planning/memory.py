@@ -170,13 +170,16 @@ def _unsimulated_savings(*, compiles: bool, kernels: Kernels) -> str:
     return "; ".join(reasons)
 
 
-def heaviest_micro_batch(base: BaseModel, plan: Plan, tokens: int) -> MicroBatchSize:
+def heaviest_micro_batch(
+    base: BaseModel, plan: Plan, tokens: int, *, weighted: bool = False
+) -> MicroBatchSize:
     """Upper bound of the micro-batches of a plan.
 
     Args:
         base: whose attention takes it.
         plan: how it is trained.
         tokens: of the longest sample.
+        weighted: whether some labels have a weight other than 1.
     """
     traits = base.architecture.attention
     path = attention_path(
@@ -190,6 +193,7 @@ def heaviest_micro_batch(base: BaseModel, plan: Plan, tokens: int) -> MicroBatch
         tokens,
         padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,
+        weighted=weighted,
     )
 
 
@@ -209,7 +213,8 @@ def predict_measured(
     """
     first = measured.ranks[0]
     model = read_blueprint(base, plan.recipe.implementation)
-    batch = heaviest_micro_batch(model, plan, longest_sample_tokens)
+    weighted = first.micro_batch is not None and first.micro_batch.weighted
+    batch = heaviest_micro_batch(model, plan, longest_sample_tokens, weighted=weighted)
     memory = predict(model, plan, batch)
     heaviest = HeaviestStep(
         peak_bytes=memory.peak_bytes,

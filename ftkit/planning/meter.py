@@ -258,10 +258,17 @@ class MemoryMeter:
 def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
     lines, positions = batch["input_ids"].shape
     targets, lengths = len(batch["labels"]), batch["sequence_lengths"]
+    weighted = "weights" in batch
     if lengths is None:
-        return MicroBatchSize(sequences=lines, positions=positions, targets=targets)
+        return MicroBatchSize(
+            sequences=lines, positions=positions, targets=targets, weighted=weighted
+        )
     return MicroBatchSize(
-        sequences=len(lengths), positions=max(lengths), targets=targets, tokens=positions
+        sequences=len(lengths),
+        positions=max(lengths),
+        targets=targets,
+        tokens=positions,
+        weighted=weighted,
     )
 
 

@@ -294,7 +294,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     if samples is not None:
         rate = base_learning_rate(recipe.optimizer)
         steps = make_schedule(recipe.train, samples, rate)[0].total_steps
-    largest = heaviest_micro_batch(base, made, length.tokens)
+    weighted = length.trained is not None and length.trained.weighted
+    largest = heaviest_micro_batch(base, made, length.tokens, weighted=weighted)
     memory = predict(base, made, largest)
     least_bytes = memory.low_bytes
     in_row = largest.tokens is not None
@@ -376,6 +377,7 @@ def certain_micro_batch(
         positions=positions,
         targets=targets,
         tokens=positions + rows - 1 if padding_free else None,
+        weighted=known.weighted,
     )
 
 

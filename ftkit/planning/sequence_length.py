@@ -50,6 +50,8 @@ class Longest:
     """Number of its tokens that carry loss."""
     is_exact: bool = False
     """Whether this sample is the longest of all."""
+    weighted: bool = False
+    """Whether a sample that was looked at has tokens with a weight other than 1."""
 
 
 def _longest_of(samples: Samples) -> Longest | None:
@@ -59,7 +61,13 @@ def _longest_of(samples: Samples) -> Longest | None:
     index = int(samples.longest.argmax())
     tokens = int(samples.longest[index]) + 1
     labels = int(samples.label_counts[index])
-    return Longest(at_most=tokens, at_least=tokens, label_tokens=labels, is_exact=True)
+    return Longest(
+        at_most=tokens,
+        at_least=tokens,
+        label_tokens=labels,
+        is_exact=True,
+        weighted=samples.label_weights is not None,
+    )
 
 
 def _longest_in_all(found: Iterable[Longest | None]) -> Longest | None:
@@ -72,6 +80,7 @@ def _longest_in_all(found: Iterable[Longest | None]) -> Longest | None:
         longest,
         at_most=max(one.at_most for one in known),
         is_exact=all(one.is_exact for one in known),
+        weighted=any(one.weighted for one in known),
     )
 
 
@@ -105,6 +114,7 @@ def longest_sample(
     largest = int(sizes[by_size_desc[0]])
     if by_bytes:
         return Longest(at_most=min(largest + _BESIDE_TEXT, max_seq_length))
+    weighted = any("weight" in record for record, _ in answered)
     tokens = label_tokens = done_bytes = 0
     densest = 0.0
     for start in range(0, len(by_size_desc), _AT_ONCE):
@@ -116,18 +126,27 @@ def longest_sample(
             # The rest is as dense as the densest sample so far: most likely, not certainly.
             expected = max(tokens, math.ceil(densest * largest))
             at_most = min(expected, largest + _BESIDE_TEXT, max_seq_length)
-            return Longest(at_most=at_most, at_least=tokens, label_tokens=label_tokens)
+            return Longest(
+                at_most=at_most, at_least=tokens, label_tokens=label_tokens, weighted=weighted
+            )
         renderings = renderer.render([answered[i][0] for i in chunk])
         for index, rendering in zip(chunk, renderings, strict=True):
             for whole in rendering.samples:
                 densest = max(densest, len(whole.ids) / sizes[index])
+                weighted = weighted or bool(whole.weights)
                 for kept in fit(whole, max_seq_length, overlong):
                     if tokens < len(kept.ids):
                         tokens, label_tokens = len(kept.ids), kept.label_count
         done_bytes += int(sizes[chunk].sum())
     if not tokens:
         return None
-    return Longest(at_most=tokens, at_least=tokens, label_tokens=label_tokens, is_exact=True)
+    return Longest(
+        at_most=tokens,
+        at_least=tokens,
+        label_tokens=label_tokens,
+        is_exact=True,
+        weighted=weighted,
+    )
 
 
 _ASSUMED_TOKENS = 2048

@@ -60,7 +60,12 @@ LEAST_DEPTH = 3
 
 
 def largest_micro_batch(
-    sequences: int, tokens: int, *, padding_free: bool = False, most_tokens: int | None = None
+    sequences: int,
+    tokens: int,
+    *,
+    padding_free: bool = False,
+    most_tokens: int | None = None,
+    weighted: bool = False,
 ) -> MicroBatchSize:
     """Upper bound of micro-batches: samples of equal length whose tokens all carry loss.
 
@@ -69,6 +74,7 @@ def largest_micro_batch(
         tokens: of the longest sample.
         padding_free: whether they lie in a row.
         most_tokens: of a row, but for a longer sample; None: as many as the samples have.
+        weighted: whether their labels have weights.
     """
     positions = tokens - 1  # the last token is only a label
     in_all = sequences * positions
@@ -80,6 +86,7 @@ def largest_micro_batch(
         positions=positions,
         targets=in_all,
         tokens=in_all if padding_free else None,
+        weighted=weighted,
     )
 
 
@@ -379,6 +386,11 @@ class _Step:
             "sequence_lengths": batch.lengths,
             "divisors": defaultdict(lambda: divisor),
         }
+        if batch.weighted:
+            weights = torch.ones(batch.targets, dtype=torch.float32)
+            live.assign([weights], "activations")
+            made["weights"] = weights
+            del weights
         step_loss = self._step_loss
         step_loss.refer(made)
         self._mark("before the blocks")

@@ -71,6 +71,8 @@ class MicroBatchSize:
     """Positions that carry loss, over all sequences."""
     tokens: int | None = None
     """Tokens of all sequences in a row without padding; None: sequences are padded."""
+    weighted: bool = False
+    """Whether the targets have weights."""
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

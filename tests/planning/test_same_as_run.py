@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from runs import WITHOUT_EVALUATION, Run, command_of
+from tiny import make_records
 
 from ftkit.cli.app import run
 from ftkit.runs.report.report import read_report
@@ -29,10 +30,11 @@ CASES: dict[str, dict[str, object]] = {
     "ddp": TWO | {"strategy": "ddp", "lora_mlp": True},
     "fsdp": TWO | {"strategy": "fsdp", "command": "finetune_full"},
 }
+WEIGHTED = "weights of records"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, WEIGHTED])
 def test_plan_and_report_give_the_same_peak(
     start: Callable[..., AbstractContextManager[Run]],
     common: list[str],
@@ -40,9 +42,15 @@ def test_plan_and_report_give_the_same_peak(
     case: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    changes = CASES.get(case, {})
+    if case == WEIGHTED:
+        data = tmp_path / "weighted.json"
+        records = [row | {"loss_weight": 1 + i} for i, row in enumerate(make_records(30))]
+        data.write_text(json.dumps(records))
+        changes = {"data__json_path": data}
     settings = {"checkpoint__save": False, "train__max_steps": 2}
     batch = {"train__global_batch_size": 6, "train__micro_batch_size": 6}
-    keys = WITHOUT_EVALUATION | settings | batch | CASES[case]
+    keys = WITHOUT_EVALUATION | settings | batch | changes
     out = tmp_path / "out"
     with start(out, **keys) as started:
         assert started.end()[0] == 0
@@ -53,6 +61,7 @@ def test_plan_and_report_give_the_same_peak(
     heaviest, predicted = report.step_memory.heaviest, report.step_memory.predicted
     assert heaviest and predicted
     assert planned["peak_bytes"] == heaviest.peak_bytes
+    assert heaviest.micro_batch.weighted == (case == WEIGHTED)
     same = ("accelerator", "precision", "strategy", "world_size", "micro_batch_size")
     for key in (*same, "longest_sample_tokens"):
         assert planned[key] == getattr(report.resolved, key)

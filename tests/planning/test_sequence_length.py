@@ -46,7 +46,9 @@ def lengths(found: list[dict[str, str]], tokenizer: Any, most: int, mask: bool) 
         for sample in rendering.samples
     ]
     return [
-        min(len(ids), most) for ids, ((first, _),) in whole if max(first, 1) < min(len(ids), most)
+        min(len(ids), most)
+        for ids, ((first, _),), _ in whole
+        if max(first, 1) < min(len(ids), most)
     ]
 
 

@@ -38,6 +38,7 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
     ShownSample,
     SourceNumbers,
     SplitNumbers,
+    Weights,
 )
 from ftkit.data.prepare import Prepared  # noqa: E402
 from ftkit.data.samples.sample_set import SampleSet  # noqa: E402
@@ -219,9 +220,18 @@ def _split(prepared: Prepared, limit: int) -> SplitNumbers:
         split_by_turn=counts.split_by_turn,
         tokens=counts.tokens,
         trained_tokens=counts.label_tokens,
+        weights=_weights(prepared.samples),
         lost_tokens=counts.lost_tokens,
         lengths=lengths_of(prepared.whole_lengths, limit),
     )
+
+
+def _weights(samples: SampleSet) -> Weights | None:
+    weights, sums = samples.arrays.weights, samples.label_weights
+    if weights is None or sums is None:
+        return None
+    mean = sums.sum() / samples.label_counts.sum()
+    return Weights(least=float(weights.min()), most=float(weights.max()), mean=float(mean))
 
 
 def _duplicates(evidence: Evidence) -> Duplicates:
@@ -263,17 +273,19 @@ def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
 def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> ShownSample:
     sample = part.splits["train"].samples[number]
     ids = sample.ids.tolist()
-    trained = np.zeros(len(ids), dtype=bool)
-    for first, end in sample.trained:
-        trained[first:end] = True
-    trained[0] = False  # nothing predicts it
+    weights = np.zeros(len(ids))
+    of_spans = np.ones(len(sample.trained)) if sample.weights is None else sample.weights
+    for (first, end), weight in zip(sample.trained, of_spans, strict=True):
+        weights[first:end] = weight
+    weights[0] = 0  # nothing predicts it
     texts, special = token_texts(tokenizer, ids)
     return ShownSample(
         source=part.source.name,
         number=number,
         ids=ids,
         texts=texts,
-        trained=trained.tolist(),
+        trained=(weights > 0).tolist(),
+        weights=weights.tolist(),
         special=special,
     )
 

@@ -52,7 +52,7 @@ class InspectionText:
         if seen.samples:
             yield ""
             yield _rule("samples")
-            yield _legend(ascii_only)
+            yield _legend(ascii_only, any(map(_weights_of, seen.samples)))
         for sample in seen.samples:
             yield ""
             yield Text(_sample_title(sample, seen), "cyan")
@@ -184,6 +184,10 @@ def _used_words(split: SplitNumbers) -> str:
 def _token_words(split: SplitNumbers) -> str:
     share = percent_text(split.trained_tokens / split.tokens) if split.tokens else ""
     words = f"{split.tokens:,} tokens, {split.trained_tokens:,} of them trained ({share})"
+    if weights := split.weights:
+        words += (
+            f" with weights from {weights.least:g} to {weights.most:g}, mean {weights.mean:.3g}"
+        )
     return words + (f"; {split.lost_tokens:,} more are lost" if split.lost_tokens else "")
 
 
@@ -218,12 +222,24 @@ def _findings(findings: list[Finding]) -> Iterator[RenderableType]:
         )
 
 
-def _legend(ascii_only: bool) -> Text:
+def _legend(ascii_only: bool, weighted: bool) -> Text:
     opening, closing, between = _signs(ascii_only)
+    example = f"{opening}{_weight_mark(0.5)}with weight 0.5{closing} "
     return Text.assemble(
-        (opening, _TRAINED), ("trained", _TRAINED), (closing, _TRAINED), " not trained ",
+        (opening, _TRAINED), ("trained", _TRAINED), (closing, _TRAINED), " ",
+        (example * weighted, _TRAINED), "not trained ",
         ("<mark>", _MARK), "  ", (between, _BETWEEN), " between tokens",
     )  # fmt: skip
+
+
+def _weights_of(sample: ShownSample) -> set[float]:
+    """Weights of a sample that are shown."""
+    return {*sample.weights} - {0.0, 1.0}
+
+
+def _weight_mark(weight: float) -> str:
+    """Mark before tokens of a weight; empty if it is 1."""
+    return "" if weight == 1 else f"{weight:g}: "
 
 
 def _signs(ascii_only: bool) -> tuple[str, str, str]:
@@ -271,25 +287,25 @@ def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, b
     opening, closing, between = _signs(ascii_only)
     end_of_line = "\\n" if ascii_only else "↵"
     left_out = range(MOST_TOKENS * 2 // 3, len(sample.ids) - MOST_TOKENS // 3)
-    for i, (text, trained, special) in enumerate(
-        zip(sample.texts, sample.trained, sample.special, strict=True)
+    for i, (text, weight, special) in enumerate(
+        zip(sample.texts, sample.weights, sample.special, strict=True)
     ):
         if i in left_out:
             if i == left_out.start:
                 yield f" ... {len(left_out):,} tokens ... ", _BETWEEN, True
             continue
-        if trained and not (i and sample.trained[i - 1]):
-            yield opening, _TRAINED, False
-        style = _TRAINED if trained else _MARK if special else ""
+        if weight and not (i and sample.weights[i - 1] == weight):
+            yield opening + _weight_mark(weight), _TRAINED, False
+        style = _TRAINED if weight else _MARK if special else ""
         *whole, last = text.split("\n")
         if whole and not last:  # the line ends behind what separates it from the next token
             last = whole.pop() + "\n"
         for line in whole:
             yield visible(line) + end_of_line, style, True
         yield visible(last.removesuffix("\n")) + end_of_line * last.endswith("\n"), style, False
-        goes_on = i + 1 < len(sample.ids) and sample.trained[i + 1] == trained
+        goes_on = i + 1 < len(sample.ids) and sample.weights[i + 1] == weight
         ends = i + 1 == len(sample.ids) or last.endswith("\n")
-        if trained and not goes_on:
+        if weight and not goes_on:
             yield closing, _TRAINED, ends
         else:
             yield between * goes_on, _BETWEEN, ends
@@ -398,17 +414,18 @@ def _html_sample(sample: ShownSample) -> str:
 
 
 def _html_tokens(sample: ShownSample) -> Iterator[str]:
-    """Tokens with their ids as tooltips; neighbours that are trained share a frame."""
-    was_trained = False
-    columns = zip(sample.ids, sample.texts, sample.trained, sample.special, strict=True)
-    for token, text, trained, special in columns:
-        if was_trained and not trained:
+    """Tokens with their ids as tooltips; neighbours of one weight share a frame."""
+    before = 0.0
+    columns = zip(sample.ids, sample.texts, sample.weights, sample.special, strict=True)
+    for token, text, weight, special in columns:
+        if before and before != weight:
             yield "</span>"
-        if trained and not was_trained:
+        if weight and before != weight:
             yield f'<span style="{_TRAINED_CSS}">'
-        was_trained = trained
+            yield f"<sup>{_weight_mark(weight)}</sup>" if weight != 1 else ""
+        before = weight
         yield _html_token(text, _MARK_CSS if special else _TOKEN_CSS, token)
-    if was_trained:
+    if before:
         yield "</span>"
 
 

@@ -77,6 +77,16 @@ class LeftOut:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights of the tokens that carry loss."""
+
+    least: float
+    most: float
+    mean: float
+    """Over all tokens that carry loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitNumbers:
     """Counts of records, samples and tokens of one split of a source."""
 
@@ -97,6 +107,8 @@ class SplitNumbers:
     """Input tokens of the samples."""
     trained_tokens: int
     """Tokens that carry loss."""
+    weights: Weights | None
+    """Their weights; None: all are 1."""
     lost_tokens: int
     """Tokens that are cut off, dropped or skipped."""
     lengths: Lengths | None
@@ -156,6 +168,8 @@ class ShownSample:
     """Text of each token; a character of several tokens is in the last of them."""
     trained: list[bool]
     """Whether each carries loss."""
+    weights: list[float]
+    """Weight of the loss of each; 0: it carries none."""
     special: list[bool]
     """Whether each is a special token of the tokenizer, such as BOS."""
 

@@ -4,7 +4,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ftkit.data.records.keys import TRAIN_MARKS, Refusal, check_message_keys, is_empty, unused_of
+from ftkit.data.records.keys import (
+    TRAIN_MARKS,
+    Refusal,
+    check_message_keys,
+    is_empty,
+    mark_of,
+    unused_of,
+)
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
@@ -32,6 +39,8 @@ _OF_MESSAGES = {first: frozenset((first, said, *_OF_ALL)) for first, said in (_O
 _PART_TEXTS = ("text", "content", "value")
 """Keys of a content part that hold its text."""
 _DETAIL = '{"begin_offset": 0, "end_offset": 4, "train": false}, where both characters belong to it'
+_WeightedSpan = list[Any]
+"""First character, end, and weight."""
 _OF_PARTS = frozenset(("type", *_PART_TEXTS, *TRAIN_MARKS))
 
 
@@ -92,7 +101,8 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
         messages.append({"role": "user", "content": "\n\n".join(part for part in parts if part)})
     if "output" in record:
         messages.append({"role": "assistant", "content": record["output"]})
-    return {"messages": messages}
+    weight = {"weight": record["weight"]} if "weight" in record else {}
+    return {"messages": messages} | weight
 
 
 def unused_in(turns: Any, key: str) -> Iterator[str]:
@@ -202,15 +212,16 @@ def _extras(turn: dict[str, Any], where: str) -> Record:
 def _train_marks(
     turn: Mapping[str, Any], role: str, content: str, value: Any, where: str
 ) -> Record:
-    """Read which parts of a message are trained: `train`, and `untrained` parts of its content.
+    """Read how much a message and parts of its content count: `train`, `weight` and `spans`.
 
-    A part that says nothing is learned if its turn is. A turn of which a part says that it is
-    learned is one that is.
+    A part that says nothing counts as its turn. A turn of which a part says that it is learned is
+    one that is.
 
-    `untrained` has characters of the content, [first, end] each, rising.
+    `spans` has the characters of the content whose weight is not that of the turn, [first, end,
+    weight] each, rising; at 0 they carry no loss.
     """
-    mark = _mark_of(turn, where)
-    spans, some_trained = _of_parts(value, where) if isinstance(value, list) else ([], False)
+    weight = mark_of(turn, where)
+    spans = _of_parts(value, where) if isinstance(value, list) else []
     detail = turn.get("train_detail")
     if not is_empty(detail):
         if isinstance(value, list):
@@ -218,17 +229,19 @@ def _train_marks(
                 f"{where} has train_detail, but its content is a list of parts.\nMark the parts "
                 "with train instead, and remove train_detail."
             )
-        spans, some_trained = _of_detail(detail, content, where)
+        spans = _of_detail(detail, content, where)
+    some_trained = any(of_span for *_, of_span in spans)
     if role != "assistant":
-        if mark or some_trained:
+        if weight or some_trained:
             raise Refusal(
                 f"{where} is to be trained on, but only turns of the assistant are.\n"
                 f"Remove {_names_of_marks(turn)} from it."
             )
         # A user turn that is marked as untrained matters with train_on all.
-        if mark is False and content:
-            spans = [[0, len(content)]]
-    elif mark is False:
+        if weight == 0 and content:
+            spans = [[0, len(content), 0.0]]
+        return {"spans": spans} if spans else {}
+    if weight == 0:
         if some_trained:
             raise Refusal(
                 f"{where}: {_names_of_marks(turn)} excludes the message from training, but one of "
@@ -236,45 +249,26 @@ def _train_marks(
                 "Remove one of the two."
             )
         return {"train": False}
-    elif spans and mark is None and not some_trained and _says_nothing_else(turn, content, spans):
+    if spans and weight is None and not some_trained and _says_nothing_else(turn, content, spans):
         return {"train": False}
-    elif some_trained:
-        mark = True
-    marks: Record = {"train": True} if mark else {}
-    return marks | {"untrained": spans} if spans else marks
+    marks: Record = {"train": True} if weight or some_trained else {}
+    of_turn = 1.0 if weight is None else weight
+    if of_turn != 1:
+        marks["weight"] = of_turn
+    spans = [span for span in spans if span[2] != of_turn]
+    return marks | {"spans": spans} if spans else marks
 
 
-def _mark_of(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Return whether a turn or a part is trained; None: it is not marked."""
-    if turn.keys().isdisjoint(TRAIN_MARKS):
-        return None
-    said = {key: turn[key] for key in TRAIN_MARKS if key in turn and not is_empty(turn[key])}
-    for key, value in said.items():
-        if not isinstance(value, int | float) or value not in (0, 1):
-            raise Refusal(
-                f"{where}: {key} is {value!r}, but ftkit supports no weights between 0 and 1 yet: "
-                "only 0 and 1, false and true.\n"
-                f"Make {key} 0 or 1."
-            )
-    if len({bool(value) for value in said.values()}) > 1:
-        (key, value), *others = said.items()
-        other = next(item for item in others if bool(item[1]) != bool(value))
-        raise Refusal(
-            f"{where}: {key} is {value}, but {other[0]} is {other[1]}.\nRemove one of the two."
-        )
-    return next((bool(value) for value in said.values()), None)
-
-
-def _of_parts(parts: Sequence[Mapping[str, Any]], where: str) -> tuple[list[list[int]], bool]:
-    """The characters of untrained parts, and whether some part is to be learned."""
-    marks = [_mark_of(part, f"{where}, part {n}") for n, part in enumerate(parts, 1)]
-    spans: list[list[int]] = []
+def _of_parts(parts: Sequence[Mapping[str, Any]], where: str) -> list[_WeightedSpan]:
+    """The characters of the parts that have a weight."""
+    spans: list[_WeightedSpan] = []
     end = 0
-    for part, mark in zip(parts, marks, strict=True):
+    for number, part in enumerate(parts, 1):
+        weight = mark_of(part, f"{where}, part {number}")
         first, end = end, end + len(_part_text(part) or "")
-        if mark is False and first < end:
-            _add_span(spans, first, end)
-    return spans, True in marks
+        if weight is not None and first < end:
+            _add_span(spans, first, end, weight)
+    return spans
 
 
 def _part_text(part: Mapping[str, Any]) -> str | None:
@@ -283,24 +277,21 @@ def _part_text(part: Mapping[str, Any]) -> str | None:
     return next((text for text in texts if isinstance(text, str)), None)
 
 
-def _of_detail(detail: Any, content: str, where: str) -> tuple[list[list[int]], bool]:
-    """Read untrained characters from axolotl's train_detail, whose end_offset is inclusive."""
-    spans: list[list[int]] = []
-    some_trained, before = False, 0
+def _of_detail(detail: Any, content: str, where: str) -> list[_WeightedSpan]:
+    """Read weights of characters from axolotl's train_detail, whose end_offset is inclusive."""
+    spans: list[_WeightedSpan] = []
+    before = 0
     for entry in _sorted_detail(detail, where):
         first, last = entry["begin_offset"], entry["end_offset"]
-        mark = _mark_of(entry, f"{where}, train_detail")
-        if not before <= first <= last < len(content) or mark is None:
+        weight = mark_of(entry, f"{where}, train_detail")
+        if not before <= first <= last < len(content) or weight is None:
             raise Refusal(
                 f"{where}: train_detail has {entry}, but each entry is a part of its own of the "
                 f"{len(content)} characters: {_DETAIL}.\nCorrect it, or remove train_detail."
             )
         before = last + 1
-        if mark:
-            some_trained = True
-        else:
-            _add_span(spans, first, before)
-    return spans, some_trained
+        _add_span(spans, first, before, weight)
+    return spans
 
 
 def _sorted_detail(detail: Any, where: str) -> list[dict[str, Any]]:
@@ -319,18 +310,20 @@ def _sorted_detail(detail: Any, where: str) -> list[dict[str, Any]]:
     return sorted(entries, key=lambda entry: entry["begin_offset"])
 
 
-def _add_span(spans: list[list[int]], first: int, end: int) -> None:
-    """Add a span behind the others, to the last one if it begins where that ends."""
-    if spans and spans[-1][1] == first:
+def _add_span(spans: list[_WeightedSpan], first: int, end: int, weight: float) -> None:
+    """Add a span behind the others, to the last one if it goes on with the same weight."""
+    if spans and spans[-1][1:] == [first, weight]:
         spans[-1][1] = end
     else:
-        spans.append([first, end])
+        spans.append([first, end, weight])
 
 
-def _says_nothing_else(turn: Mapping[str, Any], content: str, spans: list[list[int]]) -> bool:
-    """Return whether nothing of a turn is left without its untrained characters."""
+def _says_nothing_else(
+    turn: Mapping[str, Any], content: str, spans: Sequence[_WeightedSpan]
+) -> bool:
+    """Return whether nothing of a turn is left without some characters."""
     rest, done = "", 0
-    for first, end in spans:
+    for first, end, _ in spans:
         rest, done = rest + content[done:first], end
     others = ("tool_calls", "function_call", "reasoning_content", "thinking", "reasoning")
     return not (rest + content[done:]).strip() and all(is_empty(turn.get(key)) for key in others)

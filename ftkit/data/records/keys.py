@@ -6,14 +6,19 @@ otherwise than it was meant. A key of which nothing is known is named once.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ftkit.data.records.record import Misfit, Shape
 
-TRAIN_MARKS = ("train", "weight", "loss", "loss_weight", "loss_scale")
+_FLAGS = ("train", "loss")
 """Keys of a message or content part that say whether it is trained: 0 or 1, false or true."""
+_WEIGHTS = ("weight", "loss_weight", "loss_scale")
+"""Keys that say how much its tokens count: 0, 1 or another weight."""
+TRAIN_MARKS = (*_FLAGS, *_WEIGHTS)
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Limits of weights above 0: products of two are exact enough in float32."""
 
 _LABELS = ("label", "kto_tag")
 _REJECTED = ("rejected_response", "rejected_messages")
@@ -24,9 +29,7 @@ _TEMPLATE_VALUES = (
     "thinking",  # of a record; of a message it is what the assistant thinks
 )
 _RECORD_WEIGHTS = ("loss_weight", "loss_scale")
-_MEANINGFUL = frozenset(
-    (*_LABELS, *_REJECTED, *_MEDIA, *_TEMPLATE_VALUES, *_RECORD_WEIGHTS, "history", "tools")
-)
+_MEANINGFUL = frozenset((*_LABELS, *_REJECTED, *_MEDIA, *_TEMPLATE_VALUES, "history", "tools"))
 _TEXTS = ("instruction", "input", "output", "prompt", "completion", "text")
 _MOST_NAMED = 20
 _MOST_COUNTED = 1000
@@ -104,8 +107,6 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
                 check_label(row[key], key)
         elif key in _MEDIA:
             _check_media(row, key, shape)
-        elif key in _RECORD_WEIGHTS:
-            _check_record_weight(row[key], key)
         elif key in _TEMPLATE_VALUES:
             _check_template_value(row[key], key, shape)
         elif key == "history":
@@ -184,9 +185,64 @@ def history_of(value: Any) -> list[list[str]]:
     return pairs
 
 
-def is_used_weight(key: str, value: Any) -> bool:
-    """Return whether a key is a weight of 1 for the whole record."""
-    return key in _RECORD_WEIGHTS and isinstance(value, int | float) and value == 1
+def is_record_weight(key: str, value: Any) -> bool:
+    """Return whether a key is the weight of a whole record; a table may have other values."""
+    return key in _RECORD_WEIGHTS and isinstance(value, int | float)
+
+
+def record_weight(row: Mapping[str, Any]) -> float:
+    """Return the factor of the weights of all tokens of a record.
+
+    Raises:
+        Refusal: it is out of range, or there are two that differ.
+    """
+    found = {key: row[key] for key in _RECORD_WEIGHTS if is_record_weight(key, row.get(key))}
+    return _weight_among(found, "") if found else 1.0
+
+
+def mark_of(turn: Mapping[str, Any], where: str) -> float | None:
+    """Return the weight of a message or a part; 0: it is not trained; None: it is not marked.
+
+    Args:
+        turn: the message or the part.
+        where: its place within the record.
+
+    Raises:
+        Refusal: a value is out of range, or two differ.
+    """
+    if turn.keys().isdisjoint(TRAIN_MARKS):
+        return None
+    said = {key: turn[key] for key in TRAIN_MARKS if not is_empty(turn.get(key))}
+    for key in _FLAGS:
+        if key in said and (not isinstance(said[key], int | float) or said[key] not in (0, 1)):
+            raise Refusal(
+                f"{where}: {key} is {said[key]!r}, but it says whether a text is trained: 0 or 1, "
+                f"false or true.\nMake {key} 0 or 1, or write a number as weight."
+            )
+    weights = {key: value for key, value in said.items() if key in _WEIGHTS}
+    weight = _weight_among(weights, where) if weights else None
+    if len({bool(value) for value in said.values()}) > 1:
+        raise Refusal(_explain_differing(said, where, bool))
+    return next(map(float, said.values()), None) if weight is None else weight
+
+
+def _weight_among(found: Mapping[str, Any], where: str) -> float:
+    for key, value in found.items():
+        is_number = isinstance(value, int | float)
+        if not is_number or not (value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT):
+            raise Refusal(
+                f"{where}: {key} is {value!r}, but a weight is 0, or a number from "
+                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:,.0f}.\nMake {key} such a number, or remove it."
+            )
+    if len({*found.values()}) > 1:
+        raise Refusal(_explain_differing(found, where, float))
+    return float(next(iter(found.values())))
+
+
+def _explain_differing(said: Mapping[str, Any], where: str, meaning: Callable[[Any], float]) -> str:
+    (key, value), *others = said.items()
+    other = next(item for item in others if meaning(item[1]) != meaning(value))
+    return f"{where}: {key} is {value}, but {other[0]} is {other[1]}.\nRemove one of the two."
 
 
 def _check_media(row: Mapping[str, Any], key: str, shape: Shape) -> None:
@@ -203,15 +259,6 @@ def _check_media(row: Mapping[str, Any], key: str, shape: Shape) -> None:
             is_claimed = True
     if is_claimed:
         raise Refusal(_explain_media(key, ""))
-
-
-def _check_record_weight(value: Any, key: str) -> None:
-    if isinstance(value, int | float) and value != 1:
-        raise Refusal(
-            f": {key} is {value}, but all records count the same: ftkit does not weigh a record "
-            f"yet.\nRemove the record if it should not be learned, or {key} if it should; "
-            "data.sources has a weight for each source."
-        )
 
 
 def _check_template_value(value: Any, key: str, shape: Shape) -> None:

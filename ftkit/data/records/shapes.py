@@ -19,8 +19,9 @@ from ftkit.data.records.keys import (
     check_record_keys,
     history_of,
     is_empty,
+    is_record_weight,
     is_turns,
-    is_used_weight,
+    record_weight,
 )
 from ftkit.data.records.pairs import PAIR_KEYS, pair_rows
 from ftkit.data.records.record import Misfit, Record, Shape, check_text, keys_of, kind_of
@@ -257,6 +258,8 @@ class RecordReader:
         shape, named = self._form.shape, bool(self._columns)
         check_record_keys(row, shape, answered=self._answered, named=named)
         record = self._form.convert(row)
+        if (weight := record_weight(row)) != 1:
+            record["weight"] = weight
         self._count_unused(value, row, record)
         return record
 
@@ -272,6 +275,7 @@ class RecordReader:
             if not (key in PAIR_KEYS or key in self._form.used or is_empty(item)):
                 self._unused.add(key)
         chosen, rejected = map(self._form.convert, halves)
+        _check_unweighted(row, (chosen, rejected))
         return {"chosen": chosen, "rejected": rejected}
 
     def _count_unused(self, value: dict[str, Any], row: dict[str, Any], record: Record) -> None:
@@ -281,7 +285,7 @@ class RecordReader:
         others = value.keys() - used
         for key in filter(others.__contains__, value) if others else ():
             item = value[key]
-            if not (is_empty(item) or is_used_weight(key, item) or _is_kept(key, item, record)):
+            if not (is_empty(item) or is_record_weight(key, item) or _is_kept(key, item, record)):
                 self._unused.add(key)
         for key in self._form.messages:
             for name in unused_in(row.get(key), self._columns.get(key, key)):
@@ -417,6 +421,19 @@ def _is_kept(key: str, item: Any, record: Record) -> bool:
     """Return whether a key that may hold anything was read into the record."""
     kept = {"history": "history", "system": "sys_prompt"}.get(key)
     return kept in record and (key == "history" or record["sys_prompt"] == item)
+
+
+def _check_unweighted(row: Mapping[str, Any], answers: Iterable[Record]) -> None:
+    """Refuse weights in a preference pair."""
+    weights = [record_weight(row)]
+    for message in (message for answer in answers for message in answer.get("messages", ())):
+        weights += [message.get("weight", 1), *(span[2] for span in message.get("spans", ()))]
+    for weight in weights:
+        if weight not in (0, 1):
+            raise Refusal(
+                f" has a weight of {weight:g}, but the answers of a preference pair are compared "
+                "as wholes.\nRemove the weights, or make them 0 or 1."
+            )
 
 
 def _explain_preference(row: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Data loaders: the micro-batches of a step with their labels, and those of validation."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ def collate(
     divisors: Mapping[str, float],
     *,
     per_sample: int = 1,
+    weighted: bool = False,
     padding_free: bool = False,
     is_last_of_step: bool = True,
     source: int | None = None,
@@ -30,6 +32,7 @@ def collate(
         divisors: by name, what the sums of the loss are divided by: amounts of the whole step, over
             all ranks and micro-steps.
         per_sample: neighbours that are one sample.
+        weighted: whether some label of the data set has a weight other than 1.
         padding_free: whether they come in a row.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
@@ -45,6 +48,7 @@ def collate(
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.
         labels: [labels] int64, those next tokens.
+        weights: [labels] float32, their weights; missing if all of the data set are 1.
         label_sequences: [labels] int64, the index of the sequence that each is of.
         is_real_sequence: [sequences] bool: no filler.
         divisors: by name, scalars in float64.
@@ -61,6 +65,7 @@ def collate(
     is_real = np.zeros(starts[-1], dtype=np.bool_)
     label_indices = [np.empty(0, dtype=np.int64)]
     labels = [np.empty(0, dtype=np.int64)]
+    weights = [np.empty(0, dtype=np.float32)]
     label_counts = np.zeros(len(samples), dtype=np.int64)
     for number, (sample, start, length) in enumerate(
         zip(samples, starts.tolist(), lengths, strict=False)
@@ -70,10 +75,13 @@ def collate(
         input_ids[start : start + length] = sample.ids[:-1]
         is_real[start : start + length] = True
         before = start - 1  # a token is predicted at the place of the one before it
-        for first, end in sample.trained:
+        of_spans = repeat(1.0) if sample.weights is None else sample.weights
+        for (first, end), weight in zip(sample.trained, of_spans, strict=False):
             first = max(first, 1)
             label_indices.append(np.arange(before + first, before + end))
             labels.append(sample.ids[first:end].astype(np.int64))
+            if weighted:
+                weights.append(np.full(end - first, weight, dtype=np.float32))
             label_counts[number] += end - first
     fillers = sum(sample is None for sample in samples)
     return {
@@ -84,6 +92,7 @@ def collate(
         "numbers": tuple(numbers),
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),
+        **({"weights": torch.from_numpy(np.concatenate(weights))} if weighted else {}),
         "label_sequences": torch.from_numpy(np.repeat(np.arange(len(samples)), label_counts)),
         "is_real_sequence": torch.tensor([sample is not None for sample in samples]),
         # float64: float32 holds integers exactly up to 16.8 million alone.
@@ -188,6 +197,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
 
     def __init__(self, samples: Samples, *, padding_free: bool) -> None:
         self._samples, self._padding_free = samples, padding_free
+        self._weighted = samples.label_weights is not None
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
         indices, divisors, is_last, source = key
@@ -202,6 +212,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             sequences,
             divisors,
             per_sample=each,
+            weighted=self._weighted,
             padding_free=self._padding_free,
             is_last_of_step=is_last,
             source=source,

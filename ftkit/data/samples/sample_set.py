@@ -5,7 +5,8 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ from torch.utils.data import Dataset
 
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import IntArray
+
+_Number = TypeVar("_Number", bound=np.number[Any])
 
 
 class Sample(NamedTuple):
@@ -23,6 +26,8 @@ class Sample(NamedTuple):
     trained: npt.NDArray[np.int32]
     """[spans, 2]: first token and end of each span that carries loss. The first token of all never
     does: nothing predicts it."""
+    weights: npt.NDArray[np.float32] | None = None
+    """[spans], weight of the tokens of each; None: all weigh 1."""
 
 
 class Samples(Dataset[Sample]):
@@ -54,6 +59,11 @@ class Samples(Dataset[Sample]):
     @abstractmethod
     def label_counts_by_sequence(self) -> IntArray:
         """[samples, per_sample], tokens that carry loss."""
+
+    @property
+    @abstractmethod
+    def label_weights(self) -> npt.NDArray[np.float64] | None:
+        """[samples], sum of the weights of all tokens that carry loss; None: all weigh 1."""
 
     @property
     def lengths(self) -> IntArray:
@@ -91,6 +101,8 @@ class SampleArrays(NamedTuple):
     """[spans of all sequences, 2], as in Sample."""
     span_offsets: IntArray
     """[sequences + 1], where the spans of each sequence start, and the end."""
+    weights: npt.NDArray[np.float32] | None = None
+    """[spans of all sequences], as in Sample."""
 
 
 class SampleSet(Samples):
@@ -102,6 +114,7 @@ class SampleSet(Samples):
         offsets: IntArray,
         spans: npt.NDArray[np.int32],
         span_offsets: IntArray,
+        weights: npt.NDArray[np.float32] | None = None,
         *,
         per_sample: int = 1,
         fingerprint: str | None = None,
@@ -113,11 +126,12 @@ class SampleSet(Samples):
             offsets: of the sequences.
             spans: that carry loss.
             span_offsets: of the spans.
+            weights: of the spans, above 0; None: all are 1.
             per_sample: neighbours that are one sample.
             fingerprint: if it is known.
         """
         assert (len(offsets) - 1) % per_sample == 0
-        self.arrays = SampleArrays(tokens, offsets, spans, span_offsets)
+        self.arrays = SampleArrays(tokens, offsets, spans, span_offsets, weights)
         self.per_sample = per_sample
         self._fingerprint = fingerprint
 
@@ -134,15 +148,18 @@ class SampleSet(Samples):
     def sequences(self, index: int) -> tuple[Sample, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        tokens, offsets, spans, span_offsets = self.arrays
+        tokens, offsets, spans, span_offsets, weights = self.arrays
         first = index * self.per_sample
-        return tuple(
-            Sample(
+
+        def sequence(place: int) -> Sample:
+            of_sequence = slice(span_offsets[place], span_offsets[place + 1])
+            return Sample(
                 tokens[offsets[place] : offsets[place + 1]],
-                spans[span_offsets[place] : span_offsets[place + 1]],
+                spans[of_sequence],
+                None if weights is None else weights[of_sequence],
             )
-            for place in range(first, first + self.per_sample)
-        )
+
+        return tuple(sequence(place) for place in range(first, first + self.per_sample))
 
     @cached_property
     def lengths_by_sequence(self) -> IntArray:
@@ -150,13 +167,30 @@ class SampleSet(Samples):
 
     @cached_property
     def label_counts_by_sequence(self) -> IntArray:
-        spans, starts = self.arrays.spans, self.arrays.span_offsets[:-1]
+        return self._sums(self._labels_by_span)
+
+    @cached_property
+    def label_weights(self) -> npt.NDArray[np.float64] | None:
+        weights = self.arrays.weights
+        if weights is None:
+            return None
+        of_sequences = self._sums(self._labels_by_span * weights.astype(np.float64))
+        return of_sequences.sum(1)
+
+    @property
+    def _labels_by_span(self) -> IntArray:
+        """[spans of all sequences], tokens that carry loss."""
+        spans = self.arrays.spans
+        return (spans[:, 1] - np.maximum(spans[:, 0], 1)).astype(np.int64)
+
+    def _sums(self, values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+        """[samples, per_sample], sums over the spans of each sequence."""
+        starts = self.arrays.span_offsets[:-1]
         if not len(starts):
-            return np.empty((0, self.per_sample), dtype=np.int64)
-        labels = spans[:, 1] - np.maximum(spans[:, 0], 1)
+            return np.empty((0, self.per_sample), dtype=values.dtype)
         # Every sequence has a span: without one, reduceat would take the first of the next one.
-        counts = np.add.reduceat(labels, starts, dtype=np.int64)
-        return counts.reshape(-1, self.per_sample)
+        sums: npt.NDArray[_Number] = np.add.reduceat(values, starts)
+        return sums.reshape(-1, self.per_sample)
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -179,11 +213,13 @@ class SampleSet(Samples):
         """
         if self._fingerprint is not None:
             return self._fingerprint
-        tokens, offsets, spans, span_offsets = self.arrays
-        masks = [(spans, "<i4"), (span_offsets, "<i8")]
+        tokens, offsets, spans, span_offsets, weights = self.arrays
+        masks: list[tuple[npt.NDArray[Any], str]] = [(spans, "<i4"), (span_offsets, "<i8")]
         # Checkpoints of earlier versions hold this fingerprint.
         if len(spans) == len(offsets) - 1 and (spans[:, 1] == np.diff(offsets)).all():
             masks = [(spans[:, 0], "<i4")]
+        if weights is not None:
+            masks.append((weights, "<f4"))
         digest = hashlib.sha256(b"" if self.per_sample == 1 else b"%d" % self.per_sample)
         for values, dtype in [(tokens, "<i4"), (offsets, "<i8"), *masks]:
             digest.update(np.ascontiguousarray(values, dtype=dtype).data)
@@ -197,25 +233,28 @@ class SampleRows:
         """Start empty; per_sample: see `SampleSet`."""
         self._per_sample = per_sample
         # 4 bytes a token; a list would take 8 and the integers.
-        self._tokens, self._spans = array("i"), array("i")
+        self._tokens, self._spans, self._weights = array("i"), array("i"), array("f")
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
 
     def extend(self, samples: Iterable[Rendered]) -> None:
         """Append the sequences of samples."""
-        for ids, trained in samples:
+        for ids, trained, weights in samples:
             self._tokens.extend(ids)
             self._offsets.append(len(self._tokens))
             for span in trained:
                 self._spans.extend(span)
             self._span_offsets.append(len(self._spans) // 2)
+            self._weights.extend(weights or repeat(1.0, len(trained)))
 
     def finish(self) -> SampleSet:
         """Return the samples; none can be added after."""
+        weights = np.frombuffer(self._weights, dtype=np.float32)
         return SampleSet(
             np.frombuffer(self._tokens, dtype=np.int32),
             np.frombuffer(self._offsets, dtype=np.int64),
             np.frombuffer(self._spans, dtype=np.int32).reshape(-1, 2),
             np.frombuffer(self._span_offsets, dtype=np.int64),
+            None if (weights == 1).all() else weights,
             per_sample=self._per_sample,
         )
 
@@ -275,12 +314,24 @@ class JoinedSamples(Samples):
     def label_counts(self) -> IntArray:
         return super().label_counts
 
+    @cached_property
+    def label_weights(self) -> npt.NDArray[np.float64] | None:
+        of_sets = [each.label_weights for each in self._sets]
+        if all(weights is None for weights in of_sets):
+            return None
+        return self._gathered(
+            [
+                each.label_counts.astype(np.float64) if weights is None else weights
+                for each, weights in zip(self._sets, of_sets, strict=True)
+            ]
+        )
+
     @property
     def sources(self) -> npt.NDArray[np.int32]:
         return self._sources
 
-    def _gathered(self, values: Sequence[IntArray]) -> IntArray:
-        """[samples, per_sample], of values of the samples of each source."""
+    def _gathered(self, values: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
+        """[samples, ...], of values of the samples of each source."""
         starts = np.cumsum([0, *map(len, values)])
         return np.concatenate(values)[starts[self._sources] + self._places]
 

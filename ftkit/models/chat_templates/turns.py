@@ -45,6 +45,10 @@ _OPENING, _CLOSING = "\ue010", "\ue011"
 """Brackets; of Unicode's private use, so texts hardly ever have them."""
 
 
+WeightedSpan = tuple[int, int, float]
+"""First character, end, and weight."""
+
+
 class Written(NamedTuple):
     """A conversation as text."""
 
@@ -56,6 +60,8 @@ class Written(NamedTuple):
     the template does not write unchanged is missing here."""
     omits_reasoning: bool
     """True if a turn that carries loss has reasoning that the template does not write with it."""
+    weights: Sequence[WeightedSpan] = ()
+    """Weights of characters whose weight is not 1, rising and apart from each other."""
 
 
 class _Turn(NamedTuple):
@@ -115,22 +121,26 @@ class TurnFinder:
         # Everything but the masked turns, which are located to be left out.
         if self._train_on == "all":
             turns = [self._turn(conversation, i) for i in masked]
-            if None in turns:
+            weighted = [i for i in chosen if "weight" in record["messages"][i]]
+            of_weighted = [self._turn(conversation, i) for i in weighted]
+            if None in (*turns, *of_weighted):
                 raise TemplateRefusal(CHANGED)
             spans = _between([turn for turn in turns if turn], len(conversation.whole))
             # Earlier turns may well be written without their thoughts: nothing is split here.
-            return [conversation.written(count, spans, learned=chosen[-1:], others=masked)]
+            sample = conversation.written(count, spans, learned=chosen[-1:], others=masked)
+            return [sample._replace(weights=_weights(record, weighted, of_weighted))]
         # All turns in one sample, if later ones leave earlier ones as they were; else one sample
         # each.
         turns = [self._turn(conversation, i) for i in chosen]
         if None not in turns:
             spans = [span for turn in turns if turn for span in turn.generated]
             others = {*range(count)}.difference(chosen)
-            samples = [conversation.written(count, spans, learned=chosen, others=others)]
+            sample = conversation.written(count, spans, learned=chosen, others=others)
+            samples = [sample._replace(weights=_weights(record, chosen, turns))]
         elif self._reasoning == "refuse":
             raise TemplateRefusal(CHANGED)
         else:
-            samples = [self._alone(conversation, i) for i in chosen]
+            samples = [self._alone(conversation, record, i) for i in chosen]
         # A template may mark the generation of some turns only.
         samples = [sample for sample in samples if sample.trained]
         if not samples:
@@ -149,8 +159,14 @@ class TurnFinder:
                     yield str(found)
                 else:
                     yield [
-                        Written(text, _spans(trained), _spans(others), omits_reasoning)
-                        for text, trained, others, omits_reasoning in found
+                        Written(
+                            text,
+                            _spans(trained),
+                            _spans(others),
+                            omits_reasoning,
+                            [(first, end, weight) for first, end, weight in weights],
+                        )
+                        for text, trained, others, omits_reasoning, weights in found
                     ]
         except Exceeded as error:
             raise self._template.explained(error) from None
@@ -191,11 +207,14 @@ class TurnFinder:
                 return _found(start, end, marks, text, whole)
         return None
 
-    def _alone(self, conversation: "_Conversation", index: int) -> Written:
+    def _alone(self, conversation: "_Conversation", record: dict[str, Any], index: int) -> Written:
         """Return the conversation up to a turn; only that turn is trained on."""
         start, text, marks = self._said(conversation, index)
         turn = _found(start, next(self._ends(text, start)), marks, text, text)
-        return conversation.written(index + 1, turn.generated, learned=[index], others=range(index))
+        sample = conversation.written(
+            index + 1, turn.generated, learned=[index], others=range(index)
+        )
+        return sample._replace(weights=_weights(record, [index], [turn]))
 
     def _said(
         self, conversation: "_Conversation", index: int
@@ -320,7 +339,7 @@ def _refusals() -> Iterator[None]:
 
 def plain_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages without the keys that control their training."""
-    marks = ("train", "untrained")
+    marks = ("train", "weight", "spans")
     return [{key: value for key, value in m.items() if key not in marks} for m in messages]
 
 
@@ -368,6 +387,19 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
         if first < last:
             spans.append((first, last))
     return _Turn(start, space_end, spans)
+
+
+def _weights(
+    record: dict[str, Any], numbers: Sequence[int], turns: Sequence[_Turn | None]
+) -> list[WeightedSpan]:
+    """Weights of the characters of turns, where they are not 1."""
+    messages = [record["messages"][number] for number in numbers]
+    return [
+        (first, end, message["weight"])
+        for message, turn in zip(messages, turns, strict=True)
+        if turn and "weight" in message
+        for first, end in turn.generated
+    ]
 
 
 def _between(turns: list[_Turn], length: int) -> list[Span]:
@@ -420,61 +452,99 @@ def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]
     return spans if "".join(pieces) == text else []
 
 
-def without_untrained(
+def with_span_weights(
     template: ChatTemplate, record: dict[str, Any], samples: list[Written], *, of_all: bool
 ) -> list[Written]:
-    """Return samples of a conversation, without loss on the untrained parts of its messages.
+    """Return samples with the weights of parts of their messages; at 0, without loss.
 
     Args:
         template: rendered the texts.
-        record: the conversation; `untrained` of a message has spans of its content.
+        record: the conversation; `spans` of a message has the weights of characters of its content.
         samples: of all its messages, or of the first ones.
         of_all: whether messages of other roles are learned too.
 
     Raises:
-        TemplateRefusal: the parts cannot be separated from the rest of the text, or none is left.
+        TemplateRefusal: the parts cannot be separated from the rest of the text, or no text that
+            carries loss is left.
     """
     messages = record["messages"]
     # Only parts of messages that carry loss matter.
-    bracketed = [
-        _bracket_untrained(message)
-        if "untrained" in message and (of_all or message["role"] == "assistant")
-        else message
+    weighted = [
+        message
         for message in messages
+        if "spans" in message and (of_all or message["role"] == "assistant")
     ]
-    if bracketed == messages:
+    if not weighted:
         return samples
-    plain = plain_messages(bracketed)
+    parts = [part for message in weighted for part in _parts(message)]
+    plain = plain_messages(
+        [_bracketed_parts(message) if message in weighted else message for message in messages]
+    )
     made = []
     for sample in samples:
-        spans = _spans_in(sample.text, template, plain, record.get("tools"))
-        made.append(sample._replace(trained=_without(sample.trained, spans)))
+        spans = _spans_in(sample.text, template, plain, record.get("tools"), parts)
+        without_loss = [(first, end) for first, end, weight in spans if not weight]
+        rest = [
+            (*left, weight)
+            for first, end, weight in sample.weights
+            for left in _without([(first, end)], [span[:2] for span in spans])
+        ]
+        of_spans = [span for span in spans if span[2] not in (0, 1)]
+        made.append(
+            sample._replace(
+                trained=_without(sample.trained, without_loss), weights=sorted(rest + of_spans)
+            )
+        )
     if not any(sample.trained for sample in made):
         raise TemplateRefusal(NO_TURN)
     return [sample for sample in made if sample.trained]
 
 
-def _bracket_untrained(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with brackets around its untrained parts, inside any white space there.
+class _Part(NamedTuple):
+    """Characters of a message with a weight of their own."""
+
+    text: str
+    """Without white space around it, unless it is nothing else."""
+    weight: float
+
+
+def _parts(message: dict[str, Any]) -> list[_Part]:
+    texts = ((message["content"][first:end], weight) for first, end, weight in message["spans"])
+    # A part of white space alone is taken whole.
+    return [_Part(text.strip() or text, weight) for text, weight in texts]
+
+
+def _bracketed_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with brackets around its parts, inside any white space there.
 
     So a template that trims texts trims them as before.
     """
     content, text, done = message["content"], "", 0
     if _OPENING in content or _CLOSING in content:
         raise TemplateRefusal(PARTS_CHANGED)
-    for first, end in message["untrained"]:
-        part = content[first:end]
-        # A part of white space alone is bracketed whole.
-        core = part.strip() or part
-        text += content[done:first] + part.replace(core, _OPENING + core + _CLOSING, 1)
+    for (first, end, _), part in zip(message["spans"], _parts(message), strict=True):
+        bracketed = content[first:end].replace(part.text, _OPENING + part.text + _CLOSING, 1)
+        text += content[done:first] + bracketed
         done = end
     return message | {"content": text + content[done:]}
 
 
 def _spans_in(
-    text: str, template: ChatTemplate, messages: Sequence[dict[str, Any]], tools: Any
-) -> list[Span]:
-    """Positions of bracketed parts in a text without brackets."""
+    text: str,
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    tools: Any,
+    parts: Sequence[_Part],
+) -> list[WeightedSpan]:
+    """Positions of bracketed parts in a text without brackets, apart from each other.
+
+    Args:
+        text: of the first messages.
+        template: rendered it.
+        messages: all, with brackets around parts.
+        tools: of the conversation.
+        parts: of all messages, in their order.
+    """
     # A sample may end at any turn of the conversation.
     for count in range(len(messages), 0, -1):
         try:
@@ -482,9 +552,18 @@ def _spans_in(
         except TemplateRefusal:  # no sample ends there
             continue
         tails = [tail for message in messages[:count] for tail in _tails(message["content"])]
+        of_text = parts[: len(tails)]
+        said = [found[first:end] for first, end in spans]
         # The same text without brackets, and each part once: else the template looked at the text.
-        if found == text and len(spans) == len(tails):
-            return [_with_space(text, span, tail) for span, tail in zip(spans, tails, strict=True)]
+        if found != text or said != [part.text for part in of_text]:
+            continue
+        made: list[WeightedSpan] = []
+        for span, tail, part in zip(spans, tails, of_text, strict=True):
+            first, end = _with_space(text, span, tail)
+            if made and made[-1][1] > first:  # a part of white space, which belongs to this one
+                made[-1] = (made[-1][0], first, made[-1][2])
+            made.append((first, end, part.weight))
+        return [span for span in made if span[0] < span[1]]
     raise TemplateRefusal(PARTS_CHANGED)
 
 

@@ -25,6 +25,7 @@ from ftkit.data.inspection.inspection import (
     ShownSample,
     SourceNumbers,
     SplitNumbers,
+    Weights,
 )
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.utils.console.terminal import plain_text
@@ -40,7 +41,7 @@ LENGTHS = Lengths(
 SPLIT = SplitNumbers(
     records=12, used=10, left_out=[LeftOut(reason="no output", records=2, example='{"a": 1}')],
     samples=10, truncated=2, dropped=0, split=0, split_by_turn=0,
-    tokens=50, trained_tokens=20, lost_tokens=32,
+    tokens=50, trained_tokens=20, weights=None, lost_tokens=32,
     lengths=LENGTHS,
 )  # fmt: skip
 SOURCE = SourceNumbers(
@@ -52,13 +53,14 @@ HOSTILE = "\x1b[31m<script>alert(1)</script>\x07\u202e"
 
 
 def make_sample(texts: Sequence[str], trained: str) -> ShownSample:
-    """A sample whose tokens are trained where there is an x."""
+    """A sample whose tokens are trained where there is an x, and with weight 0.5 at a 2."""
     return ShownSample(
         source="chats",
         number=4,
         ids=list(range(len(texts))),
         texts=list(texts),
-        trained=[mark == "x" for mark in trained],
+        trained=[mark in "x2" for mark in trained],
+        weights=[{"x": 1.0, "2": 0.5}.get(mark, 0.0) for mark in trained],
         special=[text.startswith("<|") for text in texts],
     )
 
@@ -92,6 +94,17 @@ def test_what_is_trained_is_in_brackets_and_tokens_are_apart() -> None:
         "↵·",
         "<|bot|>⟦Hi·!·<|end|>⟧↵",
     ]
+
+
+def test_tokens_of_one_weight_share_brackets() -> None:
+    sample = make_sample(["Hm", ",", " red", "!", "\n", "<|end|>"], "22xx..")
+    assert token_lines(sample) == ["⟦0.5: Hm·,⟧⟦ red·!⟧↵·", "<|end|>"]
+    assert "<sup>0.5: </sup>" in inspection_page(make_inspection(sample))
+    numbers = dataclasses.replace(SPLIT, weights=Weights(least=0.5, most=2, mean=1.25))
+    source = dataclasses.replace(SOURCE, train=numbers)
+    seen = dataclasses.replace(make_inspection(sample), sources=[source])
+    text = plain_text(InspectionText(seen), 120)
+    assert "with weights from 0.5 to 2, mean 1.25" in text and "0.5: with weight 0.5" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

@@ -93,7 +93,7 @@ def part(index: int, **mark: Any) -> list[Record]:
             pytest.param(
                 chat(content=part(0, **{key: 0})),
                 None,
-                chat(content="Hm, 3", untrained=[[0, 4]]),
+                chat(content="Hm, 3", spans=[[0, 4, 0]]),
                 id=f"axolotl, {key} of a part",
             )
             for key in ("train", "weight", "loss")
@@ -113,7 +113,7 @@ def part(index: int, **mark: Any) -> list[Record]:
         pytest.param(
             chat(content=[{"type": "text", "content": "Hm, ", "weight": 0}, PARTS[1]]),
             None,
-            chat(content="Hm, 3", untrained=[[0, 4]]),
+            chat(content="Hm, 3", spans=[[0, 4, 0]]),
             id="torchtune, a part with content",
         ),
         pytest.param(
@@ -125,13 +125,57 @@ def part(index: int, **mark: Any) -> list[Record]:
                 ],
             ),
             None,
-            chat(content="Hm, 3", train=True, untrained=[[0, 4]]),
+            chat(content="Hm, 3", train=True, spans=[[0, 4, 0]]),
             id="axolotl train_detail",
+        ),
+        *(
+            pytest.param(
+                chat(**{key: value}), None, chat(train=True, weight=value), id=f"{key} {value}"
+            )
+            for key in ("weight", "loss_weight", "loss_scale")
+            for value in (0.5, 2, 1e-6)
+        ),
+        pytest.param(
+            chat(loss=True, loss_scale=0.5, weight=0.5),
+            None,
+            chat(train=True, weight=0.5),
+            id="a mark and two equal weights",
+        ),
+        pytest.param(
+            chat(content=part(0, weight=0.5)),
+            None,
+            chat(content="Hm, 3", train=True, spans=[[0, 4, 0.5]]),
+            id="the weight of a part",
+        ),
+        pytest.param(
+            chat(content=[PARTS[0] | {"weight": 1}, PARTS[1]], weight=2),
+            None,
+            chat(content="Hm, 3", train=True, weight=2, spans=[[0, 4, 1]]),
+            id="a part with a weight of its own in a turn with another",
+        ),
+        pytest.param(
+            chat(content=[one | {"weight": 2} for one in PARTS], weight=2),
+            None,
+            chat(content="Hm, 3", train=True, weight=2),
+            id="parts with the weight of their turn",
+        ),
+        pytest.param(
+            chat(
+                content="Hm, 3",
+                train_detail=[
+                    {"begin_offset": 0, "end_offset": 1, "weight": 0.5},
+                    {"begin_offset": 2, "end_offset": 3, "train": True, "weight": 0.5},
+                    {"begin_offset": 4, "end_offset": 4, "train": True},
+                ],
+            ),
+            None,
+            chat(content="Hm, 3", train=True, spans=[[0, 4, 0.5]]),
+            id="train_detail with weights",
         ),
         pytest.param(
             {"messages": [ASKED | {"train": False}, SAID]},
             None,
-            {"messages": [ASKED | {"untrained": [[0, 1]]}, SAID]},
+            {"messages": [ASKED | {"spans": [[0, 1, 0]]}, SAID]},
             id="a question that is not learned",
         ),
         pytest.param(
@@ -161,6 +205,11 @@ def part(index: int, **mark: Any) -> list[Record]:
             pytest.param(record | {key: 1}, None, record, id=f"{key} 1 of {next(iter(record))}")
             for record in (chat(), INSTRUCTION, COMPLETION, TEXT)
             for key in ("loss_weight", "loss_scale")
+        ),
+        *(
+            pytest.param(record | {key: value}, None, record | {"weight": value})
+            for record in (chat(), INSTRUCTION, COMPLETION, TEXT)
+            for key, value in (("loss_weight", 0.5), ("loss_scale", 0))
         ),
     ],
 )
@@ -222,17 +271,28 @@ PREFERENCE = "preference optimisation"
             )
         ),
         *(
-            (record | {key: value}, f": {key} is {value}", "data.sources has a weight")
+            (record | {"loss_weight": value}, f": loss_weight is {value}", "Make loss_weight such")
             for record in (chat(), INSTRUCTION, COMPLETION, TEXT)
-            for key, value in (("loss_weight", 0.5), ("loss_scale", 0))
+            for value in (-0.5, 1e9)
         ),
+        (chat() | {"loss_weight": 1, "loss_scale": 2}, "loss_weight is 1 ... loss_scale", "Remove"),
         *(
-            (chat(**{key: value}), f"message 2: {key} is {value!r}", f"Make {key} 0 or 1")
-            for key in ("train", "weight", "loss", "loss_weight", "loss_scale")
+            (
+                chat(**{key: value}),
+                f"message 2: {key} is {value!r}",
+                f"Make {key} 0 or 1 ... weight",
+            )
+            for key in ("train", "loss")
             for value in (0.5, 2, -1, "yes", [1])
         ),
-        (chat(content=part(0, weight=0.5)), "message 2, part 1: weight is 0.5", "Make weight 0"),
-        (chat(loss=True, weight=0), "weight is 0 ... loss is True", "Remove one of the two"),
+        *(
+            (chat(**{key: value}), f"message 2: {key} is {value!r}", f"Make {key} such a number")
+            for key in ("weight", "loss_weight", "loss_scale")
+            for value in (-1, 1e-9, 1e9, float("nan"), "yes", [1])
+        ),
+        (chat(content=part(0, weight=-2)), "message 2, part 1: weight is -2", "Make weight such"),
+        (chat(loss=True, weight=0), "loss is True ... weight is 0", "Remove one of the two"),
+        (chat(weight=1, loss_weight=2), "weight is 1 ... loss_weight is 2", "Remove one of"),
         (chat(train=False, content=part(0, train=True)), "train excludes", "Remove one of the two"),
         (
             {"messages": [ASKED | {"loss": True}, SAID]},
@@ -273,9 +333,11 @@ def test_a_key_that_is_not_supported_yet_is_refused_by_name(
     assert says(text, key) and says(advice, works)
 
 
-@pytest.mark.parametrize("key", ["label", "images", "enable_thinking", "loss_weight"])
-def test_keys_are_refused_with_columns_too(key: str) -> None:
-    value = {"label": False, "images": ["a.jpg"], "enable_thinking": True, "loss_weight": 0.5}[key]
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("label", False), ("images", ["a.jpg"]), ("enable_thinking", True), ("loss_weight", -1)],
+)
+def test_keys_are_refused_with_columns_too(key: str, value: Any) -> None:
     columns = {"instruction": "query", "output": "response"}
     assert key in refusal(QUERY | {key: value}, columns=columns)
 

@@ -386,7 +386,7 @@ def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> Non
             "only the assistant has tool_calls",
         ),
         ({"from": "function_call", "value": "f()"}, {}, "value ... valid JSON"),
-        ({"role": "assistant", "content": "a", "weight": 0.5}, {}, "weight is 0.5"),
+        ({"role": "assistant", "content": "a", "weight": -0.5}, {}, "weight is -0.5"),
         ({"role": "assistant", "content": "a", "train": "no"}, {}, "train is 'no'"),
         (
             {"role": "assistant", "content": "a", "train": True, "weight": 0},

@@ -1,0 +1,77 @@
+"""The supervised loss: by its formula, and the same however a step is split."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ftkit.data.rendering import Rendered
+from ftkit.data.samples.sample_set import SampleSet
+from ftkit.models.loss import Head
+from ftkit.objectives.objective import Objective
+from ftkit.objectives.supervised import Supervised
+
+WIDTH, VOCABULARY, LABELS = 8, 40, 24
+HIDDEN = torch.randn(1, LABELS, WIDTH, generator=torch.Generator().manual_seed(0)) * 2
+TARGETS = torch.randint(VOCABULARY, (LABELS,), generator=torch.Generator().manual_seed(1))
+WEIGHTS = torch.rand(LABELS, generator=torch.Generator().manual_seed(2)) * 3 + 0.1
+HALVES = [range(5), range(5, LABELS)]
+
+
+def make_head(smoothing: float = 0.0) -> Head:
+    torch.manual_seed(0)
+    head = Head(nn.Linear(WIDTH, VOCABULARY, bias=False), None)
+    head.label_smoothing = smoothing
+    return head
+
+
+def loss_and_gradient(
+    objective: Objective, head: Head, labels: range, divisor: float, weights: Tensor | None
+) -> tuple[float, Tensor]:
+    """Share of some labels in the loss of a step, and its gradient."""
+    places = torch.tensor(list(labels))
+    batch: dict[str, Any] = {"labels": TARGETS[places]}
+    if weights is not None:
+        batch["weights"] = weights[places]
+    head.zero_grad()
+    output = head(HIDDEN, places, batch["labels"], objective.output(batch))
+    (total,) = objective.sums(output, batch)
+    (total / divisor).backward()
+    (weight,) = head.parameters()
+    assert weight.grad is not None
+    return float(total / divisor), weight.grad.clone()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_weighted_mean_whatever_the_split(smoothing: float) -> None:
+    head, divisor = make_head(smoothing), float(WEIGHTS.sum())
+    (weight,) = head.parameters()
+    logits = HIDDEN[0] @ weight.t()
+    losses = F.cross_entropy(logits, TARGETS, reduction="none", label_smoothing=smoothing)
+    expected = (losses * WEIGHTS).sum() / divisor
+    (gradient,) = torch.autograd.grad(expected, weight)
+    for split in ([range(LABELS)], HALVES):
+        shares = [loss_and_gradient(Supervised(), head, part, divisor, WEIGHTS) for part in split]
+        assert sum(loss for loss, _ in shares) == pytest.approx(float(expected), rel=1e-6)
+        torch.testing.assert_close(sum(grad for _, grad in shares), gradient)
+
+
+@pytest.mark.parametrize("weight", [0.5, 3.0])
+def test_equal_weights_everywhere_change_nothing(weight: float) -> None:
+    head, every = make_head(), range(LABELS)
+    loss, gradient = loss_and_gradient(Supervised(), head, every, LABELS, None)
+    equal = torch.full((LABELS,), weight)
+    found = loss_and_gradient(Supervised(), head, every, float(equal.sum()), equal)
+    assert found[0] == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(found[1], gradient)
+
+
+def test_the_divisor_is_the_sum_of_the_weights() -> None:
+    plain = [Rendered([1, 2, 3, 4], ((0, 2), (2, 4))), Rendered([5, 6, 7], ((1, 3),))]
+    weighted = [plain[0]._replace(weights=(0.5, 2.0)), plain[1]]
+    for samples, expected in ((plain, [3, 2]), (weighted, [4.5, 2])):
+        (amounts,) = Supervised().amounts(SampleSet.of(samples)).values()
+        assert amounts.tolist() == expected
