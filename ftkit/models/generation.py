@@ -173,8 +173,7 @@ def answer_greedily(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     room = min(int(lengths.max()) + max_new_tokens, model.body.max_length)
     tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).to(device).long()
-    # Padding stands behind each prompt, where no token of it looks; the answer overwrites its keys
-    # and values.
+    # Padding follows each prompt, which never sees it; the answer overwrites its keys and values.
     places = torch.arange(tokens.size(1), device=device).expand_as(tokens)
     ends = lengths - 1 + torch.arange(len(prompts), device=device) * tokens.size(1)
     rows = torch.arange(len(prompts), device=device)
@@ -203,7 +202,7 @@ def answer_greedily(
     if not answers:
         return [torch.empty(0, dtype=torch.long) for _ in prompts]
     table = torch.stack(answers, dim=1).cpu()
-    # Behind its end, an answer consists of end tokens alone.
+    # After its end, an answer consists of end tokens alone.
     lasts = ~torch.isin(table, ends_answer.cpu())
     return [row[: int(count)] for row, count in zip(table, lasts.sum(dim=1), strict=True)]
 

@@ -394,8 +394,7 @@ _QWEN3_NAMES = Naming(
 _GEMMA2_NAMES = Naming(
     _LLAMA_MODULES
     | {
-        # Gemma 2 has a norm behind attention by the name that Llama uses for the one before the
-        # MLP.
+        # Gemma 2 has a norm after attention by the name that Llama uses for the one before the MLP.
         "transformer.h.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
         "transformer.h.{}.norm_2": "model.layers.{}.pre_feedforward_layernorm",
         "transformer.h.{}.post_mlp_norm": "model.layers.{}.post_feedforward_layernorm",

@@ -196,7 +196,7 @@ def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: 
         embedding = nn.Embedding(int(tokens.max()) + 1, 2)
         given = _Given(products, embedding, model.get_submodule(language))
         model.set_submodule(head_name(model), _SameProducts())
-        # The whole model's own code now runs around two stand-ins, so that it shows what it adds.
+        # Now the code of the whole model runs around two stand-ins, which shows what it adds.
         model.set_submodule(language, given)
         if owner := language.rpartition(".")[0]:
             model.get_submodule(owner).register_forward_hook(_add_image_outputs)

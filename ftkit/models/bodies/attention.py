@@ -109,7 +109,7 @@ class Sequences:
             lengths: tokens of each sequence in a row; None: one sequence in each line.
             kernel: of attention.
         """
-        # Padding counts as part of a sequence: it stands behind the tokens, which never see it.
+        # Padding counts as part of a sequence: it follows the tokens, which never see it.
         if lengths is None:
             batch, length = input_ids.shape
             return cls((length,) * batch, kernel)

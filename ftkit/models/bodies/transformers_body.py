@@ -239,7 +239,7 @@ def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
     for child in module.children():
         if child in known:
             continue
-        # It contains the blocks or the embedding, so its other children are looked at one by one.
+        # It contains the blocks or the embedding, so only its other children count.
         if known.intersection(child.modules()):
             yield from _beside(child, known)
         elif any(True for _ in child.parameters()):

@@ -282,8 +282,8 @@ class _Conversation:
         text = self.until(count)[0]
         # Rendered a second time with brackets, and not taken from the turns: a check must not trust
         # what it checks.
-        # Characters that the text does not have, so that brackets are found without doubt.
         unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
+        # Characters that the text does not have, so that brackets cannot be mistaken.
         opening, closing = next(unused), next(unused)
         messages = [
             _bracketed(message, opening, closing) if i in others else message
@@ -373,7 +373,7 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
         text: up to the turn, as the template writes it.
         sample: begins as the text does up to the turn's end.
     """
-    # White space behind the turn belongs to it only if the sample has the same there.
+    # White space after the turn belongs to it only if the sample has the same there.
     behind = zip(text[end:], sample[end : len(text)], strict=False)
     same = takewhile(lambda pair: pair[0] == pair[1] and pair[0].isspace(), behind)
     space_end = end + sum(1 for _ in same)

@@ -199,7 +199,7 @@ def save_adapter(
         modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
-        # As PEFT's own save_pretrained writes it; whoever trains on sets it back.
+        # As PEFT's own save_pretrained writes it; loading it for training resets it.
         inference_mode=True,
     )
     with new_directory(out) as partial:

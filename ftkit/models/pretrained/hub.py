@@ -94,7 +94,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     Raises:
         UserError: the model does not exist, its directory lacks files, or the download fails.
     """
-    # What is here comes first, so that a complete model needs no network.
+    # Models on this machine come first, so that a complete one needs no network.
     if directory := find_here(name, root=root):
         return directory
     if is_url(name):
@@ -315,7 +315,7 @@ def hub_name(name: str, *, root: Path = ROOT) -> str | None:
     if not path.is_dir():
         return _repository(name, root)
     *_, owner, model = path.resolve().parts
-    # Any directory has a parent: only what huggingface_hub has left shows where it is from.
+    # Every directory has a parent: only what huggingface_hub has left shows where it is from.
     return f"{owner}/{model}" if (path / _DOWNLOADED).is_dir() else None
 
 
@@ -330,7 +330,7 @@ def missing_files(directory: Path) -> list[str]:
     Only names are compared. A LitGPT directory needs its two files, a Hugging Face directory
     config.json and every weight file of its index.
     """
-    # Checked first: the files that are there may look complete without those on the way.
+    # Checked first: the files that are there may look complete without the unfinished ones.
     if _incomplete_files(directory):
         return ["the rest of an interrupted download (run ftkit download again)"]
     if is_litgpt(directory):

@@ -221,7 +221,7 @@ class Tokenizer:
         """
         tokens = [tensor.item()] if tensor.ndim == 0 else tensor.tolist()
         if len(tokens) == 1 and self._word is not None:
-            # Behind a word that loses its own space, the space of the token is kept.
+            # After a word that loses its own space, the space of the token is kept.
             return self.processor.decode([self._word, *tokens])[len("a") :]
         return self.processor.decode(tokens)
 
@@ -230,7 +230,7 @@ class Tokenizer:
         encoded = Encoded([], [])
         start = 0
         for part in re.split(self._controls, text) if self.added_tokens else [text]:
-            # Split by a group, the parts are texts and control tokens in turn.
+            # With a group in the pattern, the parts are texts and control tokens in turn.
             if (control := self.added_tokens.get(part)) is not None:
                 encoded.ids.append(control)
                 encoded.offsets.append((start, start + len(part)))
@@ -243,7 +243,7 @@ class Tokenizer:
 
     @cached_property
     def _controls(self) -> str:
-        # Of alternatives, `re` takes the first that matches, not the longest.
+        # `re` takes the first alternative that matches, not the longest.
         longest_first = sorted(self.added_tokens, key=len, reverse=True)
         return f"({'|'.join(map(re.escape, longest_first))})"
 

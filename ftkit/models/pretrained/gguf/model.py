@@ -306,7 +306,7 @@ class ConvertedTensor:
             values = self.change(values)
         if self.dtype == "BF16":
             return values
-        with np.errstate(over="ignore", invalid="ignore"):  # it is looked at afterwards
+        with np.errstate(over="ignore", invalid="ignore"):  # `chunks` checks the result
             return values.astype({"F32": "<f4", "F16": "<f2"}[self.dtype], copy=False)
 
 

@@ -144,7 +144,7 @@ def _cut(rule: str) -> Any:
         cut = [pre_tokenizers.Split(Regex(pattern), "isolated")]
     elif rule in _DIGIT_NAMES:
         cut = [pre_tokenizers.Digits(individual_digits=True)]
-    # Its own expression is that of GPT-2, for rules without a pattern of theirs.
+    # Its own expression is that of GPT-2, for rules that have no pattern here.
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     return pre_tokenizers.Sequence([*cut, level])
 
