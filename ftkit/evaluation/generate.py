@@ -45,6 +45,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
     # Answers are streamed unless they are collected for a file, for JSON or for two columns.
     live = options.format == "table" and options.out is None and not options.compare_base
     answers = [_answer_all(one, records, options, live=live) for one in results]
+    # The result is the last of `answers`, after the base model.
     entries: list[dict[str, object]] = [
         dict(record)
         | {"answer": own.text}
@@ -75,12 +76,14 @@ def _answer_all(
     if responder.notice is not None:
         print_notice(responder.notice, sys.stderr)
     questions = [question_of(record) for record in records]
+    # All of them before the first answer, so that one that is refused costs no time.
     prompts = [responder.prompt_of(question) for question in questions]
     answers = []
     if live:
         for question, prompt in zip(questions, prompts, strict=True):
             answers.append(Answer())
             if len(records) > 1:
+                # A single answer can be piped on as it is.
                 print(shown(f"> {question.text}"))
             for piece in responder.stream(prompt, answers[-1]):
                 print(shown(piece), end="", flush=True)

@@ -63,6 +63,8 @@ def plan_use(
     Raises:
         UserError: this machine does not support it.
     """
+    # How the run computed is kept; how it was distributed and made faster is not needed on one
+    # device.
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
     recipe = dataclasses.replace(
         recipe,
@@ -74,6 +76,7 @@ def plan_use(
         kernels="torch",
     )
     devices = find_devices(recipe.accelerator, recipe.devices, here=True)
+    # GPUs before Ampere have no arithmetic in bfloat16.
     half: Precision = "bf16-true" if devices.bf16_native else "16-true"
     # As the run computed, so that losses are those that it reported and answers those it has
     # learned.
@@ -99,6 +102,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
         UserError: it is not there, or is not the one that the result was made from.
     """
     if result.kind == "checkpoint":
+        # Tied weights are stored once, as those of the embedding.
         has_head = stored_name(PARAMETER, HEAD) in _stored(result)
         return dataclasses.replace(open_without_weights(result.directory / BASE), tied=not has_head)
     if result.kind == "model":
@@ -134,6 +138,7 @@ def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
             f"belongs to. Try {option} PATH."
         )
     try:
+        # Only the implementation that the fingerprint names gives the same one again.
         known = result.fingerprint
         found = open_base(name, None if known is None else implementation_of(known))
     except UserError as error:
@@ -259,6 +264,7 @@ def load_result(
         sharding=Whole(),
         device=device,
         rope_length=min(found.architecture.context_length, ROPE_LENGTH),
+        # No value is drawn: the files hold all that was trained.
         seed=0,
         adapter=tensors,
         source=source,

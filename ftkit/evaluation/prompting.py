@@ -54,6 +54,7 @@ def question_of(record: Mapping[str, Any]) -> Question:
     """
     if "messages" in record:
         messages = tuple(record["messages"])
+        # It is the answer that is expected, and no part of the question.
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         said = messages[-1]["content"] if messages else ""
@@ -162,6 +163,7 @@ class Prompting:
     def files(self, base: BaseModel) -> Mapping[str, bytes]:
         """Files beside the weights that hold it, for ftkit, transformers and LitGPT."""
         files = {} if self.style is None else prompt_style_file(self.style)
+        # Any other template came with the base model or follows from its name.
         if self.origin == "trained":
             files |= chat_files(base, self.template.source, self.end_ids)
         return files
@@ -189,6 +191,7 @@ def prompting_of(result: Result, base: BaseModel) -> Prompting:
             end_ids=end_tokens(directory) or _ends_of(template, base),
             style=_style_of(template, result, base),
         )
+    # Earlier versions and LitGPT record a prompt style instead of a template.
     if (style := _old_style(result)) is not None:
         return in_style(style, base, "trained")
     if base.tokenizer.chat_template is not None:

@@ -155,6 +155,7 @@ def _is_downloaded(name: str) -> bool:
 
 
 def _in_directory(name: str, directory: Path) -> Result:
+    # An adapter or a model by itself comes first, then the result of a run, then its checkpoints.
     if (directory / ADAPTER_CONFIG).exists():
         return _adapter(name, directory, _run_around(directory))
     if _is_model(directory):
@@ -179,6 +180,7 @@ def _in_directory(name: str, directory: Path) -> Result:
 
 def _is_model(directory: Path) -> bool:
     """Return whether a directory is meant as a model: complete, or nearly so."""
+    # An incomplete model counts, so that the message names its missing files.
     has_settings = (directory / "config.json").is_file()
     return is_litgpt(directory) or bool(weight_files(directory)) or has_settings
 
@@ -244,6 +246,7 @@ def _checkpoint(name: str, directory: Path) -> Result:
             problem
             for file, entry in metadata.files.items()
             if not is_shard(file)
+            # Of a LoRA checkpoint only the adapter is read, which is no shard.
             or (metadata.method == "full" and lies_elsewhere(directory / file))
             if (problem := problem_of(directory, file, entry, fetching=False))
         ]
@@ -293,6 +296,7 @@ def _metadata(run: Path) -> Metadata | None:
 
 
 def _report(run: Path) -> Report | None:
+    # A result can be used without its report.
     with contextlib.suppress(UserError):
         return read_report(RunDirectory(run).report)
     return None

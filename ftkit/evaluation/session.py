@@ -52,6 +52,7 @@ def start_session(result: Result, options: UseOptions) -> Session:
     plan = plan_use(result, accelerator, options.precision)
     quantize = result.quantize
     if options.quantize is not None:
+        # The word none undoes the quantisation of the run; without the option it stays.
         quantize = None if options.quantize == "none" else options.quantize
     set_arithmetic(deterministic=plan.recipe.deterministic)
     silence_libraries()
@@ -73,6 +74,7 @@ def start_session(result: Result, options: UseOptions) -> Session:
                 progress=phase.advance,
             )
         except Exception as error:
+            # Libraries raise different types for it.
             if not is_out_of_memory(error):
                 raise
             raise UserError(
@@ -84,6 +86,7 @@ def start_session(result: Result, options: UseOptions) -> Session:
         plan=plan,
         device=device,
         quantize=quantize,
+        # Autocast where the run computed in mixed precision.
         context=make_strategy(plan).precision.forward_context,
     )
 
@@ -198,6 +201,7 @@ class Responder:
             answer.seconds = time.perf_counter() - start
             if piece:
                 yield piece
+        # The answer may end within a character of several tokens.
         if rest := stream.rest():
             answer.text += rest
             yield rest

@@ -72,6 +72,8 @@ def find_tasks(names: Sequence[str], *, key: str, trusted: Path | None = None) -
     if trusted is not None and not trusted.expanduser().is_dir():
         raise UserError(f"{TRUST} {trusted} is not a directory. Name the one with the task files.")
     for name in names:
+        # A search of its own, because each name may bring a directory whose tasks only it refers
+        # to.
         _Search(found, harness, key, trusted).add(name)
     if twice := next((name for name in found.tasks if found.tasks.count(name) > 1), None):
         raise UserError(
@@ -194,6 +196,8 @@ class _Search:
                 )
             name = str(item.get("group", item.get("task")))
             check_supported(name, item)
+            # A group that is written out in this one, a reference, a task that is written out, or a
+            # mistake.
             if "group" in item and isinstance(item.get("task"), list):
                 tasks += self._visit_members(item["task"], f"{group}::{name}", file, above)
             elif places := self._named(name):
@@ -368,6 +372,7 @@ def _plain_values(file: Path) -> dict[str, Any]:
     loader.file = file
     try:
         values = loader.get_single_data()
+    # Such as !!python/object, or another tag that needs code.
     except yaml.constructor.ConstructorError as error:
         raise UserError(
             f"{file} holds more than plain values ({error.problem}), which is not read. "

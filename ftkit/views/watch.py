@@ -77,6 +77,7 @@ class RunSnapshot:
     def step(self) -> int:
         """Optimizer steps done."""
         noted = (self.report.progress or Progress()).steps if self.report else 0
+        # Each step has a row; the report is written every few seconds.
         return int(self.rows[-1]["step"] or 0) if self.rows else noted
 
     @property
@@ -118,6 +119,7 @@ class RunSnapshot:
     @property
     def left_s(self) -> float | None:
         """Time that the remaining steps take at the speed of the last ones."""
+        # An ended run has no time left, even if steps are missing.
         if not self.run.at_work or self.total_steps is None or self.step_s is None:
             return None
         return self.step_s * max(self.total_steps - self.step, 0)
@@ -271,6 +273,7 @@ def _show(watcher: Watcher, options: WatchOptions, interval_s: float) -> None:
     else:  # Ctrl+C ends the view even where the shell started it with interrupts ignored
         with (
             Interrupts(even_if_ignored=True) as interrupts,
+            # Nothing changes between two looks.
             Live(View(snapshot), console=terminal, auto_refresh=False) as live,
         ):
             while snapshot.run.at_work:
@@ -300,6 +303,7 @@ class Lines:
         """Print a line if it differs from the last one."""
         if self._shown is None:
             print(printable(f"{display_path(snapshot.run.out_dir)}: {_why(snapshot)}"), flush=True)
+            # The first line has named the phase: `_line` must not repeat it.
             self._shown = _phase(snapshot)
         text = _line(snapshot)
         if text != self._shown:
@@ -323,6 +327,7 @@ def _line(snapshot: RunSnapshot) -> str:
         "" if snapshot.epoch is None else f"epoch {snapshot.epoch:.2f}",
         "" if left_s is None else f"eta {clock_text(left_s)}",
         f"checkpoint {snapshot.checkpoint_step:,}" if snapshot.checkpoint_step is not None else "",
+        # Training is the usual phase, and is not mentioned.
         "" if _phase(snapshot) == "training" else _phase(snapshot),
     ]
     return "  ".join(filter(None, parts))
@@ -383,6 +388,7 @@ def _from_to(losses: list[float]) -> str:
     if not losses:
         return ""
     first, last = losses[0], losses[-1]
+    # A single loss is not shown twice.
     return from_to_text(first, None if last == first else last, loss_text)
 
 
@@ -447,6 +453,7 @@ def _elapsed_s(run: RunState) -> float | None:
     if run.report is None:
         return None
     if run.state != "running":
+        # Of an ended run, the time that it took and not the time since its start.
         return run.report.phases_s.total if run.report.phases_s else None
     try:
         return time.time() - datetime.fromisoformat(run.report.started_at).timestamp()
@@ -495,6 +502,7 @@ def curve(
             dots[y][x] = True
     lines = []
     for row in range(height):
+        # The highest value is named in the first line, the lowest in the last.
         label = labels[-1] if row == height - 1 else labels[0] if row == 0 < len(labels) - 1 else ""
         cells = dots[row * down : (row + 1) * down]
         drawn = "".join(
@@ -534,6 +542,7 @@ def _resampled(values: Sequence[float], count: int) -> list[float]:
 
 def _levels(values: list[float], low: float, high: float, most: int) -> list[int]:
     """Distance of each value from the top, in dots."""
+    # Else the first high losses would press the rest of the curve flat.
     if low > 0 and high / low > _LOGARITHMIC_FROM:
         # Rounding may put a mean of neighbours below the lowest value.
         values, low, high = [math.log(max(v, low)) for v in values], math.log(low), math.log(high)

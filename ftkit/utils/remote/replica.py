@@ -57,6 +57,7 @@ class Replica:
     def of(cls, directory: Path) -> "Replica":
         """The replica in a directory that stands for a url; the cache keeps its record."""
         objects = Objects.of(directory)
+        # A url may be longer than a file name.
         name = hashlib.sha256(objects.url.encode()).hexdigest()[:32]
         return cls(directory, objects, working_root() / ".known" / f"{name}.json")
 
@@ -138,6 +139,7 @@ def fetch_whole(directory: Path) -> None:
         listing = replica.objects.listing()
         for name in replica.names():
             if name not in listing:
+                # It was downloaded, and has been deleted at the url.
                 (directory / name).unlink(missing_ok=True)
                 replica.forget(name)
         changed = {

@@ -74,6 +74,7 @@ def name_columns(runs: list[ComparedRun]) -> list[Column]:
     names = [run.name for run in runs]
     states = [run.state for run in runs]
     return [
+        # The name stays in the narrowest table.
         Column(key="run", label="run", values=names, texts=names, priority=0),
         Column(
             key="state",
@@ -144,6 +145,7 @@ def in_order(runs: list[ComparedRun], sort: str | None) -> list[ComparedRun]:
     known = {column.key: column for column in all_columns(runs)}
     # Also settings that are the same in all runs, which have no column.
     settings = dict.fromkeys(key for run in runs for key in run.settings)
+    # Numbers and settings that differ have a column; any other setting gets one to sort by.
     column = known.get(sort) or (_setting(runs, sort, sort) if sort in settings else None)
     if column is None:
         close = nearest(sort, [*known, *settings])
@@ -207,6 +209,7 @@ def _best(runs: list[ComparedRun], number: ReportNumber) -> frozenset[int]:
     """Runs with the best value among those that ended well; none if all are equal as shown."""
     values = {i: number.of(run.report) for i, run in enumerate(runs) if run.state in ENDED_WELL}
     rivals = {i: value for i, value in values.items() if value is not None}
+    # One run alone is not the best of anything.
     if number.better is None or len(rivals) < 2:
         return frozenset()
     if number.needs_equal_work:
@@ -243,6 +246,7 @@ def _source_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
             better="lower",
             priority=6,
         )
+        # In the order of the first run that has each of them.
         for name in dict.fromkeys(name for run in runs for name in _losses(run.report))
     ]
 

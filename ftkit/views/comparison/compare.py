@@ -99,6 +99,7 @@ def compare(
     Raises:
         UserError: none of the paths leads to a run, or there is no such column.
     """
+    # A run is a path as well: `compare(run)`.
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     runs, left_out = read_runs(several, progress)
     if not runs:
@@ -115,6 +116,7 @@ def compare_runs(options: CompareOptions) -> int:
     if options.plot is not None:
         # Before runs are read, which may take long.
         check_plot(options.plot)
+    # Standard output is for the comparison, which another program may read.
     with Display(None, stream=sys.stderr) as display:
         with display.phase("reading runs", brief=True) as phase:
             comparison = compare(options.runs, sort=options.sort, progress=phase.advance)

@@ -82,6 +82,7 @@ class ComparedRun:
         if (path := settings.pop("data.json_path", None)) is not None:
             settings["data.path"] = path
         for key, value in (
+            # What the run used counts, also where its recipe left it open or at auto.
             ("precision", self.resolved.precision),
             ("strategy", self.resolved.strategy),
             ("devices", self.resolved.devices),
@@ -182,6 +183,7 @@ def read_runs(
     places: dict[Path, Path] = {}
     left_out: list[LeftOutRun] = []
     for path in map(local_path, paths):
+        # Reports of a run at a url are downloaded first.
         refresh(path)
         directories = list(_find(path.expanduser()))
         for directory in directories:
@@ -217,6 +219,7 @@ def look_at_runs(
             left_out.append(LeftOutRun(path=directory, reason="has not measured anything yet"))
         else:
             states.append((directory, state.state, state.report))
+    # Short names depend on which runs are compared.
     names = _names([directory for directory, _, _ in states])
     runs = [
         ComparedRun(name, directory, state, report, directories[directory])
@@ -245,6 +248,7 @@ def _host_bytes(rank: RankMemory) -> int:
 
 def _find(path: Path) -> Iterator[Path]:
     """Yield the runs at a path, at any depth, in the order of their names."""
+    # report.json stands for its run.
     if path.is_file() and path == RunDirectory(path.parent).report:
         path = path.parent
     if not path.is_dir():

@@ -60,11 +60,13 @@ class ComparisonTable:
         width = options.max_width
         if _width(self._columns) <= width:
             yield _by_rows(self._columns)
+        # Next, the table turned round: a column for each run.
         elif blocks := _blocks(self._columns, width):
             for i, runs in enumerate(blocks):
                 yield from [""] * (i > 0)
                 yield _by_columns(self._columns, runs)
         else:
+            # Many runs stay rows, with shorter texts and without the least important columns.
             kept = _narrowed([_for_terminal(c, _LONGEST_IF_NARROW) for c in self._shown], width)
             yield _by_rows(kept)
             keys = {column.key for column in kept}
@@ -195,6 +197,7 @@ def _for_terminal(column: Column, longest: int) -> Column:
         half = (longest - 2) // 2
         return text if len(text) <= longest else f"{text[:half]}..{text[-half:]}"
 
+    # Cut in the middle; texts that would become equal stay whole.
     texts = distinct([shortened(text) for text in column.texts], cut)
     starred = [f"* {text}" if i in column.best else text for i, text in enumerate(texts)]
     return dataclasses.replace(column, texts=starred)
@@ -227,6 +230,7 @@ def _blocks(columns: list[Column], width: int) -> list[list[int]]:
         # A run does not fit beside the labels: no block would.
         if labels + needed > width:
             return []
+        # A new block below starts with the labels again.
         if not blocks or needed > left:
             blocks.append([])
             left = width - labels
@@ -259,6 +263,7 @@ def _by_rows(columns: list[Column]) -> Table:
             Text(_broken(column.label)),
             justify="right" if column.is_numeric else "left",
             overflow="fold",
+            # Only long names may wrap: numbers must stay whole.
             no_wrap=column.key != "run",
         )
     for i in range(len(columns[0].texts)):
@@ -275,6 +280,7 @@ def _by_columns(columns: list[Column], runs: list[int]) -> Table:
     for column in columns:
         cells = [_cell(column, i) for i in runs]
         if column.key == "run":
+            # Names are the heads of the columns.
             cells = [Text(cell.plain, "bold") for cell in cells]
         table.add_row(Text(column.label), *cells)
     return table

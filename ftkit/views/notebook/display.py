@@ -67,6 +67,7 @@ def in_notebook() -> bool:
 @contextmanager
 def shown_if_late(text: str) -> Iterator[None]:
     """Show a text while the block runs, if that takes long."""
+    # Only what was shown is removed: a display of nothing would leave an empty output.
     output, is_shown = place(), False
 
     def show() -> None:
@@ -102,6 +103,7 @@ class Cell:
         self._put(self._ended(run))
 
     def note(self, text: str) -> None:
+        # Kept, and put below every later content: a display is replaced as a whole.
         self._note = styled(text, "bold")
 
     def _put(self, content: str) -> None:
@@ -168,6 +170,7 @@ _SERIES = (
 def ended_as_html(run: RunState) -> str:
     """Return an ended run as HTML: results, costs, memory, and the whole report folded."""
     series = over_time(RunDirectory(run.out_dir).system)
+    # The report of a killed run is not final.
     if run.report is None or run.state == "killed":
         words = "It was killed before it could write a report."
         return block(state_as_html(short(run.out_dir), run), words) + series
@@ -242,6 +245,7 @@ def over_time(file: Path) -> str:
     except (OSError, UserError):
         return ""
     cells = []
+    # Of the first GPU if it was sampled, else of the host.
     for memory, device, taken_in, used_as in _SERIES:
         known = [r for r in rows if r.get(taken_in) is not None and r.get(used_as) is not None]
         if known:
@@ -289,6 +293,7 @@ def _curve(words: str, passed: Sequence[float], values: Sequence[float], high: f
     """Curve of the values over a time axis; empty if there are too few samples."""
     if len(values) < _FEWEST_SAMPLES or not high:
         return ""
+    # Times are averaged like the values, so that each point lies in the middle of its samples.
     at = means(list(accumulate(passed)), _CURVE_POINTS)
     picture = curve_picture(means(values, _CURVE_POINTS), *_CURVE, bounds=(0.0, high), at=at)
     ends = ("0 s", " time ", duration_text(sum(passed)))

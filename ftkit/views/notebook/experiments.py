@@ -139,6 +139,7 @@ class Experiments:
         """
         out_dir = self._out_dir / name
         planned = plan(recipe, command=command, gpu=self._gpu, name=name, **keys)
+        # Made before the run starts, because the cell shows it when the run ends.
         done = Experiment(name, planned, Run(out_dir.absolute()), self._before(name, than))
         # What applies here only comes last, so that it replaces keys of the prediction.
         own_keys = keys | self._here | dict(here or {}) | {"out_dir": os.fspath(out_dir)}
@@ -172,6 +173,7 @@ class Experiments:
     def _before(self, name: str, than: str | None) -> Experiment | None:
         """The experiment that one is compared with."""
         if than is None:
+            # One that is repeated is not compared with itself.
             others = [experiment for experiment in self if experiment.name != name]
             return others[-1] if others else None
         if than not in self._done:
@@ -205,6 +207,7 @@ def changed_keys(before: Recipe, now: Recipe) -> list[Difference]:
     changes += [
         Difference(key, others[key], value)
         for key, value in _keys_of(now).items()
+        # Keys of one method only follow from the change of the method.
         if key in others and others[key] != value
     ]
     return changes
@@ -275,6 +278,7 @@ def _summary(planned: Planned, report: Report) -> list[str]:
     """How the run ended, whether another model ran than predicted, and how fast."""
     texts = [report.exit_reason]
     resolved = report.resolved
+    # Such as a small model here in place of a large one that was predicted.
     if resolved is not None and resolved.base_model not in (None, planned.base_model):
         texts.append(f"{resolved.base_model} in place of {planned.base_model}")
     return [*texts, *speed_texts(report)]

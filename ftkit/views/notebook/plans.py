@@ -85,4 +85,5 @@ def plan(
             gpu=None if gpu is None else find_gpu(gpu),
             name=name,
         )
+    # Field by field and not by `asdict`, which would turn the inner dataclasses into dicts.
     return ShownPlan(**{f.name: getattr(planned, f.name) for f in dataclasses.fields(planned)})

@@ -134,6 +134,7 @@ class Chat:
     def _answers_soon(self) -> bool:
         """Return whether a line can be read or the output has ended."""
         assert self._child.stdout is not None
+        # The end of the output counts as readable, too.
         return bool(select.select([self._child.stdout], [], [], _POLL_S)[0])
 
     def _read(self) -> dict[str, Any]:
@@ -168,6 +169,7 @@ def chat(result: str | os.PathLike[str], /, **options: Any) -> Chat:
     try:
         return Chat(child, said)
     except BaseException:
+        # Nobody could close it any more, and it holds the model.
         child.kill()
         child.communicate()
         raise
@@ -258,6 +260,7 @@ def evaluate(
 def _scores(measured: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     scores: dict[str, dict[str, float]] = {}
     for one in measured:
+        # The harness's own spelling of a metric after a filter.
         metric = ",".join(filter(None, (one["metric"], one["filter"])))
         scores.setdefault(one["task"], {})[metric] = one["value"]
     return scores
