@@ -83,7 +83,7 @@ def _answer_all(
         for question, prompt in zip(questions, prompts, strict=True):
             answers.append(Answer())
             if len(records) > 1:
-                # A single answer can be piped on as it is.
+                # A single answer stands alone, so that it can be piped.
                 print(shown(f"> {question.text}"))
             for piece in responder.stream(prompt, answers[-1]):
                 print(shown(piece), end="", flush=True)

@@ -72,8 +72,7 @@ def find_tasks(names: Sequence[str], *, key: str, trusted: Path | None = None) -
     if trusted is not None and not trusted.expanduser().is_dir():
         raise UserError(f"{TRUST} {trusted} is not a directory. Name the one with the task files.")
     for name in names:
-        # A search of its own, because each name may bring a directory whose tasks only it refers
-        # to.
+        # Searched one by one: a name may bring a directory whose tasks only it can refer to.
         _Search(found, harness, key, trusted).add(name)
     if twice := next((name for name in found.tasks if found.tasks.count(name) > 1), None):
         raise UserError(
