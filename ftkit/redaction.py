@@ -17,7 +17,7 @@ _USER = re.compile(rf"({_SCHEME})([^\s\"<>/?#]{{1,999}})@", re.IGNORECASE)
 _PASSWORD = re.compile(
     rf"({_SCHEME})[^\s\"<>/?#:@]{{0,99}}:(?!\d+[/?#])[^\s\"<>@]{{1,999}}@", re.IGNORECASE
 )
-"""The same part where the password has an unescaped / or #, which no library accepts."""
+"""User and password in a url whose password has an unescaped / or #, which no library accepts."""
 _PROXY = re.compile(r"(?<![\w.%+/-])[\w.%+-]{1,99}:[^\s\"<>/@]{1,999}@(?=[\w.-]{1,99}:\d)")
 """User and password of a proxy without a scheme."""
 _PARAMETER = re.compile(

@@ -48,7 +48,7 @@ _MAY_LOAD = ("data_dir", "data_files", "revision")
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """How prompts of tasks are built, and how many."""
+    """Options for the prompts of tasks."""
 
     limit: int | None = None
     """Records of each task; None: all."""
@@ -133,7 +133,7 @@ class TaskSet:
         return list(self._read(found))
 
     def _read(self, found: Mapping[str, Any]) -> Iterator[TaskResult]:
-        # A key is METRIC,FILTER; one without a comma is no score: name, alias, number of samples.
+        # Keys of scores are METRIC,FILTER; others have no comma: name, alias, number of samples.
         for name, values in {**found["results"], **found.get("groups", {})}.items():
             of_tasks = [name] if name in self._tasks else self._groups[name].get_all_tasks()
             names = [one if isinstance(one, str) else one.task_name for one in of_tasks]

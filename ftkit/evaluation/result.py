@@ -246,7 +246,7 @@ def _checkpoint(name: str, directory: Path) -> Result:
             problem
             for file, entry in metadata.files.items()
             if not is_shard(file)
-            # Of a LoRA checkpoint only the adapter is read, which is no shard.
+            # Of a LoRA checkpoint only the adapter is read, which is not in shards.
             or (metadata.method == "full" and lies_elsewhere(directory / file))
             if (problem := problem_of(directory, file, entry, fetching=False))
         ]

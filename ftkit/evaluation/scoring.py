@@ -26,7 +26,7 @@ class Metric:
 
     name: str
     records: int
-    """How many are scored."""
+    """Number of records to score."""
     score: Callable[[str, str, Mapping[str, Any], int], float]
     """Takes an answer, the expected one, the record and its index."""
     own: OwnMetric | None = None

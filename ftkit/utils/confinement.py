@@ -49,7 +49,7 @@ def set_limits(seconds: float, memory_bytes: int) -> None:
         raise OutOfTime
 
     signal.signal(signal.SIGPROF, raise_out_of_time)
-    # Processor time, not wall-clock time: a slow disk is no attack.
+    # Processor time, not wall-clock time: waiting for a slow disk is harmless.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     # SIGVTALRM has no handler, so that the kernel ends the process.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds + _KILL_AFTER_S)

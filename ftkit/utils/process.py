@@ -203,7 +203,7 @@ def stop_with_parent(parent: int) -> None:
 
     The kernel sends the signal when the thread that started this process ends, and again for each
     further thread of the parent that inherits it; only after the last one is there another parent.
-    A second SIGTERM would end a run at once. SIGUSR2 is no request to end for a run.
+    A second SIGTERM would end a run at once. A run does not take SIGUSR2 for a request to end.
 
     Args:
         parent: its process id, as the parent itself gave it: it may have ended before this call.

@@ -32,7 +32,7 @@ def set_verbosity(verbosity: Verbosity) -> None:
 
 
 def get_verbosity() -> Verbosity:
-    """How much this process prints, for processes that it starts."""
+    """Return the verbosity of this process, for processes that it starts."""
     return _verbosity
 
 

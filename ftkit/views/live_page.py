@@ -120,7 +120,7 @@ class RunSnapshots:
         # Files at a url are copied before they are read; a local directory is read in place.
         if self._copies is None:
             runs, left_out = read_runs([self._directory])
-            # A directory that is still empty is no failure: runs may appear in it.
+            # A directory that is still empty is not an error: runs may appear in it.
             return runs, [one for one in left_out if one.path != self._directory]
         try:
             copies = self._copies.look()

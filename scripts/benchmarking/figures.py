@@ -39,13 +39,13 @@ class Measured:
     host_bytes: int | None = None
     """Highest memory of the largest process that no file backs."""
     imports_bytes: int | None = None
-    """The same of a process that has only imported what the program needs."""
+    """Such memory of a process that has only imported what the program needs."""
     allocated_bytes: int | None = None
     """Highest memory in tensors on the GPU; None on CPU."""
     reserved_bytes: int | None = None
     """Highest memory that torch took from the GPU; None on CPU."""
     failure: str | None = None
-    """Why measurements are missing; None: the run ended well."""
+    """Reason of missing measurements; None: the run ended well."""
 
     @property
     def window(self) -> list[Step]:

@@ -113,7 +113,7 @@ def imports_bytes() -> int:
 
 
 def _failure(exit_code: int | None, output: str, limit_s: float) -> str:
-    """Why a run failed, in one line."""
+    """Reason of a failed run, in one line."""
     if exit_code is None:
         return f"not done after {limit_s:.0f} s"
     said = [line.strip() for line in output.splitlines() if line.strip()]

@@ -42,7 +42,7 @@ class Lever:
     methods: tuple[Method, ...] = ("full",)
     """Methods with which it is measured."""
     gpu_only: bool = False
-    """Whether it needs a GPU."""
+    """True if it needs a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class Tried:
     outcome: str
     """works, or why it does not."""
     in_rows: bool = False
-    """Whether it is trained without padding."""
+    """True if it is trained without padding."""
 
     @property
     def line(self) -> str:

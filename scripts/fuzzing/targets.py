@@ -59,9 +59,9 @@ class Target:
     share: int = 1
     """Share of all mutations, relative to the other targets."""
     numbers_are_verified: bool = True
-    """Whether there are checksums of the numbers in its safetensors files."""
+    """True if there are checksums of the numbers in its safetensors files."""
     at_url: bool = False
-    """Whether the directory "run" is uploaded to object storage before the command."""
+    """True if the directory "run" is uploaded to object storage before the command."""
 
 
 def find_files(directory: Path, patterns: Iterable[str]) -> list[Path]:

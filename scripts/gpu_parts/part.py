@@ -31,7 +31,7 @@ class Scene:
     results: Path
     """Directory for figures that are kept."""
     dry: bool
-    """Whether it runs on CPU at tiny size, only to check that everything runs."""
+    """True if it runs on CPU at tiny size, only to check that everything runs."""
     wheels: Path | None = None
     """Folder with the packages of other programs."""
 

@@ -22,34 +22,34 @@ class DeviceKind:
     noun: str = "device"
     """Word for one device in messages."""
     tried: bool = False
-    """Whether ftkit has been tested on it, at least on simulated devices."""
+    """True if ftkit was tested on it, at least on simulated devices."""
     communication: str | None = None
     """The backend of torch.distributed that takes its tensors; None: ranks cannot communicate."""
     strategies: tuple[StrategyOfKind, ...] = ("single",)
     """Strategies that run on it."""
     counts_memory: bool = False
-    """Whether torch.accelerator counts its memory in bytes: allocated, requested and reserved."""
+    """True if torch.accelerator counts its memory in bytes: allocated, requested and reserved."""
     allocator_block_bytes: int = 1
     """The allocator rounds sizes up to a multiple of it."""
     grows_segments: bool = False
-    """Whether its allocator takes the setting `expandable_segments`."""
+    """True if its allocator takes the setting `expandable_segments`."""
     times_events: bool = False
-    """Whether its events have times: a line of Python returns before its kernels have run."""
+    """True if its events have times, needed because calls return before their kernels run."""
     pins_host_memory: bool = False
-    """Whether copies from page-locked host memory run beside the host."""
+    """True if copies from page-locked host memory run asynchronously."""
     registers_host_memory: bool = False
-    """Whether ordinary host memory can be page-locked: by cudaHostRegister."""
+    """True if ordinary host memory can be page-locked, by cudaHostRegister."""
     pages_optimizer_state: bool = False
-    """Whether bitsandbytes' paged optimizers keep their state in memory that the driver moves to
+    """True if bitsandbytes' paged optimizers keep their state in memory that the driver moves to
     the host."""
     nvml_tells_use: bool = False
-    """Whether NVML reports how busy it is."""
+    """True if NVML reports how busy it is."""
     has_float64: bool = True
-    """Whether it computes in float64, in which losses are summed."""
+    """True if it computes in float64, in which losses are summed."""
     has_flash: bool = False
-    """Whether torch's flash attention over variable lengths runs on it, in 16 bits."""
+    """True if torch's flash attention over variable lengths runs on it, in 16 bits."""
     has_triton: bool = False
-    """Whether the kernels of Liger run on it."""
+    """True if the kernels of Liger run on it."""
 
 
 DEVICE_KINDS = {

@@ -29,7 +29,7 @@ from ftkit.utils.remote.providers import (
 from ftkit.utils.remote.urls import url_of
 
 REQUEST_PATIENCE_S = 20.0
-"""How long one request is retried before it counts as failed."""
+"""Time for which one request is retried before it counts as failed."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _Answer = TypeVar("_Answer")
 
@@ -246,7 +246,7 @@ class Objects:
             except UserError:  # raised by the handler of a signal, not by the storage
                 raise
             except Exception as error:
-                # The file was removed: no retry can help, and it is no failure of the storage.
+                # The file was removed: no retry can help, and the storage has not failed.
                 if ends():
                     raise FileNotFoundError(what) from error
                 # A new connection reads the credentials again: a token may have expired.

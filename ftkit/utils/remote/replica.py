@@ -27,7 +27,7 @@ _CREDENTIALS = {
     "az": ": AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME beside "
     "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or az login",
 }
-"""Where the credentials for each scheme come from, for messages."""
+"""Sources of the credentials for each scheme, for messages."""
 
 
 class Replica:

@@ -37,11 +37,11 @@ class Column:
     best: frozenset[int] = frozenset()
     """Indices of the runs with the best value."""
     better: Better | None = None
-    """Whether lower or higher values are better."""
+    """Direction of better values; None: neither is better."""
     priority: int = LAST
     """Tables that are too narrow keep the columns of the lowest priorities."""
     is_setting: bool = False
-    """Whether it is a key of the recipe rather than a result."""
+    """True for a key of the recipe, False for a result."""
     number: ReportNumber | None = None
     """Number of the report that it shows; None: it is a name or a setting."""
 
@@ -252,7 +252,7 @@ def _source_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
 
 
 def _term_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
-    """What objectives report beside the loss, on the validation data after training."""
+    """Numbers that objectives report beside the loss, on the validation data after training."""
     terms = {name: term for run in runs for name, term in run.report.terms.items()}
     return [
         ReportNumber(

@@ -33,7 +33,7 @@ class LeftOutRun:
     path: Path
     """The path as it was given."""
     reason: str
-    """Why, in one line."""
+    """Reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ComparedRun:
     out_dir: Path
     """Its directory."""
     state: StateName
-    """Whether it is running, or how it ended."""
+    """State: running, or how it ended."""
     report: Report
     """Its measurements."""
     copy: UrlCopy | None = None

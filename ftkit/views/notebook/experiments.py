@@ -275,7 +275,7 @@ def _where(planned: Planned) -> str:
 
 
 def _summary(planned: Planned, report: Report) -> list[str]:
-    """How the run ended, whether another model ran than predicted, and how fast."""
+    """Texts on the end of the run, on another model than predicted, and on its speed."""
     texts = [report.exit_reason]
     resolved = report.resolved
     # Such as a small model here in place of a large one that was predicted.

@@ -191,7 +191,7 @@ class Evaluation:
     exact_match: float | None
     """Fraction of answers that equal the expected ones; None: not measured."""
     terms: dict[str, float]
-    """What the objective measures beside the loss, such as the accuracy on preference pairs."""
+    """Measurements of the objective beside the loss, such as the accuracy on preference pairs."""
     values: dict[str, Any] = field(repr=False)
     """Complete output of `ftkit evaluate --format json`."""
 

@@ -73,7 +73,7 @@ def adapter(what: dict[str, Any]) -> Any:
 
 
 def model_settings(what: dict[str, Any]) -> dict[str, Any]:
-    """How the weights are loaded."""
+    """Options for loading the weights."""
     settings: dict[str, Any] = {"dtype": what["dtype"]}
     if what["quantize"]:
         from transformers import BitsAndBytesConfig
