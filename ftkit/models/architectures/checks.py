@@ -168,6 +168,7 @@ def _entries(value: Mapping[str, Any] | list[Any], depth: int) -> Iterator[tuple
     keyed = value.items() if isinstance(value, Mapping) else (("a list", v) for v in value)
     for key, item in keyed:
         yield str(key), item, depth
+        # One level more than is allowed, so that the caller notices.
         if isinstance(item, Mapping | list) and depth <= _MOST_NESTING:
             yield from _entries(item, depth + 1)
 

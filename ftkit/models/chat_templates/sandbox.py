@@ -120,6 +120,7 @@ def _explained() -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     text = _shortened(str(error))
+    # What raise_exception says is for readers; other errors need the name of their class.
     if isinstance(error, TemplateError) and text:
         return text.rstrip(".")
     return f"{type(error).__name__}: {text}".rstrip(": .")

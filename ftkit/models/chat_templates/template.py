@@ -122,6 +122,7 @@ class ChatTemplate:
         variables: Mapping[str, object],
     ) -> tuple[str, list[tuple[int, str]]]:
         given = {
+            # First, so that no name of a token replaces what follows.
             **self.special_tokens,
             "messages": messages,
             "tools": tools,
@@ -154,6 +155,7 @@ def template_of(tokenizer_directory: Path) -> str | None:
     Raises:
         UserError: a file cannot be read.
     """
+    # The file comes before the settings, as in transformers.
     file = tokenizer_directory / CHAT_TEMPLATE
     if file.is_file():
         return read_template(file)
@@ -178,6 +180,7 @@ def read_template(file: Path) -> str:
     try:
         with file.open(encoding="utf-8") as stream:
             # Not the whole file, which may have any size.
+            # One more character shows that there are too many.
             text = stream.read(_MOST_CHARACTERS + 1)
         if len(text) > _MOST_CHARACTERS:
             raise UserError(

@@ -121,6 +121,7 @@ def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Modul
                 + _advice("lora_modules_to_save", target, known.values())
             )
         for ours in matching:
+            # In a tied model, embedding and adapted head have one weight.
             shared = getattr(model, "tied", False) and ours in (head, embedding)
             if ours in adapted or (shared and head in adapted):
                 raise UserError(

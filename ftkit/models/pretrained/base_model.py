@@ -282,6 +282,7 @@ def save_without_weights(base: BaseModel, out: Path) -> None:
     dtype = str(base.dtype).removeprefix("torch.")
     outline = {"name": base.name, "tied": base.tied, "dtype": dtype}
     implementation = base.architecture.implementation
+    # For `hub.has_extra_weights`, which builds no model.
     extra = {EXTRA_WEIGHTS: True} if base.architecture.rest_shapes else {}
     write_settings(out / OUTLINE, outline | {"implementation": implementation} | extra)
 
@@ -392,6 +393,7 @@ def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> 
     """Draw a parameter with a seed of its own, so that every rank draws equal numbers."""
     initial = architecture.initial(name, shape)
     if initial == "normal":
+        # Python's own hash() of a name differs between processes.
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
             std=_INITIAL_STD, generator=generator
@@ -429,6 +431,7 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
     if base.directory is not None:
         is_litgpt = hub.is_litgpt(base.directory)
+        # Copied without weights, LitGPT's settings would decide the layout.
         names = [name for name in SETTINGS if is_litgpt or name != LITGPT_SETTINGS]
         sources += [base.directory / name for name in (*names, *_BESIDE)]
     for source in sources:
@@ -482,6 +485,7 @@ def read_blueprint(
         "model_config.yaml."
     )
     near = [*nearest_names(name), *(f"random:{t}" for t in nearest_types(Path(name).name))]
+    # One suggestion is enough.
     asks = "Did you mean" in str(wanted)
     hint = f" Did you mean {' or '.join(near)}?" if near and not asks else ""
     raise UserError(

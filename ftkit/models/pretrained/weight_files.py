@@ -45,6 +45,7 @@ _ANY_DTYPES = DTYPES | {
 }
 """And those of tensors that are only copied."""
 
+# Names that pickles of tensors need, as pickletools shows them: module, space, name.
 _MAPS = frozenset(("collections OrderedDict", "torch.nn.parameter Parameter", "torch Size"))
 _REBUILDERS = frozenset(
     f"torch._utils _rebuild_{kind}"

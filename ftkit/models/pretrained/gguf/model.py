@@ -94,6 +94,7 @@ def _settings_of(header: GgufHeader) -> dict[str, Any]:
         # llama.cpp takes the embedding as head where the file has none.
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
+    # Quantised weights become float16, and so do those of float16.
     kind = header.tensors["token_embd.weight"].kind
     settings["torch_dtype"] = {"F32": "float32", "BF16": "bfloat16"}.get(kind, "float16")
     settings["pad_token_id"] = None  # else transformers has one of its own for Phi-3
@@ -173,6 +174,7 @@ def _llama3(header: GgufHeader, name: str, base: float) -> dict[str, Any]:
         raise header.error(f"its {ROPE_FACTORS} is not a row of F32")
     # The factors are as many as pairs in a head: a few hundred bytes.
     found = np.fromfile(header.file, "<f4", tensor.shape[0], offset=tensor.start)
+    # The lowest frequencies are divided by the whole factor.
     factor = round(float(found.max()), 3)  # 8 or 32
     positions = header.integer(f"{name}.rope.scaling.original_context_length", _LLAMA3_POSITIONS)
     scaling = {
@@ -261,6 +263,7 @@ class ConvertedTensor:
     def _chunk_rows(self) -> int:
         _, row_numbers = _rows(self.source)
         together = self.rows_together
+        # At least one group of rows that change together, however long they are.
         return max(_CHUNK_NUMBERS // row_numbers // together, 1) * together
 
     def chunks(self, header: GgufHeader, stream: BinaryIO) -> Iterator[bytes]:
@@ -334,6 +337,7 @@ def converted_tensors(header: GgufHeader, settings: Mapping[str, Any]) -> list[C
         is_rotated = family == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"])
         shifted = family.startswith("gemma") and name.endswith("norm.weight")
         found.append(_converted_tensor(header, tensor, their_name, head_size, is_rotated, shifted))
+    # A tensor that is left out could change the results.
     unknown = header.tensors.keys() - expected.keys() - {ROPE_FACTORS}
     if unknown:
         raise UserError(

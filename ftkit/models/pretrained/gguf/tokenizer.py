@@ -70,8 +70,10 @@ def _files_of(header: GgufHeader) -> dict[str, bytes]:
     if adds_bos:
         _begin_with(tokenizer, tokens[special["bos"]], special["bos"])
     settings = {
+        # The generic class: everything else is in tokenizer.json.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": adds_bos,
+        # Decoding would remove spaces before punctuation.
         "clean_up_tokenization_spaces": False,
     }
     settings |= {
