@@ -49,8 +49,7 @@ class Conversation:
         while True:
             question = Question(text=text, messages=tuple(self._messages))
             prompt = self._responder.prompt_of(question)
-            # The question itself always stays: if it alone is too long, `Responder.stream` refuses
-            # it.
+            # The question itself stays: if it alone is too long, `Responder.stream` refuses it.
             if len(prompt) <= room or len(self._messages) < 3:
                 return prompt
             # A question goes with its answer.

@@ -138,7 +138,7 @@ def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
             f"belongs to. Try {option} PATH."
         )
     try:
-        # Only the implementation that the fingerprint names gives the same one again.
+        # With the implementation that the fingerprint names: others give other fingerprints.
         known = result.fingerprint
         found = open_base(name, None if known is None else implementation_of(known))
     except UserError as error:
@@ -264,7 +264,7 @@ def load_result(
         sharding=Whole(),
         device=device,
         rope_length=min(found.architecture.context_length, ROPE_LENGTH),
-        # No value is drawn: the files hold all that was trained.
+        # Has no effect: no parameter is drawn at random.
         seed=0,
         adapter=tensors,
         source=source,

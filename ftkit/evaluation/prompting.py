@@ -54,7 +54,7 @@ def question_of(record: Mapping[str, Any]) -> Question:
     """
     if "messages" in record:
         messages = tuple(record["messages"])
-        # It is the answer that is expected, and no part of the question.
+        # The last answer is the expected one, and not part of the question.
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         said = messages[-1]["content"] if messages else ""

@@ -25,7 +25,7 @@ EXTRA = "pip install 'ftkit[tasks]'"
 TRUST = "--trust_task_code"
 """The option that names the directory whose code may run; no recipe can hold it."""
 _SUFFIXES = (".yaml", ".yml")
-# Names at the start of a line. They only find candidates: `file_of` and `tagged` parse these.
+# Names at the start of a line. They only find candidates, which `file_of` parses.
 _NAMED = re.compile(rb"^[\"']?(?:task|group)[\"']? *: *[\"']?([^\s\"'#\[{]+)[\"']?", re.MULTILINE)
 _INCLUDE = re.compile(
     rb"^[\"']?include[\"']? *:((?:[^\S\n]*\S+[^\S\n]*$|(?:\n *- +\S+)+))", re.MULTILINE
@@ -195,8 +195,7 @@ class _Search:
                 )
             name = str(item.get("group", item.get("task")))
             check_supported(name, item)
-            # A group that is written out in this one, a reference, a task that is written out, or a
-            # mistake.
+            # Members are inline groups, references, inline tasks, or mistakes.
             if "group" in item and isinstance(item.get("task"), list):
                 tasks += self._visit_members(item["task"], f"{group}::{name}", file, above)
             elif places := self._named(name):

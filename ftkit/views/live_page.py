@@ -365,8 +365,8 @@ def _serve(snapshots: RunSnapshots, port: int, interval_s: float) -> None:
 
 
 _ADDRESS = "127.0.0.1"
-# Nothing is loaded from elsewhere, and no script runs but ours. Styles stand in attributes of the
-# HTML that notebooks share.
+# Nothing is loaded from elsewhere, and only our own script runs. unsafe-inline is for the style
+# attributes of HTML that notebooks show as well.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
     "style-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; "

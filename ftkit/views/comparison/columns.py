@@ -246,7 +246,6 @@ def _source_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
             better="lower",
             priority=6,
         )
-        # In the order of the first run that has each of them.
         for name in dict.fromkeys(name for run in runs for name in _losses(run.report))
     ]
 
@@ -285,7 +284,7 @@ def _losses(report: Report) -> dict[str, float | None]:
     parts, chosen = report.sources | report.sets, report.result
     if chosen is not None:
         return {name: chosen.losses.get(column_name(name)) for name in parts}
-    # No validation followed the first steps: the losses are those of the base model.
+    # No validation came after a step: the losses are those of the base model.
     if report.loss is not None and report.loss.is_of_start:
         return {}
     return {name: part.validation_last for name, part in parts.items()}

@@ -52,7 +52,7 @@ PART_COLORS = {
 _POINTS = 600
 """Most points of a curve."""
 _RAW_POINTS = 25
-"""Most steps whose losses are drawn; above it, a running mean shows the trend."""
+"""Most steps that are drawn without averaging; above it, a running mean shows the trend."""
 _VISIBLE = 1 / 500
 """Smallest share of the highest peak at which a part of memory can be seen."""
 _LIMIT_IN_SIGHT = 4.0
@@ -216,7 +216,7 @@ def figure(runs: list[ComparedRun]) -> "Figure":
     _legend(below, handles, labels, 5)
     # Between dollar signs, which a name may have, matplotlib would read a formula.
     memory.set_yticks(range(len(runs)), names, parse_math=False)
-    # Turned over, so that the first run is at the top as in the table.
+    # Inverted, so that the first run is at the top as in the table.
     memory.set_ylim(len(runs) - 0.4, -0.6)
     for axes in (memory, speed):
         axes.grid(visible=False, axis="y")

@@ -60,7 +60,7 @@ class ComparisonTable:
         width = options.max_width
         if _width(self._columns) <= width:
             yield _by_rows(self._columns)
-        # Next, the table turned round: a column for each run.
+        # Otherwise it is transposed: a column for each run.
         elif blocks := _blocks(self._columns, width):
             for i, runs in enumerate(blocks):
                 yield from [""] * (i > 0)
@@ -192,12 +192,10 @@ def _for_terminal(column: Column, longest: int) -> Column:
     """The column with shortened texts, and a star before the best."""
 
     def cut(text: str) -> str:
-        # Names of runs tend to differ at either end; `distinct` keeps those whole that would become
-        # equal.
+        # The middle is cut; `distinct` keeps texts whole that would become equal.
         half = (longest - 2) // 2
         return text if len(text) <= longest else f"{text[:half]}..{text[-half:]}"
 
-    # Cut in the middle; texts that would become equal stay whole.
     texts = distinct([shortened(text) for text in column.texts], cut)
     starred = [f"* {text}" if i in column.best else text for i, text in enumerate(texts)]
     return dataclasses.replace(column, texts=starred)

@@ -207,7 +207,7 @@ def finetune(
     stop_after: str | int | None = None,
     **keys: Any,
 ) -> Run:
-    """Fine-tune with LoRA or QLoRA, as `ftkit finetune`; return the run, regardless of its end.
+    """Fine-tune with LoRA or QLoRA, as `ftkit finetune`; return the run, however it ended.
 
     Args:
         recipe: recipe files; later ones win.

@@ -207,7 +207,7 @@ def changed_keys(before: Recipe, now: Recipe) -> list[Difference]:
     changes += [
         Difference(key, others[key], value)
         for key, value in _keys_of(now).items()
-        # Keys of one method only follow from the change of the method.
+        # Keys that only one method has follow from the change of the method.
         if key in others and others[key] != value
     ]
     return changes

@@ -115,7 +115,7 @@ class Chat:
     def close(self) -> None:
         """End the conversation and free its memory."""
         if self._child.poll() is None:
-            self._child.communicate()  # closes its input, at whose end it ends
+            self._child.communicate()  # closes its input, which ends it
 
     def __enter__(self) -> "Chat":
         return self
