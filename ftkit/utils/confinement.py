@@ -61,11 +61,11 @@ def set_limits(seconds: float, memory_bytes: int) -> None:
 def without_limits() -> Iterator[None]:
     """Lift the limits in the block; after it, as much time and memory is left as before it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # Only the soft limit is ever lowered: equal ones mean that there is none.
     before = _data_bytes()
     timers = (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL)
     # setitimer returns the time that was left.
     left = [signal.setitimer(timer, 0)[0] for timer in timers]
+    # Only the soft limit is ever lowered: equal ones mean that there is none.
     if soft != hard:
         _set_data_limit(hard)
     try:

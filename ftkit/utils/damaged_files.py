@@ -45,8 +45,7 @@ def reading(file: Path | str, expected: str, *, key: str = "", advice: str = "")
     except UserError:
         raise
     except OSError as error:
-        # The machine is out of memory and the file is sound: `is_out_of_memory` recognises this
-        # error.
+        # The machine is out of memory, which `is_out_of_memory` recognises; the file is sound.
         if error.errno == errno.ENOMEM:
             raise
         raise DamagedFile(

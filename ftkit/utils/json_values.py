@@ -59,7 +59,7 @@ def from_json(kind: Any, value: Any) -> Any:
     if origin in (Union, UnionType):
         if value is None:
             return None
-        # Unions are of one type with None.
+        # Only unions of one type with None occur.
         (kind,) = (argument for argument in arguments if argument is not NoneType)
         return from_json(kind, value)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):

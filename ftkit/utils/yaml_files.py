@@ -134,7 +134,7 @@ def _check_size(root: yaml.Node) -> None:
         pending.pop()
         inside.discard(id(node))
         if unknown:
-            # A child that is still unknown has this node among its own children.
+            # A child that is still unknown has this node among its descendants.
             raise yaml.composer.ComposerError(None, None, "it holds itself", node.start_mark)
         sizes[id(node)] = 1 + sum(sizes[id(child)] for child in children)
         if sizes[id(node)] > _MOST_VALUES:

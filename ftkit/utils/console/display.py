@@ -217,8 +217,7 @@ class TrainingProgress:
             "elapsed": clock_text(now - self._start),
             "eta": self._eta_text(now),
         }
-        # The step always stays; the other fields take the rest of the width in the order of their
-        # worth.
+        # The step always stays; other fields take the rest of the width by their worth.
         space = options.max_width - len(texts["step"])
         chosen = {"step"}
         for name in _BY_WORTH:

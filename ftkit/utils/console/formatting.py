@@ -12,7 +12,7 @@ def printable(text: str) -> str:
 
     Answers of a model and records of a data set can hold anything.
     """
-    # Tabs are control characters, too, but separate words.
+    # Tabs are control characters, but separate words: they become spaces.
     return _UNPRINTABLE.sub("", text.expandtabs(4))
 
 

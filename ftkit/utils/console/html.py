@@ -134,8 +134,7 @@ def curve_picture(
         bounds: values at the lower and the upper edge. Default: the least and the largest.
         at: horizontal position of each value, ascending. Default: equally spaced.
     """
-    # Two pixels above and below are for the width of the line; `or 1` is for a curve without
-    # extent.
+    # Two pixels above and below are for the width of the line. Curves may have no extent: `or 1`.
     low, high = bounds or (min(values), max(values))
     at = at or range(len(values))
     across, down = width / ((at[-1] - at[0]) or 1), (height - 4) / ((high - low) or 1)
