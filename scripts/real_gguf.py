@@ -83,6 +83,7 @@ def compare(
                 f"{len(answer)} tokens the same | {apart.mean():.2g} | {apart.max():.2g} | "
                 f"{logits.abs().max():.3g} |"
             )
+            # Rounded weights may answer otherwise; float32 must not.
             is_right &= same_prompt and (numbers != "f32" or found["answer"] == answer)
     return lines, is_right
 

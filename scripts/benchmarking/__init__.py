@@ -29,6 +29,7 @@ def make_base(directory: Path, layers: int, width: int, dtype: str = "float32") 
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(directory)
+    # The tokenizer of the quick start has 864 tokens: the other rows of the embedding are unused.
     for file in (embedded.path("quickstart") / "model").glob("tokenizer*"):
         shutil.copy(file, directory)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -111,6 +111,8 @@ def measure(options: argparse.Namespace) -> Figures:
                     continue
                 keys = keys_of(scene, method, place)
                 keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
+                # Each comes first in half of the pairs, so that a warm cache of files favours
+                # neither.
                 swap = pair % 2 == 1
                 runs = measured_pair(LEVER, method, keys, place, options.limit_s, swap=swap)
                 for kind, implementation in (("off", "litgpt"), ("on", "transformers")):

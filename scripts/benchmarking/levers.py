@@ -225,6 +225,8 @@ def measure(options: argparse.Namespace) -> Figures:
                     scene = scene_for(options, SCENES[machine, method])
                     keys = keys_of(scene, method, place)
                     keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
+                    # Each comes first in half of the pairs, so that a warm cache of files favours
+                    # neither.
                     swap = pair % 2 == 1
                     runs = measured_pair(lever, method, keys, place, options.limit_s, swap=swap)
                     for kind, run in runs.items():
@@ -283,6 +285,7 @@ def keys_of(scene: Scene, method: Method, place: Path) -> dict[str, Any]:
     data = place / f"records-{count}"
     if not data.is_dir():
         records = workload.make_records(workload.alpaca_lengths(count))
+        # Placed in the file so that ftkit trains on them in the order of `records`.
         order = workload.order_of_ftkit(count, SEED)
         workload.write_data(data, workload.in_file_order(records, order), records[:2])
     keys = {

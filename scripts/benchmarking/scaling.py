@@ -175,6 +175,7 @@ def keys_of(point: Point, machine: Machine, place: Path) -> dict[str, Any]:
     data = place / f"records-{point.length}-{count}"
     if not data.is_dir():
         prompt = point.length // 2
+        # One less, for the end-of-text token.
         lengths = [(prompt, point.length - prompt - 1)] * count
         records = workload.make_records(lengths)
         workload.write_data(data, records, records[:VALIDATION_RECORDS])

@@ -73,6 +73,7 @@ def watch(
         errors="replace",
     )
     lines: list[str] = []
+    # In a thread, so that each line gets its time when it comes, and the pipe never fills.
     reader = threading.Thread(target=_read, args=(process, seen, lines, start_s))
     reader.start()
     try:
@@ -100,6 +101,7 @@ def _follow(
         now_s = time.perf_counter()
         if now_s - start_s > limit_s:
             return
+        # Rarely, because psutil looks through all processes of the machine for children.
         if now_s - family_at_s > FAMILY_POLL_S:
             family, family_at_s = [one.pid for one in _family(process.pid)], now_s
         seen.host_bytes = max(seen.host_bytes, *(_host_bytes(pid) for pid in family), 0)

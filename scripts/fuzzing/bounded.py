@@ -27,6 +27,7 @@ def main() -> None:
         used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         values = {
             "cpu_s": sum(u.ru_utime + u.ru_stime for u in used),
+            # Linux counts it in KiB.
             "peak_bytes": max(u.ru_maxrss for u in used) * 1024,
         }
         usage_file.write_text(json.dumps(values))

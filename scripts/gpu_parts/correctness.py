@@ -103,6 +103,8 @@ def saves(scene: Scene, found: Found) -> None:
     """Check that asynchronous checkpoints have the same bytes as synchronous ones."""
     site = scene.directory / "site"
     site.mkdir()
+    # Every Python with this directory on its path runs the file at its start; it changes ranks
+    # only.
     (site / "sitecustomize.py").write_text(BESIDE_TRAINING)
     model = made_model(scene)
     checksums: dict[str, list[str]] = {}

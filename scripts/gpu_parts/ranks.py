@@ -56,6 +56,7 @@ def dead_rank(scene: Scene, found: Found) -> None:
     """Check that a run ends after one of its ranks is killed."""
     out = scene.directory / "out"
     words = [sys.executable, "-m", "ftkit", "finetune_full", "--out_dir", str(out)]
+    # So many steps that it cannot end by itself.
     keys = KEYS | {"strategy": "fsdp", "devices": 2, "train__max_steps": 100_000}
     keys |= {"checkpoint_dir": "random:pythia-410m", "accelerator": scene.accelerator}
     keys |= {"train__epochs": 100_000}

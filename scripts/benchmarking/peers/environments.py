@@ -79,6 +79,7 @@ def pinned_torch() -> str:
 def _install_torch(python: Path) -> None:
     """Install the build for CPUs if there is no GPU: the other one takes gigabytes."""
     if not Path("/dev/nvidiactl").exists():
+        # Without retries: if this index cannot be reached, the usual one follows.
         of_cpu = ["--no-deps", "--retries", "0", "--timeout", "5", "--index-url", CPU_INDEX]
         if _pip(python, [*of_cpu, pinned_torch()], check=False):
             return

@@ -102,10 +102,12 @@ def run_program(program: str, case: Case, place: Workspace, scratch: Path) -> Me
     if program == "ftkit":
         method, keys = ftkit_keys(case, place, scratch)
         measured = run_ftkit(method, keys, scratch / "out", place.limit_s)
+        # Without the additional last step: see `ftkit_keys`.
         measured = replace(measured, steps=measured.steps[: case.steps])
     elif program == "litgpt":
         words = litgpt_words(case, place, scratch)
         seen = watch(words, limit_s=place.limit_s, directory=scratch)
+        # Without the first step, at a learning rate of 0: see `cases`.
         steps = steps_of(seen.events, skip=1)
         padding = padding_in_order(place.records(case), case.micro_batch_size)
         measured = replace(_measured(seen, place.limit_s), steps=steps, padding_fraction=padding)

@@ -102,6 +102,7 @@ def main(what: dict[str, Any]) -> None:
         lr_scheduler_type="cosine",
         warmup_steps=0,
         weight_decay=0.0,
+        # The Trainer does not clip at 0.
         max_grad_norm=0.0,
         logging_steps=1,
         save_strategy="no",
