@@ -30,6 +30,7 @@ def main(verbosity: Verbosity = "full") -> None:
     # Before torch is imported: its OpenMP reads the variable once.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(turns_before_sleep()))
+    # Both before any heavy import: they decide what importing a library runs.
     without_hub_kernels()
     postpone_modules()
     try:
@@ -43,9 +44,11 @@ def main(verbosity: Verbosity = "full") -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         _ignore_interrupts()
+        # 128 plus the number of SIGINT, as shells report it.
         code = 130
     # `| head` has ended; see docs.python.org/3/library/signal.html#note-on-sigpipe
     except BrokenPipeError:
+        # At its exit Python flushes standard output once more, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
@@ -70,6 +73,7 @@ def run(argv: Sequence[str]) -> int:
     if argv and argv[0] == "--version":
         print(f"ftkit {__version__}")
         return 0
+    # jsonargparse's option for shell completion; its value may follow an equals sign.
     if argv and argv[0].partition("=")[0] == "--print_shtab":
         from ftkit.cli.help import print_completion  # with jsonargparse, like all of help
 
@@ -91,6 +95,7 @@ def _run_member(group: Group, argv: Sequence[str]) -> int:
         return _run_member(member, rest)
     if member is not None:
         return _run_command(member, rest)
+    # Names of other programs come before a similar spelling: `tune` means finetune.
     elsewhere = COMMANDS_ELSEWHERE.get(name) if group is FTKIT else None
     close = elsewhere or nearest(name, group.by_name)
     place = f"ftkit {group.name}".strip()
@@ -116,6 +121,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
         return 0
     arguments = [read_options(command, line, argv)]
     if command.opens:
+        # Its result is found first: a mistyped path is reported before torch is imported.
         first_word = declared(command.options)[0].name
         arguments.insert(0, _load(command.opens)(getattr(arguments[0], first_word)))
     # Options are checked before this: a typo must not cost the seconds that torch takes.

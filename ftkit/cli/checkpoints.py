@@ -71,6 +71,7 @@ def list_checkpoints(options: CheckpointsOptions) -> int:
     entries = [entry_of(path) for path in place.directories()]
     entries += [leftover(path, at_work) for path in place.store.leftovers() if path.is_dir()]
     entries = [entry for entry in entries if entry.path.exists()]  # not deleted meanwhile
+    # Leftovers without a step in their name come first.
     entries.sort(key=lambda entry: (entry.step if entry.step is not None else -1, entry.state))
     if options.format == "json":
         return _print_json([entry.as_dict() for entry in entries])
@@ -123,6 +124,8 @@ def verify_checkpoints(options: CheckpointOptions) -> int:
     problems: dict[Path, list[str]] = {}
     with _Verifying(directories) as verifying:
         for directory in directories:
+            # Its files may all match: a copy under the name of another step is wrong only in its
+            # name.
             found = misnamed(directory) or checks.verify(directory, verifying.progress)
             verifying.next()
             if directory.exists():  # a running run may have deleted it meanwhile
@@ -159,6 +162,7 @@ def clean_checkpoints(options: CleanOptions) -> int:
     path, dry_run = options.out_dir.expanduser(), options.dry_run
     verb = "would remove" if dry_run else "removed"
     with ExitStack() as stack:
+        # Claimed before the listing is read, so that no run starts there in between.
         at_url = stack.enter_context(url_checkpoints(path, print, hold=not dry_run))
         place = find_all(path)
         store = place.store
@@ -172,6 +176,7 @@ def clean_checkpoints(options: CleanOptions) -> int:
         rule = {"keep_every": every, "keep_best": best}
         kept = store.kept(options.keep_last, every, best)
         steps = store.steps()
+        # Damaged ones are in `kept`; they are listed apart, with their problem.
         damaged = {step: found for step in steps if (found := store.check_files(step))}
         freed = 0
 
@@ -188,6 +193,7 @@ def clean_checkpoints(options: CleanOptions) -> int:
                 if step not in kept
             ),
         ]
+        # Parts of checkpoints at the url alone: interrupted uploads.
         if at_url is not None:
             removals += [
                 (store.directory / name, size, partial(at_url.delete_incomplete, name))
@@ -261,6 +267,7 @@ class _Verifying:
     def progress(self, done: int, total: int) -> None:
         """Set the verified and the total bytes of the current checkpoint."""
         self._now = total
+        # No line flashes up where verifying takes a moment.
         if self._phase is None and time.monotonic() - self._start_s >= PROGRESS_AFTER_S:
             display = self._stack.enter_context(Display(None, stream=sys.stderr))
             self._phase = self._stack.enter_context(display.phase(self._title, brief=True))
@@ -276,6 +283,7 @@ class _Verifying:
 def _kept_for_good(place: RunCheckpoints) -> tuple[KeepEvery, int]:
     """keep_every and keep_best of the recorded recipe."""
     newest = place.store.newest()
+    # The recipe in out_dir is the newest; that of a checkpoint is as old as the checkpoint.
     candidates = [run.recipe for run in place.runs]
     if newest is not None:
         candidates.append(place.store.path(newest) / RECIPE)
@@ -361,6 +369,7 @@ def _value_text(value: Any) -> str:
     if isinstance(value, dict):
         texts = {key: shortened(_value_text(item)) for key, item in value.items() if item != []}
         return ", ".join(f"{key} {text}" for key, text in texts.items() if text)
+    # Before numbers: True is an int.
     if isinstance(value, bool | None):
         return {None: "not set", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -405,6 +414,7 @@ def _print(*parts: str | RenderableType, code: int = 0) -> int:
     with Display(None) as display:
         for part in parts:
             if isinstance(part, str):
+                # Not through rich, which would wrap it.
                 print(printable(part))
             else:
                 display.show(part)

@@ -88,6 +88,7 @@ def declared(options: type) -> tuple[Declared, ...]:
         for f in dataclasses.fields(options)
         if not f.metadata.keys() & {"keys", "line"}
     ]
+    # A class has its own options in __annotations__, without those that it inherits.
     own = options.__annotations__
     return tuple(sorted(found, key=lambda i: (not i.is_word, not i.is_word and i.name not in own)))
 
@@ -129,6 +130,7 @@ def split_line(command: Command, argv: Sequence[str]) -> Line:
     items = declared(command.options)
     switches = {item.name for item in items if item.is_switch} | {"help"}
     helps = {f"{name}.help" for name in components_of(command.options)}
+    # A word beyond these is a value without its key; it is refused below.
     room = math.inf if any(i.is_word and i.takes_several for i in items) else _words(command)
     line = Line()
     rest = iter(argv)
@@ -158,7 +160,7 @@ def split_line(command: Command, argv: Sequence[str]) -> Line:
 
 
 def read_options(command: Command, line: Line, argv: Sequence[str] = ()) -> Any:
-    """The options of a command line, typed and checked.
+    """Type and check the options of a command line.
 
     Args:
         command: whose options they are.
@@ -175,12 +177,14 @@ def read_options(command: Command, line: Line, argv: Sequence[str] = ()) -> Any:
     for key, text in line.values:
         if (item := known.get(key)) is not None:
             value = _typed(command, item, text)
+            # Of an option that is given twice the last one counts, unless it takes several.
             given[key] = (*given.get(key, ()), value) if item.takes_several else value
         elif _takes_key(command, key):
             keys.append((key, text))
         else:
             raise UserError(_unknown(command, key))
     words = iter(line.words)
+    # A word may also be given as --NAME VALUE: the next word then fills the next place.
     for item in (item for item in items if item.is_word and item.name not in given):
         if item.takes_several:
             given[item.name] = tuple(words)
@@ -189,6 +193,7 @@ def read_options(command: Command, line: Line, argv: Sequence[str] = ()) -> Any:
     for text in words:
         raise UserError(f"{text!r} is not an option. Write --KEY VALUE{_advice(command)}.")
     for item in items:
+        # An empty text counts as missing.
         if item.required and not given.get(item.name):
             raise UserError(_missing(command, item))
     for place in dataclasses.fields(command.options):
@@ -267,13 +272,16 @@ def _typed(command: Command, item: Declared, text: str) -> Any:
     if item.takes_several:
         return text
     words = item.choices
+    # Apart from words, an option has one type besides None.
     (accepted, *_) = accepted_types(item.kind)
     least, most = item.rules.get("least"), item.rules.get("most")
     try:
         if words:
+            # Where str is accepted too, the words are only those that are known.
             if text not in words and str not in accepted_types(item.kind):
                 raise ValueError
             return text
+        # A url would silently become a relative path.
         if accepted is Path and is_url(text):
             if item.rules.get("takes_url"):
                 return local_path(text)
@@ -283,6 +291,8 @@ def _typed(command: Command, item: Declared, text: str) -> Any:
                 f"{name} is {text}, but must be a path of this machine. "
                 f"Try {usage} {Path(text).name or 'out'}."
             )
+        # The type itself converts: int, float, str and Path refuse with a ValueError what they
+        # cannot take.
         value = accepted(text)
         if isinstance(value, int | float) and not (
             (least is None or value >= least) and (most is None or value <= most)

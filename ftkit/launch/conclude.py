@@ -67,6 +67,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if error.kind == "damaged":
             assert job.start is not None and error.file is not None
             _doubt_start(Path(job.start), error.file, error.message)
+    # Rank 0's report stands for the run; what differs between ranks is combined over all.
     memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
     report = dataclasses.replace(
         _with_outcome(reports[0], received, error, phase=reports[rank].phase),
@@ -97,6 +98,8 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
                     reports[rank].peak_memory,
                     report.exit_reason,
                 )
+            # The report is on the disk already: if there is no room for the advice, it stays as it
+            # is.
             report = dataclasses.replace(report, shortage=shortage)
             with suppress(OSError):
                 write_report(report, out_dir)
@@ -107,6 +110,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         with suppress(OSError):
             _collect_output(run, world_size)
         display.notice(render(report, out_dir))
+        # --quiet leaves out the table above, so one line stands for it.
         if job.quiet:
             display.show_text(summary_line(report, out_dir))
         if report.shortage is not None:
@@ -142,6 +146,7 @@ def next_commands(run: RunDirectory, method: Method) -> list[str]:
     this = shlex.quote(display_path(run.path))
     has_result = run.final.is_dir()  # of a base of random weights nothing is saved
     commands = [f"ftkit chat {this}"] * has_result
+    # ftkit merge writes to local disks only: for a run at a url, into the current directory.
     merged = Path(run.path.name if url_of(run.path) else run.path)
     merged = merged.with_name(f"{merged.name}-merged")
     if has_result and method == "lora" and not merged.exists():
@@ -170,6 +175,7 @@ def _cause(run: RunDirectory, world_size: int) -> tuple[int, RankError | None]:
         return 0, None
     # A rank that died is noticed late: others may have failed before, because of it.
     rank, error = min(found, key=lambda item: (item[1].kind not in DIED, item[1].happened_at_s))
+    # A mistake of the user's, damage and a signal do not depend on the rank.
     if world_size == 1 or error.kind in ("user", "damaged", "interrupted"):
         return rank, error
     return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")
@@ -199,6 +205,8 @@ def _collect_output(run: RunDirectory, world_size: int) -> None:
         for rank in range(1, world_size):
             output = run.rank(rank).output
             text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+            # Libraries repeat their warnings: each line is added once, also if several ranks print
+            # it.
             for line in dict.fromkeys(text.splitlines()):
                 if line not in known:
                     file.write(f"rank {rank}: {line}\n")
@@ -219,10 +227,13 @@ def _with_outcome(
 ) -> Report:
     """The report of rank 0 with the outcome of the run; `phase` is that of the rank that failed."""
     report = dataclasses.replace(report, finished_at=utc_now())
+    # A signal after the last step changes nothing: the rank has completed its report.
     if report.outcome in ENDED_WELL and (error is None or error.kind == "interrupted"):
         return report
     report = dataclasses.replace(report, outcome="failed", exit_code=1, phase=phase)
     if error is None or error.kind == "interrupted":
+        # Under torchrun or SLURM the signal may have reached the supervisor of another rank alone,
+        # whose error then names it.
         first = received[0] if received else signal.Signals[error.message] if error else None
         if first is None:
             return report

@@ -42,6 +42,7 @@ class Silence:
             A rank that has been silent for too long, if there is one.
         """
         silent = {rank for rank, beats in heard.items() if beats == self._heard.get(rank)}
+        # A heartbeat resets the count: only ranks that are silent now are carried on.
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
         self._heard = dict(heard)
         return next((r for r, looks in self._silent.items() if looks >= MISSED_BEATS), None)
@@ -96,6 +97,7 @@ class Heartbeats:
             )
             while not self._leaving.is_set():
                 store.add(_beats(self._rank), 1)
+                # A supervisor that ended in an orderly way is not missed.
                 self._heard = {
                     rank: beats_of(store, rank)
                     for rank in self._watched
@@ -126,6 +128,7 @@ def silence_text(host: str, seconds: float) -> str:
 
 def beats_of(store: SharedStore, rank: int) -> int:
     """Heartbeats of a supervisor so far."""
+    # Not `get`, which would wait for a key that is not there yet.
     return int(store.add(_beats(rank), 0))
 
 

@@ -18,7 +18,7 @@ from ftkit.errors import UserError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _CONNECT_S = 10.0
-"""How long an address may take to answer."""
+"""Seconds that an address may take to answer."""
 _BETWEEN_TRIES_S = 0.5
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
@@ -46,6 +46,7 @@ class Endpoint:
 def interfaces() -> dict[str, list[str]]:
     """IP addresses of this machine, by network interface."""
     found = {
+        # A link-local IPv6 address ends with % and the name of its interface.
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in _FAMILIES]
         for name, entries in psutil.net_if_addrs().items()
     }
@@ -72,7 +73,7 @@ def interface_with(address: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other machine can reach an address."""
+    """Return whether an address is a loopback address, which no other machine can reach."""
     return address.startswith("127.") or address == "::1"
 
 
@@ -104,7 +105,10 @@ def check_interfaces(communication: str | None) -> None:
 
 
 def _nccl_finds(rule: str, names: list[str]) -> bool:
-    """Whether a rule of NCCL matches an interface: a prefix, =NAME, or ^ for any but these."""
+    """Return whether a rule of NCCL matches an interface.
+
+    A rule lists prefixes of names; a leading = makes them whole names, a leading ^ excludes them.
+    """
     if not rule:
         return True
     excludes, rule = rule.startswith("^"), rule.removeprefix("^")
@@ -127,6 +131,7 @@ def chosen_interface(address: str | None) -> tuple[str, str]:
         UserError: there is no route to the other machines, or no interface of the given name.
     """
     check_interfaces("gloo")
+    # Of several, which gloo uses in turn, the first one is tested.
     named = os.environ.get(GLOO, "").partition(",")[0]
     if named:
         return named, interfaces()[named][0]
@@ -149,6 +154,7 @@ def listening(interface: str, address: str) -> Iterator[Endpoint]:
     host = socket.gethostname()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
+        # Nobody calls accept: the kernel completes connections by itself, up to the backlog.
         listener = socket.create_server((address, 0), family=family, backlog=128)
     except OSError as error:
         raise UserError(

@@ -94,6 +94,8 @@ def external_ranks() -> ExternalRanks | None:
         if not SLURMEnvironment.detect():  # an interactive shell
             return None
         slurm = SLURMEnvironment()
+        # SLURM_NTASKS_PER_NODE is set only if it was requested, so tasks are taken to be spread
+        # evenly over the machines.
         nodes = int(variables.get("SLURM_NNODES", "1"))
         variables.update(
             RANK=str(slurm.global_rank()),
@@ -135,6 +137,8 @@ def requeue_if_out_of_time(code: int, received: Sequence[signal.Signals]) -> Non
 def _job_id() -> str | None:
     """Id of the SLURM job of this process, as scontrol takes it."""
     variables = os.environ
+    # SLURM_JOB_ID of one task of an array is the id of the whole array: all tasks would be
+    # requeued.
     if "SLURM_ARRAY_JOB_ID" in variables and "SLURM_ARRAY_TASK_ID" in variables:
         return f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
     return variables.get("SLURM_JOB_ID")

@@ -55,19 +55,20 @@ _POLL_S = 0.25
 _STORE_TIMEOUT_S = 60.0
 _MAX_CHARACTERS = 2**20
 """Longest text; the store takes no more than 8 MiB."""
+# 10 s, at _POLL_S.
 _SILENT_LOOKS = 40
 """Looks in a row without a sign of a host, after which its uploads are not waited for."""
 _LEAVING_S = 10.0
-"""How long others have to see that all is uploaded, before the store ends."""
+"""Seconds that others have to see that all is uploaded, before the store ends."""
 _HEARD_S = 10.0
 """A host uploads nothing while rank 0 has been silent for longer: the run may have been
 continued elsewhere."""
 _LONGEST_WAIT_S = 15.0
 """Longest pause between two attempts to upload."""
 _ENDING_S = 10.0
-"""How long the ranks of one host may take to end after each other."""
+"""Seconds that the ranks of one host may take to end after each other."""
 _RECEIPTS = 8
-"""Receipts of a rank that may be on their way; it is at most two saves ahead of rank 0."""
+"""Receipts of a rank that may wait to be read; it is at most two saves ahead of rank 0."""
 
 
 # --- What hosts tell each other -------------------------------------------------------------------
@@ -134,9 +135,9 @@ class JobAnnouncement:
     start: str | None
     """The checkpoint to continue from: a path or url."""
     in_place: bool
-    """Whether that belongs to the run."""
+    """True if that belongs to the run."""
     has_base: bool
-    """Whether the checkpoint has all that is needed of the base model."""
+    """True if the checkpoint has all that is needed of the base model."""
 
     @classmethod
     def of(cls, run: RunDirectory, start: Path | None, base: str) -> "JobAnnouncement":
@@ -175,7 +176,7 @@ class LeadState:
     errors: dict[str, str] = field(default_factory=dict)
     """Error files of ranks that failed, by rank."""
     done: bool = False
-    """Whether nothing more is to be uploaded."""
+    """True once nothing more is to be uploaded."""
 
     def to_text(self) -> str:
         """Text for the store."""
@@ -275,6 +276,7 @@ class LeadRelay:
                 text = self._texts.get(_index_key(first))
                 if text is None:  # not started yet, or it sees the directory of this host
                     continue
+                # The index is put after its files, so each version in it can be read.
                 index = HostIndex(**json.loads(text))
                 for key, version in index.versions.items():
                     if self._seen.get(key) != version:
@@ -345,6 +347,8 @@ class LeadRelay:
                 with suppress(OSError):
                     errors[str(rank)] = self._run.rank(rank).error.read_text(encoding="utf-8")
         text = dataclasses.replace(self._state, errors=errors, done=done).to_text()
+        # An unchanged state is not sent again: any answer of the store shows others that rank 0 is
+        # there.
         if text != self._announced:
             self._texts.put(_LEAD, text)
             self._announced = text
@@ -378,6 +382,7 @@ def announced_job(
     if _content(run.job) == announcement.text:  # the directory that stands for the url is shared
         yield Job.read(run.job)
         return
+    # The first rank of a host prepares its directory; the others wait for its job file.
     first = placed.rank - placed.rank % placed.local_world_size
     ranks = range(first, first + placed.local_world_size)
     if placed.rank > first:
@@ -394,8 +399,11 @@ def announced_job(
             with HostRelay(texts, run, ranks, received):
                 yield job
     except UserError as error:
+        # Without a path, so that the other ranks of this host stop waiting.
         texts.put(_ready_key(first), "")
         message = f"{socket.gethostname()}: {error}"
+        # As if the rank had left an error file: the relay of rank 0 writes it there, and the run
+        # ends.
         failed = RankError(kind="user", message=message, happened_at_s=time.time())
         name = RankDirectory(run, first).error.name
         texts.put_file(first, name, failed.to_text())
@@ -419,6 +427,7 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement) -> Job:
         if announcement.start is not None:
             start = local_path(announcement.start)
             if announcement.in_place:
+                # Not `refresh`, which skips a directory that this machine holds.
                 fetch_run(run)
             elif url_of(start) is not None:
                 refresh(start)
@@ -430,6 +439,7 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement) -> Job:
             fetch_without_shards(start)
             values["start"] = str(start)
             if announcement.has_base:
+                # A copy, because retention may delete the checkpoint while the run continues.
                 shutil.copytree(start / BASE, run.base)
                 values["base"] = str(run.base)
     except StorageError as error:
@@ -476,6 +486,7 @@ class HostRelay:
         ]
 
     def __enter__(self) -> "HostRelay":
+        # Before the ranks start: rank 0 waits only for hosts whose state it has seen.
         self._pass_on()
         for thread in self._threads:
             thread.start()
@@ -485,6 +496,8 @@ class HostRelay:
         """Pass on the last files, and stay until nothing of this host is to be uploaded."""
         before = len(self._received)
         try:
+            # The first rank has ended with this block; the others of this host take a moment
+            # longer.
             deadline_s = time.monotonic() + _ENDING_S
             while time.monotonic() < deadline_s and not all(
                 self._texts.get(over_key(rank)) is not None for rank in self._ranks[1:]
@@ -492,6 +505,7 @@ class HostRelay:
                 time.sleep(_POLL_S)
             self._pass_on()
             self._texts.put(over_key(self._ranks[0]), "")
+            # Shards may be needed until rank 0 has all of the run at the url, or is gone.
             while not self._lead.done and len(self._received) == before and self._is_heard():
                 time.sleep(_POLL_S)
         except _STORE_GONE:
@@ -526,12 +540,14 @@ class HostRelay:
     def _listen(self) -> None:
         """Read the announced state; errors of other ranks go where the ranks here look."""
         text = self._texts.get(_LEAD)
+        # The store is in the process of rank 0: its answer is a heartbeat.
         self._heard_s = time.monotonic()
         if text is None or text == self._heard_text:
             return
         self._heard_text, self._lead = text, LeadState.parse(text)
         for rank, error in self._lead.errors.items():
             directory = self._run.rank(int(rank))
+            # The ranks of this host write their own.
             if int(rank) not in self._ranks and not directory.error.exists():
                 directory.path.mkdir(exist_ok=True)
                 partial = directory.error.with_name(".error")
@@ -540,6 +556,7 @@ class HostRelay:
 
     def _pass_on(self) -> None:
         """Pass on files that have changed, and this host's heartbeat."""
+        # Called by the thread and, at the end, by the main one: versions and receipts are counted.
         with self._lock:
             for rank in self._ranks:
                 directory = self._run.rank(rank)
@@ -567,6 +584,7 @@ class HostRelay:
         except FileNotFoundError:
             return
         self._put(rank, file.name, text)
+        # Noted last: what could not be put is put at the next look.
         self._stamps[file] = stamp
 
     def _pass_on_receipt(self, rank: int, receipt: Path) -> None:
@@ -596,6 +614,7 @@ class _HeldShards:
 
     def hold(self, step: int, receipt: str) -> None:
         """Move what a rank has written for a checkpoint, by the receipt that its saver left."""
+        # A rank whose disk was full leaves an empty receipt.
         files = json.loads(receipt)["files"] if receipt else {}
         home = self._directory / str(step)
         home.mkdir(parents=True, exist_ok=True)
@@ -612,6 +631,7 @@ class _HeldShards:
             StorageError: the url does not take it.
         """
         wanted = {lead.current, *lead.kept}
+        # A later step is one that rank 0 has not announced yet: it may still be wanted.
         for old in [s for s in list(self._checksums) if s not in wanted and s <= lead.newest]:
             shutil.rmtree(self._directory / str(old), ignore_errors=True)
             self._checksums.pop(old)

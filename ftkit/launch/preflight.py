@@ -57,6 +57,7 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     key = recipe.train.auto_key
     if key is None:
         return recipe
+    # Free memory, not the total: a number has to be chosen that works now.
     free = free_here(ranks_here(recipe.devices, devices), devices)
     found = _check_shown(recipe, devices, free)
     if "error" in found:
@@ -93,6 +94,7 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     found = _check_shown(recipe, devices, device)
     if "fits" not in found:  # the run itself will report why
         return
+    # It fits, or may fit: the user decides.
     if found["fits"] is not False:
         for shortage in _possible_shortages(found, device, now_bytes):
             print(f"memory may not be enough: this run needs {shortage}", flush=True)
@@ -147,7 +149,7 @@ _REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IG
 _CAPACITY = re.compile(r"total capacity of ([\d.]+) (bytes|KiB|MiB|GiB)")
 """In torch's messages: the size that did not fit, and (on CUDA) the total."""
 _ADVICE_S = 60.0
-"""How long the end of a run may take to find what would fit."""
+"""Seconds that the end of a run may take to find what would fit."""
 
 
 def find_shortage(
@@ -168,11 +170,13 @@ def find_shortage(
     """
     ranks = ranks_here(recipe.devices, devices)
     device = device_here(ranks, devices)
+    # Host memory is shared with other programs: what is free now was the limit, not the total.
     if devices.accelerator == HOST_KIND:
         held_bytes = (peak.host_bytes or peak.rss_bytes) if peak else None
         device = free_here(ranks, devices)
     else:
         held_bytes = peak.allocated_bytes if peak else None
+        # torch names the memory of the card, also of one that nothing else knows.
         if capacity := _bytes_in(_CAPACITY, message):
             known = device or Gpu(name="GPU", memory_bytes=0, bf16=devices.bf16_native)
             device = dataclasses.replace(known, memory_bytes=capacity)
@@ -229,6 +233,7 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
     Weights are not read, so the answer is the same whether they are on this machine or not.
     """
     name = recipe.checkpoint_dir
+    # There are no files to estimate it from.
     if name.startswith("random:"):
         return True
     fetch_settings(name, token=recipe.access_token)
@@ -236,8 +241,10 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
     if model is None:  # a missing path is refused later
         return Path(name).expanduser().exists()
     train = recipe.train
+    # Data are not read here: sequences count as long as they may be.
     length = min(train.max_seq_length or model.context, model.context)
     number_bytes = _FULL_BYTES if recipe.method == "full" else _LORA_BYTES
+    # A token keeps activations of the experts that it chose; parameters are those of all experts.
     inner_width = model.inner_width * model.experts_per_token
     layer_bytes = _WIDTH_BYTES * model.width + _INNER_BYTES * inner_width
     of_parameters = model.parameters * number_bytes
@@ -301,6 +308,7 @@ def _check(
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Run `ftkit.planning.check`; {} if it fails, or takes too long."""
+    # The child looks for no devices, so the number of ranks is resolved here.
     recipe = dataclasses.replace(recipe, devices=ranks_here(recipe.devices, devices))
     if devices.accelerator == HOST_KIND:
         recipe = dataclasses.replace(recipe, accelerator="cpu")
@@ -320,6 +328,7 @@ def _check(
             )
         except subprocess.TimeoutExpired:
             return {}
+    # A prediction that fails refuses nothing: the run itself reports what is wrong.
     found: dict[str, Any] = json.loads(answer.stdout) if answer.returncode == 0 else {}
     return found
 
@@ -327,6 +336,7 @@ def _check(
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "width": ("hidden_size", "n_embd"),
+    # Models with experts may have both: the width of an expert comes first.
     "inner_width": ("moe_intermediate_size", "intermediate_size"),
     "vocabulary": ("vocab_size", "padded_vocab_size"),
     "context": ("max_position_embeddings", "block_size"),
@@ -350,7 +360,7 @@ class RoughModel:
     experts: int
     """Experts of a layer; 1 without experts."""
     experts_per_token: int
-    """How many of them a token passes."""
+    """Experts that each token passes."""
 
     @property
     def parameters(self) -> int:

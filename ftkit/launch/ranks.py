@@ -34,11 +34,11 @@ MATMUL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 KEPT_MATMULS = 64
 
 GRACE_S = 5.0
-"""How long the other ranks may continue once one has failed; they would wait in a collective for
-minutes."""
+"""Seconds that the other ranks may continue once one has failed; they would wait in a collective
+for minutes."""
 
 COMPLETING_S = 60.0
-"""How much longer rank 0 may take to complete its report, for which it predicts memory."""
+"""Further seconds that rank 0 may take to complete its report, for which it predicts memory."""
 POLL_S = 0.05
 
 
@@ -106,9 +106,11 @@ class Ranks:
             plan: of the job.
             access_token: of the Hub, which is in no file.
         """
+        # The kernel counts all such kills since it started: those before this run are not its own.
         self._killed_before = processes_killed_for_memory()
         self._directories = [run.rank(rank) for rank in range(plan.world_size)]
         self._started = True
+        # A machine may have been lost after the preparation ended, and before this flag was set.
         self._note_gone()
         with ExitStack() as stack:
             if self._placed is None:
@@ -117,10 +119,12 @@ class Ranks:
             else:  # torchrun's variables are there, and the supervisors' store
                 placement = {"TORCHELASTIC_USE_AGENT_STORE": "True"} | self._variables
                 placements = {self._placed.rank: placement | self._placed.placement(plan)}
+            # Before the first start: if a later one fails, the ranks that run are killed.
             stack.callback(self._end)
             for rank, placement in placements.items():
                 environment = rank_environment(plan, access_token, placement)
                 self._processes[rank] = _start(run, rank, environment)
+            # A signal may have come before there was a rank to pass it on to.
             if self.received:
                 self._kill()
             self._watch()
@@ -158,6 +162,7 @@ class Ranks:
         self._note_deaths()
 
     def _note_deaths(self) -> None:
+        # A process that this supervisor killed is not the cause of the end.
         for rank, process in self._processes.items():
             if process.poll() and not self._killing and not self._has_reported(rank):
                 # The signal alone does not say who sent it: the kernel's count of such kills does.
@@ -176,12 +181,12 @@ class Ranks:
                 self._note(rank, "died", reason)
 
     def _memory_ran_out(self) -> bool:
-        """Whether the kernel has killed a process for memory since the ranks were started."""
+        """Return whether the kernel has killed a process for memory since the start."""
         now = processes_killed_for_memory()
         return now is not None and now > (self._killed_before or 0)
 
     def _has_reported(self, rank: int) -> bool:
-        """Whether it has reported how it ended; later errors are consequences."""
+        """Return whether a rank has reported how it ended; later errors are consequences."""
         directory = self._directories[rank]
         report = directory.report
         completed = report.exists() and read_report(report).outcome in ENDED_WELL
@@ -219,6 +224,8 @@ class Ranks:
         if not any(process.poll() is None for process in self._processes.values()):
             return
         first = len(self.received) == 1
+        # A rank installs its signal handlers before it writes its first report: it can stop and
+        # save.
         if first and all(self._directories[r].report.exists() for r in self._processes):
             for process in self._processes.values():
                 process.send_signal(signal.SIGINT)  # Lightning handles SIGTERM itself
@@ -261,6 +268,7 @@ def rank_environment(
     """The environment variables of a rank: those of this process, and what the plan needs."""
     environment = os.environ | placement | plan.rules.environment(plan.accelerator)
     if access_token:
+        # Not in the job file, which stays on the disk if the run is killed.
         environment["HF_TOKEN"] = access_token
     # Sequences of ever new lengths fragment memory, unless segments can grow. Blocks are then also
     # split to 512 B, as predictions count them.
@@ -290,6 +298,7 @@ def _start(run: RunDirectory, rank: int, environment: dict[str, str]) -> subproc
                 stdout=log,
                 stderr=log,
                 pass_fds=[terminal],
+                # Ctrl+C and Ctrl+Z of the terminal reach only the supervisor, which passes them on.
                 process_group=0,
             )
     finally:

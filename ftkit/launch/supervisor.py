@@ -85,6 +85,7 @@ def run_finetuning(options: FinetuneOptions) -> int:
             f"{'empty' if recipe.eval.max_new_tokens is None else 0}: how long may they be? "
             "Try --eval.max_new_tokens 100."
         )
+    # The recipe of a run that was moved or copied still names its old directory.
     if recipes and "out_dir" not in dict(overrides):
         out_dir = follow_moved(recipe.resume, recipe.out_dir, Path(recipes[-1]))
         recipe = dataclasses.replace(recipe, out_dir=out_dir)
@@ -150,6 +151,7 @@ def launch(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
                 "only. Start it on every machine with torchrun or srun, or try --num_nodes 1."
             )
+        # With resume auto, the next round passes over a checkpoint that has proved damaged.
         doubted: set[Path] = set()
         while True:
             with Ranks() as ranks:
@@ -226,6 +228,7 @@ def prepare_run(
     if placed is not None:
         count, nodes = placed.devices_and_nodes(devices)
         recipe = dataclasses.replace(recipe, devices=count, num_nodes=nodes)
+    # Before the plan, which needs a number in place of auto.
     recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
     plan.rules.check_installed()
@@ -252,8 +255,10 @@ def prepare_run(
             run.store.remove_leftovers()
         resolved = dataclasses.replace(recipe, precision=plan.precision)
         start = find_start(resolved)
+        # A complete run has ended the command by now, without a prediction, which takes seconds.
         if not force:
             require_room(recipe, devices, command)
+        # May download gigabytes, so a run that certainly does not fit is refused before.
         base = _find_base(recipe.checkpoint_dir, recipe.method, recipe.access_token, start)
         if not in_place:
             require_unclaimed(wanted, print_notice)
@@ -358,7 +363,7 @@ def _show_start(start: Start, run: RunDirectory, display: Display) -> None:
 
 
 def _has_begun(run: RunDirectory, start_step: int) -> bool:
-    """Whether a step was done: until then a mistake leaves everything as it was."""
+    """Return whether a step was done: until then a mistake leaves everything as it was."""
     if (run.store.newest() or 0) > start_step:
         return True
     try:

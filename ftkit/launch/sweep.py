@@ -118,6 +118,7 @@ def sweep(
                 states[run.name] = reason
             else:
                 states[run.name] = _do(run, words, signals)
+            # The signal was for the sweep, too: the run has saved, and no other one is started.
             if signals.received:
                 return _interrupted(states, len(runs), signals.received[0])
     return 0 if dry_run else _conclude(runs, states, plot)
@@ -140,6 +141,7 @@ def _check(run: SweepRun) -> None:
     recipe = run.recipe()
     try:
         check_data(recipe.data, recipe.eval.sets)
+        # An automatic micro-batch takes a prediction of seconds, which each run makes itself.
         if recipe.train.auto_key is None:
             make_plan(recipe, find_devices(recipe.accelerator, recipe.devices))
     except UserError as error:
@@ -163,6 +165,7 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
     if overwrite:
         return "start again", f"{_word(state)} before"
     if state in _DONE:
+        # Compared only if it is skipped: a run that resumes compares the recipes itself.
         if different := differences(run, run.recipe(), directory.recipe):
             raise UserError(
                 f"{out_dir} holds this run with other settings: {'; '.join(different)}. "
@@ -223,5 +226,6 @@ def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | Non
     ended = set(states.values())
     if ended == {"out of memory"}:
         return EXIT_OUT_OF_MEMORY
+    # That a variation needs too much memory is a result of a sweep, not a failure.
     well = {*ENDED_WELL, "out of memory", "running"}
     return 0 if ended <= well else 1

@@ -62,9 +62,9 @@ COMPLETE = "complete"
 PROBLEM = "problem"
 """Key: why the machines do not reach each other; empty: they do."""
 CONNECT_S = 300.0
-"""How long the processes wait for each other to start."""
+"""Seconds that the processes wait for each other to start."""
 PATIENCE_S = 10.0
-"""How long rank 0 waits for the others to end."""
+"""Seconds that rank 0 waits for the others to end."""
 
 
 def take_part(
@@ -119,6 +119,7 @@ def take_part(
         try:
             job = stack.enter_context(prepare(received=ranks.received, others=relay))
         except BaseException as end:
+            # However the preparation ends: the others wait for this key.
             store.set(JOB, COMPLETE if isinstance(end, Completed) else "")
             if not isinstance(end, StoppedEarly):  # the signal may have ended the others
                 _wait_for_the_end(store, watched, ranks)
@@ -127,11 +128,14 @@ def take_part(
             start = None if job.start is None else Path(job.start)
             store.set(JOB_TEXT, JobAnnouncement.of(job.directory, start, job.base).to_text())
             relay.begin(job.directory)
+        # Last: with this key the other ranks start, and a host without the file looks for JOB_TEXT.
         store.set(JOB, str(job.directory.job))
         ranks.run(job.directory, job.plan, job.recipe.access_token)
+        # Before the wait: a supervisor whose count grows meanwhile is not gone.
         heard = {rank: beats_of(store, rank) for rank in watched}
         left = _wait_for_the_end(store, watched, ranks)
         if relay is not None:
+            # What other hosts left last, before the report is combined.
             relay.collect()
         for rank in left:
             if beats_of(store, rank) == heard[rank]:  # else it is busy with its own end
@@ -198,6 +202,7 @@ def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
         port,
         is_master=serves,
         timeout=timedelta(seconds=CONNECT_S),
+        # `_meet` waits for the others by their keys, which lets signal handlers run.
         wait_for_workers=False,
     )
 
@@ -243,6 +248,7 @@ def _try(rank: int, leaders: range, store: SharedStore, endpoint: Endpoint) -> s
         _wait_for(store, [_endpoint(other)], patience_s=PATIENCE_S)
         if problem is None and store.check([_endpoint(other)]):
             problem = problem_reaching(Endpoint(**json.loads(store.get(_endpoint(other)))))
+    # The block that listens ends with this function: the others must have tried it by then.
     store.set(_tried(rank), "")
     _wait_for(store, [_tried(other) for other in others], patience_s=3 * PATIENCE_S)
     return problem
@@ -307,7 +313,7 @@ def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, s
 
 
 def _answers(store: SharedStore) -> bool:
-    """Whether the process of rank 0 is still there."""
+    """Return whether the process of rank 0 is still there."""
     try:
         store.check([JOB])
     except dist.DistError:
