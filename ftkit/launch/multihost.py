@@ -315,7 +315,7 @@ class LeadRelay:
         return "; ".join(found)
 
     def gone(self) -> str:
-        """Another host that will upload nothing any more; empty: none."""
+        """Return which other hosts will upload nothing more, in words; empty: none."""
         with self._lock:
             found = [
                 self._indices[f].host for f, looks in self._silent.items() if looks > _SILENT_LOOKS

@@ -34,6 +34,7 @@ class RunCheckpoints:
         directories = (self.store.directory.resolve(), self.store.directory)
         return [
             RunDirectory(path)
+            # By the resolved directory: one that came twice could not be locked the second time.
             for path in {path.parent.resolve(): path.parent for path in directories}.values()
         ]
 
@@ -58,6 +59,8 @@ class RunCheckpoints:
             raise UserError(
                 f"{display_path(self.path)} is one checkpoint already. Leave the step {step} out."
             )
+        # A number, or the name of a checkpoint's directory. isdecimal alone would take digits of
+        # any script.
         number = int(step) if step.isascii() and step.isdecimal() else step_of(step)
         steps = self.store.steps()
         if number is None:
@@ -92,12 +95,14 @@ def find(path: Path) -> RunCheckpoints:
     for directory in (path, inside):
         if directory.exists() and not os.access(directory, os.R_OK | os.X_OK):
             raise UserError(f"{directory} cannot be read. Check who owns it.")
+    # A run first: its directory may have any name, also that of a checkpoint.
     if inside.is_dir():
         return RunCheckpoints(path=path, store=run.store)
     # The name of "." and ".." says nothing about what is there.
     directory = path.resolve() if path.name in ("", "..") else path
     if step_of(directory.name) is not None or (path / METADATA).exists():
         return RunCheckpoints(path=path, store=Store(directory.parent), single=directory)
+    # A directory of checkpoints: by its name, also an empty one, or by its content.
     if directory.name == inside.name or Store(directory).steps():
         return RunCheckpoints(path=path, store=Store(directory))
     if run.recipe.exists():
@@ -137,6 +142,7 @@ class CheckpointEntry:
         """Step in the metadata, or else in the name."""
         if self.metadata:
             return self.metadata.step
+        # A leftover is called .step-00001500.partial, or ends with another word.
         return step_of(self.path.name.removeprefix(".").partition(".")[0])
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,6 +174,7 @@ def entry_of(path: Path) -> CheckpointEntry:
         path=path,
         state="damaged" if problems else "complete",
         size_bytes=size_of(path),
+        # The metadata know better: a copied or downloaded file has a new time.
         written_s=_seconds_of(metadata.saved_at) or _modified_s(path),
         metadata=metadata,
         problems=problems,
@@ -202,6 +209,7 @@ def size_of(path: Path) -> int:
     if url_of(path) is not None:
         with suppress(CheckpointError):
             files = read_metadata(path).files.items()
+            # What is at the url alone counts by its metadata, the rest by its files below.
             found = sum(e.size_bytes for name, e in files if not (path / name).exists())
     for file in [path, *path.rglob("*")]:
         try:

@@ -24,6 +24,7 @@ from ftkit.utils.console.display import LOG_NAME
 _CHECKPOINTS, _FINAL, _SET_ASIDE, _STATE = "checkpoints", "final", "set_aside", ".run"
 _METRICS, _VALIDATION, _SYSTEM = "metrics.csv", "validation.csv", "system.csv"
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
+# Each session rewrites the recipe and the report, and appends to the others.
 _CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, _SYSTEM, LOG_NAME)
 
 
@@ -36,7 +37,7 @@ class RankDirectory:
     rank: int
     """Global rank."""
     of_killed: bool = False
-    """Whether it is a rank of a killed session, of which the next one reads the files."""
+    """True for a rank of a killed session, whose files the next session reads."""
 
     @property
     def path(self) -> Path:
@@ -85,6 +86,7 @@ class RunDirectory:
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> "RunDirectory | None":
         """The run that a checkpoint belongs to; None: it is in no run's directory."""
+        # By name alone: a checkpoint that was copied elsewhere has no run around it.
         inside = checkpoint.parent
         return cls(inside.parent) if inside.name == _CHECKPOINTS else None
 
@@ -222,5 +224,5 @@ class RunDirectory:
         return list(takewhile(lambda rank: rank.path.exists(), map(self.rank, count())))
 
     def is_run(self) -> bool:
-        """Whether there is a run here."""
+        """Return whether there is a run here."""
         return any(path.exists() for path in (self.report, self.recipe, self.state))

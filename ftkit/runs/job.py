@@ -89,7 +89,7 @@ class Job:
     restarts: tuple[Restart, ...] = ()
     """Restarts of the run up to the start of this session."""
     quiet: bool = False
-    """Whether only warnings and results are shown."""
+    """True if only warnings and results are shown."""
     metrics: tuple[OwnMetric, ...] = ()
     """Metrics of the user's own, from the command line."""
     trusted: str | None = None
@@ -112,6 +112,7 @@ class Job:
             start: metadata of the checkpoint that it continues from; None: the run is new.
         """
         report = Report(
+            # It stays so if the rank dies before it can say how it ended.
             outcome="failed",
             exit_reason="the process ended without an error message",
             exit_code=1,
@@ -128,6 +129,7 @@ class Job:
         )
         if start is None:
             return report
+        # What covers the whole run comes from the checkpoint; all else begins with this session.
         carried = start.carried
         return dataclasses.replace(
             report,
@@ -184,6 +186,7 @@ class Job:
         devices = values["devices"]
         return cls(
             recipe=from_dict(values["recipe"], method),
+            # JSON has no tuples.
             devices=Devices(
                 **devices | {key: tuple(devices[key]) for key in ("names", "memory_bytes")}
             ),
@@ -220,6 +223,7 @@ class RankError:
 
     def write(self, directory: RankDirectory) -> None:
         """Write the error for the supervisor, without secrets, even if the disk is full."""
+        # `for_json` also removes access tokens, which messages of libraries may quote.
         values = for_json(dataclasses.asdict(self))
         write_with_reserve(lambda: write_json(directory.error, values), directory.run.reserve)
 

@@ -24,8 +24,8 @@ from ftkit.utils.progress import print_notice
 from ftkit.utils.remote.urls import display_path
 
 LOST_S = 150.0
-"""How long a restarted run waits for its predecessor, which needs up to two minutes to notice that
-a machine is lost."""
+"""Seconds that a restarted run waits for its predecessor, which needs up to two minutes to notice
+that a machine is lost."""
 _POLL_S = 0.2
 Use = Literal["new", "overwrite", "go_on"]
 """Use of a directory: an empty one, this one emptied, or this one as it is."""
@@ -49,6 +49,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
     out_dir = wanted
     number = 2
     try:
+        # A run at the url counts, too: its small files appear in the directory.
         if use == "new":
             refresh(out_dir)
         while use == "new" and out_dir.is_dir() and any(out_dir.iterdir()):
@@ -79,6 +80,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
             _remove_all_but(run.lock)  # left by a run that was killed with its supervisor
         run.replaced.mkdir()
         if use != "go_on":
+            # Moved, not deleted: a mistake found before the first step puts all of it back.
             _move_all_but(run.state, run.replaced)
         stays = False
         try:
@@ -90,9 +92,12 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
                     entry.rename(out_dir / entry.name)
             elif was_killed:
                 _put_back_what_was_killed(run)
+                # The killed session's state is in its place again, for the next attempt to learn
+                # from.
                 stays = True
             raise
         finally:
+            # With the state go the files that this run has replaced.
             if not stays:
                 shutil.rmtree(run.state, ignore_errors=True)
             for path in created:
@@ -127,10 +132,12 @@ def _keep_what_was_killed(run: RunDirectory) -> bool:
             remove(run.state / entry.name)
             entry.rename(run.state / entry.name)
         run.killed.rmdir()
+    # Killed before it had a job: there is nothing to learn from what it left.
     if not run.job.exists():
         _remove_all_but(run.lock)
         return False
     run.killed.mkdir()
+    # Copied, because this process holds the lock through this very file.
     shutil.copyfile(run.lock, run.lock_of_killed)
     for entry in run.state.iterdir():
         if entry not in (run.lock, run.killed):
@@ -205,7 +212,7 @@ class Supervisor:
 
 
 def is_at_work(place: RunCheckpoints) -> bool:
-    """Whether a run is writing these checkpoints."""
+    """Return whether a run is writing these checkpoints."""
     try:
         with claimed(place, hold=False):
             return False
@@ -226,8 +233,10 @@ def claimed(place: RunCheckpoints, *, hold: bool) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for run in place.runs:
+            # Checkpoints that were copied without their run get no .run directory.
             is_run = run.recipe.exists() or run.state.exists()
             stack.enter_context(_claimed_run(run, hold=hold and is_run))
+        # A shared lock that stayed would keep a run from starting.
         if not hold:
             stack.close()
         yield
@@ -248,6 +257,7 @@ def _claimed_run(run: RunDirectory, *, hold: bool) -> Iterator[None]:
                 f"{run.path} belongs to a run that is still running. Wait for it."
             ) from None
         except OSError as error:
+            # Without a lock file to open there is no run.
             if hold:
                 raise UserError(f"{run.path} cannot be written: {error.strerror}.") from None
         try:

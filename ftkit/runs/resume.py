@@ -47,7 +47,7 @@ class Start:
     metadata: Metadata
     """Its metadata."""
     in_place: bool
-    """Whether it belongs to out_dir; else the run branches into a new directory."""
+    """True if it belongs to out_dir; else the run branches into a new directory."""
     changes: tuple[str, ...] = ()
     """Changes of settings that affect training from here on, one line each."""
     passed_over: tuple[str, ...] = ()
@@ -99,6 +99,7 @@ def resumes_in_place(resume: bool | int | str, out_dir: Path) -> bool:
     """
     if not isinstance(resume, str) or resume == "auto":
         return resume is not False
+    # Resolved, because a link may lead to the run in out_dir.
     path = local_path(resume).expanduser().resolve()
     run = RunDirectory(out_dir.expanduser().resolve())
     return path == run.path or path.is_relative_to(run.store.directory)
@@ -113,6 +114,7 @@ def follow_moved(resume: bool | int | str, out_dir: Path, file: Path) -> Path:
         file: it was read from.
     """
     run = RunDirectory(file.expanduser().resolve().parent)
+    # A path in `resume` names its checkpoint, wherever the run is now.
     by_out_dir = resume == "auto" or not isinstance(resume, str)
     if resume is False or not by_out_dir or file.name != run.recipe.name:
         return out_dir
@@ -130,6 +132,7 @@ def require_free(out_dir: Path, method: Method) -> None:
     run = RunDirectory(out_dir)
     newest = run.store.newest()
     report = _report(run)
+    # A run without a checkpoint cannot be continued, and a complete one has nothing left to do.
     if newest is None or (report is not None and report.outcome == "completed"):
         return
     raise UserError(
@@ -197,6 +200,7 @@ def verify_start(
             phase.advance(done, total)
 
         with suppress(InterruptedError):
+            # An earlier checkpoint may be damaged, too: each is verified in turn.
             while problems := _damage(start, advance):
                 damaged = _damaged(start.checkpoint, problems, recipe.resume, start.in_place)
                 start = _start_before(recipe, damaged, start.passed_over)
@@ -232,6 +236,7 @@ def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
             return _start_before(recipe, damaged)
         _refuse_completed(recipe, start)
         return start
+    # `true` wants a checkpoint; `auto` also starts a run, as a job that restarts by itself has to.
     if recipe.resume is True:
         raise UserError(
             f"resume is true, but {display_path(run.path)} has no checkpoint. "
@@ -256,6 +261,7 @@ def _start_before(
     store, step = Store(damaged.checkpoint.parent), step_of(damaged.checkpoint.name)
     if recipe.resume != "auto" or step is None or _has_finished(_run_in(recipe.out_dir), step):
         raise damaged
+    # The newest first: each one passed over costs steps.
     for earlier in reversed([one for one in store.steps() if one < step]):
         passed_over += (damaged.why,)
         try:
@@ -292,6 +298,7 @@ def _checkpoint_at(text: str) -> Path:
 def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     """The checkpoint as a start, if its names and sizes are right and the recipe fits."""
     checkpoint = checkpoint.resolve()
+    # Shards stay at the url: ranks read the parts that they need.
     fetch_without_shards(checkpoint)
     problems = check_files(checkpoint) or _content_problems(checkpoint)
     if problems:
@@ -328,6 +335,7 @@ def _content_problems(checkpoint: Path) -> list[str]:
     try:
         _recipe_in(checkpoint, metadata)
     except UserError as error:
+        # read_recipe takes the file for one of the command line.
         return [str(error).removeprefix("--config ")]
     return []
 
@@ -354,6 +362,7 @@ def _damaged(
     step = step_of(checkpoint.name)
     store = Store(checkpoint.parent)
     before = [s for s in store.steps() if step is not None and s < step]
+    # By names and sizes alone: this is advice, and --resume verifies what it is given.
     sound = next((s for s in reversed(before) if not store.check_files(s)), None)
     if sound is None:
         advice = "There is no other before it: try --overwrite without --resume to start again."
@@ -377,15 +386,18 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
     """Raise Completed unless steps are left, or the result is missing."""
     run, metadata = _run_in(recipe.out_dir), start.metadata
     finished = _has_finished(run, metadata.step)
+    # Of a base of random weights no result is saved.
     writes_result = recipe.checkpoint.save and not recipe.checkpoint_dir.startswith("random:")
     has_result = run.final.is_dir() or not writes_result
     patience = recipe.eval.patience
     left = _steps_left(recipe.train, patience, metadata)
+    # The result is missing, or a session was interrupted with steps left.
     if not has_result or (left and not finished):
         return
     if not left and not finished and writes_result:
         return  # it ended while the result was written, or before its report
     saved = _saved_recipe(recipe, start.checkpoint, metadata)
+    # Complete by the limits that it had; the recipe has raised or removed one.
     if left and _grew(saved, recipe):
         return
     where = f"; the result is in {display_path(run.final)}" if run.final.is_dir() else ""
@@ -459,6 +471,7 @@ def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
         run: its directory, locked.
         start: the checkpoint in it that the run continues from.
     """
+    # Whatever appears later is of this session, and is removed if it fails.
     existed = {path for path in run.written if path.exists()}
     # Copied, not moved: a session adds to these files.
     for path in run.continued:
@@ -469,6 +482,7 @@ def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
     target = _next_number(run.backups)
     with ExitStack() as undoing:
         undoing.callback(_put_back, run, existed, target)
+        # An attempt that saved nothing has nothing to continue.
         if start is None:
             _move(sorted(existed), target)
         else:
@@ -495,6 +509,7 @@ def copy_rows(start: Start, run: RunDirectory) -> None:
     for source, own in zip(origin.rows, run.rows, strict=True):
         if source.exists():
             shutil.copyfile(source, own)
+            # Later rows are of the other run, which keeps them: the copies go with the state.
             cut_rows(own, start.metadata.step, run.state / own.name)
 
 
@@ -537,6 +552,7 @@ def _next_number(directory: Path) -> Path:
 
 def _back_up_later(run: RunDirectory, step: int, target: Path) -> None:
     later = run.store.move_later(step, target)
+    # Result and report describe an end that the run goes back from.
     if later or run.final.exists():
         _move([path for path in (run.final, run.report) if path.exists()], target)
     for rows in run.rows:

@@ -69,7 +69,7 @@ class RunState:
 
     @property
     def at_work(self) -> bool:
-        """Whether the run is still running."""
+        """True while the run is running."""
         return self.state in AT_WORK
 
 
@@ -97,6 +97,7 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
     if at_work:
         noted = _noted(run)
         return RunState(out_dir=out_dir, state="running" if noted else "starting", report=noted)
+    # Its state is still there, and no report is of its session: it was killed.
     if run.lock.exists() and not is_report_of(run.report, run.job):
         noted = _noted(run)
         left = None if noted is None else brought_up_to_files(noted, run)
@@ -154,6 +155,7 @@ def brought_up_to_files(noted: Report, run: RunDirectory) -> Report:
 def is_report_of(report: Path, job_file: Path) -> bool:
     """Return whether a report belongs to the session of a job file."""
     try:
+        # By the time of the start, which a report and a job have in common.
         with reading(job_file, "a JSON object with a number started_at_s"):
             started_at = utc_text(float(json.loads(job_file.read_bytes())["started_at_s"]))
         return read_report(report).started_at == started_at
@@ -215,6 +217,7 @@ def _epochs(report: Report, samples: int) -> float:
     noted = report.progress or Progress()
     if report.resolved is not None and report.resolved.samples_per_epoch:
         return samples / report.resolved.samples_per_epoch
+    # Without the length of an epoch, in proportion to what the rank had noted.
     return noted.epochs * samples / noted.samples if noted.samples else 0.0
 
 
@@ -230,6 +233,7 @@ def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
         # Rows that the report already counts.
         if step < steps or (step == steps and value == loss.validation_last):
             continue
+        # An empty cell is a loss that was not a number.
         loss = loss.with_validation(
             step,
             math.nan if value is None else value,
@@ -251,6 +255,7 @@ def _with_validations(report: Report, rows: Sequence[Row]) -> Report:
 def _with_checkpoints(report: Report, run: RunDirectory) -> Report:
     """Update checkpoints, with those that were complete before the rank could count them."""
     noted = report.checkpoints or Checkpoints()
+    # The report counts those up to its last one; newer ones were committed after it was written.
     known = step_of(Path(noted.last).name) if noted.last else None
     if known is None:
         known = report.resumed.from_step if report.resumed else 0
@@ -302,6 +307,7 @@ def restarts_of(
     """
     carried = start.metadata.carried.get("restarts") if start else None
     known = tuple(from_json(list[Restart], carried or []))
+    # A branch into a new directory: no session came before in it.
     if start is not None and not start.in_place:
         return known
     last = last_session(run)
@@ -312,6 +318,7 @@ def restarts_of(
         return known
     step = start.metadata.step if start else 0
     grew = last.world_size is not None and world_size > last.world_size
+    # An elastic launcher ends all ranks with SIGTERM, and starts them again with those that joined.
     by_launcher = last.reason == "SIGTERM" and launcher_starts_again()
     restart = Restart(
         reason=last.reason + ", for machines that have joined" * (grew and by_launcher),
@@ -329,6 +336,7 @@ def last_session(run: RunDirectory) -> LastSession | None:
     """The last session of a run that is not running; None: there was none."""
     report = _read_if_sound(run.report)
     job = _job_of_killed(run)
+    # A report of another session: that of the killed one was never written.
     if job is not None and (report is None or report.started_at != utc_text(job.started_at_s)):
         # Steps by the rows, which a rank writes more often than its report.
         rank = run.rank_of_killed(0)
@@ -336,6 +344,7 @@ def last_session(run: RunDirectory) -> LastSession | None:
         left = [path for path in (run.job_of_killed, rank.report) if path.exists()]
         return LastSession(
             reason=_reason_of_killed(run, job.plan.world_size),
+            # The supervisor wrote no time of its end: its newest file is the best that there is.
             ended_at=utc_text(max(path.stat().st_mtime for path in left)),
             steps=max((noted.progress or Progress()).steps, job.start_step),
             world_size=job.plan.world_size,

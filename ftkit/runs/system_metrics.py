@@ -54,6 +54,8 @@ class SystemSampler:
             after_step: as of `MetricsWriter`.
         """
         self._device, self._step = device, step
+        # The rank that writes the file samples all GPUs of the run on this host; others only their
+        # own.
         self._gpus = gpus_in_use(device, 1 if path is None else local_world_size())
         self._path, self._after_step = path, after_step
         self._writer: SystemWriter | None = None
@@ -65,7 +67,7 @@ class SystemSampler:
 
     @property
     def started(self) -> bool:
-        """Whether it has begun."""
+        """True once sampling has begun."""
         return self._thread.ident is not None
 
     def start(self) -> None:
@@ -81,6 +83,7 @@ class SystemSampler:
 
     def newest(self) -> dict[str, float]:
         """The newest sample, once, for loggers: memory in GiB."""
+        # A sample goes to loggers once: steps may be shorter than the interval.
         values, self._newest = self._newest, {}
         return {
             _PREFIX + name.replace("_bytes", "_gib"): v / 2**30 if name.endswith("_bytes") else v
@@ -119,6 +122,7 @@ class SystemSampler:
             while not self._ended.wait(interval_s):
                 taken_s = self._take(taken_s)
                 interval_s = min(interval_s * _GROWTH, _LONGEST_S)
+            # The last one covers the time up to the end, so energy is complete.
             self._take(taken_s)
         if self._writer is not None:
             self._writer.close()
@@ -133,6 +137,7 @@ class SystemSampler:
         self._newest = values
         passed_s = now_s - before_s
         if "device0_utilization" in values:
+            # Weighted by time, because the interval grows.
             self._seconds += passed_s
             self._busy_s += values["device0_utilization"] * passed_s
         powers = [v for name, v in values.items() if name.endswith("_power_w")]

@@ -128,6 +128,7 @@ class ThroughputMeter:
         """Return the mean time of a step of the window by its parts; needs at least one step."""
         steps, sums = self._window()
         known = ("duration_s", "tokens", "samples", "micro_steps")
+        # What remains are the parts that `add` was given.
         parts = {name: value / steps for name, value in sums.items() if name not in known}
         return StepTimes(**parts, total=sum(parts.values()))
 
@@ -135,6 +136,7 @@ class ThroughputMeter:
         """Number of steps in the window, and their sums."""
         first = set(range(min(self.skip_steps, self._steps // 4)))
         left_out = first | self._slowed
+        # No other step is left: a speed with slowed steps is better than none.
         if len(left_out) == self._steps:
             left_out = first
         sums = dict(self._sums)
@@ -184,6 +186,7 @@ class SourceMeter:
 
     def add(self, samples: Sequence[int]) -> None:
         """Count the samples of a step, by source."""
+        # A copy of the items: they are replaced in the loop.
         for (name, source), count in zip(list(self.sources.items()), samples, strict=True):
             self.sources[name] = dataclasses.replace(source, samples=source.samples + count)
 

@@ -78,6 +78,7 @@ class CsvWriter:
         # Unbuffered, so that readers see whole rows and a kill loses none.
         self._file = path.open("r+b" if end else "wb", buffering=0)
         if end:
+            # A killed session may have left a part of a row.
             self._file.truncate(end)
             self._file.seek(end)
         else:
@@ -98,6 +99,8 @@ class CsvWriter:
         """Retry writing the rows that are waiting; see `failure`."""
         try:
             while self._waiting:
+                # It leaves the queue only once it is written, so a full disk changes neither rows
+                # nor order.
                 self._append(self._waiting[0])
                 self._waiting.popleft()
             self.failure = None
@@ -129,6 +132,7 @@ class CsvWriter:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
+            # Without the part of the line that was written: readers see whole rows.
             with suppress(OSError):
                 os.truncate(self._file.fileno(), end)
                 self._file.seek(end)
@@ -162,6 +166,7 @@ class MetricsWriter(CsvWriter):
         """
         columns = (*METRICS_COLUMNS, *map(samples_column, sources), *terms)
         self._path = path
+        # An earlier session may have added this column: the header decides, not the recipe.
         self._of_routers = after_step is not None and _last_column(path) == ROUTER_COLUMN
         super().__init__(
             path, (*columns, ROUTER_COLUMN) if self._of_routers else columns, after_step
@@ -175,6 +180,7 @@ class MetricsWriter(CsvWriter):
         """
         if self._of_routers:
             return
+        # This replaces the file: the open one would be the old one.
         widen_table(self._path, (ROUTER_COLUMN,))
         self._file.close()
         self._file = self._path.open("r+b", buffering=0)
@@ -253,6 +259,7 @@ class ValidationWriter(CsvWriter):
         if after_step is not None and path.exists():
             self._columns = widen_table(path, self._columns)
         super().__init__(path, self._columns, after_step)
+        # Of an earlier session; see `write`.
         rows = read_validation(path)
         self._last_step = rows[-1]["step"] if rows else None
 
@@ -324,6 +331,7 @@ class RowsReader:
         except OSError:
             self._forget()
             return self._rows
+        # The last row may be half written at this moment.
         complete = block[: block.rfind(b"\n") + 1]
         self._end += len(complete)
         lines = complete.decode(errors="replace").splitlines()
@@ -342,6 +350,7 @@ class RowsReader:
             return self._rows
         for row in rows:
             after = (row["step"] or 0) + self._least
+            # The run went back to a checkpoint, and does these steps once more.
             while self._rows and (self._rows[-1]["step"] or 0) >= after:
                 self._rows.pop()
             self._rows.append(row)
@@ -377,6 +386,7 @@ def cut_rows(path: Path, after_step: int, into: Path) -> int:
         kept = len(header)
         for end, line in _lines_from_the_end(file, len(header)):
             step = _step(line, header)
+            # Steps only grow in a file: everything before this row stays, too.
             if step is not None and step <= after_step:
                 kept = end
                 break
@@ -436,6 +446,7 @@ def _lines_from_the_end(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes
         start = position
         # The first line of a block may begin in the one before it.
         complete = 0 if start == first else tail.find(b"\n") + 1
+        # Not one whole line yet: the block before has its beginning.
         if start > first and complete in (0, len(tail)):
             continue
         end = len(tail)

@@ -54,7 +54,7 @@ class ReportNumber:
     definition: str = ""
     """Its meaning in a sentence; empty: the text below the field at `path`."""
     better: Better | None = None
-    """Whether lower or higher values are better; None: neither."""
+    """Which values are better, lower or higher; None: neither."""
     measure: Callable[[Report], float | None] | None = None
     """Measures it on rank 0, called every few seconds of training and at the end with the report so
     far; report.json has the last value as numbers.KEY. None: it is elsewhere in the report."""
@@ -67,11 +67,11 @@ class ReportNumber:
     row: str = ""
     """Label of the row of the report's table that it is part of; empty: it has a row of its own."""
     phrase: str = "{}"
-    """How that row says it."""
+    """Format of its text in that row."""
     is_compared: bool = True
-    """Whether comparisons have a column of it."""
+    """True if comparisons have a column of it."""
     needs_equal_work: bool = False
-    """Whether only runs that trained on equally many samples in one session can be compared."""
+    """True if only runs that trained on equally many samples in one session can be compared."""
     priority: int = LAST
     """Tables that are too narrow keep the columns of the lowest priorities."""
 
@@ -83,6 +83,7 @@ class ReportNumber:
             return report.numbers.get(self.key)
         found: Any = report
         for name in self.path.split("."):
+            # A section that was not reached is None, which has no such field.
             found = getattr(found, name, None)
         value: float | None = found
         return value

@@ -279,6 +279,7 @@ class ExpertLoad:
         furthest = [max(abs(of_one - even) for of_one in of_layer) for of_layer in fractions]
         return cls(
             layers=list(layers),
+            # The same in every layer: each token passes all of them.
             choices=sum(choices[0]),
             fractions=fractions,
             even=even,
@@ -385,6 +386,7 @@ class Loss:
         """Return the losses after one more validation, done after so many steps."""
         # NaN compares as false with everything: it must not become the best loss.
         best, is_number = self.validation_best, math.isfinite(loss)
+        # Of equal losses the earlier validation stays the best.
         is_best = is_number and (best is None or loss < best)
         return dataclasses.replace(
             self,
@@ -398,12 +400,13 @@ class Loss:
 
     @property
     def is_of_start(self) -> bool:
-        """Whether the only validation was the one before the first step."""
+        """True if the only validation was the one before the first step."""
+        # A chain: equal, and not None.
         only_one = self.validation_first == self.validation_last is not None
         return only_one and self.validation_best_step == 0 and not self.validations_since_best
 
     def has_exhausted(self, patience: int | None) -> bool:
-        """Whether so many validations in a row were no better; never if patience is None."""
+        """Return whether so many validations in a row were no better; never if patience is None."""
         return patience is not None and self.validations_since_best >= patience
 
 
@@ -538,7 +541,7 @@ class Report:
     schema_version: int = SCHEMA_VERSION
     """Version of these definitions."""
     outcome: OutcomeName
-    """How the run ended."""
+    """Outcome of the run."""
     exit_reason: str
     """Why it ended, in one sentence."""
     exit_code: int
@@ -582,13 +585,13 @@ class Report:
     throughput: Throughput | None = None
     """Speed of training."""
     expert_load: ExpertLoad | None = None
-    """How often each expert was chosen; None: there are no experts, or it is not known."""
+    """Choices of each expert; None: there are no experts, or it is not known."""
     peak_memory: PeakMemory | None = None
     """Highest memory."""
     step_memory: StepMemory | None = None
     """Memory of a step by what it holds."""
     shortage: Shortage | None = None
-    """How much memory was missing, if it ran out."""
+    """Missing memory, if it ran out."""
     loss: Loss | None = None
     """Loss of training and validation."""
     terms: dict[str, TermValues] = field(default_factory=dict)

@@ -107,6 +107,7 @@ class _Parts:
         self._text = printable(text)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # Splits after the sign, which stays with the part before it.
         first, *rest = re.split("(?<=[,:]) ", self._text)
         lines = [first]
         for part in rest:
@@ -148,6 +149,7 @@ def measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         parts = {word: getattr(report.phases_s, name) for name, word in _PHASE_WORDS.items()}
         yield "time", _parts_text(report.phases_s.total, parts)
     if report.throughput:
+        # The first number of this row is tokens/s, by the order in NUMBERS.
         speed, *others = numbers.phrases(report, "throughput")
         each = f" ({number_text(report.throughput.tokens_per_s_per_device)} per device)"
         yield "throughput", _joined((speed + each * (world_size > 1), *others))
@@ -201,6 +203,7 @@ def _progress_rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.resumed:
         yield "continued", _resumed_text(report.resumed)
     if report.progress:
+        # Tokens are counted by session, so a continued run has them in the next row.
         yield "trained", _progress_text(report.progress, None if report.resumed else report.tokens)
         if report.resumed:
             steps = report.progress.steps - report.resumed.from_step
@@ -296,6 +299,7 @@ def _checkpoints_text(checkpoints: Checkpoints) -> str:
 
 
 def _progress_text(progress: Progress, tokens: Tokens | None) -> str:
+    # 1, not 1.00; 0.5, not 0.50.
     epochs = f"{progress.epochs:.2f}".rstrip("0").rstrip(".")
     return _joined(
         (
@@ -314,9 +318,10 @@ def _parts_text(total: float | None, parts: dict[str, float | None]) -> str:
 
 
 def _micro_batches_text(speed: Throughput, most_tokens: int | None) -> str:
-    """How full micro-batches were; empty where their tokens are not limited."""
+    """Mean fill of micro-batches; empty where their tokens are not limited."""
     if most_tokens is None or not speed.micro_steps_per_step:
         return ""
+    # tokens/s divided by steps/s and by micro-steps per step.
     tokens = speed.tokens_per_s_per_device / speed.steps_per_s / speed.micro_steps_per_step
     in_step = number_text(speed.micro_steps_per_step)
     return f"{in_step} in a step, each of {tokens:,.0f} tokens (at most {most_tokens:,})"

@@ -58,6 +58,7 @@ def each(work: Callable[[_Item], object], items: Iterable[_Item], at_once: int) 
 
     def take() -> None:
         with suppress(queue.Empty):
+            # Items that are under way are finished: no file is left half sent.
             while not failures:
                 item = left.get_nowait()
                 try:

@@ -92,14 +92,15 @@ class ClaimHolder:
 
     @property
     def is_dead(self) -> bool:
-        """Whether it was a process of this machine, and has ended."""
+        """True if it was a process of this machine, and has ended."""
         if self.machine != _machine():
             return False
+        # A later process may have the same id, but not the same start.
         return _started(self.process) != self.process_started
 
     @property
     def seems_silent(self) -> bool:
-        """Whether it was renewed long ago by two clocks, either of which may be wrong."""
+        """True if it was renewed long ago by two clocks, either of which may be wrong."""
         renewed_s = datetime.fromisoformat(self.renewed_at).timestamp()
         return time.time() - renewed_s > _LOOKS_SILENT_S
 
@@ -121,7 +122,7 @@ class RemoteClaim:
         self.former: ClaimHolder | None = None
         """The holder before, if that ended without a release."""
         self.is_certain = True
-        """Whether the storage supports conditional writes, which keep two runs apart."""
+        """True if the storage supports conditional writes, which keep two runs apart."""
 
     def take(self, on_waiting: Callable[[str], None]) -> None:
         """Claim the url.
@@ -134,6 +135,7 @@ class RemoteClaim:
             StorageError: the storage does not answer.
         """
         while True:
+            # In a loop: whoever loses the race for a number finds the winner's claim.
             number, content = self._newest()
             if content is not None:
                 self._refuse_living(number, content, on_waiting)
@@ -164,11 +166,12 @@ class RemoteClaim:
                 self._objects.delete([self._name])
 
     def check(self) -> bool:
-        """Whether this process still holds it, according to the storage."""
+        """Return whether this process still holds it, according to the storage."""
         _, content = self._newest()
         if content is None:  # somebody has deleted it by hand
             self._objects.write(self._name, self._holder.to_bytes())
             return True
+        # By session: the rest of the content changes with each renewal.
         holder = ClaimHolder.parse(content)
         if holder is None or holder.session != self._holder.session:
             self.lost_to = str(holder or "another process")
@@ -219,6 +222,7 @@ class RemoteClaim:
         who = str(holder or f"a process that {place} does not name (it is damaged)")
         is_here = holder is not None and holder.machine == _machine()
         # One that cannot be read is watched like any other: a run may be behind it.
+        # One on this machine is alive, as its process shows: it need not be watched.
         if not is_here:
             on_waiting(
                 f"{self._objects.url} is claimed by {who}: watching for up to {EXPIRES_S:g} s "
@@ -234,7 +238,7 @@ class RemoteClaim:
         )
 
     def _is_silent(self, number: int, content: bytes, on_waiting: Callable[[str], None]) -> bool:
-        """Whether a claim stays unchanged for longer than a living run would leave it."""
+        """Return whether a claim stays unchanged for longer than a living run would leave it."""
         # Polls of this process are counted, not seconds: a process that was suspended must not take
         # others for dead, and a wrong clock of another machine ends no run.
         looks = math.ceil(EXPIRES_S / _LOOK_S)
@@ -266,10 +270,10 @@ class ClaimWatch:
         self._changed_s = 0.0
         self._is_alive = False
         self.is_in_doubt = False
-        """Whether the holder seems gone, and was not watched for long enough to be certain."""
+        """True if the holder seems gone, and was not watched for long enough to be certain."""
 
     def look(self, listing: Listing) -> tuple[bool, bool]:
-        """Whether there is a claim, and whether its holder is alive.
+        """Return whether there is a claim, and whether its holder is alive.
 
         Args:
             listing: what lies at the url.
@@ -282,12 +286,14 @@ class ClaimWatch:
             self._seen, self.is_in_doubt = None, False
             return False, False
         newest = max(names)
+        # A renewal changes the version in the listing; the claim itself is read only then.
         version = f"{newest} {listing[newest].version}"
         if version != self._seen:
             self._holder = self._read(newest, listing)
             is_first, self._seen, self._changed_s = self._seen is None, version, time.monotonic()
             self._is_alive = self._holder is None or not self._holder.is_dead
             seems_silent = self._holder is None or self._holder.seems_silent
+            # Only at first sight: a claim that changes while it is watched has a living holder.
             self.is_in_doubt = is_first and self._is_alive and seems_silent
         elif time.monotonic() - self._changed_s > EXPIRES_S or (
             self._holder is not None and self._holder.is_dead
@@ -302,7 +308,7 @@ class ClaimWatch:
 
 
 def is_claim(name: str) -> bool:
-    """Whether an object is a claim."""
+    """Return whether an object is a claim."""
     return _NAME.fullmatch(name) is not None
 
 

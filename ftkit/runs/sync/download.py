@@ -51,7 +51,7 @@ def committed_steps(listing: Iterable[str]) -> set[int]:
 
 
 def is_state_file(run: RunDirectory, name: str) -> bool:
-    """Whether an object is a file of the run's state, which is there only while it is running."""
+    """Return whether an object is a file of the state, which is there only during a run."""
     return name.startswith(f"{run.state.name}/") and not is_claim(name)
 
 
@@ -92,7 +92,7 @@ def run_around(path: Path) -> RunDirectory:
 
 
 def is_at_work_here(run: RunDirectory) -> bool:
-    """Whether a process of this machine holds the directory of a run."""
+    """Return whether a process of this machine holds the directory of a run."""
     try:
         with run.lock.open() as lock:
             flock(lock, LOCK_SH | LOCK_NB)
@@ -143,6 +143,7 @@ def fetch_run(run: RunDirectory) -> Listing:
         _fetch_rest(run, replica, listing)
     backups = f"{run.backups.name}/"
     for number in {name.split("/")[1] for name in listing if name.startswith(backups)}:
+        # Empty: the next backup of this machine then takes a number that is free at the url, too.
         (run.backups / number).mkdir(parents=True, exist_ok=True)
     replica.save()
     return listing
@@ -173,6 +174,7 @@ def fetch_result(name: str) -> Path:
     path = local_path(name)
     run = run_around(path)
     refresh(path)
+    # A model or an adapter alone: all of it is the result.
     if path == run.path and not run.is_run() and run.store.newest() is None:
         fetch_whole(path)
     elif path in (run.path, run.final) and run.final.is_dir():
@@ -202,6 +204,7 @@ def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -
         return
     objects = Objects.of(run.path)
     if run.job_of_killed.exists():
+        # This machine has that state already, in its own files or from an earlier download.
         is_own = Replica.of(run.path).version(job) == listing[job].version
         if is_own or _started_at_s(run.job_of_killed.read_bytes()) == _started_at_s(
             objects.read(job)
@@ -237,6 +240,7 @@ def _keep_or_drop_local(
     local = sorted(set(store.steps()) - steps)
     metadata = {step: f"{checkpoint_name(run, step)}/{METADATA}" for step in [*local, *steps]}
     unsent = [step for step in local if replica.version(metadata[step]) is None]
+    # The rest of these is on other machines, so nothing can continue from them here.
     incomplete = [step for step in unsent if not _has_all_files(store.path(step))]
     for step in incomplete:
         print_line(
@@ -252,6 +256,7 @@ def _keep_or_drop_local(
                 replica.forget(name)
     if not unsent:
         return False
+    # The url is as this machine left it: the run was not continued elsewhere.
     if all(replica.version(metadata[s]) == listing[metadata[s]].version for s in steps):
         return True
     taken = [int(path.name) for path in run.backups.glob("*") if path.name.isdecimal()]
@@ -287,6 +292,7 @@ def _fetch_checkpoint(run: RunDirectory, step: int, replica: Replica, listing: L
     }
     for file in small:
         replica.objects.download(file, partial / file.removeprefix(f"{name}/"))
+    # Only when the new one is here as a whole.
     remove(store.path(step))
     # By one rename, like a checkpoint that is written here.
     partial.rename(store.path(step))
@@ -298,6 +304,7 @@ def _fetch_rest(run: RunDirectory, replica: Replica, listing: Listing) -> None:
     """Download the files of the run itself, and the small ones of its result."""
     final = f"{run.final.name}/"
     elsewhere = (f"{run.store.directory.name}/", f"{run.state.name}/")
+    # Deleted at the url since: deleted here, too.
     for name in replica.names():
         if name not in listing and not name.startswith(elsewhere):
             path = run.path / name
@@ -313,6 +320,7 @@ def _fetch_rest(run: RunDirectory, replica: Replica, listing: Listing) -> None:
         if known == entry.version and (run.path / name).exists():
             continue
         if "/" in name and entry.size_bytes > SMALL_BYTES:
+            # A large file is fetched when it is needed; until then an older copy must not be used.
             if known not in (None, entry.version):
                 (run.path / name).unlink(missing_ok=True)
             continue
@@ -360,6 +368,7 @@ class UrlCopy:
         try:
             self.take(self._replica.objects.listing())
         except StorageError:
+            # An answer that is a few seconds old is better than none.
             if self._looked_s is None:
                 raise
         self._looked_s = now_s
@@ -399,8 +408,10 @@ class UrlCopy:
             name for name in listing if name in shown or (with_state and is_state_file(run, name))
         ]
         if (newest := max(committed_steps(listing), default=None)) is not None:
+            # Its metadata show the newest checkpoint; shards say nothing more.
             wanted.append(f"{checkpoint_name(run, newest)}/{METADATA}")
         for name in set(self._replica.names()) - set(wanted):
+            # The directory of a checkpoint or rank as a whole.
             remove(run.path.joinpath(*Path(name).parts[:2]))
             self._replica.forget(name)
         for name in wanted:
@@ -464,12 +475,14 @@ def _by_run(listing: Listing) -> dict[str, Listing]:
         for depth, part in enumerate(parts):
             if part in signs:
                 directories.add("/".join(parts[:depth]))
+            # Nothing below a hidden directory, such as .run, is a run of its own.
             if part.startswith("."):
                 break
     found: dict[str, Listing] = {}
     for name, entry in listing.items():
         parts = name.split("/")
         above = ("/".join(parts[:depth]) for depth in range(len(parts)))
+        # The outermost one: a backup in a run looks like a run itself.
         directory = next((path for path in above if path in directories), None)
         if directory is not None:
             inside = name[len(directory) + 1 :] if directory else name

@@ -39,7 +39,7 @@ FILES_EVERY_S = 30.0
 LONGEST_WAIT_S = 60.0
 """Longest pause between two attempts while the storage accepts nothing."""
 LAST_ATTEMPTS_S = 120.0
-"""How long the end of a run retries a storage that accepts nothing."""
+"""Seconds that the end of a run retries a storage that accepts nothing."""
 _FILES_AT_ONCE = 4
 _POLL_S = 0.1
 _NOT_UPLOADED = ("wandb",)
@@ -63,7 +63,7 @@ class OtherHosts(Protocol):
         """Errors of their last uploads; empty: none."""
 
     def gone(self) -> str:
-        """One of them that will upload nothing any more; empty: none."""
+        """Return which of them will upload nothing more, in words; empty: none."""
 
 
 class CheckpointUploads:
@@ -135,6 +135,7 @@ class Mirror:
         """Steps of which something may be at the url."""
         self._overwrites = False
         self._is_tidy = False
+        # The first round uploads the files, whatever the clock says.
         self._files_at_s = -FILES_EVERY_S
         self._reported: set[str] = set()
         self._ends = threading.Event()
@@ -203,12 +204,14 @@ class Mirror:
             while has_stopped and not interrupted():
                 found: list[str] = []
 
+                # Bound now: a thread that outlives its round must not write to a later list.
                 def work(found: list[str] = found) -> None:
                     found.append(self._problem_of_round(everything=True))
 
                 if not ends(begun(work), interrupted, lambda: phase.advance(0, 0)):
                     break
                 (problem,) = found
+                # No further attempt can help.
                 is_over = self._claim.lost_to or (self._others and self._others.gone())
                 if not problem or is_over or time.monotonic() > self._deadline_s:
                     break
@@ -244,6 +247,7 @@ class Mirror:
                     return
             elif wait_s > LOOKS_EVERY_S:
                 self._report(f"{display_path(self._run.path)} takes files again")
+                # A problem that comes back is worth a new message.
                 self._reported.clear()
             wait_s = min(2 * max(wait_s, 1.0), LONGEST_WAIT_S) if problem else LOOKS_EVERY_S
 
@@ -263,6 +267,7 @@ class Mirror:
         here = set(store.steps())
         new = [step for step in sorted(here) if not self._is_current(step)]
         due = everything or time.monotonic() - self._files_at_s >= FILES_EVERY_S
+        # Before anything is written; a look that finds no work sends no request.
         if new or self._gone(here) or due or not self._is_tidy:
             self._require_claim()
         if not self._is_tidy:
@@ -277,6 +282,7 @@ class Mirror:
                     f"the checkpoint of step {step} is not sent yet and stays in "
                     f"{store.path(step)}: {error}"
                 ) from error
+        # Nothing is uploaded right now; other hosts keep the shards of these for the next round.
         self._announce(None, [step for step in new if step not in self._committed], here)
         self._seen |= here
         gone = self._gone(here)
@@ -318,11 +324,13 @@ class Mirror:
         checkpoints are deleted.
         """
         run = self._run
+        # What a new run overwrites goes only now: a mistake before the first step leaves it there.
         if self._overwrites:
             first = [name for name in self._listing if name.endswith(f"/{METADATA}")]
             # Metadata first: from then on no checkpoint of the old run counts.
             self._delete([*first, *(name for name in self._listing if not is_claim(name))])
             self._committed = set()
+        # The run went back to an earlier step: what it set aside here moves at the url, too.
         for step in sorted(self._committed - here):
             name = checkpoint_name(run, step)
             if home := self._place_aside(name):
@@ -331,11 +339,13 @@ class Mirror:
         has_final = any(name.startswith(f"{run.final.name}/") for name in self._listing)
         if has_final and not run.final.exists() and (home := self._place_aside(run.final.name)):
             self._move(run.final.name, home)
+        # What remains of interrupted uploads.
         kept = {checkpoint_name(run, step) for step in self._committed}
         self._delete(
             name
             for name in list(self._listing)
             if name.startswith(f"{run.store.directory.name}/")
+            # Not checkpoints/latest, which belongs to no checkpoint.
             and name.count("/") > 1
             and "/".join(name.split("/")[:2]) not in kept
         )
@@ -391,6 +401,8 @@ class Mirror:
             here = {
                 file: checksum
                 for file, checksum in files.items()
+                # With other hosts, only the shards of this one are here. Otherwise a missing file
+                # is an error.
                 if self._others is None or (directory / file).exists()
             }
             self._uploads.upload(step, directory, here, lambda: not self._claim.lost_to)
@@ -407,6 +419,7 @@ class Mirror:
         self._committed.add(step)
         self._seen.add(step)
         with suppress(OSError):
+            # Noted as equal only while the file here is what was sent.
             if (self._run.path / metadata_name).read_bytes() == content and (
                 entry := self._objects.entry(metadata_name)
             ) is not None:
@@ -423,6 +436,7 @@ class Mirror:
         while not elsewhere.items() <= self._others.sent(step).items():
             if problem := self._others.gone() or self._others.problem():
                 raise StorageError(problem)
+            # The run has ended: `finish` tries again, with a deadline.
             if self._deadline_s is None and self._ends.is_set():
                 return False
             if time.monotonic() > (self._deadline_s or float("inf")):
@@ -431,7 +445,7 @@ class Mirror:
         return True
 
     def _has_files_of(self, step: int, metadata: Metadata) -> bool:
-        """Whether the checkpoint at the url consists of the same files."""
+        """Return whether the checkpoint at the url consists of the same files."""
         try:
             found = self._objects.read(f"{checkpoint_name(self._run, step)}/{METADATA}")
         except StorageError as error:
@@ -439,6 +453,7 @@ class Mirror:
                 return False
             raise
         with TemporaryDirectory() as name, suppress(CheckpointError):
+            # As a file, for read_metadata, which verifies the checksum of the metadata.
             (Path(name) / METADATA).write_bytes(found)
             return read_metadata(Path(name)).files == metadata.files
         return False
@@ -485,6 +500,7 @@ def files_to_upload(run: RunDirectory, everything: bool) -> Iterator[Path]:
     latest = run.store.directory / LATEST
     if latest.exists():
         yield latest
+    # The report last: when it is at the url, so is the rest.
     for top in sorted(run.path.iterdir(), key=lambda path: (path == run.report, path.name)):
         if top.name in left_out or top.name.startswith("."):
             continue
@@ -495,6 +511,7 @@ def files_to_upload(run: RunDirectory, everything: bool) -> Iterator[Path]:
             inside = [
                 p for p in found if not any(part[0] == "." for part in p.relative_to(top).parts)
             ]
+            # Settings after weights: a reader takes a result with settings for complete.
             yield from sorted(inside, key=lambda path: (path.suffix == ".json", path.name))
 
 

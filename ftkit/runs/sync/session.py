@@ -62,11 +62,14 @@ def mirrored(
                 "second run that starts there at the same moment"
             )
         try:
+            # Only now that it is claimed: nobody changes the url from here on.
             listing = fetch_run(run) if goes_on else objects.listing()
             if goes_on:
+                # The claim was renewed until its holder ended: this is the time of its end.
                 heard_at = None if claim.former is None else claim.former.renewed_at
                 fetch_killed(run, listing, heard_at=heard_at)
             mirror = Mirror(run, claim, listing)
+            # Other hosts see only the url: the checkpoint to continue from has to be there.
             if goes_on and several:
                 mirror.send_unsent()
         except StorageError as error:
@@ -74,6 +77,7 @@ def mirrored(
         try:
             yield mirror
         except Completed:
+            # A complete run may have left files here that its last upload did not reach.
             mirror.finish(received)
             raise
         except BaseException:
@@ -96,6 +100,7 @@ def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
     try:
         claim = RemoteClaim(Objects.of(out_dir))
         claim.take(on_message)
+        # Only a look: `mirrored` claims the url again, once the run has its directory.
         claim.release()
     except StorageError as error:
         raise unreachable(error) from error
@@ -124,6 +129,7 @@ class UrlCheckpoints:
             top, _, rest = name.partition("/")
             directory = rest.partition("/")[0]
             is_inside = top == self._run.store.directory.name and "/" in rest
+            # Metadata is uploaded last, so without it the checkpoint is not complete.
             if is_inside and (step := step_of(directory)) is not None and step not in complete:
                 found[directory] = found.get(directory, 0) + entry.size_bytes
         return found
