@@ -41,6 +41,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
     _check_shapes(records, options)
     results = [result]
     if options.compare_base:
+        # One after the other: only one of the models is in memory.
         results.insert(0, base_result(result, options.base))
     # Answers are streamed unless they are collected for a file, for JSON or for two columns.
     live = options.format == "table" and options.out is None and not options.compare_base

@@ -96,6 +96,7 @@ class TaskSet:
                 "group by group: NAME."
             )
         for name, task in self._tasks.items():
+            # Only now, because groups change settings of their tasks.
             _set_few_shot(task, options.num_fewshot)
             _check_generation(name, task, context_length)
 

@@ -157,6 +157,7 @@ class Prompting:
         """Tokens that end an answer: EOS, and those of the style and of the model."""
         found = self.end_ids | {tokenizer.eos_id}
         stops = () if self.style is None else self.style.stops
+        # A style is for several models, whose tokenizers may lack some of its stops.
         ids = (tokenizer.token_id(stop) for stop in stops)
         return found | {token for token in ids if token is not None}
 

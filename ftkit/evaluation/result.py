@@ -169,6 +169,7 @@ def _in_directory(name: str, directory: Path) -> Result:
             return _adapter(name, final, directory)
         if _is_model(final):
             return _model(name, final, directory)
+    # Last, a directory with a single GGUF file.
     if not place.directories():
         if find_gguf(str(directory)) is not None:
             return Result(name=name, kind="model", directory=find_or_download(str(directory)))

@@ -171,6 +171,7 @@ class Responder:
         Raises:
             UserError: the prompt leaves no room for an answer.
         """
+        # At least one token must fit behind the prompt.
         if not 0 < len(prompt) < self.context_length:
             size = f"{len(prompt):,} tokens long" if len(prompt) else "empty"
             raise UserError(

@@ -113,6 +113,7 @@ class _Search:
             return
         places = self._named(name)
         if not places:
+            # The last folder is that of the harness.
             close = nearest(name, self._folders[-1].names())
             hint = f" Did you mean {close}?" if close else ""
             raise UserError(

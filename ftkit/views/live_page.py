@@ -355,6 +355,7 @@ def _serve(snapshots: RunSnapshots, port: int, interval_s: float) -> None:
             f"--serve is {port}, but nothing can listen there ({error.strerror}). "
             "Try --serve 0 for a free port."
         ) from error
+    # Ctrl+C also ends it where the shell started it in the background.
     with server, Interrupts(even_if_ignored=True):
         print(
             f"http://127.0.0.1:{server.server_port}/?token={token} shows {snapshots.title}. Ctrl+C "

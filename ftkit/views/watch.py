@@ -200,6 +200,7 @@ class View:
             "  ",
             (snapshot.run.state.replace("_", " "), _style_of(snapshot.run.state)),
             printable(f"  {_why(snapshot)}"),
+            # Paths and reasons may be longer than a line.
             overflow="fold",
         )
         if snapshot.total_steps:
@@ -207,6 +208,7 @@ class View:
         yield labelled_grid((label, text) for label, text in _rows_of(snapshot) if text)
         width = min(options.max_width, _MOST_WIDTH)
         lines = curve(snapshot.losses, width, _CURVE_LINES, ascii_only=options.ascii_only)
+        # A single loss is no curve; it is in the grid above.
         if len(snapshot.losses) > 1:
             yield Text("\n".join(["", *lines]), "cyan", no_wrap=True, overflow="crop")
             yield Text(f"loss from step {snapshot.rows[0]['step']:,} to {snapshot.step:,}", "dim")

@@ -206,6 +206,7 @@ def figure(runs: list[ComparedRun]) -> "Figure":
     heights = (4.2 + 0.25 * math.ceil(len(with_curve) / 3), 1.4 + 0.3 * len(runs))
     drawn = Figure(figsize=(12, sum(heights)), layout="constrained")
     above, below = drawn.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
+    # Each half has its own legend below it, which needs a figure of its own.
     by_step, by_time = above.subplots(1, 2, sharey=True)
     lines = _draw_losses(by_step, by_time, runs)
     _legend(above, [lines[i] for i in with_curve], [names[i] for i in with_curve], 3)

@@ -135,6 +135,7 @@ class ComparedRun:
         parts: dict[str, int] = {}
         measured = self.report.step_memory.fullest if self.report.step_memory else None
         if measured:
+            # First the tensors by category, then the rest of the rank's peak.
             named = asdict(measured.peak_breakdown_bytes)
             parts = {name.replace("_", " "): size for name, size in named.items() if size > 0}
         if not ranks:  # the run is running

@@ -298,6 +298,8 @@ def start(
         # Inside PassingOn, so that an interrupt between start and wait reaches the child.
         run._child = child = start_command([*words, *switches], output)
         signals.to(child)
+        # Until the command has claimed its directory it may refuse to run, have nothing to do, or
+        # take another name.
         while (out_dir := _claimed(run.out_dir, child.pid)) is None:
             if child.poll() is not None:
                 return _without_directory(run, place, interrupted=bool(signals.received))

@@ -274,6 +274,7 @@ def _memory(measured: StepMemory | None) -> str:
     parts = {MEASURED: (measured.fullest.peak_breakdown_bytes, "")}
     if (expected := measured.predicted) is not None:
         error = f"({expected.error_fraction * 100:+z.1f} %)"
+        # The prediction stands above the measurement.
         parts = {"predicted": (expected.peak_breakdown_bytes, error)} | parts
     return memory_table(parts)
 
