@@ -57,6 +57,7 @@ def describe_file(path: Path, block_bytes: int = BLOCK_BYTES) -> FileEntry:
         path: a regular file.
         block_bytes: length of a block.
     """
+    # One pass makes both kinds of checksum, because the file is read only once.
     digest, size, of_blocks = hashlib.sha256(), 0, []
     import xxhash  # compiled; not needed by commands that read no checkpoint
 
@@ -94,6 +95,7 @@ def remote_problem(
     """
     url, mark = url_of(path), _damage_mark(path)
     try:
+        # Existence and size come first: one small request, where the checksum needs the whole file.
         size = remote_size_bytes(path)
         if size is None:
             return f"{url} is missing."
@@ -112,6 +114,7 @@ def remote_problem(
         return f"{error}."
     if digest.hexdigest() != entry.sha256:
         return f"{url} is damaged: its checksum differs."
+    # All of the file is intact, so later starts need not read it again.
     mark.unlink(missing_ok=True)
     return None
 
@@ -144,11 +147,14 @@ def format_problem(path: Path, entry: FileEntry) -> str | None:
             is_sound = isinstance(json.loads(path.read_bytes()), dict | list)
         else:
             with path.open("rb") as file:
+                # Templates and recipes are text of any form: only a pickle in their place is
+                # refused.
                 is_sound = not file.read(4).startswith(_PICKLES)
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})."
     except (DamagedObject, StorageError) as error:
         return f"{error}."
+    # JSON that is nested too deeply raises RecursionError.
     except (ValueError, RecursionError):
         is_sound = False
     if is_sound:
@@ -158,7 +164,7 @@ def format_problem(path: Path, entry: FileEntry) -> str | None:
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Whether the header of a safetensors file accounts for every byte of it."""
+    """Return whether the header of a safetensors file accounts for every byte of it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -170,6 +176,7 @@ def _is_safetensors(path: Path) -> bool:
     # The largest end must be the end of the file: neither a cut file nor bytes behind the tensors.
     ends = [0]
     for name, entry in header.items():
+        # The only entry of a header that is not a tensor.
         if name == "__metadata__":
             continue
         try:

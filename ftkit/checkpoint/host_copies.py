@@ -80,10 +80,11 @@ class HostCopies:
             self._sources = []
 
     def release(self) -> None:
-        """Free the memory, once nobody reads it any more."""
+        """Wait for the copies, then free their memory; nothing may read it afterwards."""
         self.wait()
         if self._is_registered:
             assert self._memory is not None
+            # Before the memory is freed: CUDA registered its addresses.
             _runtime().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._is_registered = None, False
         self._done, self._sources = None, []
@@ -122,6 +123,7 @@ class HostCopies:
 
 def _copied(piece: Piece, places: Any) -> Piece:
     """Copy a piece to the next places."""
+    # Without waiting for each: the caller waits once for all copies.
     values = next(places).copy_(piece.values, non_blocking=True)
     if piece.scales is None:
         return dataclasses.replace(piece, values=values)
@@ -135,6 +137,7 @@ def copied_to_host(piece: Piece) -> Piece:
     scales = piece.scales
     return dataclasses.replace(
         piece,
+        # On CPUs nothing is copied: .cpu() returns the tensor itself.
         values=piece.values.cpu().contiguous(),
         scales=None if scales is None else scales.cpu().contiguous(),
     )

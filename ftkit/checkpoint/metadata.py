@@ -36,11 +36,12 @@ _CHECKSUM = "checksum"
 
 def shard_name(rank: int, world_size: int) -> str:
     """File name of a rank's shard."""
+    # Padded with zeros, so that the names sort by rank.
     return f"{_SHARD}{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file holds training state."""
+    """Return whether a file holds training state, by its name."""
     return name.startswith(_SHARD)
 
 
@@ -50,7 +51,7 @@ def receipt_name(step: int) -> str:
 
 
 def step_of_receipt(name: str) -> int:
-    """The step that `receipt_name` was given."""
+    """Step of a receipt, from its name."""
     found = _RECEIPT.fullmatch(name)
     assert found is not None, name
     return int(found[1])
@@ -185,6 +186,7 @@ def write_metadata(metadata: Metadata, directory: Path) -> None:
         OSError: it cannot be written.
         ValueError: another number is not finite, or a file lies outside the directory.
     """
+    # Refused while writing, because a reader would refuse the whole checkpoint.
     for name in metadata.files:
         _check_path(name)
     values = dataclasses.asdict(metadata)
@@ -204,6 +206,7 @@ def read_metadata(directory: Path) -> Metadata:
     """
     file = directory / METADATA
     try:
+        # A link could lead out of the checkpoint, and opening a pipe would block.
         if not stat.S_ISREG(file.lstat().st_mode):
             raise CheckpointError(f"{file} is not a regular file.")
         values = json.loads(
@@ -227,6 +230,7 @@ def read_metadata(directory: Path) -> Metadata:
             f"{file} has format_version {version}, but this ftkit reads version {FORMAT_VERSION}. "
             "Read it with the ftkit that wrote it (see its versions.ftkit)."
         )
+    # The version is checked before the checksum: another version may compute it in another way.
     if values.pop(_CHECKSUM, None) != _checksum_of(values):
         raise CheckpointError(f"{file} is damaged: its content does not match its checksum.")
     try:
@@ -241,6 +245,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _checksum_of(values: dict[str, Any]) -> str:
+    # One canonical text, whatever the order of keys and the white space of the file.
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

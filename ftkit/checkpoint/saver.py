@@ -24,9 +24,10 @@ from ftkit.checkpoint.store import KeepEvery, Store
 from ftkit.utils.files import sync, write_json
 from ftkit.utils.json_values import from_json
 
-# Their disks may be slower than the one of rank 0.
+# The disks of other hosts may be slower than that of rank 0.
 _PATIENCE_S = 600.0
 """Rank 0 waits this long for the shards of the others once its own files are written."""
+# Receipts are files, so rank 0 has to look for them.
 _POLL_S = 0.02
 MOST_FAILURES = 3
 """Training stops after so many failed saves in a row."""
@@ -100,7 +101,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether files are being written."""
+        """True while files are being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(
@@ -127,6 +128,7 @@ class Saver:
         asynchronous = self._asynchronous and not wait
         most = self._max_staged_bytes
         if most is not None:
+            # The pieces are views: their size is known before anything is copied.
             pieces = list(pieces)
             needed = sum(piece.size_bytes for piece in pieces)
             if needed > most:
@@ -136,6 +138,7 @@ class Saver:
         if asynchronous:
             held = self.copies.take(pieces)
         elif most is not None:
+            # The thread reads the state itself: the device must have finished the update.
             self.copies.settle()
             held = list(pieces)
         else:
@@ -146,6 +149,7 @@ class Saver:
             # A rank that fails ends at once: a partial checkpoint does no harm.
             daemon=True,
         )
+        # None: training waits until the commit, and the thread measures when that is.
         self._stall_s = None if not asynchronous else time.perf_counter() - started
         self._thread = work
         work.start()
@@ -198,6 +202,7 @@ class Saver:
         error = None
         files: dict[str, FileEntry] = {}
         try:
+            # Here and not in `save`: the device still copies while training continues.
             self.copies.wait()
             partial.mkdir(parents=True, exist_ok=True)
             shard = partial / shard_name(self._rank, len(self._receipts))
@@ -208,8 +213,11 @@ class Saver:
             # Only our own files: other ranks are writing into the same directory.
             written = [shard, *(companions(partial) if companions is not None else [])]
             for path in written:
+                # Synced before the commit: a rename may reach the disk before the content of the
+                # files.
                 sync(path)
                 files[path.relative_to(partial).as_posix()] = describe_file(path)
+        # A failed save must not end training: it is reported, and the next one may succeed.
         except Exception as failure:
             error = _describe_error(failure)
         if self._rank > 0:
@@ -230,6 +238,7 @@ class Saver:
         if error is not None:
             with suppress(OSError):  # the next start removes it
                 self.store.discard_partial(step)
+        # Only rank 0 gets here: it reports for all ranks.
         self._finished.append(
             Saved(
                 step=step,
@@ -256,6 +265,7 @@ class Saver:
         """Wait for the receipts of all ranks; returns an error, if any, and all their files."""
         entries = dict(own)
         deadline = time.monotonic() + _PATIENCE_S
+        # All receipts are taken, also after a rank's error, so that none is left for a later save.
         for rank, directory in enumerate(self._receipts[1:], start=1):
             receipt = _receipt(directory, step)
             while not receipt.exists():
@@ -265,6 +275,7 @@ class Saver:
                         "disk that all machines share, or out_dir a url"
                     ), {}
                 time.sleep(_POLL_S)
+            # A receipt appears by a rename, so one that exists is complete.
             content = _take_receipt(directory, step)
             if content["error"] is not None:
                 error = error or f"rank {rank}: {content['error']}"
@@ -291,6 +302,7 @@ def _take_receipt(directory: Path, step: int) -> dict[str, Any]:
     receipt = _receipt(directory, step)
     text = receipt.read_text(encoding="utf-8")
     receipt.unlink()
+    # Empty: the rank had no space for its receipt, see `_leave_receipt`.
     content: dict[str, Any] = json.loads(text or '{"files": {}, "error": "the disk is full"}')
     return content
 

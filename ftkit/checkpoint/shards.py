@@ -32,6 +32,7 @@ from ftkit.utils.safetensors_files import save_in_portions, save_tensors
 
 _PIECES = "pieces"
 _SCALES = ".scales"
+# Raised where a header is valid JSON, but of another form.
 _NOT_AS_EXPECTED = (KeyError, TypeError, AttributeError)
 
 
@@ -127,9 +128,12 @@ class StoredState:
         shapes: dict[str, torch.Size] = {}
         for path in shards:
             for name, shape, piece in _pieces_in(path, entries.get(path)):
+                # Every piece carries the shape of the whole tensor: shards that do not belong
+                # together show.
                 if shapes.setdefault(name, shape) != shape:
                     raise CheckpointError(f"{path}: the shape of {name} differs between shards")
                 pieces.setdefault(name, []).append(piece)
+        # Only when all shards are read: pieces of one tensor lie in several of them.
         for name, found in pieces.items():
             self._tensors[name] = StoredTensor(name, shapes[name], found)
 
@@ -188,7 +192,7 @@ class StoredTensor:
 
     @property
     def quantized(self) -> bool:
-        """Whether any of it is stored in 8 bits."""
+        """True if any piece is stored in 8 bits."""
         return any(piece.scales is not None for piece in self._pieces)
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -210,6 +214,7 @@ class StoredTensor:
             piece.numbers(max(start, piece.start), min(stop, piece.end))
             for piece in self._overlapping(start, stop)
         ]
+        # torch.cat would copy a single part too.
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_quantized(self, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
@@ -223,6 +228,7 @@ class StoredTensor:
                 return None
             first, last = first - piece.start, last - piece.start
             codes.append(piece.values[first:last])
+            # Rounded up: the last block of a piece may be shorter, and has a scale too.
             scales.append(piece.scales[first // BLOCK : -(-last // BLOCK)])
         return torch.cat(codes), torch.cat(scales)
 
@@ -247,6 +253,7 @@ class _RangedNumbers:
         self._dtype = _DTYPES[entry["dtype"]]
         self._numel = math.prod(entry["shape"])
         begin, end = entry["data_offsets"]
+        # safetensors checks this for local files; ranges of a url are read without it.
         if end - begin != self._numel * self._dtype.itemsize:
             raise ValueError(f"{key} has {end - begin:,} bytes for {self._numel:,} numbers")
 
@@ -296,6 +303,7 @@ class _StoredPiece:
         values = self.values[first:last]
         if self.scales is None or self.code is None:
             return values
+        # The range may begin within a block, whose scale then applies to the rest of it.
         block = first // BLOCK
         scales = self.scales[block : -(-last // BLOCK)].repeat_interleave(BLOCK)
         first -= block * BLOCK
@@ -326,6 +334,7 @@ def _placed(
     """Pieces of a file with their places, from its metadata."""
     for key, place in json.loads(metadata[_PIECES]).items():
         code = place.get("code")
+        # Not isinstance: True is an int in Python.
         if type(place["start"]) is not int or place["start"] < 0:
             raise ValueError(f"{key} starts at {place['start']!r}")
         yield (

@@ -32,6 +32,7 @@ def capture(
             # What several ranks hold is written once: each writes an equal range of it.
             which = (rank, world_size) if part.replicated else part.copy
             first, last = share_of(*which, part.values.numel())
+            # A small tensor may have fewer blocks than there are ranks.
             if first == last:
                 continue
             scales = part.scales
@@ -57,7 +58,7 @@ def result_parameter(stored: StoredState, name: str) -> StoredTensor:
 
 
 def has_average(stored: StoredState) -> bool:
-    """Whether a checkpoint has averages of the trained parameters."""
+    """Return whether a checkpoint has averages of the trained parameters."""
     return any(name.startswith(f"{AVERAGE}/") for name in stored.names())
 
 
@@ -71,6 +72,7 @@ def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -
         sharding: which part of it this rank has.
         stored: from a checkpoint of the same run.
     """
+    # An evaluation may have left parameters gathered, and only shards are replaced.
     sharding.reshard(model)
     with torch.no_grad():
         for name, parameter in kept_parameters(model).items():
@@ -94,6 +96,7 @@ def restore(
         kind, _, parameter = name.partition("/")
         if kind != PARAMETER:
             shapes.setdefault(parameter, {})[kind] = stored[name].shape
+    # An optimizer creates its state in its first step: here there must be state to copy into.
     state.allocate(shapes, scalars)
     with torch.no_grad():
         for own, trained in model.named_parameters():
@@ -110,9 +113,11 @@ def _read(part: StatePart, stored: StoredState, name: str) -> None:
     start, stop = part.start, part.start + part.values.numel()
     if start == stop:
         return
+    # float32 state takes any stored state: `read` converts 8-bit codes.
     if part.scales is None or part.code is None:
         part.values.copy_(tensor.read(start, stop))
         return
+    # Codes and scales are copied unchanged where the stored blocks are those of this layout.
     exact = tensor.read_quantized(start, stop)
     if exact is None:  # blocks begin elsewhere than in the layout that wrote them
         from bitsandbytes.functional import quantize_blockwise

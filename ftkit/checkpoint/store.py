@@ -49,7 +49,7 @@ def step_of(name: str) -> int | None:
 
 
 def is_milestone(step: int, keep_every: KeepEvery) -> bool:
-    """Whether the checkpoint of a step is kept forever.
+    """Return whether the checkpoint of a step is kept forever.
 
     Args:
         step: of the checkpoint.
@@ -97,6 +97,8 @@ def verify(
         def count(size: int) -> None:
             done[name] += size
             if stopped.is_set():
+                # A pool cannot stop a running check: an error in its next block ends it. The result
+                # is not used.
                 raise InterruptedError
 
         return problem_of(directory, name, files[name], count, fetching=fetching)
@@ -110,12 +112,14 @@ def verify(
             while wait(checks.values(), timeout=PROGRESS_INTERVAL_S).not_done:
                 if progress:
                     progress(sum(done.values()), total)
+        # Ctrl+C too: otherwise leaving the pool waits until all files are hashed.
         except BaseException:
             stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
     problems = {name: check.result() for name, check in checks.items()}
     known = {METADATA, *files}
+    # Checksums cover what is listed: a file that was added would go unnoticed.
     unlisted = [
         name
         for name in _files_in(directory)
@@ -161,6 +165,7 @@ def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
     """Problem of a file that shows without reading it; files at a url are not checked."""
     path = directory / name
     try:
+        # lstat and the folders: a link would lead out of the checkpoint, to a file that may change.
         found = path.lstat()
         folders = [directory / folder for folder in list(Path(name).parents)[:-1]]
         if not stat.S_ISREG(found.st_mode) or any(folder.is_symlink() for folder in folders):
@@ -177,8 +182,10 @@ def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
 def _files_in(directory: Path) -> list[str]:
     """Sorted relative paths of everything that is not a directory."""
     return sorted(
+        # Names on Linux are bytes: those that are not UTF-8 could not be printed.
         os.fsencode((Path(folder) / name).relative_to(directory)).decode(errors="replace")
         for folder, folders, names in os.walk(directory)
+        # os.walk lists links to directories as directories, and does not follow them.
         for name in [*names, *(f for f in folders if (Path(folder) / f).is_symlink())]
     )
 
@@ -216,6 +223,7 @@ class Store:
         """
         step = metadata.step
         partial, final, replaced = self.partial(step), self.path(step), self._replaced(step)
+        # Last of all files: metadata.json lists the others, so it states that they are complete.
         write_metadata(metadata, partial)
         # Directories after their content: a rename may reach the disk before entries that were not
         # synced.
@@ -253,6 +261,7 @@ class Store:
             for entry in self.path(step).glob(f".{METADATA}.*")
             if _REPLACEMENT.fullmatch(entry.name)
         }
+        # A checkpoint that was set aside may be the only complete one of its step: it is restored.
         return sorted((found | replacements) - set(self._unreplaced()))
 
     def remove_leftovers(self) -> list[Path]:
@@ -313,8 +322,10 @@ class Store:
         """Delete the checkpoint of a step; a crash never leaves half of it."""
         # First a rename, which a crash cannot leave half done.
         deleted = self._hidden(step, "deleted")
+        # What a crash left of an earlier deletion: rename() cannot replace it.
         remove(deleted)
         self.path(step).rename(deleted)
+        # Synced first: otherwise a crash could bring back a checkpoint whose files are gone.
         sync(self.directory)
         self._point_to_newest()
         remove(deleted)
@@ -327,7 +338,7 @@ class Store:
             keep_every: see `is_milestone`.
             keep_best: how many with the lowest validation loss; the newer ones of equal loss.
         """
-        # Damaged checkpoints are kept beside the others: somebody may want to look at them.
+        # Damaged checkpoints are kept beside the others: a person may want to inspect them.
         steps = self.steps()
         damaged = {step for step in steps if self.check_files(step)}
         sound = [step for step in steps if step not in damaged]
@@ -439,10 +450,13 @@ def best_checkpoint(
             except CheckpointError:
                 continue
             if loss is not None and step <= last_step:
+                # A tuple sorts by loss, then by newest step, then by the order of the stores.
                 candidates.append((loss, -step, index))
     for _, minus_step, index in sorted(candidates):
+        # The current state of training is in memory: there are no files to verify.
         if index < 0:
             return -minus_step, index
+        # Only candidates are read in full, the best one first, because hashing takes long.
         problems = verify(places[index][0].path(-minus_step))
         if not problems:
             return -minus_step, index
@@ -472,6 +486,7 @@ def check_disk(
     """
     count = settings.most_at_once(steps_left)
     needed = count * checkpoint_bytes
+    # Old checkpoints only make room if enough new ones follow that they are deleted.
     if count < steps_left:
         needed -= existing_bytes
     free = free_disk_bytes(out_dir)

@@ -119,6 +119,7 @@ class DeepSpeed(Strategy):
         self._options = plan.options
 
     def connect(self, model: nn.Module) -> None:
+        # Before the ranks connect: Fabric's strategy is created with these settings.
         self._config = deepspeed_config(self.plan, model)
         super().connect(model)
         if self._options.stage == 3:
@@ -165,6 +166,8 @@ class DeepSpeed(Strategy):
         self._note_rates()
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        # Otherwise DeepSpeed counts micro-steps itself, but steps may have different numbers of
+        # them.
         self._engine.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
 
@@ -184,12 +187,13 @@ class DeepSpeed(Strategy):
 
     @torch.no_grad()
     def take_averages(self) -> Callable[[], None]:
-        """As in every strategy; ZeRO's master weights stay unchanged."""
+        """Replace the weights by their averages; ZeRO's master weights stay unchanged."""
         kept = []
         with self._parted():
             for parameter, average in self._averages():
                 own = parameter.ds_tensor if self._options.stage == 3 else parameter.detach()
                 kept.append((own, own.clone()))
+                # The slice leaves out the padding of a ZeRO-3 partition.
                 own.view(-1)[: len(average)].copy_(average)
         return partial(self._restore, kept)
 
@@ -217,6 +221,8 @@ class DeepSpeed(Strategy):
     def _parted(self) -> Iterator[None]:
         """Context in which each rank has only its own part of every parameter, under ZeRO-3."""
         if self._options.stage == 3:
+            # Small parameters stay gathered (`ds_persist`): these hooks of DeepSpeed free and
+            # gather them.
             self._zero.checkpoint_event_prologue()
         yield
         if self._options.stage == 3:
@@ -234,6 +240,7 @@ class DeepSpeed(Strategy):
         return {LOSS_SCALE: float(self._zero.cur_scale), LOSS_SCALE_AGE: 0.0}
 
     def restore_loss_scale(self, scalars: dict[str, float]) -> None:
+        # Removed in any precision: what is left in `scalars` becomes state of the optimizer.
         scale, _ = scalars.pop(LOSS_SCALE, None), scalars.pop(LOSS_SCALE_AGE, None)
         if scale is not None and self.plan.precision.startswith("16"):
             self._zero.cur_scale = scale
@@ -334,6 +341,7 @@ class Partitions:
         parameter = nn.Parameter(memory, requires_grad=outlined.requires_grad)
         if torch.distributed.get_rank() == 0:  # the others receive it
             parameter.data.copy_(value[:])
+        # Broadcasts the parameter from rank 0, and keeps this rank's partition of it.
         deepspeed.zero.Init(
             module=nn.ParameterList([parameter]),
             config_dict_or_path=self._config,
@@ -344,6 +352,7 @@ class Partitions:
         # A tied parameter was replaced in one of its places.
         model.tie()
         self._left -= 1
+        # The last parameter has been taken: free the buffer.
         if not self._left:
             del self._whole
 
@@ -418,6 +427,7 @@ class ZeroState:
             )
 
     def scalars(self) -> dict[str, float]:
+        # Any partition will do: all count the same steps.
         state = self._inner.state.get(self.partitions()[0], {})
         return {key: float(value) for key, value in state.items() if is_scalar_state(value)}
 
@@ -441,6 +451,7 @@ class ZeroState:
         """Kinds of existing state, in order."""
         flat = self.partitions()[0]
         state = self._inner.state.get(flat, {})
+        # Moments have the shape of the partition; counts of steps are scalars.
         same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape}
         return same.keys()
 
@@ -469,6 +480,7 @@ def compile_cpu_optimizer() -> None:
 
     builder = CPUAdamBuilder()
     with sole_builder(Path(_get_build_directory(builder.name, verbose=False))):
+        # Quick if it was compiled before: torch then only loads it.
         builder.load(verbose=False)
 
 

@@ -28,6 +28,8 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def local_rank() -> int:
     """Number of this process on its machine."""
+    # From torchrun's variables, which are set before the process group exists. Without them, there
+    # is a single process.
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -56,6 +58,7 @@ def make_device(accelerator: str) -> torch.device:
 def broadcast_text(text: str) -> str:
     """A text of rank 0; every rank calls this."""
     data = text.encode()
+    # The size first: a receiver needs a tensor of the right length.
     (size,) = broadcast_ints(len(data))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text

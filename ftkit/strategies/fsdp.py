@@ -90,6 +90,7 @@ class Fsdp(Strategy):
     def keeps_whole_gradients(self, model: Any, *, is_last: bool) -> bool:
         if self._options.sync_every_micro_step:
             return False
+        # Without a reduction, the gradients stay unsharded until the last micro-step.
         model.set_requires_gradient_sync(is_last)
         return not is_last
 
@@ -104,6 +105,7 @@ class Fsdp(Strategy):
     def gradient_norm(self) -> float:
         norm = self._norm
         assert isinstance(norm, DTensor)
+        # A collective: each rank only knows the norm of its rows.
         return norm.full_tensor().item()
 
     def state_view(self) -> OptimizerStateView:
@@ -171,6 +173,7 @@ class RowState(TorchState):
             # Whole rows in row-major order are one range of numbers.
             start = _rows(tensor).start * (tensor.numel() // tensor.shape[0])
         mesh = tensor.device_mesh
+        # With hybrid sharding, several copies of the model have these rows: each writes a share.
         copy = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
         return StatePart(kind=kind, shape=tensor.shape, start=start, values=values, copy=copy)
 
@@ -312,6 +315,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
         # torch's fake group: collectives return at once, so one process can be a rank of many.
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
     if connected and plan.shards < plan.world_size:
+        # Inside a run with hybrid sharding, the ranks that share a model are those of a node.
         nodes = _mesh_of_nodes(plan.accelerator, plan.num_nodes)
         mesh = DeviceMesh.from_group(nodes.get_group("shards"), "cpu")
     else:
@@ -384,9 +388,11 @@ class _OnLocalRows:
         try:
             yield rows
         finally:
+            # Only while it runs: checkpoints see one entry for each parameter.
             del self.state[rows]
 
 
 def over_local_rows(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Derive an optimizer of bitsandbytes for parameters that FSDP has sharded."""
+    # Under the same name, which messages show and `canonical_kind` goes by.
     return type(optimizer_class.__name__, (_OnLocalRows, optimizer_class), {})

@@ -68,6 +68,8 @@ def make_optimizer(
         groups = _lora_plus_groups(model, base_learning_rate(chosen), lora_plus_ratio)
     try:
         return optimizer_class(groups, **arguments)
+    # RuntimeError: torch's error for `fused` together with `foreach` or `differentiable`, but also
+    # for memory.
     except (TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -183,6 +185,7 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None
         return norm
     # torch's function would round norm and factor to the dtype of the gradients: bfloat16 has 8
     # bits of precision.
+    # A collective under FSDP: every rank must have the same factor.
     known = norm.full_tensor() if isinstance(norm, DTensor) else norm
     # The same 1e-6 as in torch.nn.utils.clip_grad_norm_.
     factor = (limit / (known + 1e-6)).clamp(max=1.0)
@@ -229,6 +232,7 @@ class MuonWithAdamW(Optimizer):
         muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **arguments)
         adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=fused or None)
         self._parts = (muon, adamw)
+        # The dictionaries of the groups are shared with both parts, so a new rate reaches them.
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         # One state in one place: checkpoints need not know that there are two optimizers.
         for part in self._parts:
@@ -288,6 +292,7 @@ class OptimizerInBackward:
 
     def take_norm(self) -> Tensor:
         """Global norm of the gradients since the last call, as `clip_gradients` measures it."""
+        # In the order of the groups: the sum must not depend on the order of the backward pass.
         in_order = [p for group in self._optimizer.param_groups for p in group["params"]]
         norm = global_norm([self._norms[p] for p in in_order if p in self._norms])
         self._norms.clear()
@@ -296,6 +301,7 @@ class OptimizerInBackward:
     def update(self, index: int, parameter: nn.Parameter) -> None:
         """Update one parameter of a group and free its gradient."""
         assert parameter.grad is not None
+        # Before the step, because the gradient is freed after it.
         (self._norms[parameter],) = norms_of([parameter.grad])
         groups = self._optimizer.param_groups
         # One optimizer that sees one parameter at a time, not one for each: checkpoints, rates and

@@ -99,9 +99,11 @@ def make_schedule(
     batch = train.global_batch_size
     total = train.max_steps
     if train.epochs:
+        # Only the remaining samples count: before the start, steps may have had another size.
         of_epochs = start_step + math.ceil((train.epochs * samples - start_samples) / batch)
         total = min(of_epochs, total or of_epochs)
     assert total is not None
+    # A recipe with fewer steps than are done already: nothing is left to train.
     total = max(total, start_step)
     if train.lr_warmup_fraction is not None:
         warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
@@ -114,7 +116,9 @@ def make_schedule(
             f"never reaches its full value. Try --train.lr_warmup_steps {max(1, total // 10)}."
         )
     final_share = 1.0
+    # A rate of 0 has no share; `_notices` reports it.
     if learning_rate > 0:
+        # At most 1: a decay never raises the rate.
         final_share = min(1.0, train.min_lr / learning_rate)
         if train.min_lr > learning_rate and train.lr_schedule != "constant":
             notices.append(

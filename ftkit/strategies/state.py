@@ -109,6 +109,7 @@ class TorchState:
     def parts(self, parameter: nn.Parameter) -> Iterator[StatePart]:
         whole = self.local(parameter, PARAMETER)
         yield whole
+        # .get: a lookup would create an empty entry, because the state is a defaultdict.
         state = self._optimizer.state.get(parameter, {})
         if self._averages is not None:
             state = state | self._averages[parameter]
@@ -138,6 +139,7 @@ class TorchState:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if is_scalar_state(value):
                     number = float(value)
+                    # One number in the checkpoint stands for all parameters, so they must agree.
                     if found.setdefault(key, number) != number:
                         raise UserError(
                             f"The optimizer {type(self._optimizer).__name__} keeps a different "
@@ -161,16 +163,20 @@ class TorchState:
             on_device = group.get("fused") or group.get("capturable")
             for index, parameter in enumerate(group["params"]):
                 wanted = dict(kinds.get(self._names[parameter], {}))
+                # Averages are not state of the optimizer. Without train.ema_decay, stored ones are
+                # dropped.
                 if wanted.pop(AVERAGE, None) is not None and self._averages is not None:
                     average = torch.empty_like(parameter, dtype=torch.float32)
                     self._averages[parameter][AVERAGE] = average
                 state = optimizer.state[parameter]
                 if is_bitsandbytes:
+                    # Its own method, because it decides for each parameter between 8 and 32 bits.
                     optimizer.init_state(group, parameter, group_index, index)
                     state.update({key: int(value) for key, value in scalars.items()})
                     continue
                 for kind, shape in wanted.items():
                     if kind not in state:
+                        # Like the parameter, so that state of a DTensor is sharded in the same way.
                         like = torch.empty_like(parameter)
                         state[kind] = like if shape == like.shape else like.new_empty(shape)
                 if uses_muon(group):  # keeps no count of steps
@@ -206,6 +212,7 @@ def state_kinds(
     # A matrix and a vector: Adafactor, for one, keeps other state for each.
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 3), (3,))]
     for parameter in parameters:
+        # Zeros are enough: state is created for every parameter that has a gradient.
         parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer = optimizer_class(parameters, **arguments)
@@ -222,6 +229,8 @@ def state_kinds(
         for key, value in optimizer.state[parameter].items():
             if is_tensor_state(key, value, parameter):
                 kind = canonical_kind(optimizer, key)
+                # False as soon as one parameter keeps it in another shape, such as a factored
+                # moment.
                 kinds[kind] = kinds.get(kind, True) and value.shape == parameter.shape
             elif not (is_scalar_state(value) or _is_bitsandbytes_table(key) or value is None):
                 raise UserError(
@@ -247,6 +256,7 @@ def bytes_per_number(
         dtype: of the numbers that the optimizer updates.
         hidden_fraction: share of these numbers that are in matrices of the blocks.
     """
+    # Only kinds of the parameter's shape: factored ones are small.
     states: float = sum(kinds.values())
     if optimizer_class is MuonWithAdamW:
         # One momentum for the hidden matrices, and AdamW's two moments for everything else.
@@ -261,12 +271,12 @@ def bytes_per_number(
 
 
 def is_scalar_state(value: object) -> bool:
-    """Whether a state is one number for a whole parameter, such as the count of steps."""
+    """Return whether a state is one number for a whole parameter, such as the count of steps."""
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 def is_tensor_state(key: str, value: object, parameter: nn.Parameter) -> bool:
-    """Whether a state has values for parts of the parameter, as moments have."""
+    """Return whether a state has values for parts of the parameter, as moments have."""
     if not isinstance(value, Tensor) or _is_bitsandbytes_table(key):
         return False
     return value.dim() > 0 or value.shape == parameter.shape

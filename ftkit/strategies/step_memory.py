@@ -81,6 +81,7 @@ class MicroBatchSize:
             return None
         # Memory depends on the longest sequence and the total, so any lengths with both will do.
         others = self.sequences - 1
+        # Spread the remaining tokens over the other sequences as evenly as possible.
         least, more = divmod(self.tokens - self.positions, others) if others else (0, 0)
         return (self.positions, *(least + 1,) * more, *(least,) * (others - more))
 
