@@ -37,6 +37,8 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
         failed: it has run, and did not fit: there is less memory than is predicted for it.
     """
     if failed:
+        # It ran out of memory although the prediction says that it fits: assume less memory than
+        # predicted.
         needed_bytes = plan_files([file], gpu=gpu).memory.high_bytes
         less_bytes = min(gpu.memory_bytes, needed_bytes - 1)
         gpu = dataclasses.replace(gpu, memory_bytes=less_bytes, swap_bytes=0)

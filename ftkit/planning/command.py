@@ -44,11 +44,13 @@ def _tell_next(planned: Planned, options: PlanOptions) -> None:
     _, words = _command_and_words(options.words)
     recipes, keys = sorted_words(words, options.config, options.keys)
     files = list(map(Path, recipes))
+    # Standard input cannot be read again, and several plans have no single next command.
     if STANDARD_INPUT in files or options.sweep or any(map(is_sweep, files)):
         return
     if planned.fits or planned.gpu is None:
         print_next(run_command(planned, recipes, keys))
     elif not options.fit:
+        # The same command line again, with --fit.
         again = [
             *options.words,
             *(word for file in options.config for word in ("--config", file)),
@@ -87,6 +89,7 @@ def _plan_and_fit(
 
     def attempt(changed: Sequence[Override]) -> Planned:
         keys = " ".join(f"--{key} {value}" for key, value in changed)
+        # A change may turn full fine-tuning into LoRA, and then needs that command.
         is_lora = method == "lora" or LORA_KEYS & dict(changed).keys()
         command = "finetune" if is_lora else "finetune_full"
         plan = partial(plan_files, recipe.files, [*given, *changed], command=command, gpu=device)
@@ -104,6 +107,7 @@ def _shown(display: Display, title: str, plan: Callable[[], Planned]) -> Planned
             return plan()
         except UserError as error:  # which says all there is to say
             refused = error
+    # After the phase has ended, so that it leaves no line beside the message.
     raise refused
 
 

@@ -99,7 +99,7 @@ def find_gpu(text: str) -> Gpu:
 
 
 def _gpu_here() -> Gpu:
-    """The smallest of the GPUs that programs are shown on this machine, or MIG instances."""
+    """Smallest GPU, or MIG instance, that programs see on this machine."""
     try:
         found = visible_gpus()
     except UserError as error:
@@ -107,6 +107,7 @@ def _gpu_here() -> Gpu:
             f"--gpu is auto, but {error}\nName a GPU: --gpu a100-80gb, or give its memory: "
             "--gpu 24GiB."
         ) from None
+    # All ranks do the same work, so the smallest device decides.
     smallest = min(found, key=lambda gpu: gpu.memory_bytes)
     return Gpu(
         name=smallest.name,
@@ -135,6 +136,7 @@ def device_here(ranks: int, devices: Devices) -> Gpu | None:
     host = host_limit(ranks)
     if devices.accelerator == HOST_KIND:
         return Gpu(name=HOST, memory_bytes=host.memory_bytes, swap_bytes=host.swap_bytes)
+    # Ranks take the first devices.
     sizes = devices.memory_bytes[:ranks]
     if not sizes:
         return None

@@ -59,6 +59,7 @@ class DevicePeak:
         if self._counts:
             self._requested = self.requested_bytes or 0
             self._allocated, self._reserved = self.allocated_bytes or 0, self.reserved_bytes or 0
+            # After the highest values so far were noted, because this forgets them.
             torch.accelerator.reset_peak_memory_stats()
 
     def within(self) -> int | None:
@@ -134,7 +135,7 @@ class MemoryMeter:
         self._highest_bytes = 0
 
     def follows(self, step: int) -> bool:
-        """Whether a step, given as the number of steps done before it, is measured."""
+        """Return whether a step, given as the number of steps done before it, is measured."""
         return step in self._steps
 
     def begin_step(self, step: int) -> None:
@@ -185,6 +186,7 @@ class MemoryMeter:
                 self._begin()
             if self._entered:
                 self._assign_changed()
+                # So that this step is reported, even if an earlier one took more.
                 self._highest_bytes = 0
                 self._end()
         elif self._entered:
@@ -225,12 +227,15 @@ class MemoryMeter:
         stretches = self._live.stretches()
         self._leave()
         peak = _with_allocated(highest(stretches).peak, self._device_peak.within())
+        # Only the measured step that needed most is reported.
         if peak.total_bytes <= self._highest_bytes:
             return
         self._highest_bytes = peak.total_bytes
         moments: dict[str, Snapshot] = {}
         marked = zip(stretches[1:], self._allocated, strict=True)  # what is before has no mark
         for stretch, allocated_bytes in marked:
+            # A step of several micro-steps passes each moment several times: the highest one
+            # counts.
             known = moments.get(stretch.name)
             if known is None or stretch.start.total_bytes > known.total_bytes:
                 moments[stretch.name] = _with_allocated(stretch.start, allocated_bytes)
@@ -251,6 +256,7 @@ class MemoryMeter:
 
     def _leave(self) -> None:
         self._live.__exit__(None, None, None)
+        # The history of a step is long: free it.
         self._live.restart()
         self._entered = False
 
@@ -276,6 +282,7 @@ def _fullest_micro_step(stretches: Iterable[Stretch]) -> int | None:
     """Number of the micro-step with the highest peak, counted from 1; None: none was started."""
     found, micro_step, most_bytes = None, 0, 0
     for stretch in stretches:
+        # Every micro-step begins with this mark.
         micro_step += stretch.name == "before_forward"
         in_pass = stretch.name in ("before_forward", "after_forward")
         if in_pass and stretch.peak.total_bytes > most_bytes:

@@ -110,12 +110,14 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
             "8-bit optimizer state",
             (
                 ("optimizer", f"bitsandbytes.optim.{name}8bit"),
+                # Set again, because another class starts from its own defaults.
                 *((f"optimizer.{key}", json.dumps(value)) for key, value in kept.items()),
             ),
         )
     if not recipe.memory.activation_checkpointing:
         yield _Step("activation checkpointing", (("memory.activation_checkpointing", "true"),))
     if not isinstance(recipe, LoraRecipe):
+        # Any LoRA key makes the recipe one of LoRA.
         yield _Step("LoRA", (("lora_r", "8"),))
     if not isinstance(recipe, LoraRecipe) or recipe.quantize is None:
         yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
@@ -132,7 +134,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
 
 
 def _could_update_in_backward(planned: Planned) -> bool:
-    """Whether gradients take much memory, and nothing needs all of them at once."""
+    """Return whether gradients take much memory, and nothing needs all of them at once."""
     plan, train = planned.plan, planned.plan.recipe.train
     return (
         not isinstance(plan.recipe, LoraRecipe)
@@ -173,6 +175,7 @@ def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | N
     overrides = tuple(pair for step in steps for pair in step.overrides)
     title = " + ".join(step.title for step in steps)
     try:
+        # With the full micro-batch first, because a smaller one is slower.
         whole = attempt(overrides) if overrides else planned
         if whole.fits:
             return Change(title=title, overrides=overrides, planned=whole)
@@ -205,10 +208,12 @@ def _shorter(planned: Planned, gpu: Gpu, attempt: Try) -> Change | None:
         overrides = (("train.max_seq_length", str(tokens)),)
         return Change(title=title, overrides=overrides, planned=attempt(overrides))
 
+    # If even the fewest tokens do not fit, nothing between them and all does.
     fewest = cut_to(_FEWEST_TOKENS)
     if not fewest.planned.fits:
         return None
     there = fewest.planned.memory.high_bytes
+    # A straight line between both ends tells which lengths need not be simulated.
     token_bytes = (planned.memory.high_bytes - there) / (whole - _FEWEST_TOKENS)
     tokens = 2 ** ((whole - 1).bit_length() - 1)  # the highest below it
     while tokens > _FEWEST_TOKENS:

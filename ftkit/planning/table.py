@@ -73,6 +73,7 @@ def side_by_side(found: Sequence[Planned], width: int) -> Table:
     columns = _columns(found)
     terminal = Console(width=_ANY_WIDTH)
     table = _table(columns, [])
+    # Leave out columns, the least important first, until the table fits.
     for place in range(max(column.place for column in columns), 0, -1):
         if Measurement.get(terminal, terminal.options, table).maximum <= width:
             break
@@ -212,6 +213,8 @@ def _moment_text(moment: str) -> str:
     where, _, pass_ = moment.partition(", ")
     if not where.startswith("block "):
         return moment
+    # Blocks of the simulated model stand for those of any depth, so the last ones have negative
+    # numbers.
     number = int(where.removeprefix("block "))
     place = f"block {number + 1}" if number >= 0 else f"block {-number} from the end"
     place = {0: "first block", -1: "last block"}.get(number, place)
@@ -244,6 +247,7 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
         _numbers("peak", [planned.memory.peak_bytes for planned in found], 0),
     ]
     heads = ("parameters", "gradients", "optimizer", "activations", "temporary")
+    # The last category, unattributed, only exists in measurements.
     for head, category in zip(heads, CATEGORIES, strict=False):
         parts = [planned.memory.breakdown_bytes[category] for planned in found]
         columns.append(_numbers(head, parts, 3))

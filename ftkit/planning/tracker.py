@@ -113,6 +113,7 @@ class LiveTensors(TorchDispatchMode):
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
             known = self._alive.get(storage._cdata)
             if known is None and storage.device.type == self._device:
+                # Older than this context: it counts from the start, with the size that it had.
                 known = self._enter(storage, "temporaries", is_new=False)
             result = resize(storage, size)
             if known is not None:
@@ -149,11 +150,11 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
-        """Say what tensors are, until they are freed.
+        """Set the category of tensors until they are freed.
 
         Args:
             tensors: also sharded ones, of which the part in this process counts; None is none.
-            category: what they are.
+            category: of these tensors.
         """
         for storage in self._storages(tensors):
             known = self._alive.get(storage._cdata)
@@ -165,17 +166,20 @@ class LiveTensors(TorchDispatchMode):
                 self._change(known, storage, category)
 
     def assign_unknown(self, tensors: Iterable[Tensor]) -> None:
-        """Say which tensors there are besides; those that nothing has shown are unattributed.
+        """Add all other tensors that exist; those that are not followed yet are unattributed.
 
         Memory that torch has not allocated is not counted, as no allocator counts it: files that
         are mapped, and the host's copy of a checkpoint.
         """
         for storage in self._storages(tensors):
+            # resizable() only holds for memory that torch has allocated itself.
             if storage._cdata not in self._alive and storage.nbytes() and storage.resizable():
                 self._enter(storage, "unattributed", is_new=False)
 
     def restart(self) -> None:
         """Forget the history: `stretches` and `peak` begin with what is alive now."""
+        # What is alive becomes the first changes, from nothing to its size: the history starts
+        # there.
         self._changes = [
             (storage, 0, storage.category, storage.size_bytes, storage.category)
             for storage in list(self._alive.values())
@@ -184,6 +188,7 @@ class LiveTensors(TorchDispatchMode):
         self._marks.clear()
         self._forward_passes = 0
         for storage, *_ in self._changes:
+            # No forward pass of the step that begins now has made it.
             storage.born = 0
 
     def begin_forward(self) -> None:
@@ -197,6 +202,7 @@ class LiveTensors(TorchDispatchMode):
             gathered: parameters in the form that the forward pass needed; what they hold for it
                 stays temporary.
         """
+        # FSDP and ZeRO-3 gather parameters in the pass: alive at its end, but no activations.
         spared = {storage._cdata for storage in self._storages(gathered)}
         # A copy, and not of pairs: making those may collect garbage, and tensors with it.
         for key, storage in self._alive.copy().items():
@@ -223,6 +229,8 @@ class LiveTensors(TorchDispatchMode):
         def follow(first: int, last: int) -> Snapshot:
             nonlocal total
             top_total, top = total, dict(now)
+            # Categories as they are known now: what turned out later to be an activation was one
+            # all along.
             for storage, size_before, before, size_after, after in self._changes[first:last]:
                 now[storage.as_counted(before)] -= size_before
                 now[storage.as_counted(after)] += size_after
@@ -231,6 +239,7 @@ class LiveTensors(TorchDispatchMode):
                     top_total, top = total, dict(now)
             return Snapshot(top)
 
+        # Up to the state at the start, which belongs to no stretch.
         follow(0, self._changes_before)
         found = []
         end = (len(self._changes) - self._changes_before, "")
@@ -294,6 +303,7 @@ class LiveTensors(TorchDispatchMode):
     ) -> None:
         """Record a change of a storage's size or category; None: it is freed."""
         known.nbytes = 0 if storage is None else storage.nbytes()
+        # Rounded up, as the allocator does it.
         size_bytes = -(-known.nbytes // self._granularity_bytes) * self._granularity_bytes
         if (known.size_bytes, known.category) != (size_bytes, category):
             change = (known, known.size_bytes, known.category, size_bytes, category)
@@ -313,6 +323,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     if isinstance(tensor, DTensor):
         yield from _plain(tensor._local_tensor)
     elif is_traceable_wrapper_subclass(whole):
+        # A wrapper has no memory itself: its inner tensors do.
         for name in whole.__tensor_flatten__()[0]:
             yield from _plain(getattr(whole, name))
     else:

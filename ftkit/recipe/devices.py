@@ -181,20 +181,21 @@ def free_bytes(count: int, accelerator: str = USUAL_KIND) -> list[int]:
 
 
 def has_deepspeed() -> bool:
-    """Whether the strategy deepspeed can run."""
+    """Return whether DeepSpeed is installed, without importing it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def is_for_rocm() -> bool:
-    """Whether the installed torch is a build for AMD's GPUs, by its version: 2.13.0+rocm7.2."""
+    """Return whether torch is a build for AMD's GPUs, by its version: 2.13.0+rocm7.2."""
     return "+rocm" in metadata.version("torch")
 
 
 def gpus_are_hidden() -> bool:
-    """Whether a variable hides every GPU, as CUDA_VISIBLE_DEVICES with "", -1, NoDevFiles, ..."""
+    """Return whether a variable hides every GPU: CUDA_VISIBLE_DEVICES of "", -1, NoDevFiles, ..."""
     names = ["CUDA_VISIBLE_DEVICES"]
     names += ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"] if is_for_rocm() else []
     return any(
+        # CUDA ignores all entries from the first invalid one on, so the first one decides.
         name in os.environ and re.match(r"\s*\+?\d|GPU-|MIG-", os.environ[name]) is None
         for name in names
     )
@@ -221,7 +222,7 @@ def require_kernels(gpu: VisibleGpu, cuda: Cuda) -> None:
 
 
 def runs_on(architecture: str, capability: Capability) -> bool:
-    """Whether code compiled for an architecture runs on a GPU.
+    """Return whether code compiled for an architecture runs on a GPU.
 
     sm_86 is machine code, for its major version from its minor version on; compute_86 is compiled
     by the driver for whatever is newer. With an "a" behind it, code is for this very version; with
@@ -286,6 +287,8 @@ def _of_another_kind(accelerator: str, current: Current) -> Devices:
 
 def _build_for_driver(newest_cuda: str | None) -> str | None:
     """The build of torch for a driver with this version of CUDA; None: there is none."""
+    # Builds of a major version run on every driver of this version (CUDA's minor version
+    # compatibility).
     major = int((newest_cuda or "0").partition(".")[0])
     if major < 12:
         return None
@@ -298,6 +301,7 @@ def ask_torch() -> Cuda:
 
     version = str(torch.__version__)
     try:
+        # init raises the reason; is_available would only say no.
         torch.cuda.init()
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except Exception as error:  # AssertionError, RuntimeError, and what a broken driver may bring
@@ -339,6 +343,7 @@ def _computes_bf16(device: Any) -> bool:
     import torch
 
     try:
+        # Tried, because kinds of devices have no common query for it. .item() waits for the result.
         ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
         return bool((ones @ ones).sum().item() == 8)
     except (RuntimeError, TypeError):
@@ -348,6 +353,7 @@ def _computes_bf16(device: Any) -> bool:
 @functools.cache
 def _current_once() -> Current:
     """Query torch.accelerator in a child, once."""
+    # Defaults for a child that failed and only answers with an error.
     answer: dict[str, Any] = {"torch": metadata.version("torch"), "devices": ()}
     answer |= {"memory_bytes": ()} | _child("current")
     lists = {key: tuple(answer[key]) for key in ("devices", "memory_bytes")}
@@ -377,6 +383,7 @@ def _child(*words: str) -> dict[str, Any]:
         check=False,
     )
     if asked.returncode == 0:
+        # The last line: libraries may print before it.
         answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
         return answer
     lines = asked.stderr.strip().splitlines()

@@ -499,6 +499,7 @@ class EvaluateOptions(UseOptions, ResultOptions):
             "apply_chat_template": self.apply_chat_template,
             "trust_task_code": self.trust_task_code is not None,
         }
+        # Options that the chosen kind of evaluation would ignore.
         for key, is_given in (of_tasks if self.tasks is None else of_records).items():
             if is_given and self.tasks is None:
                 raise UserError(f"--{key} is for tasks. Add --tasks NAME, or leave it out.")
@@ -542,6 +543,7 @@ class OutputOptions(ResultOptions):
             raise UserError(f"--out {out} is a file. Try the name of a directory.")
         if not self.overwrite:
             raise UserError(f"--out {out} exists. Try another name, or --overwrite.")
+        # A wrong path must not delete other files: only what looks like a model is replaced.
         is_model = any((out / name).is_file() for name in _MODEL_FILES)
         if not is_model or any(path.is_dir() for path in out.iterdir()):
             raise UserError(

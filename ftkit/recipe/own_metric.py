@@ -70,6 +70,7 @@ def _own_metric(text: str) -> OwnMetric:
         raise UserError(f"--metric {text}: {path} is not a file. Name one that defines {name}.")
     content = path.read_bytes()
     try:
+        # Parsed and not imported: nothing of the file runs in this process.
         module = ast.parse(content, filename=str(path))
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
@@ -96,7 +97,7 @@ def _own_metric(text: str) -> OwnMetric:
 
 
 def _takes_three(arguments: ast.arguments) -> bool:
-    """Whether a function may be called with three arguments."""
+    """Return whether a function may be called with three arguments."""
     places = len(arguments.posonlyargs) + len(arguments.args)
     needed = places - len(arguments.defaults)
     most = math.inf if arguments.vararg else places
@@ -118,14 +119,18 @@ class LoadedMetric:
             content = path.read_bytes()
         except OSError as error:
             raise UserError(f"{metric}: {path} cannot be read ({error.strerror}).") from None
+        # What runs must be what was checked, and what the report names.
         if hashlib.sha256(content).hexdigest() != metric.sha256:
             raise UserError(f"{metric}: {path} has changed since the command started. Start again.")
+        # Under a name of its own, so that it never replaces an installed module.
         module = types.ModuleType(f"metric_{metric.sha256[:16]}")
         module.__file__ = metric.file
         sys.modules[module.__name__] = module  # dataclasses look for it
         try:
+            # Standard output belongs to the command, which may print JSON there.
             with redirect_stdout(sys.stderr):
                 exec(compile(content, metric.file, "exec"), module.__dict__)
+        # SystemExit: a script may call sys.exit.
         except (Exception, SystemExit) as error:
             raise UserError(
                 f"{metric}: {path.name} cannot be executed: {self._describe(error)}. Correct it, "
@@ -147,6 +152,7 @@ class LoadedMetric:
         """
         try:
             with redirect_stdout(sys.stderr):
+                # A copy: the function may change it, and other metrics get the record too.
                 value = self._function(answer, expected, copy.deepcopy(record))
                 number = float(value) if isinstance(value, SupportsFloat) else math.nan
         except (Exception, SystemExit) as error:
@@ -165,6 +171,7 @@ class LoadedMetric:
     def _describe(self, error: BaseException) -> str:
         """An error with the line of the file that raised it."""
         frames = traceback.extract_tb(error.__traceback__)
+        # The newest frame of the file itself: libraries below it say little to its author.
         lines = [frame.lineno for frame in frames if frame.filename == self.metric.file]
         where = f" (line {lines[-1]})" if lines else ""
         return f"{type(error).__name__}: {error}{where}"

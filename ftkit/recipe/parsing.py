@@ -118,7 +118,7 @@ def sorted_words(
 
 
 def _is_data(path: Path) -> bool:
-    """Whether a word names a file of data by its ending, compressed or not."""
+    """Return whether a word names a file of data by its ending, compressed or not."""
     endings = [suffix.lower() for suffix in path.suffixes[-2:]]
     if endings and endings[-1] in (".gz", ".zst"):
         endings.pop()
@@ -140,11 +140,13 @@ def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
 def _overridden(
     merged: dict[str, Any], overrides: Sequence[Override], method: Method | None
 ) -> Recipe:
+    # A class first: it would drop the arguments that were set before it.
     for key, text in sorted(overrides, key=_specificity):
         _assign(merged, key, _parse_value(key, text))
     if method is None:
         method = "lora" if LORA_KEYS & merged.keys() else "full"
     check_keys(merged, method)
+    # Class paths are compared with the allowed packages before anything could import them.
     for name in COMPONENTS:
         check_component(name, merged.get(name))
     return _instantiate(merged, method)
@@ -169,6 +171,7 @@ def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as nested plain values, ready for YAML or JSON; never with the access token."""
     values = plain(dataclasses.asdict(recipe))
+    # Recipes are stored in checkpoints and reports, which people share.
     values["access_token"] = None
     return values
 
@@ -213,11 +216,14 @@ def _specificity(override: Override) -> int:
 
 
 def _parse_value(key: str, text: str) -> Any:
+    # YAML would read "Q: {instruction}" as a mapping.
     if key.endswith(".prompt_style") and PROMPT_MARK in text and "class_path" not in text:
         return _prompt_text(text)
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
+        # Text that is not valid YAML is a text, such as a regular expression; braces show that a
+        # mapping was meant.
         holds_keys = key.partition(".")[0] in COMPONENTS or _is_of_mapping(key)
         if holds_keys and text.lstrip().startswith(("{", "[")):
             problem = getattr(error, "problem", None) or ""
@@ -231,6 +237,7 @@ def _parse_value(key: str, text: str) -> Any:
         return value
     if key.endswith(".prompt_style") and isinstance(value, dict) and "class_path" not in value:
         return text  # a prompt, "Q: {instruction}"
+    # A directory called 2024 is a number in YAML.
     is_text = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
     return text if is_text else value
 
@@ -264,6 +271,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
     target = merged
     *groups, last = key.split(".")
     for group in groups:
+        # An empty mapping in a file is None.
         inner = {} if target.get(group) is None and is_whole else target.setdefault(group, {})
         if isinstance(inner, str) and key.startswith("eval.sets."):
             inner = {"path": inner}  # a set that was given in short
@@ -275,6 +283,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
         target[group] = inner
         target = inner
     target[last] = SPELLINGS.get(key, {}).get(value, value) if isinstance(value, str) else value
+    # The other key may come from a recipe that this one overrides.
     for pair in EXCLUSIVE:
         if key in pair and value is not None:
             (other,) = set(pair) - {key}
@@ -283,7 +292,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _is_of_mapping(key: str) -> bool:
-    """Whether a key may hold a mapping, or is a key of one."""
+    """Return whether a key may hold a mapping, or is a key of one."""
     return any(key == name or key.startswith(f"{name}.") for name in MAPPINGS)
 
 
@@ -299,6 +308,7 @@ def _merge_component(
     if rest and rest != "class_path" and rest != "init_args":
         if current is None:
             current = Component(class_path=default_class(field), init_args={})
+        # Copies at every level: the values of a file that is merged stay unchanged.
         arguments = dict(current["init_args"])
         target = arguments
         *groups, last = rest.split(".")
@@ -341,8 +351,10 @@ def _merge_component(
         )
     arguments = arguments | beside
     package = COMPONENTS[field]
+    # A short name such as AdamW.
     if package and "." not in class_path:
         class_path = f"{package}.{class_path}"
+    # The same class keeps its arguments; those of another class would not fit.
     if current and current["class_path"] == class_path:
         given = [key for key, item in arguments.items() if item is not None]
         arguments = {**_without_others(field, current["init_args"], given), **arguments}
@@ -362,6 +374,7 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
 
     parser = _parser(method)
     given = _without_empty(merged, method)
+    # jsonargparse would import the classes that they name.
     components = {key: given.pop(key) for key in COMPONENTS if key in given}
     if isinstance(out_dir := given.get("out_dir"), str):
         given["out_dir"] = str(local_path(out_dir))
@@ -408,6 +421,7 @@ def _without_empty(merged: dict[str, Any], method: Method) -> dict[str, Any]:
 
 
 def _type_message(text: str, merged: dict[str, Any], method: Method) -> str:
+    # jsonargparse names the key only in the text of its message.
     found = re.search(r'[Kk]ey "([\w.]+)"', text)
     kinds = key_types(method)
     if not found or found.group(1) not in kinds:

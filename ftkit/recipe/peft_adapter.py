@@ -47,6 +47,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def _is_whole(value: Any) -> bool:
+    # Not isinstance: true is an int in Python.
     return type(value) is int and 0 < value <= _MOST_RANK
 
 
@@ -149,6 +150,7 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         )
     notes = read_notes(directory)
     _require_known(config, directory)
+    # Adapters of ftkit have patterns for fused layers: their notes say which lora_r was trained.
     if (config.get("rank_pattern") or config.get("alpha_pattern")) and not notes:
         raise UserError(
             f"adapter {directory} has ranks of its own for some layers (rank_pattern "
@@ -174,7 +176,9 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory / CONFIG} lacks {', '.join(missing)}. Copy the adapter again.")
     variant = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
     if isinstance(keys["lora_targets"], list):
+        # PEFT saves a set, so the order of the list means nothing.
         keys["lora_targets"] = sorted(keys["lora_targets"])
+    # Only experts are adapted.
     elif keys["lora_targets"] is None:
         keys["lora_targets"] = []
     return keys | {"lora_variant": variant}
@@ -192,6 +196,7 @@ def with_adapter(recipe: Recipe) -> Recipe:
     defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
     for key, value in keys.items():
         asked = getattr(recipe, key)
+        # A default counts as not set, because the recipe does not know which keys were given.
         if asked != defaults[key] and _in_order(asked) != _in_order(value):
             raise UserError(
                 f"{key} is {json.dumps(asked)}, but the adapter {recipe.adapter} has "
@@ -228,6 +233,7 @@ def _layers(config: Mapping[str, Any]) -> str | list[str] | None:
     if not weights:
         return modules
     if isinstance(modules, str):
+        # PEFT matches a text as a regular expression against whole names.
         return "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in weights)])
     return [*(modules or []), *weights]
 
@@ -263,6 +269,8 @@ def _header(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     with reading(path, "a header of safetensors", advice=_AGAIN), path.open("rb") as file:
+        # A safetensors file begins with the length of its header, 8 bytes, little-endian. The
+        # length is checked before it is read into memory.
         size = int.from_bytes(file.read(8), "little")
         if size > path.stat().st_size:
             raise ValueError(f"its header of {size:,} bytes is longer than the file")
@@ -276,6 +284,7 @@ def peft_arguments(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: as `adapter_keys`.
     """
+    # Refuses what ftkit does not know before PEFT sees any of it.
     adapter_keys(directory)
     settings = peft_settings(directory)
     return {key: settings[key] for key in _ARGUMENTS if key in settings}
@@ -307,6 +316,7 @@ def peft_settings(directory: Path) -> dict[str, Any]:
             raise UserError(
                 f"{file}: {key} is {_shown(given[key])}, but has to be {wanted}. {_AGAIN}"
             )
+    # Keys of newer versions of PEFT that are off (false, 0, empty) change nothing.
     unknown = {k: v for k, v in given.items() if k not in (*_USED, *_CHANGING, *_NEUTRAL) and v}
     beginning, end = _SWITCHES
     for key, value in unknown.items():

@@ -82,7 +82,7 @@ class StrategyRules:
         return "nothing"
 
     def offloads(self, options: Any) -> bool:
-        """Whether optimizer state is kept in host memory."""
+        """Return whether optimizer state is kept in host memory."""
         return False
 
     def shards(self, options: Any, devices: int, num_nodes: int) -> int:
@@ -241,7 +241,7 @@ STRATEGIES = ("auto", *RULES)
 
 
 def suits_deepspeed(recipe: Recipe) -> bool:
-    """Whether DeepSpeed can update with the recipe's optimizer."""
+    """Return whether DeepSpeed can update with the recipe's optimizer."""
     return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
 
 
@@ -330,6 +330,7 @@ def _strategy(recipe: Recipe, world_size: int) -> StrategyName:
     if name == "auto":
         if world_size == 1:
             return "single"
+        # LoRA keeps little state beside the model; that of a full fine-tune is worth sharding.
         return "ddp" if recipe.method == "lora" else "fsdp"
     if name not in STRATEGIES:
         raise UserError(
@@ -354,6 +355,7 @@ def _options(recipe: Recipe, strategy: StrategyName) -> StrategyOptions:
             known = f"It takes {', '.join(kinds)}." if kinds else "It takes none; remove it."
             raise UserError(f"strategy.{key} is not an option of {strategy}. {known}")
         choices = get_args(kinds[key]) or (True, False)
+        # The second condition, because True equals 1 in Python.
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
             words = ["true", "false"] if kinds[key] is bool else [str(c) for c in choices]
             raise UserError(

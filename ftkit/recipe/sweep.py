@@ -48,6 +48,7 @@ class SweepRun:
         """Words of its command line, without --resume and --overwrite."""
         return [
             self.command,
+            # With = in one word: a value may begin with a dash.
             *(f"--config={file}" for file in self.files),
             *(f"--{key}={value}" for key, value in (*self.varied, *self.overrides)),
             f"--out_dir={self.out_dir}",
@@ -64,6 +65,7 @@ class SweepRun:
         Raises:
             UserError: names the run.
         """
+        # Later ones win.
         overrides = [*self.varied, *self.overrides, ("out_dir", str(self.out_dir))]
         try:
             return with_adapter(read_recipe(self.files, overrides, method=FINETUNE[self.command]))
@@ -72,7 +74,7 @@ class SweepRun:
 
 
 def is_sweep(file: Path) -> bool:
-    """Whether a YAML file is a sweep, which lists runs, and not a recipe.
+    """Return whether a YAML file is a sweep, which lists runs, and not a recipe.
 
     Raises:
         UserError: it cannot be read.
@@ -137,6 +139,8 @@ def runs_of_keys(
     for key in (key for key, _ in found[0] if key in _OF_THE_SWEEP or key in dict(overrides)):
         raise UserError(f"--sweep names {key}, which is set already. Leave it out of --sweep.")
     if out_dir is None:
+        # With a variation, because the recipe alone may lack what is varied, such as the base
+        # model.
         first = read_recipe(files, [*overrides, *found[0]], method=FINETUNE[command])
         out_dir = first.out_dir.with_name(f"{first.out_dir.name}-sweep")
     return [
@@ -186,6 +190,7 @@ def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path)
     for key in (key for key in _OF_THE_SWEEP if key in keys):
         raise UserError(f"{file}: {name} has the key {key}, which the sweep sets. Remove it.")
     configs = [config] if isinstance(config, str) else config or []
+    # Recipes are named relative to the sweep, which may be run from anywhere.
     folder = recipe_file(file).parent
     return SweepRun(
         name=name,
@@ -201,12 +206,14 @@ def _names(found: Sequence[Sequence[Override]]) -> list[str]:
     """Names of directories, such as micro_batch_size=8,precision=bf16-true."""
     keys = [key for key, _ in found[0]]
     tails = [key.rpartition(".")[2] for key in keys]
+    # The last part of a key is enough, unless two keys share it.
     heads = [tail if tails.count(tail) == 1 else key for key, tail in zip(keys, tails, strict=True)]
     names: list[str] = []
     for varied in found:
         parts = (f"{head}={value}" for head, (_, value) in zip(heads, varied, strict=True))
         # 120 characters: names of directories have at most 255 bytes.
         name = re.sub(r"[^\w.,+=-]+", "_", ",".join(parts))[:120]
+        # Cut or cleaned, two names may be equal: they are numbered.
         same = sum(other.partition("~")[0] == name for other in names)
         names.append(f"{name}~{same + 1}" if same else name)
     return names
@@ -258,6 +265,7 @@ def _split(text: str) -> Iterator[str]:
     for letter in text:
         if open_ and letter == open_[-1]:
             open_.pop()
+        # Brackets inside quotes are text.
         elif letter in _CLOSING and (not open_ or open_[-1] not in "\"'"):
             open_.append(_CLOSING[letter])
         if letter == "," and not open_:

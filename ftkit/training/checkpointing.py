@@ -85,6 +85,7 @@ class Checkpointing:
         )
         self.before_update = self._saver.copies.before_update
         """To be called before the first update of a step."""
+        # Averages take the place of the weights in the same memory, which may still be copied.
         self._weights.before = self.before_update
         self._between_losses_s = parse_duration(settings.time_between_losses)
         self._stalls_s: list[float] = []
@@ -93,16 +94,20 @@ class Checkpointing:
         self._versions = versions()  # now: during a save training would wait for it
         self._has_warned_of_refusal = self._has_warned_of_limit = False
         self._saved_at = time.monotonic()
+        # The checkpoint that the run starts from lies in its own directory, unless the run is a
+        # branch.
         self._saved_step = start.step if start.in_place else None
         self._state = setup.strategy.state_view()
 
     def due(self, step: int) -> bool:
-        """Whether a step is saved by its number; equal on all ranks."""
+        """Return whether a step is saved because of its number; equal on all ranks."""
+        # keep_every too: a milestone can only be kept if it is saved.
         rules = (self._setup.recipe.train.save_interval, self._settings.keep_every)
         return any(is_milestone(step, rule) for rule in rules)
 
     def overdue(self) -> bool:
-        """Whether a checkpoint is due by the clock of this rank."""
+        """Return whether a checkpoint is due by the clock of this rank."""
+        # While files are written, the next save would have to wait for them: it is due afterwards.
         return time.monotonic() - self._saved_at > self._interval_s() and not self._saver.busy
 
     def _interval_s(self) -> float:
@@ -120,6 +125,7 @@ class Checkpointing:
             wait: return only when the checkpoint is complete.
         """
         if step != self._saved_step:
+            # Everything from here on counts as waiting, until the saver lets training continue.
             started = time.perf_counter()
             setup = self._setup
             # After an evaluation FSDP may still hold gathered parameters, which are no shards.
@@ -216,11 +222,15 @@ class Checkpointing:
             places.append((Store(start.directory.parent), start.step))
         found = None
         if rank() == 0:
+            # Only rank 0 reads checkpoints in full; the others get its choice.
             now = None if validation_loss is None else (validation_loss, step)
             found = best_checkpoint(places, now, self._journal.warn)
+        # Without any known loss, the result is of the current step.
         best, place = broadcast_ints(*(found or (step, -1)))
         loss = validation_loss if best == step else None
         if best != step or (loss is None and place >= 0):
+            # An earlier session may have measured the loss of the current step: the checkpoint has
+            # it.
             checkpoint = places[place][0].path(best)
             metadata = read_metadata(checkpoint)
             loss = metadata.validation_loss
@@ -259,12 +269,13 @@ class Checkpointing:
         self.report()
 
     def release(self) -> None:
-        """Free the memory for saves: there are no more."""
+        """Free the memory for saves; nothing can be saved afterwards."""
         self._saver.release()
 
     def amend(self, step: int, validation_loss: float | None) -> None:
         """Add later measurements to the newest checkpoint, if it is of this step."""
         self.finish()
+        # The checkpoint of this step is missing if its save failed.
         if rank() > 0 or self._store.newest() != step:
             return
         changes: dict[str, Any] = {"carried": self._journal.recorder.carried()}
@@ -273,6 +284,7 @@ class Checkpointing:
         metadata = dataclasses.replace(self._store.metadata(step), **changes)
         try:
             write_metadata(metadata, self._store.path(step))
+            # The new loss may change which checkpoints are among the best.
             self._store.prune(**dataclasses.asdict(self._retention))
         except OSError as error:
             self._journal.warn(f"The checkpoint of step {step} lacks its validation loss: {error}")
@@ -287,9 +299,12 @@ class Checkpointing:
                 # Copied now, because a thread writes the files while training changes the weights.
                 adapter = [(name, tensor.cpu().clone()) for name, tensor in weights if rank() == 0]
         if rank() > 0:
+            # Only now: gathering the adapter is a collective.
             return None
 
         def write(directory: Path) -> list[Path]:
+            # A run that continues from the checkpoint needs the rows before it, so they must be on
+            # the disk.
             self._journal.recorder.sync_rows()
             return write_companions(
                 directory,
@@ -362,6 +377,7 @@ def write_companions(
         fingerprint: of the base model.
     """
     own, others = directory / RECIPE, directory / BASE
+    # resume belongs to this command: a run with the stored recipe begins anew.
     own.write_text(to_yaml(dataclasses.replace(recipe, resume=False)), encoding="utf-8")
     if isinstance(recipe, LoraRecipe):
         others = directory / ADAPTER
@@ -401,6 +417,7 @@ def best_interval_s(save_s: float, between_losses_s: float) -> float:
         save_s: time for which training waits for a save; above 0.
         between_losses_s: mean time between two losses; above 0.
     """
+    # The second case of the equation: the series below only holds for shorter saves.
     if save_s >= 2 * between_losses_s:
         return between_losses_s
     share = save_s / (2 * between_losses_s)

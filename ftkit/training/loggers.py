@@ -36,6 +36,7 @@ class Loggers:
             warn: called if a logger fails.
         """
         self._loggers, self._warn = loggers, warn
+        # Always empty in `to_dict`, so there is nothing to log.
         values = {key: value for key, value in leaves(to_dict(recipe)) if key != "access_token"}
         for name, logger in list(loggers.items()):
             with self._dropped_on_failure(name):
@@ -44,6 +45,7 @@ class Loggers:
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Log values of a step."""
+        # A copy, because a logger that fails is removed meanwhile.
         for name, logger in list(self._loggers.items()):
             with self._dropped_on_failure(name):
                 logger.log_metrics(values, step=step)
@@ -68,6 +70,7 @@ class Loggers:
             elif name == "tensorboard":
                 raise
             else:
+                # Services quote their addresses, which may contain passwords.
                 lines = redacted(str(error)).strip().splitlines() or [""]
                 reason = f"{type(error).__name__}: {lines[0][:300]}"
             del self._loggers[name]
@@ -187,6 +190,7 @@ class MlflowLogger(Logger):
         self._lock = threading.Condition()
         self._ends = False
         self._failure: Exception | None = None
+        # A daemon: a server that does not answer must not keep the process alive.
         self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
 
     @property
@@ -233,6 +237,7 @@ class MlflowLogger(Logger):
         """
         from mlflow.entities import Metric
 
+        # Raised here, in the training loop: an exception in the thread would not reach it.
         if self._failure is not None:
             raise self._failure
         now_ms, at = int(time.time() * 1000), step or 0
@@ -241,6 +246,7 @@ class MlflowLogger(Logger):
             self._waiting += [
                 Metric(key, value, now_ms, at)
                 for key, value in named.items()
+                # -1: step 0 is the validation before training.
                 if at > self._last_steps.get(key, -1)
             ]
             self._lock.notify()
@@ -251,6 +257,7 @@ class MlflowLogger(Logger):
         Raises:
             Exception: they cannot be sent.
         """
+        # Never started, or finalized before.
         if not self._thread.is_alive() and self._failure is None:
             return
         with self._lock:
@@ -279,6 +286,7 @@ class MlflowLogger(Logger):
         for key in run.data.metrics:
             history = self._client.get_metric_history(self.version, key)
             self._last_steps[key] = max(value.step for value in history)
+        # Its earlier session left it as ended.
         self._client.update_run(self.version, status="RUNNING")
         return dict(run.data.params)
 
@@ -299,6 +307,7 @@ class MlflowLogger(Logger):
             with self._lock:
                 self._lock.wait_for(lambda: self._waiting or self._ends)
                 part, self._waiting = self._waiting[:_MLFLOW_BATCH], self._waiting[_MLFLOW_BATCH:]
+            # Nothing is left and the run ends.
             if not part:
                 return
             try:
@@ -365,6 +374,7 @@ class TrackioLogger(Logger):
             group=self._log.group,
             config=dict(params if isinstance(params, dict) else vars(params)),
             resume="allow" if is_known else "never",
+            # Otherwise it starts a dashboard in the cell of a notebook.
             embed=False,
             auto_log_gpu=False,  # ftkit logs its own system metrics
             auto_log_cpu=False,

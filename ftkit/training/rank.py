@@ -28,6 +28,7 @@ if __name__ == "__main__":  # before the slow imports: the supervisor may die du
     postpone_modules()
     _loading = ExitStack()
     if os.environ["RANK"] == "0" and not json.loads(Path(sys.argv[1]).read_bytes())["quiet"]:
+        # closefd=False: the same descriptor becomes the terminal of the run below.
         _screen = _loading.enter_context(os.fdopen(int(sys.argv[3]), "w", closefd=False))
         _loading.enter_context(loading_shown(_screen))
 
@@ -91,6 +92,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         start = open_start(Path(job.start), metadata, job.directory.store.directory)
     device_name = [*job.devices.names, "CPU"][0]
     setup = set_up(plan, job.base, start, device_name, journal)
+    # A branch is a new run in every logger.
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
     loggers = make_loggers(
         recipe.extra_loggers, recipe.out_dir, recipe.log, start_step=start.step, run_ids=run_ids
@@ -121,6 +123,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     )
     training.run()
 
+    # An interrupted or stopped run has no result yet.
     if training.signal_number is not None:
         raise Interrupted(training.signal_number)
     if training.stopped:
@@ -140,6 +143,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
 def _save_result(setup: Setup, out: Path) -> None:
     """Write the result; every rank takes part in gathering the weights."""
     recipe, base, beside = setup.recipe, setup.base, setup.chat_files
+    # One parameter at a time: the whole model never exists beside its shards.
     tensors = trained_weights(setup.model, setup.strategy.sharding)
     if rank() > 0:
         # Gathering a parameter is a collective, which every rank has to reach.
@@ -198,10 +202,13 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
                     raise
                 finally:
                     _note_prediction(recorder, job.base, job.plan, display)
+        # Failures before the recorder exists, or of its last report. A reported one is only counted
+        # once.
         except BaseException as exception:
             _report_failure(exception, state)
             return 1
         finally:
+            # The mark asked the supervisor to wait for the report, which is complete now.
             state.completing.unlink(missing_ok=True)
     return 0
 
@@ -294,6 +301,7 @@ def _explain(exception: BaseException) -> RankError:
             message = f"{type(exception).__name__}: {line}"  # without advice on debugging kernels
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
+    # The messages of these two are written for users; others need the name of the exception.
     if not isinstance(exception, NonFiniteLoss | SavingFailed):
         message = f"{type(exception).__name__}: {message}"
     return RankError(kind="failed", message=message, happened_at_s=now)

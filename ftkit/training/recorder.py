@@ -107,6 +107,8 @@ class Recorder:
         sets = tuple(validation_sets(plan.recipe.data, plan.recipe.eval.sets))
         before = start.carried if start else {}
         self._sources = SourceMeter.from_carried(names, before.get("sources"))
+        # least=1: even a single set has a loss of its own, where a single source is all of the
+        # data.
         self._sets = SourceMeter.from_carried(sets, before.get("sets"), least=1)
         after, sources = start.step if start else None, tuple(self._sources.sources)
         self._objective = make_objective(plan.recipe.objective)
@@ -154,8 +156,10 @@ class Recorder:
         self._metrics.close()
         self._validation.close()
         self._note_failures()
+        # The steps since the last write are not in the report yet.
         self._summarise()
         self._account(self.report.phase)
+        # The last report must be written on a full disk too: space is reserved for it.
         write_with_reserve(self._write, self._run.reserve)
 
     @property
@@ -183,6 +187,7 @@ class Recorder:
     @property
     def training_s(self) -> float:
         """Seconds of training so far, over all sessions, without validation and saving."""
+        # The time of the current phase is added to the others only when it ends.
         running = time.time() - self._since if self.report.phase == "training" else 0.0
         return self._times["training"] + running + (self._start.training_s if self._start else 0.0)
 
@@ -335,8 +340,10 @@ class Recorder:
             router_aux_loss=record.router_aux_loss,
         )
         self._note_failures()
+        # Not after every step, because short steps would mostly write reports.
         if time.time() - self._written_at > STATE_INTERVAL_S:
             self._summarise()
+            # The same phase again: its time so far is counted, and the report written.
             self.enter(self.report.phase)
 
     def on_step_memory(self, measured: RankStepMemory) -> None:
@@ -412,6 +419,7 @@ class Recorder:
         if speed is None or not self._cpu.started:
             return speed
         several = self._plan.world_size > 1
+        # Only this session was measured.
         steps = self.steps - self._start_step
         return dataclasses.replace(
             speed,
@@ -434,6 +442,8 @@ class Recorder:
 
     def _memory(self) -> RankMemory:
         host = host_memory()
+        # Linux keeps a peak of all resident pages, but none without mapped files: samples stand for
+        # it.
         self._host_bytes = max(self._host_bytes, host.rss_anon_plus_shmem_bytes)
         return RankMemory(
             rank=self._rank,
@@ -452,6 +462,7 @@ class Recorder:
                 continue
             reason = table.failure.strerror or table.failure
             text = f"{file.name} cannot be written ({reason}): its rows wait until there is space"
+            # Once, though this runs after every step.
             if text not in self.report.warnings:
                 self.warn(text)
                 self._show_warning(text)
