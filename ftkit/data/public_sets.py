@@ -140,6 +140,7 @@ class Alpaca2k(PublicSet):
         from datasets import load_dataset
 
         train: Dataset = load_dataset(self.repo_id, cache_dir=self.download_dir)["train"]
+        # As LitGPT splits it, with the generator of the datasets library.
         split = train.train_test_split(test_size=self.val_split_fraction, seed=self.seed)
         return list(split["train"]), list(split["test"])
 
@@ -220,6 +221,7 @@ class LIMA(PublicSet):
     """Token of an account that has accepted the terms of the data set. Default: $HF_TOKEN."""
 
     def __post_init__(self) -> None:
+        # Refused before anything is loaded: the hub would refuse it only when the data are read.
         if not (self.access_token or os.environ.get("HF_TOKEN")):
             raise UserError(
                 "data is LIMA, which needs a Hugging Face token.\nTry setting HF_TOKEN, after "
@@ -318,8 +320,10 @@ class PublicSource(DataSource):
     def _read(self) -> Part:
         name, data = self._name, _build(self._name, self._init_args)
         try:
+            # Ranks read their data at the same time.
             with _one_process_at_a_time(data.place()):
                 rows = data.rows()
+        # Downloads and files of others fail in many ways; the cause is kept.
         except Exception as error:
             raise UserError(_explain_failure(name, data, error)) from error
         train, val = (
@@ -344,11 +348,13 @@ def _build(name: str, init_args: Mapping[str, Any]) -> PublicSet:
     check_init_args(init_args, known, name)
     arguments = dict(init_args)
     try:
+        # Values from YAML are plain: paths are text.
         for key, value in init_args.items():
             if key == "prompt_style":
                 arguments[key] = resolve_prompt_style(value)
             elif known[key] is Path:
                 arguments[key] = Path(value).expanduser()
+        # The default style is a name too, which has to be resolved like one of the recipe.
         return kind(**{"prompt_style": resolve_prompt_style(kind.prompt_style), **arguments})
     except (TypeError, ValueError) as error:
         raise UserError(
@@ -395,8 +401,8 @@ def _renamed(row: Mapping[str, Any], **names: str) -> dict[str, Any]:
 
 
 def _download(url: str, file: Path) -> None:
-    """Fetch a file that is not there, or is empty."""
-    # Files of LitGPT are used too, and a failed download of it leaves an empty one.
+    """Download a file if it is missing or empty."""
+    # Files that LitGPT downloaded are used too; if its download failed, it leaves an empty file.
     if file.is_file() and file.stat().st_size > 0:
         return
     file.parent.mkdir(parents=True, exist_ok=True)

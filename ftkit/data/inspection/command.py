@@ -61,6 +61,7 @@ def show_data(options: DataOptions) -> int:
     """
     files, overrides = sorted_words(options.words, options.config, options.keys)
     with (
+        # Progress goes to standard error: the result may be piped.
         Display(None, stream=sys.stderr) as display,
         display.phase("reading data", brief=True) as phase,
     ):
@@ -178,6 +179,7 @@ def _as_owner_of(token: str | None) -> Iterator[None]:
     try:
         yield
     finally:
+        # As it was: this also runs inside a notebook, which goes on.
         if token is not None and before is None:
             del os.environ["HF_TOKEN"]
         elif token is not None and before is not None:
@@ -261,6 +263,7 @@ def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
     sizes = [len(part.splits["train"].samples) for part in data.parts]
     counts = [0] * len(sizes)
     for _ in range(min(show, sum(sizes))):
+        # The source with the fewest shown samples is next, as long as it has more.
         open_ones = [i for i in range(len(sizes)) if counts[i] < sizes[i]]
         counts[min(open_ones, key=lambda i: counts[i])] += 1
     return [
@@ -329,6 +332,7 @@ def _bars(tokens: npt.NDArray[np.int32], p99: int, limit: int) -> list[Bar]:
     # Bars begin at 1, 1 + width and so on, so that they read 1-100, 101-200.
     start = first - (first - 1) % width
     edges = [*range(start, p99 + 1, width), longest + 1]
+    # The last bar is as wide as the others, unless longer samples follow.
     if longest - edges[-2] < width:
         edges[-1] = edges[-2] + width
     counts, _ = np.histogram(tokens, edges)

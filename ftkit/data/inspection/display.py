@@ -194,10 +194,12 @@ def _token_words(split: SplitNumbers) -> str:
 def _bars(lengths: Lengths, width: int, ascii_only: bool) -> Iterator[RenderableType]:
     """Lines of a histogram; what is too long is drawn in another pattern."""
     full, over = ("#", "x") if ascii_only else ("█", "░")
+    # 16 characters for the counts beside the bar.
     room = max(min(_BAR_WIDTH, width - _LABEL_WIDTH - 16), 5)
     most = max(bar.samples for bar in lengths.bars)
     for bar in lengths.bars:
         whole = _drawn(bar.samples, most, room)
+        # What is too long is part of the bar, at its end.
         shaded = _drawn(bar.over, most, room)
         yield Text.assemble(
             (f"{_range_of(bar):>{_LABEL_WIDTH}} ", "cyan"),
@@ -252,6 +254,7 @@ def _token_lines(sample: ShownSample, width: int, ascii_only: bool) -> Iterator[
     line = _line()
     for text, style, ends_line in _pieces(sample, ascii_only):
         size = cell_len(text)
+        # A token that does not fit begins the next line; one that is wider than a line is broken.
         if line.cell_len + size > width >= size and line.plain:
             yield line
             line = _line()
@@ -278,6 +281,7 @@ def _fitting(text: str, room: int) -> str:
     for count, character in enumerate(text):
         size += cell_len(character)
         if size > room:
+            # At least one character, or a wide one in a narrow terminal would never be written.
             return text[: max(count, 1)]
     return text
 
@@ -286,6 +290,7 @@ def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, b
     """Pieces of text, their styles, and whether a line of the sample ends behind them."""
     opening, closing, between = _signs(ascii_only)
     end_of_line = "\\n" if ascii_only else "↵"
+    # More of the beginning: it shows the template.
     left_out = range(MOST_TOKENS * 2 // 3, len(sample.ids) - MOST_TOKENS // 3)
     for i, (text, weight, special) in enumerate(
         zip(sample.texts, sample.weights, sample.special, strict=True)
@@ -294,6 +299,7 @@ def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, b
             if i == left_out.start:
                 yield f" ... {len(left_out):,} tokens ... ", _BETWEEN, True
             continue
+        # Brackets around neighbours of one weight, not around each token.
         if weight and not (i and sample.weights[i - 1] == weight):
             yield opening + _weight_mark(weight), _TRAINED, False
         style = _TRAINED if weight else _MARK if special else ""
@@ -401,6 +407,7 @@ def _html_bar(samples: int, most: int, background: str) -> str:
     """A bar of a histogram, narrow enough for a number beside the longest."""
     if not samples:
         return ""
+    # At most 60 % of the width, to leave room for the number. A bar with samples is always visible.
     share = max(60 * samples / most, 0.5)
     return f'<div style="height:0.9em;width:{share:.1f}%;background:{background}"></div>'
 

@@ -58,6 +58,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
         val: the same for validation.
     """
     keys = np.concatenate([_keys(samples) for samples in (*train, *val)])
+    # Most samples have a key of their own: only the others are compared by all their tokens.
     _, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)
     alike = sizes[group] > 1
     seen: set[bytes] = set()
@@ -98,6 +99,7 @@ def _keys(samples: SampleSet) -> npt.NDArray[np.uint64]:
     starts, sizes = offsets[:-1], np.diff(offsets)
     keys = sizes.astype(np.uint64)
     for probe in range(_PROBES):
+        # Evenly spread from the first token to the last.
         at = starts + (sizes - 1) * probe // (_PROBES - 1)
         keys = (keys ^ tokens[at].astype(np.uint64)) * _FACTOR
         # A product carries upwards only: its high bits are mixed into the low ones.
@@ -182,10 +184,12 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
 def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Answers are trained to end with a token at which the base model's settings do not stop."""
     some = _examined(part.splits["train"].samples)
+    # The token that ends each trained stretch.
     last = {int(sample.ids[end - 1]) for sample in some for _, end in sample.trained}
     # Cut samples end anywhere.
     last &= part.renderer.stop_ids
     unknown = sorted(last - evidence.end_ids)
+    # Without known ends, nothing can be said.
     if not unknown or not evidence.end_ids:
         return None
     ends, known = (
@@ -228,6 +232,7 @@ def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
         return None
     counted = "; ".join(f"{count:,}: {shortened(why)}" for why, count in reasons.items())
     most = max(reasons, key=lambda why: reasons[why])
+    # A longer limit than the model's context would be refused.
     sufficient = min(counts.longest_tokens, evidence.model_context)
     if most == NO_LABELS and sufficient > evidence.max_seq_length:
         advice = f"Try --train.max_seq_length {sufficient}."
@@ -348,6 +353,7 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     if own is None or part.part.shape not in ("instruction", "messages"):
         return None
     used = part.renderer.template
+    # Compared by their text: a named template may be the model's own.
     if used.source == own:
         return None
     return Finding(
@@ -387,6 +393,7 @@ def token_name(tokenizer: "Tokenizer", token: int) -> str:
 
 def _examined(samples: SampleSet) -> list[Sample]:
     """Choose samples to examine, evenly spread."""
+    # Spread over all, because data are often sorted by origin.
     step = max(len(samples) // _MOST_EXAMINED, 1)
     return [samples[i] for i in range(0, len(samples), step)]
 

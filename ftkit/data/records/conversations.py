@@ -160,6 +160,7 @@ def _message(turn: Any, where: str) -> Record:
             f"{where}: {sender} is {name!r}, but has to be one of {', '.join(_ROLES)}.\n"
             "Correct it, or remove the record."
         )
+    # None: the name is already canonical.
     role = _ROLES[name] or name
     value = turn.get(said)
     calls = _tool_calls(turn.get("tool_calls") or turn.get("function_call"), where)
@@ -196,6 +197,7 @@ def _extras(turn: dict[str, Any], where: str) -> Record:
                 raise Misfit(f"{where}: {key} is {kind_of(text)}.\nMake {key} a text.")
             check_text(text, key, where)
             extras[key] = text
+    # Copies of one thought under several names are fine.
     thoughts = {key: extras[key] for key in _THOUGHTS if extras.get(key)}
     if len({*thoughts.values()}) > 1:
         names = " and ".join(thoughts)
@@ -223,6 +225,7 @@ def _train_marks(
     weight = mark_of(turn, where)
     spans = _of_parts(value, where) if isinstance(value, list) else []
     detail = turn.get("train_detail")
+    # Parts and offsets are two ways to mark characters: one message has one of them.
     if not is_empty(detail):
         if isinstance(value, list):
             raise Refusal(
@@ -231,6 +234,7 @@ def _train_marks(
             )
         spans = _of_detail(detail, content, where)
     some_trained = any(of_span for *_, of_span in spans)
+    # Only what the assistant says can be learned.
     if role != "assistant":
         if weight or some_trained:
             raise Refusal(
@@ -249,6 +253,7 @@ def _train_marks(
                 "Remove one of the two."
             )
         return {"train": False}
+    # All that it says is untrained: then so is the end of the turn.
     if spans and weight is None and not some_trained and _says_nothing_else(turn, content, spans):
         return {"train": False}
     marks: Record = {"train": True} if weight or some_trained else {}
@@ -265,6 +270,7 @@ def _of_parts(parts: Sequence[Mapping[str, Any]], where: str) -> list[_WeightedS
     end = 0
     for number, part in enumerate(parts, 1):
         weight = mark_of(part, f"{where}, part {number}")
+        # Offsets in the joined text of all parts, as `_content` joins them.
         first, end = end, end + len(_part_text(part) or "")
         if weight is not None and first < end:
             _add_span(spans, first, end, weight)
@@ -284,11 +290,13 @@ def _of_detail(detail: Any, content: str, where: str) -> list[_WeightedSpan]:
     for entry in _sorted_detail(detail, where):
         first, last = entry["begin_offset"], entry["end_offset"]
         weight = mark_of(entry, f"{where}, train_detail")
+        # Sorted entries must not overlap, and lie within the content.
         if not before <= first <= last < len(content) or weight is None:
             raise Refusal(
                 f"{where}: train_detail has {entry}, but each entry is a part of its own of the "
                 f"{len(content)} characters: {_DETAIL}.\nCorrect it, or remove train_detail."
             )
+        # end_offset is inclusive.
         before = last + 1
         _add_span(spans, first, before, weight)
     return spans
@@ -302,6 +310,7 @@ def _sorted_detail(detail: Any, where: str) -> list[dict[str, Any]]:
             if isinstance(entry, dict)
             else [None]
         )
+        # Not isinstance: true is an int in Python.
         if not all(type(offset) is int for offset in offsets):
             raise Refusal(
                 f"{where}: train_detail has {entry!r}, but has to be a list of {_DETAIL}.\n"
@@ -365,6 +374,7 @@ def _tool_calls(value: Any, where: str) -> list[Record]:
     """Calls as OpenAI writes them, with their arguments as an object."""
     if value is None:
         return []
+    # OpenAI's older function_call is a single call.
     calls = [value] if isinstance(value, dict) else value
     if not isinstance(calls, list):
         raise Misfit(
@@ -389,6 +399,7 @@ def _tool_call(call: Any, where: str) -> Record:
             f"{where}: the arguments of {function['name']} are {kind_of(arguments)}.\n"
             "Make them an object, or JSON text of one."
         )
+    # Arguments from a table may hold values that JSON does not have, such as dates.
     check_json(function, "tool_calls", where)
     made: Record = {"type": "function", "function": {"name": function["name"]}}
     made["function"]["arguments"] = arguments
@@ -397,6 +408,7 @@ def _tool_call(call: Any, where: str) -> Record:
 
 def _with_tools(record: Record, row: dict[str, Any]) -> Record:
     """The record with the tools of its row: a list of functions, or JSON text of one."""
+    # Tables often hold tools as JSON text: their objects have no common columns.
     tools = _parsed(row.get("tools") or row.get("functions") or [], "tools", "")
     if not isinstance(tools, list):
         raise Misfit(f": tools is {kind_of(tools)}.\nMake it a list of functions, or remove it.")

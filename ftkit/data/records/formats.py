@@ -64,6 +64,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
     require_regular(file)
     try:
         with file.open("rb") as raw:
+            # The kind first: a parser's error about a zip archive would not say what it is.
             _check_kind(file, raw.read(_HEAD_BYTES))
             raw.seek(0)
             yield _decompressed(file, raw)
@@ -91,6 +92,7 @@ def lines_of(file: Path) -> Iterator[str]:
     """
     done_bytes = 0
     with opened(file) as stream:
+        # One byte more than allowed shows that a line is too long, without reading all of it.
         for number, line in enumerate(iter(partial(stream.readline, _MOST_LINE_BYTES + 1), b""), 1):
             if len(line) > _MOST_LINE_BYTES:
                 raise UserError(
@@ -180,6 +182,7 @@ class _Unpacking(io.RawIOBase):
         while not self._content:
             packed = self._packed or self._raw.read(_UNPACKED_AT_ONCE)
             if not packed:
+                # The file ends within a frame.
                 if self._decoder is not None:
                     raise EOFError("its end is missing")
                 return 0
@@ -208,6 +211,7 @@ def _check_kind(file: Path, head: bytes) -> None:
             stem = file.name.removesuffix(file.suffix)
             advice = works.format(stem=stem, name=file.name)
             raise UserError(f"{file} is {kind}, which does not match its name.\n{advice}.")
+    # A document may be HTML.
     if ending != ".txt" and head.lstrip().lower().startswith(_WEB_PAGE):
         raise UserError(
             f"{file} is a web page, not data.\nDownload the file itself: its address often has "
@@ -303,8 +307,10 @@ def _parse(text: str, file: Path, line: int | None = None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
+        # The parser counts lines within the text that it was given.
         place = f"line {(line or 1) + error.lineno - 1}, column {error.colno}"
         advice = "Correct it there."
+        # Nothing of it is JSON.
         if error.pos == 0:
             advice = "Correct it there, or rename the file to what it is: .csv, .tsv or .txt."
         if line is None and error.msg == "Extra data" and text.lstrip().startswith("{"):
@@ -344,6 +350,7 @@ def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, 
         _check_names(file, names)
         number = 0
         for values in table:
+            # csv returns an empty list for an empty line.
             if not values:
                 continue
             number += 1
@@ -420,9 +427,11 @@ def arrow_rows(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     def batches() -> Iterator["pyarrow.RecordBatch"]:
         for file in files:
             require_regular(file)
+            # Mapped, so that pages are read when a batch needs them.
             with pyarrow.memory_map(str(file)) as mapped:
                 yield from pyarrow.ipc.open_stream(mapped)
 
+    # A missing file counts 0 here: opening it raises the error that names it.
     size = sum(map(_size, filter(Path.is_file, files)))
     yield from _numbered(directory, batches(), size)
 
@@ -435,6 +444,7 @@ def batch_rows(batches: Iterable["pyarrow.RecordBatch"]) -> Iterator[tuple[int, 
     number = 0
     for batch in batches:
         found = {field.name: _converter(field.type) for field in batch.schema}
+        # Most columns are plain and need no conversion.
         nested = {key: convert for key, convert in found.items() if convert is not None}
         for row in batch.to_pylist():
             number += 1
@@ -479,6 +489,7 @@ def _converter(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
             for i in range(kind.num_fields)
         }
         return lambda item: (
+            # Keys without a value are left out: the table gave them to every object.
             item and {key: of_field[key](value) for key, value in item.items() if value is not None}
         )
     return None
@@ -563,6 +574,7 @@ def format_of(path: Path) -> Format | None:
     ending = path.suffix.lower()
     if ending not in COMPRESSED:
         return FORMATS.get(ending)
+    # Only texts may be compressed: parquet compresses its columns itself.
     found = FORMATS.get(Path(path.stem).suffix.lower())
     return found if found and found.is_text else None
 

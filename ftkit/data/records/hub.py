@@ -44,11 +44,12 @@ class HubData:
             wanted: its name, subset, split and revision.
 
         Raises:
-            UserError: there is no such data set, or it cannot be had or read.
+            UserError: there is no such data set, or it cannot be downloaded or read.
         """
         self._wanted = wanted
         self._builder = _prepared(wanted)
         self._splits = list(self._builder.info.splits or ())
+        # Now: a split that cannot be chosen is refused before any record is read.
         self.train_split = self._training_split()
 
     @property
@@ -87,6 +88,7 @@ class HubData:
             return self._wanted.split
         if "train" in self._splits or len(self._splits) == 1:
             return "train" if "train" in self._splits else self._splits[0]
+        # One split such as train_sft is as clear as train.
         named = [split for split in self._splits if split.startswith("train")]
         if len(named) == 1:
             return named[0]
@@ -96,6 +98,7 @@ class HubData:
         )
 
     def _explain_split(self, split: str, error: Exception) -> str:
+        # A slice such as train[:1000] is of the split train.
         name = split.partition("[")[0]
         near = nearest(name, self._splits, cutoff=0.3) or self._splits[0]
         reason = f"its splits: {', '.join(self._splits)}"
@@ -138,6 +141,7 @@ def _check_revision(wanted: HubName, builder: "DatasetBuilder", *, is_cached: bo
     """Refuse a cached version other than the requested one, which is used without the hub."""
     if wanted.revision is None or not is_cached:
         return
+    # Branches and tags move, so only a commit can be compared without the hub.
     if _COMMIT.fullmatch(wanted.revision) and str(builder.hash).startswith(wanted.revision):
         return
     raise UserError(
@@ -185,6 +189,7 @@ def _explained(error: Exception, wanted: HubName) -> str:
             f"{name} is read by a program of its own, which ftkit does not run.\n"
             f"Try --data.revision refs/convert/parquet, where the hub keeps its records as files."
         )
+    # The library lists the subsets in its message, as ['main', 'socratic'].
     if isinstance(error, ValueError) and (subsets := re.search(r"\[(.*)\]", text)):
         names = re.findall(r"'([^']+)'", subsets.group(1))
         near = nearest(wanted.subset or "", names, cutoff=0.3) or (names or ["NAME"])[0]
@@ -193,6 +198,7 @@ def _explained(error: Exception, wanted: HubName) -> str:
             f"{name} has the subsets {', '.join(names[:20])}{requested}.\n"
             f"Say which: --data.subset {near}."
         )
+    # The library wraps errors of readers in one of its own that says less.
     cause = error.__cause__ or error
     reason = str(cause).partition("\n")[0].rstrip(".") or "no reason given"
     return (

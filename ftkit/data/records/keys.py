@@ -32,7 +32,9 @@ _RECORD_WEIGHTS = ("loss_weight", "loss_scale")
 _MEANINGFUL = frozenset((*_LABELS, *_REJECTED, *_MEDIA, *_TEMPLATE_VALUES, "history", "tools"))
 _TEXTS = ("instruction", "input", "output", "prompt", "completion", "text")
 _MOST_NAMED = 20
+# Bounds memory: see `KeyCounter.add`.
 _MOST_COUNTED = 1000
+# Characters of a key in a message; values may have twice as many.
 _MOST_CHARACTERS = 40
 
 
@@ -97,12 +99,14 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
     Raises:
         Refusal: names the key, and what to do.
     """
+    # Most records have none of these keys: one comparison for millions of them.
     if _MEANINGFUL.isdisjoint(row):
         return
     for key in sorted(_MEANINGFUL & row.keys()):
         if is_empty(row[key]):
             continue
         if key in _LABELS:
+            # A label beside a document is a class of it, not a preference.
             if answered and shape != "text":
                 check_label(row[key], key)
         elif key in _MEDIA:
@@ -123,6 +127,7 @@ def check_label(value: Any, key: str, where: str = "") -> None:
     Raises:
         Refusal: it is such a label.
     """
+    # A number or a text is a class of the record, as in data sets for classification.
     if isinstance(value, bool):
         raise Refusal(
             f"{where} has a {key} that says whether its answer is wanted, as preference "
@@ -248,6 +253,7 @@ def _explain_differing(said: Mapping[str, Any], where: str, meaning: Callable[[A
 def _check_media(row: Mapping[str, Any], key: str, shape: Shape) -> None:
     """Refuse media; a column of an ordinary table may have such a name and hold something else."""
     value = row[key]
+    # A number of an ordinary table, such as a count of images.
     if isinstance(value, bool | int | float):
         return
     place = f"<{key.removesuffix('s')}>"
@@ -255,6 +261,8 @@ def _check_media(row: Mapping[str, Any], key: str, shape: Shape) -> None:
         is_claimed = True
     else:
         is_claimed = any(place in row[text] for text in _TEXTS if isinstance(row.get(text), str))
+        # A list or an object holds media themselves; a text may be the name of a file that is not
+        # used.
         if shape != "text" and not isinstance(value, str):
             is_claimed = True
     if is_claimed:
@@ -264,6 +272,7 @@ def _check_media(row: Mapping[str, Any], key: str, shape: Shape) -> None:
 def _check_template_value(value: Any, key: str, shape: Shape) -> None:
     if shape not in ("messages", "instruction"):
         return  # no template is given anything
+    # A text in a column of this name is not a switch of the template.
     if key == "thinking" and not isinstance(value, bool):
         return
     raise Refusal(
@@ -275,6 +284,7 @@ def _check_template_value(value: Any, key: str, shape: Shape) -> None:
 
 
 def _check_history(value: Any, shape: Shape) -> None:
+    # Instructions use their history, and documents have no turns.
     if not is_turns(value) or shape in ("instruction", "text"):
         return
     if shape == "messages":
@@ -293,6 +303,7 @@ def _check_tools(value: Any, shape: Shape) -> None:
     found = _listed(value)
     if shape in ("messages", "text") or not isinstance(found, list):
         return
+    # A list of texts is an ordinary column.
     if any(isinstance(tool, dict) for tool in found):
         raise Refusal(
             ": tools holds functions that may be called, but only conversations have tools.\n"
@@ -329,6 +340,7 @@ def _explain_history(value: Any, what: str = "it") -> str:
 
 def _listed(value: Any) -> Any:
     """Return a list, parsed from JSON text if need be; None: it is neither."""
+    # Tables often store lists as JSON text.
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)

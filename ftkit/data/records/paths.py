@@ -36,6 +36,7 @@ def is_hub_name(path: str | Path) -> bool:
     text = str(path)
     if not _HUB_NAME.fullmatch(text) or Path(text).exists():
         return False
+    # A misspelt path of a file, such as data/chats.jsonl, also looks like owner/name.
     return format_of(Path(text)) is None and Path(text).suffix.lower() not in _SHEETS + _LINES
 
 
@@ -50,6 +51,7 @@ def find_files(path: str | Path, key: str) -> DataFiles:
         UserError: there are none, or none that can be read.
     """
     found = _resolve(path, key)
+    # An Arrow directory is read like a file.
     if len(found) == 1 and found[0].is_dir() and format_of(found[0]) is None:
         return _in_directory(found[0], key)
     for file in found:
@@ -123,6 +125,7 @@ def _split(children: Sequence[Path], name: str) -> tuple[Path, ...]:
     named = {
         child.name.removeprefix(name).lower(): child for child in children if stem_of(child) == name
     }
+    # In the order of the formats; an Arrow directory, which has no suffix, comes last.
     for ending in (*_ENDINGS, *named):
         if ending in named:
             return (named[ending],)
@@ -131,6 +134,7 @@ def _split(children: Sequence[Path], name: str) -> tuple[Path, ...]:
 
 
 def _explain_no_files(directory: Path, key: str) -> str:
+    # Data one level deeper: the advice is a pattern that finds them.
     below = next((path for path in sorted(directory.glob("*/*")) if format_of(path)), None)
     advice = f"Add {directory / 'train.json'} and {directory / 'val.json'}."
     if below is not None:

@@ -32,6 +32,7 @@ def check_text(text: str, key: str, where: str = "") -> None:
         Misfit: it holds half of a surrogate pair.
     """
     try:
+        # JSON can escape half of a surrogate pair, which Python reads and no tokenizer encodes.
         text.encode()
     except UnicodeEncodeError as error:
         raise Misfit(
@@ -52,6 +53,7 @@ def check_json(value: object, key: str, where: str = "") -> None:
         Misfit: it holds one, or text that cannot be encoded.
     """
     try:
+        # Unescaped, so that all texts inside are checked at once.
         text = json.dumps(value, ensure_ascii=False)
     except TypeError as error:
         raise Misfit(
@@ -65,6 +67,7 @@ def kind_of(value: object) -> str:
     """Name the type of a JSON value: a list, a number."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
+    # By type and not isinstance: bool is an int.
     return names.get(type(value), type(value).__name__)
 
 

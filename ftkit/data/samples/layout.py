@@ -111,6 +111,7 @@ def _balance(
 ) -> StepLayout:
     """Give the costliest micro-batch of each micro-step to the rank with the least work so far."""
     none = np.empty(0, dtype=np.int64)
+    # Work of each rank over all micro-steps so far.
     done = [0.0] * world_size
     layout = []
     for micro_batches in micro_steps:
@@ -156,9 +157,11 @@ def _fewest_rows(
     if not len(lengths):
         return []
     listed, of_each = lengths.tolist(), costs.tolist()
+    # No limit of tokens: one row could hold all samples.
     most_tokens = layout.micro_batch_tokens or sum(listed)
     least_rows = _least_rows(lengths, layout.micro_batch_size, most_tokens)
     least = math.ceil(least_rows / layout.world_size)
+    # The bound may be too low, so one more micro-step is tried until all samples fit.
     for micro_steps in count(least):
         rows = micro_steps * layout.world_size
         found = _fill(listed, of_each, rows, layout.micro_batch_size, most_tokens)
@@ -176,6 +179,7 @@ def _least_rows(lengths: IntArray, most: int, most_tokens: int) -> int:
         return alone
     # A row has room for at most k samples that are longer than most_tokens / (k + 1).
     k = np.arange(1, most_tokens // int(rest[-1]) + 1)
+    # Lengths descend: negated they ascend, as searchsorted requires.
     longer = np.searchsorted(-rest, -(most_tokens / (k + 1)))
     by_length = int(np.ceil(longer / k).max())
     by_tokens = math.ceil(int(rest.sum()) / most_tokens)
@@ -191,10 +195,12 @@ def _fill(
     """
     found: list[list[int]] = [[] for _ in range(rows)]
     room = [most_tokens] * rows
+    # A heap by cost: the cheapest row comes first.
     open_ = [(0.0, row) for row in range(rows)]
     waiting: list[tuple[int, int, float]] = []
     """Rows with too little room for the sample at hand, those with most room first."""
     for sample, (length, cost) in enumerate(zip(lengths, costs, strict=True)):
+        # Samples become shorter: a row that had too little room may have enough now.
         while waiting and -waiting[0][0] >= length:
             _, row, load = heapq.heappop(waiting)
             heapq.heappush(open_, (load, row))
@@ -207,6 +213,7 @@ def _fill(
         load, row = heapq.heappop(open_)
         found[row].append(sample)
         room[row] -= length
+        # A row with the most samples allowed is full, whatever room it has.
         if len(found[row]) < most:
             heapq.heappush(open_, (load + cost, row))
     return found
@@ -235,6 +242,7 @@ def _cut(lengths: list[int], places: int, most: int) -> list[int]:
     Where there are more places than the samples fill, long sequences get short runs: the step is
     faster and its peak of memory lower.
     """
+    # The two simple cases: a place for each sample, or every place full.
     if len(lengths) <= places:
         return [1] * len(lengths)
     if len(lengths) == places * most:
@@ -243,6 +251,7 @@ def _cut(lengths: list[int], places: int, most: int) -> list[int]:
     too_small, enough = 0, lengths[0] * most
     while enough - too_small > 1:
         middle = (too_small + enough) // 2
+        # The number of runs falls as their size grows, so halving finds the smallest size.
         if len(_cut_to(lengths, middle, most)) <= places:
             enough = middle
         else:
