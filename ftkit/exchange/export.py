@@ -93,6 +93,7 @@ def _check(result: Result) -> int:
         )
     print(f"rules of vLLM {VLLM_VERSION}")
     if result.kind == "model":
+        # vLLM reads Hugging Face's layout alone.
         if is_litgpt(result.directory):
             print(f"no   {result.directory} is in LitGPT's layout. Try ftkit export --format hf.")
             return 1
@@ -104,6 +105,7 @@ def _check(result: Result) -> int:
     rank = serving_rank(peft_settings(result.directory))
     limit = f" --max-lora-rank {rank}" * (rank != DEFAULT_RANK)
     base = str(result.base)
+    # A name that only ftkit resolves: vLLM gets the directory.
     if base.startswith("embedded:"):
         base = str(find_or_download(base))
     if Path(base).is_relative_to(Path.cwd()):

@@ -55,7 +55,7 @@ def logits_of(
     sequences: Sequence[Sequence[int]],
     progress: OnProgress = lambda *_: None,
 ) -> Tensor:
-    """[tokens of all sequences, vocabulary] float32, computed on the CPU.
+    """Compute logits on the CPU: [tokens of all sequences, vocabulary] float32.
 
     Args:
         model: outlined in float32, without numbers; it has none afterwards.
@@ -71,6 +71,7 @@ def logits_of(
         is_real[row, : len(sequence)] = True
     model.eval().body.build_rope_cache(_CPU, longest)
     with _filled_when_needed(model, values, progress):
+        # Only real tokens: padding on the right changes none of them, and has no logits to compare.
         result: Tensor = model(tokens, is_real.flatten().nonzero().squeeze(1))
     return result
 
@@ -83,6 +84,7 @@ def _filled_when_needed(
 
     Some models ask for the embedding's device when they begin.
     """
+    # The order in which the forward pass reaches them: each is dropped before the next is filled.
     body = model.body
     parts: list[nn.Module] = [body.embedding, *body.blocks, *body.others, model.head]
     outlined: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -92,6 +94,7 @@ def _filled_when_needed(
         for module_name, module in part.named_modules(prefix=names[part]):
             for kind, parameter in list(module.named_parameters(recurse=False)):
                 value = values(our_name(f"{module_name}.{kind}"))
+                # A quantised layer packs the numbers again, as it did in training.
                 if kind == "weight" and hasattr(module, "pack"):
                     value = module.pack(value)
                 elif kind in packed_in(module):
@@ -182,6 +185,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
     if result.quantize is not None:
         choices = {"quantized": result.quantize, "original": None}
     chosen: str = options.base or next(iter(choices))
+    # Each reads headers alone; weights are computed when they are called for.
     merged = {name: Merged(adapter, kind, dtype) for name, kind in choices.items()}
     written = merged[chosen]
     written_bytes = base.extra_weights_bytes + sum(
@@ -236,6 +240,7 @@ class Merged:
         self._base, self._kind, self._dtype, self._tensors = base, kind, dtype, adapter.tensors
         self._layers = {our_name(name): layer for name, layer in lora_layers(model)}
         self._rounded = {
+            # An adapted layer holds the quantised one as its base_layer.
             our_name(name).removesuffix(".base_layer")
             for name, module in model.named_modules()
             if kind is not None and hasattr(module, "pack")
@@ -265,11 +270,13 @@ class Merged:
         source = self._source(name)
         stored = self._read(source)
         dtype = self._dtype or stored.dtype
+        # Trained whole (lora_modules_to_save): nothing is added, the tensor itself is taken.
         if source in self._tensors:
             return as_written(name, self._tensors[source], dtype)
         layer, _, kind = name.rpartition(".")
         value = stored
         if kind == "weight" and layer in self._rounded:
+            # Imported here: it imports bitsandbytes, which other merges do without.
             assert self._kind is not None
             from ftkit.models.quantization import rounded
 
@@ -338,6 +345,7 @@ def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[lis
             sequences = _validation_samples(recipe.data, max_seq_length, base, display)
     what = f"{len(sequences)} validation records" if sequences else "a fixed prompt"
     sequences = sequences or [base.tokenizer.encode(_PROMPT).tolist()]
+    # A small model may have fewer positions than that.
     most = min(SAMPLE_TOKENS, base.architecture.context_length)
     cut = [sequence[:most] for sequence in sequences]
     return cut, f"{what}, {sum(map(len, cut))} tokens"

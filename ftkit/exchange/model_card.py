@@ -55,6 +55,7 @@ class BaseOrigin:
         on_hub = hub_name(name)
         files = [] if directory is None or not directory.is_dir() else licence_files(directory)
         licence = None if directory is None else card_metadata(directory / CARD).get("license")
+        # A path would name a directory of this machine: its last part is enough.
         short = name if name.startswith(("embedded:", "random:")) else Path(name).name
         return cls(
             name=on_hub or short,
@@ -78,6 +79,7 @@ class DataOrigin:
         """Describe the data of a recipe, as reports store it."""
         given = data.get("init_args") or {}
         sources = given.get("sources") or [given]
+        # Only some kinds of data have a path; LitGPT's other sets are known by their class.
         paths = [str(path) for s in sources if (path := s.get("path") or s.get("json_path"))]
         if not paths:
             return cls(names=(str(data["class_path"]).rpartition(".")[2],))
@@ -190,6 +192,7 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     base = BaseOrigin.of(str(report.recipe["checkpoint_dir"]), base_directory)
     data = DataOrigin.of(report.recipe["data"])
     rows = "\n".join(f"| {label} | {_cell(text)} |" for label, text in _rows(report, base, data))
+    # Not sorted: in the order of the recipe's own keys.
     recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
     parts = [
         f"---\n{_head(kind, base, data)}---\n",
@@ -214,6 +217,7 @@ def with_name(card: str, repo_id: str, base: str | None) -> str:
     card = card.replace(f"name = {HERE}\n", f'name = "{repo_id}"\n', 1)
     # The hub links a result to its base model by this key.
     if base is not None and not _names_base(card):
+        # After the first fence, which opens the metadata.
         card = card.replace("---\n", f"---\nbase_model: {base}\n", 1)
     return card
 

@@ -34,6 +34,7 @@ def push(options: PushOptions) -> int:
     """
     place = Path(options.result).expanduser()
     kind: str
+    # A model's directory may hold GGUF files besides: with a config.json it is a model.
     if any(place.glob("*.gguf")) and not (place / "config.json").is_file():
         kind, files = "GGUF file", _files_in(place)
         if CARD in files:
@@ -107,6 +108,7 @@ def _card(result: Result, repo_id: str, base: str | None) -> Mapping[str, bytes]
     """The model card by its name, with the name that the result gets."""
     file = result.directory / CARD
     if file.is_file():
+        # The card beside the result may have been edited: it is taken as it is.
         text = file.read_text(encoding="utf-8")
     else:  # of a run of an earlier version
         found = card_files(result, None, "adapter" if result.kind == "adapter" else "hf")
@@ -161,6 +163,7 @@ def upload(
     api = HfApi(token=token)
     try:
         url = api.create_repo(repo_id, private=not public, exist_ok=True)
+        # After create_repo, which leaves the visibility of an existing repository as it is.
         there, is_public = _found(api, repo_id, public=public)
         with (
             Display(None, stream=sys.stderr) as display,
@@ -197,6 +200,7 @@ def _sending(files: Mapping[str, Path | bytes]) -> Iterator[None]:
         print_notice(title, sys.stderr)
         yield
         return
+    # Bars redraw their line, which a log file would keep in every state.
     were_shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
@@ -239,6 +243,7 @@ def explained_upload(error: Exception, repo_id: str) -> UserError:
         return UserError(
             f"{repo_id} is not the name of a repository. Try ORG/NAME, such as me/my-model."
         )
+    # The hub answers 404, too, for a repository that the token must not see.
     if status in (401, 403, 404):
         return UserError(
             f"{hub} refused to write {repo_id} (HTTP {status}): the token is wrong, read-only, or "

@@ -83,6 +83,8 @@ def _open_run(source: Path) -> ForeignRun:
     if not source.exists():
         raise UserError(f"{source} does not exist. Give {_IMPORTABLE}.")
     with reading(source, _IMPORTABLE, advice="Copy the whole checkpoint again."):
+        # The outer program first: a directory of the Trainer may hold DeepSpeed's files, and one of
+        # Lightning has a .metadata of torch.distributed.checkpoint.
         if source.is_file():
             if source.suffix == ".ckpt":
                 return LightningRun(source)
@@ -198,6 +200,7 @@ def placed_tensors(
     placed = []
     dtypes: dict[str, torch.dtype] = {}
     for kind, tensors in {PARAMETER: state.parameters, **(state.moments or {})}.items():
+        # Frozen parameters that are kept have weights, and no optimizer state.
         wanted = kept if kind == PARAMETER else trained
         if state.layout == "ftkit":
             found = {name: (tensor.dtype, tensor.read) for name, tensor in tensors.items()}
@@ -213,6 +216,7 @@ def placed_tensors(
                     "model, the method and the adapter's settings of this very run."
                 )
             dtype, read = found[ours]
+            # State that begins at zero gets the format of its parameter, which comes first.
             dtypes.setdefault(ours, dtype)
             name = stored_name(kind, ours)
             placed.append(
@@ -238,6 +242,7 @@ def _of_adapter(
     tensors: ForeignTensors, base: BaseModel, adapter: Path
 ) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
     """Tensors of an adapter by our names."""
+    # An adapter is small: it is read whole, to be renamed by the rules of its files.
     read = {name: tensor.read() for name, tensor in tensors.items()}
     found = adapter_tensors(read, adapter, base)
     if len(found) > len(read):
@@ -299,6 +304,7 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
             raise run.broken("it does not describe its adapter: --adapter DIR has to")
     with display.phase("reading the checkpoint", brief=True):
         state = run.state(TrainedModel(base, adapter))
+    # Keys that only the state shows; those of the user still win.
     recipe_source.add(optimizer_keys(state))
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     with display.phase("reading data", brief=True) as phase, without_limits():
@@ -314,6 +320,7 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
     samples, lines = position.samples, position.lines
     recipe, rate, words = continued_rate(recipe_source, state, of_epoch, samples)
     begun = _begun(recipe, state, run)
+    # Nothing is trained here: the plan of one CPU is enough for names and shapes.
     plan = make_plan(_alone(recipe), Devices(accelerator="cpu", count=1), trains=False)
     model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
     with run.reading():
@@ -346,6 +353,7 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
         rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
         base=of_base,
         data=of_data,
+        # As if one rank had written it; any layout continues from it.
         layout=Layout(
             strategy=plan.strategy,
             world_size=1,
@@ -394,6 +402,7 @@ def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
     chosen, arguments = resolve_optimizer(recipe.optimizer, may_fuse=False)
     kinds = state_kinds(chosen, arguments, torch.device("cpu"))
     if state.moments is None:
+        # Zeros have the shape of the parameter, which not all kinds of state have.
         if not all(kinds.values()):
             raise UserError(
                 f"{run.directory} has no optimizer state, and that of "
@@ -446,6 +455,7 @@ def _write(imported: _Imported, out: Path, overwrite: bool, progress: OnProgress
 def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -> None:
     partial = store.partial(imported.metadata.step)
     partial.mkdir(parents=True)
+    # The number of shards is part of their names, so the groups are made first.
     groups = list(_shards(imported.placed))
     adapter: list[tuple[str, Tensor]] = []
     written = []
@@ -454,6 +464,7 @@ def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -
         for tensor in group:
             # A copy of its own: what is read may be a view into a mapped file of another layout.
             values = tensor.read().detach().to("cpu").clone(memory_format=torch.contiguous_format)
+            # A LoRA checkpoint also has its adapter as files for PEFT.
             kind, _, name = tensor.name.partition("/")
             if kind == PARAMETER and imported.recipe.method == "lora":
                 adapter.append((name, values))
@@ -472,6 +483,7 @@ def _write_checkpoint(imported: _Imported, store: Store, progress: OnProgress) -
         fingerprint=imported.metadata.base.fingerprint,
     )
     entries = {}
+    # The files before the metadata, which makes the checkpoint complete.
     for path in written:
         sync(path)
         entries[path.relative_to(partial).as_posix()] = describe_file(path)

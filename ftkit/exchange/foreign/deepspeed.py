@@ -123,7 +123,9 @@ class NeoxNames:
             return {embedding: None}
         placed = _PLACED.fullmatch(name)
         place, inside = (int(placed[1]), placed[2]) if placed else (-1, name)
+        # GPT-NeoX calls the weight of an RMSNorm its scale.
         layer, _, kind = inside.replace(".scale", ".weight").rpartition(".")
+        # After the last block, at place layers + 2, comes a function, then the norm and the head.
         whole = {
             (0, "word_embeddings"): embedding,
             (self._layers + 3, "norm"): f"{body}.{last}.{kind}",
@@ -169,12 +171,14 @@ def _half(number: int, joined: Tensor) -> Tensor:
 
 
 def _part_of(tensor: WeightTensor, split: _Split) -> WeightTensor:
+    # On the meta device: the shape is needed before any numbers are read.
     shape = split(torch.empty(tensor.shape, device="meta")).shape
     return WeightTensor(shape, tensor.dtype, lambda: split(tensor.read()))
 
 
 _NEWEST_TAG = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+# ZeRO 3 cuts the model, so that each rank writes a file of its own: the second name.
 _MODEL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _CLASSES = IN_DEEPSPEED + IN_LIGHTNING
 """Lightning's own strategy has DeepSpeed write what Lightning keeps beside the model."""
@@ -195,6 +199,7 @@ def zero_directory(source: Path) -> Path | None:
     if not (source / _NEWEST_TAG).is_file():
         return None
     name = (source / _NEWEST_TAG).read_text(encoding="utf-8", errors="replace").strip()
+    # A path in this file could lead out of the checkpoint.
     if Path(name).name != name or not (source / name).is_dir():
         raise UserError(
             f"{source / _NEWEST_TAG} names {name!r}, which does not exist. Copy the whole "
@@ -323,6 +328,8 @@ class ZeroFiles:
         if isinstance(module, dict):  # with what is not trained
             for name, tensor in module.items():
                 if isinstance(tensor, Tensor) and tensor.numel():
+                    # The masters stay: they are float32. Under ZeRO 3, tensors that are cut are
+                    # empty here.
                     found[_MASTER].setdefault(name, held(tensor))
         return found
 
@@ -334,6 +341,7 @@ class ZeroFiles:
             progress: values that another file has more exactly.
         """
         kinds = self.tensors()
+        # These names are places in a pipeline, and one matrix may hold several of transformers'.
         if is_neox(kinds[_MASTER]):
             of_neox = NeoxNames(model.base)
             kinds = {kind: of_neox.held(tensors) for kind, tensors in kinds.items()}
@@ -371,6 +379,7 @@ class ZeroFiles:
         found: dict[str, list[Tensor]] = {_MASTER: [tensor.detach() for tensor in masters]}
         for of_group in states:
             for kind, value in of_group.items():
+                # Adam's step is a tensor without dimensions: a scalar of the whole group.
                 if isinstance(value, Tensor) and value.dim() > 0:
                     found.setdefault(kind, []).append(value)
         if any(len(tensors) != len(masters) for tensors in found.values()):
@@ -432,6 +441,7 @@ class ZeroFiles:
         for number, shapes in enumerate(self._shapes):
             mapped = [_mapping(state, number) for state in self._ranks]
             mappings = [mapping for mapping in mapped if mapping is not None]
+            # Of all ranks, or of none: the mapping of one rank does not place the others.
             if len(mappings) == len(mapped):
                 yield from self._as_mapped(number, shapes, mappings)
                 continue
@@ -448,12 +458,14 @@ class ZeroFiles:
             addresses = {name: (at["start"], at["numel"]) for name, at in mapping.items()}
             position = 0
             for name, (start, numel) in sorted(addresses.items(), key=itemgetter(1)):
+                # A parameter goes on at the start of the next rank, and nowhere else.
                 follows = name == last or name not in found
                 if is_padding or start != position or numel < 0 or not follows:
                     raise self._incomplete(f"{name} in one range of numbers")
                 found.setdefault(name, []).append(_Range(rank, number, start, numel))
                 position += numel
                 last = name
+            # Padding ends the whole group: a parameter after it would be misplaced.
             is_padding = is_padding or position != self._flat[rank][_MASTER][number].numel()
         for name, shape in shapes.items():
             ranges = found.get(name, [])
@@ -477,9 +489,11 @@ class ZeroFiles:
         position = 0
         for shapes in self._shapes:
             for name, shape in shapes.items():
+                # The last part is padded to this size.
                 part = math.ceil(shape.numel() / self.world_size)
                 ranges = []
                 for rank in range(self.world_size):
+                    # `_ranges` counts tensors, which here are the flat ones of a rank.
                     for found in _ranges(sizes, position, part, 0):
                         ranges.append(_Range(rank, found.rank, found.start, found.numel))
                 yield name, (shape, ranges)
@@ -497,6 +511,7 @@ class ZeroFiles:
         # An empty piece first: torch.cat refuses an empty list, and a parameter may have no
         # numbers.
         values = torch.cat([self._flat[0][kind][0].view(-1)[:0], *parts])
+        # Without the padding of the last part.
         return values[: shape.numel()].view(shape)
 
     def _incomplete(self, what: str) -> UserError:
@@ -547,6 +562,7 @@ class DeepSpeedRun(ForeignRun):
     def _recipe_keys(self) -> dict[str, Any]:
         if self._zero.samples is None or not self._zero.step:
             return {}
+        # A fraction means that the batch size has changed during the run: none is taken over.
         batch = self._zero.samples / self._zero.step
         return {"train": {"global_batch_size": int(batch)}} if batch.is_integer() else {}
 

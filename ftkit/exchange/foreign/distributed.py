@@ -90,6 +90,7 @@ class DistributedFiles:
                 )
             file = self._directory / name
             if name not in sizes:
+                # Once for each file: it holds many chunks.
                 with reading(file, _EXPECTED, advice="Copy the whole checkpoint."):
                     sizes[name] = file.stat().st_size
             start, length = _whole_numbers((info["offset"], info["length"]))
@@ -98,6 +99,7 @@ class DistributedFiles:
                     f"{file} has {sizes[name]:,} bytes, but {DCP_METADATA} says that {length:,} "
                     f"bytes of {index['fqn']} begin at {start:,}. Copy the whole checkpoint."
                 )
+            # Without an offset it is a whole tensor or value, not a chunk.
             corner = () if index["offset"] is None else _whole_numbers(index["offset"])
             of_name = chunks.setdefault(index["fqn"], {})
             if corner in of_name:
@@ -113,6 +115,7 @@ class DistributedFiles:
         for name, entry in metadata["state_dict_metadata"].items():
             # Where the planner kept no keys, dots separate them in the name.
             place = tuple(places.get(name) or name.split("."))
+            # A value that is no tensor has no size in its metadata.
             if entry["size"] is None:
                 (self._values[place],) = chunks[name].values()
                 continue
@@ -189,6 +192,7 @@ def distributed_state(
     weights: dict[str, WeightTensor] = {}
     for place, tensor in tensors.items():
         if _is_state(place):
+            # A tensor without dimensions is a number of all parameters, such as Adam's step.
             if tensor.shape.numel() == 1 and not tensor.shape:
                 scalars[place[-1]] = float(tensor.read())
             else:
@@ -198,6 +202,7 @@ def distributed_state(
     for place, value in values.items():
         if _is_state(place) and isinstance(value, int | float):
             scalars[place[-1]] = float(value)
+    # A model alone is saved in the same format.
     if not moments:
         raise UserError(
             f"{first} has no optimizer state, so a run cannot continue from it. Convert it to a "

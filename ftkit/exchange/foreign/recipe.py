@@ -104,6 +104,7 @@ def optimizer_keys(state: ForeignState) -> dict[str, Any]:
     moments = state.moments or {}
     if "exp_avg" not in moments:
         if "momentum_buffer" in moments:
+            # Taken for SGD; if it is not, the kinds of its state differ, which is refused.
             momentum = {"momentum": settings.get("momentum", 0.9)}
             return {"optimizer": {"class_path": "torch.optim.SGD", "init_args": momentum}}
         return {}
@@ -136,12 +137,15 @@ def continued_rate(
         words = "the learning rate is the recipe's: the checkpoint does not hold one"
         return recipe, _next_rate(recipe, state, samples_per_epoch, samples), words
     if not recipe_source.gives("lr"):
+        # Schedulers of torch keep initial_lr beside lr; without it the rate counts as constant.
         is_constant = theirs == state.settings.get("initial_lr", theirs)
         recipe_source.add(_rate_keys(theirs, min_lr=theirs if is_constant else 0.0))
         schedule = _schedule(recipe_source.read(), state, samples_per_epoch, samples)
+        # In the warm-up the rate is a share of the full one, whatever the lowest is.
         if state.step < schedule.warmup_steps:
             recipe_source.add(_rate_keys(theirs / schedule.share(state.step)))
         elif not is_constant:
+            # Solved for the full rate: theirs = lowest + (full - lowest) * fallen_to.
             lowest = min(recipe_source.read().train.min_lr, theirs)
             fallen_to = dataclasses.replace(schedule, final_share=0.0).share(state.step)
             # Near the end of a schedule the share is almost 0, and dividing by it blows up rounding
@@ -231,6 +235,7 @@ def position_in_data(
     is_given = recipe_source.gives("global_batch_size", "micro_batch_size")
     lines: list[str] = []
     of_step: int | None = None
+    # A count of the program is exact; all else is computed from its epochs or steps.
     if state.samples is not None:
         samples, how = state.samples, "as the checkpoint says"
     elif state.epochs is None:
@@ -246,6 +251,7 @@ def position_in_data(
         of_step = state.micro_batch
         samples = state.step * of_step
         how = f"{state.step:,} steps of {of_step:,}, its train_batch_size"
+        # Shown to the user, who may know which of the two it was.
         steps = state.step / state.epochs if state.epochs else 0.0
         lines.append(
             f"differs: an epoch of the checkpoint has {steps:,.4g} steps, but {of_epoch:,} samples "
@@ -255,6 +261,7 @@ def position_in_data(
             "record"
         )
     keys = {} if is_given or of_step is None else {"train": {"global_batch_size": of_step}}
+    # A smaller difference may come from the shorter last batch of an epoch.
     if not keys and abs(samples - state.step * batch) > _UNUSUAL * max(1, state.step) * batch:
         lines.append(
             f"train.global_batch_size is {batch}, but a step has taken "
@@ -269,12 +276,15 @@ def _accumulated(step: int, epochs: float, micro_batch: int, of_epoch: int) -> i
 
     `micro_batch` and `of_epoch` count samples: of a forward pass on all processes, of an epoch.
     """
+    # The last forward pass of an epoch may be a smaller one.
     in_epoch = math.ceil(of_epoch / micro_batch)
+    # An epoch of 1.9999999 is the end of the second.
     whole_epochs = math.floor(epochs + _WHOLE / in_epoch)
     further = (epochs - whole_epochs) * in_epoch
     if not step or abs(further - round(further)) > _WHOLE:
         return None
     done = whole_epochs * in_epoch + round(further)
+    # Rounded up: the last step of an epoch has fewer passes, so the mean is lower.
     accumulated = -(-done // step)
     # An epoch's last step may have fewer of them, or they are left out.
     counts = (

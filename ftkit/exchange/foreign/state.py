@@ -21,6 +21,7 @@ from ftkit.recipe.recipe import Method
 from ftkit.utils.confinement import without_limits
 from ftkit.utils.damaged_files import reading
 
+# As in transformers.Trainer.get_decay_parameter_names, besides all LayerNorms.
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names that transformers' Trainer leaves out of weight decay, in lower case."""
 _OF_ADAPTER = ".default"
@@ -69,6 +70,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
 
             found = LoraConfig(task_type="CAUSAL_LM", **peft_arguments(adapter))
             model = get_peft_model(model, found)
+    # The Trainer finds LayerNorms by class, other norms by name.
     norms = tuple(
         f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)
     )
@@ -85,6 +87,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
 
 def _in_files(name: str) -> str:
     """PEFT's name of a parameter in memory as it is in files; others stay as they are."""
+    # PEFT keeps a copy of a layer that it trains whole; its files name the copy like the layer.
     name = name.replace(".modules_to_save.default.", ".")
     # PEFT inserts the name of the adapter, "default", and leaves it out when it saves.
     head, found, tail = name.rpartition(_OF_ADAPTER)
@@ -106,6 +109,7 @@ def plain_names(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
     names = {name: _in_files(name) for name in given}
     # The longest name is the least ambiguous: what stands before it is the prefix of all.
     wanted = max(known, key=len)
+    # With dots, so that only whole words of a name count.
     prefixes = {
         found.removesuffix(wanted) for found in names.values() if f".{found}".endswith(f".{wanted}")
     }
@@ -206,6 +210,7 @@ class ForeignState:
 
 def _check_number(key: str, value: Any) -> None:
     """Refuse a setting or count that is neither None nor a finite number from 0 on."""
+    # torch allows tensors here, such as a learning rate that is one.
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if value is not None and not (

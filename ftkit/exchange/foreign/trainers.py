@@ -168,6 +168,7 @@ def _agrees(
     numbers: Sequence[int], parameters: Sequence[TrainedParameter], states: Mapping[int, Any]
 ) -> bool:
     """Return whether the counts agree and each state has the shape of its parameter."""
+    # Only the shapes of state can be compared: groups hold numbers, no shapes.
     if len(numbers) != len(parameters):
         return False
     return all(
@@ -238,6 +239,7 @@ class TrainerRun(ForeignRun):
                 keys["checkpoint_dir"] = base
         elif weight_files(self.directory) and has_tokenizer(self.directory):
             keys["checkpoint_dir"] = str(self.directory)
+        # The Trainer resolves it, also where a run was given epochs.
         most = self._trainer_state.get("max_steps")
         if isinstance(most, int) and most > 0:
             keys["train"] = {"max_steps": most, "epochs": None}
@@ -302,6 +304,7 @@ class TrainerRun(ForeignRun):
     def _progress(self) -> dict[str, Any]:
         history = self._trainer_state.get("log_history")
         entries = history if isinstance(history, list) else []
+        # The newest entry may be one of an evaluation, which has no loss of training.
         losses = [
             entry["loss"]
             for entry in entries
@@ -338,6 +341,7 @@ class LightningRun(ForeignRun):
 
     def _state(self, model: TrainedModel) -> ForeignState:
         step = self._content[_STEP]
+        # Sharded state is keyed by names, so no order of parameters is needed.
         if self._is_sharded:
             return distributed_state([self.directory], model, step=step)
         weights = mapping_in(self._content, "state_dict", self._file)
@@ -348,6 +352,7 @@ class LightningRun(ForeignRun):
             raise self.broken(
                 f"it has the state of {count} optimizers, but a run can continue with only one"
             )
+        # A LightningModule holds the model under a name of its own.
         names = plain_names(weights, [parameter.name for parameter in model.parameters])
         trained = {parameter.name: parameter for parameter in model.parameters}
         # In the order of the module's own state, which its optimizer was made from.
@@ -404,6 +409,7 @@ class LitgptRun(ForeignRun):
 
     def _recipe_keys(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
+        # A path of the machine that trained: taken only if it exists here.
         base = self._settings.get("checkpoint_dir") if self._method == "lora" else None
         if isinstance(base, str) and Path(base).is_dir():
             keys["checkpoint_dir"] = base
@@ -436,6 +442,7 @@ class LitgptRun(ForeignRun):
             return self._whole(content)
         weights = _tensors(mapping_in(content, "model", self._file))
         named = _DIRECTORY.fullmatch(self.directory.resolve().name)
+        # An adapter's file has no step: the name of its directory is all that tells it.
         step = int(named[1]) if named else 0
         notes = (
             []
@@ -464,6 +471,7 @@ class LitgptRun(ForeignRun):
             raise self.broken(f"{self._file.name} has no {_STEP_COUNT}")
         step = content[_STEP_COUNT]
         weights = _tensors(mapping_in(content, "model", self._file))
+        # LitGPT makes its optimizer of all parameters at once, without groups: decay plays no role.
         order = [TrainedParameter(name, tensor.shape, True) for name, tensor in weights.items()]
         optimizer = content[_OPTIMIZER_KEY]
         names = names_by_shape(optimizer, [[order]], self._file)

@@ -65,6 +65,7 @@ IN_DEEPSPEED = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "numpy.ndarray",
     "numpy.dtype",
+    # numpy 1 and numpy 2 have this function in different modules.
     "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
     "_codecs.encode",
@@ -75,6 +76,7 @@ IN_LIGHTNING = (
     "lightning.fabric.utilities.data.AttributeDict",
     "lightning_fabric.utilities.data.AttributeDict",
     "pathlib.PosixPath",
+    # Python 3.13 pickles paths by this name.
     "pathlib._local.PosixPath",
 )
 """Classes whose objects Lightning's files hold; the last two of hyper-parameters."""
@@ -124,6 +126,8 @@ def load_torch_file(file: Path, stand_ins: tuple[str, ...] = ()) -> Any:
             tensors that the file does not hold whole.
     """
     with reading(file, _WRITTEN, advice="Copy the whole checkpoint again."):
+        # torch.save has written zip archives since 1.6; what is none fails here, before torch sees
+        # it.
         with zipfile.ZipFile(file) as members:
             stored = _verified_sizes(members, file.stat().st_size)
         return _loaded(file, file, stored, stand_ins, is_mapped=True)
@@ -195,6 +199,7 @@ def _check_tensors(content: Any, stored: Counter[int]) -> None:
             seen.add(id(value))
             if isinstance(value, dict):
                 left += [*value.keys(), *value.values()]
+            # What its class would have held may contain tensors, too.
             elif isinstance(value, Inert):
                 left += [value.arguments, value.state]
             else:
@@ -209,6 +214,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Look up a name in the two lists."""
         full = f"{module}.{name}"
+        # Nothing is imported: an attribute of an allowed module could be a function that runs.
         if full in _IN_METADATA:
             return Inert
         if full in _VALUES:

@@ -66,6 +66,7 @@ def complete_settings(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
         found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
     )
     found["num_key_value_heads"] = found.get("num_key_value_heads") or found["num_attention_heads"]
+    # The first one is enough: one stops the export.
     for reason in _obstacles(found):
         raise UserError(f"{name} {reason}, which llama.cpp does not compute. Try another --format.")
     return found
@@ -259,11 +260,13 @@ def vocabulary_metadata(
             # The name is its converter's.
             tokens[number], kinds[number] = f"[PAD{number}]", _UNUSED
     for number, (text, is_special) in added.items():
+        # llama.cpp's converter writes the spaces of such tokens as they are in texts.
         tokens[number] = text if is_special else text.replace(_SPACE, " ")
         kinds[number] = _CONTROL if is_special else _USER_DEFINED
         if scores is not None:
             scores[number] = _ADDED_SCORE
     found |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    # Only SentencePiece chooses merges by scores; byte-level BPE has a list of them.
     if scores is not None:
         found["tokenizer.ggml.scores"] = [float(score) for score in scores]
         if not _begins_with_space(tokenizer):
@@ -298,6 +301,7 @@ def _byte_level(tokenizer: Tokenizer, files: Mapping[str, bytes], name: str) -> 
     if rule is None:
         raise _refusal(name, "cuts texts by a rule of its own")
     merges = json.loads(files["tokenizer.json"])["model"]["merges"]
+    # Newer versions of tokenizers write merges as pairs.
     pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -339,7 +343,9 @@ def _pieces(
     content = json.loads(files["tokenizer.json"])["model"]
     for text, number in numbers.items():
         is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", text) is not None
+        # SentencePiece has 256 tokens for bytes, written <0x00> to <0xFF>.
         kinds[number] = _BYTE if is_byte else _NORMAL
+        # Below all that merges make, and in the order of their ids.
         scores[number] = 0.0 if is_byte else float(-len(content["merges"]) - number)
     if (unknown := content.get("unk_token")) in numbers:
         kinds[numbers[unknown]] = _UNKNOWN
@@ -421,6 +427,7 @@ def _special_tokens(
         token = named.get(f"{theirs}_token")
         text = token.get("content") if isinstance(token, dict) else token
         found = None if text is None else tokenizer.added_tokens.get(text)
+        # tokenizer_config.json names the token; config.json may have its id.
         ids[ours] = settings.get(f"{theirs}_token_id") if found is None else found
     others = set(end_ids) - {tokenizer.eos_id}
     if len(others) == 1:  # of several, llama.cpp finds the well-known ones by their texts

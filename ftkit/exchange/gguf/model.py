@@ -75,6 +75,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     planned = {name: planned_tensor(name, values.shape, "f32") for name, values in factors.items()}
     planned |= {name: planned_tensor(name, shape, numbers) for name, (_, shape) in names.items()}
     prompting = prompting_of(result, base)
+    # A style that is known by name has no template: the file gets none.
     template = None if prompting.origin == "name" else prompting.template.source
     files = {**dict(companions(base)), **prompting.files(base)}
     metadata = {
@@ -126,6 +127,7 @@ def _settings_for_gguf(base: BaseModel) -> dict[str, Any]:
             f"{base.name} is not described by a config.json, from which GGUF files are written. "
             "Copy config.json of the original model into its directory."
         )
+    # The number of rows that is written, whatever config.json says.
     rows = parameter_shapes(base)[base.architecture.embedding][0]
     return complete_settings(
         known | {"vocab_size": rows, "tie_word_embeddings": base.tied}, base.name
@@ -209,6 +211,7 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored.items():
             ours = names[name]
+            # B alone: its rows are outputs of the layer, and those of A are ranks.
             if ours.endswith("lora_b"):
                 tensor = _as_llama_cpp(ours, tensor, settings)
                 factor = factors[name]
@@ -264,6 +267,7 @@ def _factors(directory: Path, stored: Mapping[str, Tensor]) -> dict[str, float]:
     for name, tensor in stored.items():
         if name.endswith("lora_B.weight"):
             layer = name.removeprefix(_PREFIX).removesuffix(".lora_B.weight")
+            # By PEFT's own rule, because patterns are regular expressions.
             own = patterns.get(get_pattern_key(list(patterns), layer), alpha)
             rank = tensor.shape[1]
             # rsLoRA scales by alpha / sqrt(rank), which is alpha / rank times sqrt(rank).
@@ -308,6 +312,7 @@ def planned_tensor(name: str, shape: tuple[int, ...], numbers: GgufNumbers) -> P
     kind = numbers.upper()
     if len(shape) < 2 or name.endswith("_norm.weight"):
         kind = "F32"
+    # Blocks are packed along a row, and none spans two rows.
     elif shape[-1] % BLOCKS[kind][1]:
         kind = "F16"
     return PlannedTensor(shape=shape, kind=kind)
@@ -355,6 +360,7 @@ def write_file(
         UserError: a number is not finite, or does not fit its format.
         ValueError: the tensors are not those that were planned.
     """
+    # The package gguf writes the header; positions of tensors follow from the planned sizes.
     _write_header(file, architecture, metadata, planned)
     start, starts = _padded(file.stat().st_size), {}
     for name, tensor in planned.items():
@@ -362,7 +368,7 @@ def write_file(
         start += _padded(tensor.nbytes)
     total_bytes, done_bytes = file_bytes(planned), 0
     with file.open("r+b") as out:
-        # The file has its full size from the start: a full disk shows before the first tensor.
+        # The full size at once: tensors come in any order, and the padding between them is zeros.
         out.truncate(start)
         for name, values in tensors:
             if name not in starts or tuple(values.shape) != planned[name].shape:
@@ -403,6 +409,7 @@ def _write_header(
 
 def _add(writer: Any, key: str, value: Any) -> None:
     match value:
+        # Before int: True is an int, too.
         case bool():
             writer.add_bool(key, value)
         case int():

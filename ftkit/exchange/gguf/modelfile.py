@@ -94,6 +94,7 @@ def modelfile(file: str, base: BaseModel, prompting: Prompting) -> str:
     lines = [
         f"FROM ./{file}",
         *_template_lines(base, prompting),
+        # A quotation mark would end the value, and Ollama drops what cannot be printed.
         *(f'PARAMETER stop "{t}"' for t in texts if '"' not in t and t.isprintable()),
     ]
     return "\n".join(lines) + "\n"
@@ -135,6 +136,7 @@ def _turns_of(
         except TemplateRefusal:
             return None
         if is_same and found.is_plain:
+            # llama.cpp puts the BOS there itself.
             return replace(found, begin="") if puts_bos else found
     return None
 
@@ -144,6 +146,7 @@ def _turns_after(
 ) -> _Turns:
     """Candidate texts around turns, in conversations that begin with a given text."""
     default = _default_system(rendered, begin, ends)
+    # Texts that no template has show, by where they stand, what is written around them.
     first = rendered(_TURNS[1:2]).removeprefix(begin + default)
     user, _, begin_answer = first.partition(_FIRST)
     talk = rendered(_TURNS[1:]).partition(_FIRST)[2]
@@ -175,6 +178,7 @@ def _default_system(
     words = plain.removeprefix(before).removesuffix(after)
     if not found or f"{before}{words}{after}" != plain:
         return ""
+    # The end token still belongs to the system's turn; the rest begins the user's.
     end = re.match(rf"(?:{'|'.join(map(re.escape, ends))})\s*", after)
     return before + words + (end.group() if end else "")
 
