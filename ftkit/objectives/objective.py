@@ -52,7 +52,7 @@ class Objective(ABC):
     """Whether micro-batches need `reference`: the log-probability of each sequence under the
     reference model."""
     is_cross_entropy = False
-    """Whether exp(loss) is a perplexity."""
+    """Whether exp(validation loss) is a perplexity."""
 
     @property
     def reported(self) -> tuple[Term, ...]:
@@ -66,6 +66,11 @@ class Objective(ABC):
             for term in self.terms
             if term.coefficient is not None
         )
+
+    @property
+    def validated(self) -> "Objective":
+        """What validation measures."""
+        return self
 
     @abstractmethod
     def amounts(self, samples: Samples) -> Amounts:

@@ -4,12 +4,14 @@ import dataclasses
 
 from ftkit.objectives.objective import Objective
 from ftkit.objectives.preference import Dpo, Orpo, SimPo
-from ftkit.objectives.supervised import Supervised
+from ftkit.objectives.supervised import Dft, Eaft, Supervised
 from ftkit.recipe.objectives import objective_options
 from ftkit.recipe.recipe import Component
 
 _CLASSES: dict[str, type[Objective]] = {
     "sft": Supervised,
+    "dft": Dft,
+    "eaft": Eaft,
     "dpo": Dpo,
     "orpo": Orpo,
     "simpo": SimPo,

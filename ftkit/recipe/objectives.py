@@ -7,12 +7,25 @@ from ftkit.errors import UserError
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
-ObjectiveName = Literal["sft", "dpo", "orpo", "simpo"]
+ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftOptions:
     """Options of `objective: sft`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DftOptions:
+    """Options of `objective: dft`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EaftOptions:
+    """Options of `objective: eaft`."""
+
+    alpha: float = 1.0
+    """Exponent of the entropy by which the loss of a token is multiplied; 0: cross-entropy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +61,7 @@ class SimPoOptions:
     """Least difference between the log-probabilities per token of both answers."""
 
 
-ObjectiveOptions = SftOptions | DpoOptions | OrpoOptions | SimPoOptions
+ObjectiveOptions = SftOptions | DftOptions | EaftOptions | DpoOptions | OrpoOptions | SimPoOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +74,14 @@ class ObjectiveRules:
     """Whether its samples are preference pairs."""
     needs_reference: bool = False
     """Whether the model is compared with itself as it was before training."""
+    is_smoothed: bool = False
+    """Whether train.label_smoothing applies to its loss."""
 
 
 OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
-    "sft": ObjectiveRules(options=SftOptions),
+    "sft": ObjectiveRules(options=SftOptions, is_smoothed=True),
+    "dft": ObjectiveRules(options=DftOptions),
+    "eaft": ObjectiveRules(options=EaftOptions),
     "dpo": ObjectiveRules(options=DpoOptions, pairs=True, needs_reference=True),
     "orpo": ObjectiveRules(options=OrpoOptions, pairs=True),
     "simpo": ObjectiveRules(options=SimPoOptions, pairs=True),

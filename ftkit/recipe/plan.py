@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import objective_options
+from ftkit.recipe.objectives import objective_options, objective_rules
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
     Eval,
@@ -146,6 +146,12 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     """
     check_ranges(recipe)
     objective_options(recipe.objective)
+    smoothing, name = recipe.train.label_smoothing, recipe.objective["class_path"]
+    if smoothing and not objective_rules(recipe.objective).is_smoothed:
+        raise UserError(
+            f"train.label_smoothing is {smoothing:g}, but objective is {name}, and only the loss "
+            "of sft can be smoothed. Try --train.label_smoothing 0."
+        )
     count = devices.count if recipe.devices == "auto" else recipe.devices
     # One process on CPUs: torch uses all of their cores in it.
     if recipe.devices == "auto" and devices.accelerator == HOST_KIND:

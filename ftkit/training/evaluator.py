@@ -112,7 +112,7 @@ class Evaluator:
 
     def _validate(self, step: int) -> None:
         limit = self._settings.max_iters * self._setup.recipe.train.global_batch_size
-        samples, objective = self._setup.data.val, self._setup.objective
+        samples, objective = self._setup.data.val, self._setup.objective.validated
         batches = validation_loader(
             samples,
             objective.amounts(samples),
@@ -157,7 +157,7 @@ class Evaluator:
         sets = self._setup.sets
         if not sets.parts:
             return {}
-        samples, objective = sets.samples(limit), self._setup.objective
+        samples, objective = sets.samples(limit), self._setup.objective.validated
         found = validation_loss(
             self._setup.model,
             objective,

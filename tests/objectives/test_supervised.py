@@ -1,5 +1,6 @@
 """The supervised loss: by its formula, and the same however a step is split."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from ftkit.data.rendering import Rendered
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.models.loss import Head
 from ftkit.objectives.objective import Objective
-from ftkit.objectives.supervised import Supervised
+from ftkit.objectives.supervised import Dft, Eaft, Supervised
 
 WIDTH, VOCABULARY, LABELS = 8, 40, 24
 HIDDEN = torch.randn(1, LABELS, WIDTH, generator=torch.Generator().manual_seed(0)) * 2
@@ -57,6 +58,54 @@ def test_the_loss_is_the_weighted_mean_whatever_the_split(smoothing: float) -> N
         shares = [loss_and_gradient(Supervised(), head, part, divisor, WEIGHTS) for part in split]
         assert sum(loss for loss, _ in shares) == pytest.approx(float(expected), rel=1e-6)
         torch.testing.assert_close(sum(grad for _, grad in shares), gradient)
+
+
+def plain_loss(objective: str, logits: Tensor) -> Tensor:
+    """Losses of all labels, by the definitions of the papers.
+
+    Args:
+        objective: its name.
+        logits: [labels, vocabulary].
+    """
+    log_probabilities = logits.log_softmax(1)
+    losses = -log_probabilities.gather(1, TARGETS[:, None]).squeeze(1)
+    if objective == "dft":
+        return losses * (-losses).exp().detach()
+    top = log_probabilities.detach().exp().sort(dim=1, descending=True).values[:, :20]
+    top = top / top.sum(1, keepdim=True)
+    entropy = -(top * top.log()).sum(1) / math.log(20)
+    return losses * (entropy if objective == "eaft" else entropy**3)
+
+
+ADAPTED: dict[str, Objective] = {"dft": Dft(), "eaft": Eaft(), "eaft, alpha 3": Eaft(alpha=3)}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_adapted_losses_are_those_of_the_papers(name: str, weights: Tensor | None) -> None:
+    head = make_head()
+    divisor = LABELS if weights is None else float(WEIGHTS.sum())
+    (weight,) = head.parameters()
+    losses = plain_loss(name, HIDDEN[0] @ weight.t())
+    expected = (losses if weights is None else losses * weights).sum() / divisor
+    (gradient,) = torch.autograd.grad(expected, weight)
+    for split in ([range(LABELS)], HALVES):
+        shares = [loss_and_gradient(ADAPTED[name], head, part, divisor, weights) for part in split]
+        assert sum(loss for loss, _ in shares) == pytest.approx(float(expected), rel=1e-5)
+        torch.testing.assert_close(sum(grad for _, grad in shares), gradient)
+
+
+def test_without_its_exponent_eaft_is_cross_entropy() -> None:
+    head, every = make_head(), range(LABELS)
+    found = loss_and_gradient(Eaft(alpha=0), head, every, LABELS, None)
+    loss, gradient = loss_and_gradient(Supervised(), head, every, LABELS, None)
+    assert found[0] == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(found[1], gradient)
+
+
+@pytest.mark.parametrize("objective", ADAPTED.values())
+def test_adapted_losses_are_validated_by_cross_entropy(objective: Objective) -> None:
+    assert type(objective.validated) is Supervised
 
 
 @pytest.mark.parametrize("weight", [0.5, 3.0])

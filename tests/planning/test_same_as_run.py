@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, object]] = {
     "padded, answers alone": {"train__padding_free": False, "data__mask_prompt": True},
     "a number of tokens": {"train__micro_batch_tokens": 150, "precision": "bf16-mixed"},
     "quickstart": QUICKSTART | {"data__json_path": "embedded:quickstart"},
+    "dft": {"objective": "dft"},
     "ddp": TWO | {"strategy": "ddp", "lora_mlp": True},
     "fsdp": TWO | {"strategy": "fsdp", "command": "finetune_full"},
 }

@@ -1,14 +1,21 @@
-"""Promise P1 with weights: ranks, strategies and micro-batches never change what is learned."""
+"""Promise P1 with weights and adapted losses: ranks and micro-batches never change what is learned.
+
+Weights are of records; `dft` weighs each token by its own probability besides.
+"""
 
 import json
-from pathlib import Path
 
 import pytest
 from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
 from tiny import make_records
 
 WEIGHTS = (0.25, 1, 3)
-VALIDATED = (*NO_EVALUATION, ("eval.interval", 3), ("eval.initial_validation", True))
+VALIDATED = (
+    *NO_EVALUATION,
+    ("train.epochs", 1),
+    ("eval.interval", 2),
+    ("eval.initial_validation", True),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +44,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return files
 
 
-def case(strategy: str, file: str, micro_batch_size: int, start: Path | None = None) -> Case:
-    changes = (("data.json_path", file), ("train.micro_batch_size", micro_batch_size), *VALIDATED)
-    return Case(strategy, "lora", changes=changes, start=start)
+def case(strategy: str, file: str, micro_batch_size: int, objective: str = "sft") -> Case:
+    keys = {
+        "data.json_path": file,
+        "train.micro_batch_size": micro_batch_size,
+        "objective": objective,
+    }
+    return Case(strategy, "lora", changes=(*keys.items(), *VALIDATED))
 
 
 @pytest.fixture(scope="module")
 def single(run: Run, data: dict[str, str]) -> dict[str, Outcome]:
     cases = {name: case("single", file, 5) for name, file in data.items()}
+    cases["dft"] = case("single", data["different"], 5, "dft")
     outcomes = run(1, list(cases.values()))
     return {name: outcomes[one] for name, one in cases.items()}
 
@@ -58,8 +70,18 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def test_equal_weights_change_nothing_and_others_do(single: dict[str, Outcome]) -> None:
     assert_same(single["equal"], single["plain"])
     assert single["different"].losses != pytest.approx(single["plain"].losses, rel=1e-3)
-    before = [outcome.validation_losses[0] for outcome in single.values()]
-    assert before[0] == pytest.approx(before[1], rel=1e-6) != pytest.approx(before[2], rel=1e-4)
+    before = {name: outcome.validation_losses[0] for name, outcome in single.items()}
+    assert before["equal"] == pytest.approx(before["plain"], rel=1e-6)
+    assert before["different"] != pytest.approx(before["plain"], rel=1e-4)
+
+
+def test_an_adapted_loss_is_smaller_and_validated_by_cross_entropy(
+    single: dict[str, Outcome],
+) -> None:
+    adapted, plain = single["dft"], single["different"]
+    assert adapted.losses[0] < plain.losses[0] / 10, "a random model holds all for unlikely"
+    assert adapted.validation_losses[0] == plain.validation_losses[0]
+    assert adapted.validation_losses[-1] < adapted.validation_losses[0]
 
 
 @pytest.mark.parametrize(
@@ -77,5 +99,10 @@ def test_two_ranks_learn_the_same_from_weights(
     strategy: str,
     micro_batch_size: int,
 ) -> None:
-    of_two = case(strategy, data["different"], micro_batch_size)
-    assert_same(run(2, [of_two])[of_two], single["different"])
+    cases = {
+        name: case(strategy, data["different"], micro_batch_size, objective)
+        for name, objective in (("different", "sft"), ("dft", "dft"))
+    }
+    outcomes = run(2, list(cases.values()))
+    for name, of_two in cases.items():
+        assert_same(outcomes[of_two], single[name])

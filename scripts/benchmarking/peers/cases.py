@@ -7,11 +7,15 @@ the first batch twice, and its own first step is not counted.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 LORA_RANK, LORA_ALPHA = 8, 16
 QKV = ["q_proj", "v_proj"]
 """Projections that ftkit and LitGPT adapt by default."""
+
+
+Objective = Literal["sft", "dft"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +29,15 @@ class Case:
     micro_batch_size: int
     global_batch_size: int
     steps: int
+    objective: Objective = "sft"
+    """Loss; LitGPT has only the first one."""
 
     @property
     def name(self) -> str:
         """Name in tables."""
         batch = f"micro-batch {self.micro_batch_size} of {self.global_batch_size}"
-        return f"{self.model}, {self.method}, {self.precision}, {batch}"
+        name = f"{self.model}, {self.method}, {self.precision}, {batch}"
+        return name if self.objective == "sft" else f"{name}, {self.objective}"
 
     @property
     def micro_steps(self) -> int:
@@ -38,7 +45,9 @@ class Case:
         return self.global_batch_size // self.micro_batch_size
 
 
-def _on_cpu(method: Any, precision: Any, micro: int, batch: int, steps: int) -> Case:
+def _on_cpu(
+    method: Any, precision: Any, micro: int, batch: int, steps: int, objective: Any = "sft"
+) -> Case:
     return Case(
         model="llama-34m",
         method=method,
@@ -46,6 +55,7 @@ def _on_cpu(method: Any, precision: Any, micro: int, batch: int, steps: int) -> 
         micro_batch_size=micro,
         global_batch_size=batch,
         steps=steps,
+        objective=objective,
     )
 
 
@@ -56,6 +66,7 @@ CPU_CASES = [
     _on_cpu("lora", "bf16-true", 8, 8, 12),
     _on_cpu("full", "32-true", 4, 16, 6),
     _on_cpu("lora", "32-true", 4, 16, 6),
+    _on_cpu("full", "32-true", 8, 8, 12, "dft"),
 ]
 GPU_CASES = [
     Case(
@@ -91,7 +102,9 @@ TINY_CASES = [
         micro_batch_size=2,
         global_batch_size=2,
         steps=4,
+        objective=objective,
     )
+    for objective in OBJECTIVES
 ]
 """Only to check that everything runs."""
 

@@ -20,6 +20,7 @@ from benchmarking.peers.cases import (
     QKV,
     TRL_SETTINGS,
     Case,
+    Objective,
 )
 from benchmarking.watch import Watched, own_bytes, watch
 from benchmarking.workload import (
@@ -40,6 +41,8 @@ LITGPT_DATA_SEED = 42
 """Default seed with which LitGPT shuffles."""
 VALIDATION_RECORDS = 2
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+LOSS_TYPES: dict[Objective, str] = {"sft": "nll", "dft": "dft"}
+"""TRL's names of objectives."""
 IMPORTS_OF = {
     "ftkit": IMPORTS,
     "litgpt": "import litgpt.__main__",
@@ -166,6 +169,7 @@ def ftkit_keys(case: Case, place: Workspace, scratch: Path) -> tuple[str, dict[s
         "train.micro_batch_size": case.micro_batch_size,
         "train.max_steps": case.steps + 1,
         "train.max_seq_length": LONGEST,
+        "objective": case.objective,
     }
     if case.method == "qlora":
         keys["quantize"] = "bnb.nf4"
@@ -231,7 +235,8 @@ def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list
         "micro_steps": 1 if packed else case.micro_steps,
         "steps": case.steps,
         "learning_rate": LEARNING_RATE,
-        "settings": {"bf16": False} | TRL_SETTINGS[program],
+        "settings": {"bf16": False, "loss_type": LOSS_TYPES[case.objective]}
+        | TRL_SETTINGS[program],
     }
     file = scratch / "trl.json"
     file.write_text(json.dumps(what))
