@@ -67,7 +67,7 @@ class PublicSet(ABC):
         """Records to train and to validate on, with LitGPT's names of keys; downloads them."""
 
     def place(self) -> Path | None:
-        """The directory that the data set is downloaded to; None: a cache of a library's."""
+        """The directory that the data set is downloaded to; None: a library's own cache."""
         return None
 
     def how_to_supply(self, _: Exception) -> str:
@@ -305,7 +305,7 @@ class PublicSource(DataSource):
         return cls(data["class_path"].rpartition(".")[2], data["init_args"])
 
     def files(self) -> None:
-        """Unknown: what is not there is downloaded."""
+        """Not known: missing files are downloaded."""
 
     def prompt_style(self) -> AnyStyle:
         return resolve_prompt_style(self.rendering()["prompt_style"])
@@ -342,7 +342,7 @@ class PublicSource(DataSource):
 
 
 def _build(name: str, init_args: Mapping[str, Any]) -> PublicSet:
-    """The data set with its options, paths made of texts."""
+    """Create the data set with its options; texts become paths."""
     kind = PUBLIC_SETS[name]
     known = {field.name: field.type for field in dataclasses.fields(kind)}
     check_init_args(init_args, known, name)

@@ -33,8 +33,8 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
 
     Args:
         file: the recipe.
-        gpu: what each rank has.
-        failed: it has run, and did not fit: there is less memory than is predicted for it.
+        gpu: device of each rank.
+        failed: whether a run of it ran out of memory, so that there is less than predicted.
     """
     if failed:
         # It ran out of memory although the prediction says that it fits: assume less memory than

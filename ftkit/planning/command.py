@@ -27,7 +27,7 @@ from ftkit.planning.table import show, show_changes  # noqa: E402
 
 
 def plan_all(options: PlanOptions) -> int:
-    """Plan every recipe in every variation and show them; the exit code."""
+    """Plan every recipe in every variation, show the plans and return the exit code."""
     with Display(None, stream=sys.stderr) as display:
         found, changes = _plan_and_fit(options, display)
     if changes is None:
@@ -63,7 +63,7 @@ def _tell_next(planned: Planned, options: PlanOptions) -> None:
 def _plan_and_fit(
     options: PlanOptions, display: Display
 ) -> tuple[list[Planned], list[tuple[Change, str]] | None]:
-    """The plans, and with --fit what makes the one fit, each with its command line."""
+    """Return the plans and, with --fit, the changes that make the only one fit, with commands."""
     device = None if options.gpu is None else find_gpu(options.gpu)
     found: list[Planned] = []
     given: list[Override] = []
@@ -100,7 +100,7 @@ def _plan_and_fit(
 
 
 def _shown(display: Display, title: str, plan: Callable[[], Planned]) -> Planned:
-    """A plan, shown while it is made."""
+    """Make a plan, and show a title meanwhile."""
     refused: UserError
     with display.phase(title, brief=True):
         try:

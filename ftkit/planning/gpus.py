@@ -1,4 +1,4 @@
-"""GPU kinds: their memory, and what a CUDA process takes beside its tensors; what is here."""
+"""GPU kinds with their memory, overhead of a CUDA process, and the devices of this machine."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -78,10 +78,10 @@ TENSOR_ERROR = 0.02
 
 
 def find_gpu(text: str) -> Gpu:
-    """The GPU of a name, of a size such as 24GiB, or of this machine (auto).
+    """Return the GPU for a name, for a size such as 24GiB, or of this machine (auto).
 
     Raises:
-        UserError: it is none of these, or there is none here.
+        UserError: it is none of these, or this machine has no GPU.
     """
     name = text.strip().lower()
     if name in GPUS:
@@ -133,6 +133,7 @@ def device_here(ranks: int, devices: Devices) -> Gpu | None:
     Returns:
         None where the memory of the devices is not known.
     """
+    # Ranks on one machine share its memory.
     host = host_limit(ranks)
     if devices.accelerator == HOST_KIND:
         return Gpu(name=HOST, memory_bytes=host.memory_bytes, swap_bytes=host.swap_bytes)
@@ -152,7 +153,9 @@ def free_here(ranks: int, devices: Devices) -> Gpu:
     """Memory that each of the ranks on this machine can take now."""
     if devices.accelerator == HOST_KIND:
         return Gpu(name=HOST, memory_bytes=available_host_bytes(ranks))
+    # The fullest device decides, as other processes may use one of them.
     free = min(free_bytes(min(ranks, devices.count), devices.accelerator))
+    # With everything else that is known of the device: only its memory differs.
     known = device_here(ranks, devices)
     if known is None:
         name = devices.names[0] if devices.names else device_kind(devices.accelerator).noun

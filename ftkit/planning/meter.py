@@ -33,9 +33,10 @@ Moment = Literal["before_forward", "after_forward", "after_backward", "after_opt
 
 
 def steps_to_measure(order: ElasticOrder) -> set[int]:
-    """The step near the start of a session that needs most memory; unless it comes soon, another.
+    """Steps to measure near the start of a session: the one that needs most memory, and the second.
 
-    That is the second one: in the first one the optimizer has no state yet.
+    If the former comes soon, it is measured alone. The first step is not measured, because the
+    optimizer has no state in it yet.
     """
     first, end = order.start_step, order.total_steps
     second = first + 1 if end - first > 1 else first
@@ -80,14 +81,14 @@ class DevicePeak:
 
     @property
     def allocated_bytes(self) -> int | None:
-        """Highest memory in tensors, as torch counts it; None: it does not."""
+        """Highest memory in tensors, as torch counts it; None: not counted."""
         if not self._counts:
             return None
         return max(self._allocated, torch.accelerator.max_memory_allocated())
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Highest memory that torch took from the driver; None: it is not counted."""
+        """Highest memory that torch took from the driver; None: not counted."""
         if not self._counts:
             return None
         return max(self._reserved, torch.accelerator.max_memory_reserved())
@@ -111,9 +112,9 @@ class MemoryMeter:
 
         Args:
             strategy: knows where the tensors are; not yet set up.
-            model: what is trained.
+            model: that is trained.
             steps: which to measure, as numbers of steps done before.
-            device_peak: what the allocator says of the device.
+            device_peak: memory of the device, as its allocator counts it.
             on_measured: called after a step that took more than those measured before.
         """
         self._strategy, self._model = strategy, model
@@ -179,9 +180,10 @@ class MemoryMeter:
     def on_exception(self, exception: BaseException) -> None:
         """Report what is known if memory has run out: of this step, or of one measured before.
 
-        If neither was measured, what a step keeps is known alone.
+        If neither was measured, only parameters, gradients and optimizer state are known.
         """
         if is_out_of_memory(exception):
+            # A step that is not followed: at least what exists now.
             if not self._entered and not self._highest_bytes:
                 self._begin()
             if self._entered:
@@ -301,6 +303,7 @@ def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
     """Add allocated bytes that belong to no known tensor, as unattributed."""
     if allocated_bytes is None:
         return found
+    # Workspaces of libraries, for example, are no tensors that an operation shows.
     beyond = found.bytes["unattributed"] + allocated_bytes - found.total_bytes
     return Snapshot(found.bytes | {"unattributed": beyond})
 

@@ -47,10 +47,10 @@ def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]
 
 
 def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None) -> list[Change]:
-    """Changes after which the plan fits, or may fit, one line for each thing to give up.
+    """Changes after which the plan fits or may fit, one for each thing that is given up.
 
     Args:
-        planned: what does not fit, with its GPU.
+        planned: a plan that does not fit, with its GPU.
         attempt: plans the recipe with some keys changed.
         most: look for no more than this many.
     """
@@ -97,6 +97,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         yield _Step("smaller micro-batch, same global batch", ())
     if gpu.bf16 and plan.precision != "bf16-true":
         yield _Step("16-bit numbers", (("precision", "bf16-true"),))
+    # GPUs without bfloat16 need a loss scale for 16 bits, which not every strategy has.
     elif not gpu.bf16 and plan.precision == "32-true" and plan.rules.scales_loss:
         yield _Step("16-bit arithmetic", (("precision", "16-mixed"),))
     if _could_update_in_backward(planned):
@@ -105,6 +106,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     optimizer = recipe.optimizer
     if optimizer["class_path"] in _ADAMS and plan.rules.bnb_optimizers:
         name = optimizer["class_path"].rpartition(".")[2]
+        # Learning rate, betas and the like have the same names and meanings in both packages.
         kept = {k: v for k, v in optimizer["init_args"].items() if k not in _IMPLEMENTATION}
         yield _Step(
             "8-bit optimizer state",
@@ -150,6 +152,7 @@ def _together(single: Sequence[_Step]) -> Iterator[list[_Step]]:
     """Several changes at once, more and more of them."""
     by_title = {step.title: step for step in single}
     gentle = [by_title[title] for title in _GENTLE if title in by_title]
+    # The gentle changes first, more and more of them; later attempts begin with all of them.
     for count in range(2, len(gentle) + 1):
         yield gentle[:count]
     for title in ("LoRA", "QLoRA"):
@@ -195,9 +198,9 @@ def _least(planned: Planned, steps: Sequence[_Step], attempt: Try) -> Change | N
 
 
 def _shorter(planned: Planned, gpu: Gpu, attempt: Try) -> Change | None:
-    """Samples cut to the most tokens that fit, a power of two; None: not even few do.
+    """Samples cut to the most tokens that fit, a power of two; None: not even the fewest fit.
 
-    The last resort, because it alone changes what is learned.
+    This is the last resort, because only it changes what is learned.
     """
     whole = planned.length.tokens
     if whole <= _FEWEST_TOKENS:

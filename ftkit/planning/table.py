@@ -31,6 +31,7 @@ _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold 
 def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
     """Write plans to standard output: one as rows, several as a table."""
     if form == "json":
+        # One plan is an object, several are a list.
         values = [planned.as_dict() for planned in found]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
         return
@@ -41,6 +42,7 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
     else:
         width = terminal.width if sys.stdout.isatty() else _ANY_WIDTH
         content = side_by_side(found, width)
+    # Without colours in a file or a pipe.
     if sys.stdout.isatty():
         terminal.print(content)
     else:
@@ -85,7 +87,7 @@ def side_by_side(found: Sequence[Planned], width: int) -> Table:
 def show_changes(
     planned: Planned, changes: Sequence[tuple[Change, str]], form: Literal["table", "json"]
 ) -> None:
-    """Write a plan with what makes it fit: each change with its command line."""
+    """Write a plan and the changes that make it fit, each with its command line."""
     if form == "json":
         described = [
             {"title": change.title, "command": command, "plan": change.planned.as_dict()}
@@ -116,7 +118,7 @@ def verdict(planned: Planned) -> str:
 
 
 def plan_table(planned: Planned) -> Group:
-    """One plan, with a line for each thing that it says."""
+    """One plan as labelled rows, below a title."""
     words = verdict(planned)
     head = [(Text(words, _STYLES[words]), _needs(planned))] if words else []
     return Group(
@@ -134,6 +136,7 @@ def _needs(planned: Planned) -> str:
     assert planned.gpu is not None
     low, high = map(bytes_text, (planned.least_bytes, planned.memory.high_bytes))
     there = bytes_text(planned.gpu.memory_bytes)
+    # The memory of a machine is divided among its ranks, so the figure alone would surprise.
     each = " for each rank" * (planned.gpu.name == HOST and planned.plan.devices > 1)
     words = f"needs {low} to {high} of the {there} of {planned.gpu.name}{each}"
     if planned.gpu.host_bytes is not None and planned.memory.host_bytes > planned.gpu.host_bytes:
@@ -235,7 +238,7 @@ class _Column:
     cells: list[Text]
     is_number: bool = False
     place: int = 0
-    """Columns of the highest place are the first that a narrow terminal goes without."""
+    """Columns with the highest place are the first that are left out on a narrow terminal."""
 
 
 def _columns(found: Sequence[Planned]) -> list[_Column]:

@@ -18,8 +18,8 @@ measured in a run and what is predicted before it are counted by the same code:
 A storage counts once, however many tensors look at it. One that an operation makes is temporary,
 unless it turns out to be something else: it is assigned, such as a gradient after the backward
 pass, or it was made in a forward pass and is alive when the pass ends, which makes it an
-activation. Then it was so from the beginning. That is known later than the peak may be: the
-changes are kept, and `stretches` goes through them again.
+activation. It then counts as such from the beginning. This may be known only after the peak, so
+the changes are kept, and `stretches` replays them.
 """
 
 import weakref
@@ -79,10 +79,10 @@ class _Storage:
 class LiveTensors(TorchDispatchMode):
     """Follows the storages of one device while it is entered; see the module's text.
 
-    What was born before is known if it is assigned; then it counts from the start. What an
-    operation takes and nothing has shown before was made inside another operation: it is temporary
-    from then on. Memory that an operation takes and gives back inside itself is not seen. Storages
-    that are freed by resizing them, as FSDP does, are.
+    A storage that existed before counts from the start, once it is assigned. An input that is not
+    known yet was made inside another operation: it is temporary from then on. Memory that an
+    operation allocates and frees internally is not seen; storages that are freed by resizing them,
+    as FSDP does, are.
     """
 
     def __init__(self, device: torch.device, *, granularity_bytes: int = 1) -> None:
@@ -153,7 +153,7 @@ class LiveTensors(TorchDispatchMode):
         """Set the category of tensors until they are freed.
 
         Args:
-            tensors: also sharded ones, of which the part in this process counts; None is none.
+            tensors: also sharded ones, of which the part in this process counts; None is skipped.
             category: of these tensors.
         """
         for storage in self._storages(tensors):
@@ -192,11 +192,11 @@ class LiveTensors(TorchDispatchMode):
             storage.born = 0
 
     def begin_forward(self) -> None:
-        """A forward pass begins: what it makes and leaves alive are activations."""
+        """Begin a forward pass: tensors that it makes and leaves alive are activations."""
         self._forward_passes += 1
 
     def end_forward(self, gathered: Iterable[Tensor] = ()) -> None:
-        """The forward pass has ended.
+        """End the forward pass.
 
         Args:
             gathered: parameters in the form that the forward pass needed; what they hold for it
@@ -211,18 +211,18 @@ class LiveTensors(TorchDispatchMode):
                 storage.turned_out = "activations"
 
     def now(self) -> Snapshot:
-        """Bytes alive by category, as far as is known by now."""
+        """Bytes alive by category, as far as they are known."""
         found = dict.fromkeys(CATEGORIES, 0)
         for storage in list(self._alive.values()):
             found[storage.as_counted(storage.category)] += storage.size_bytes
         return Snapshot(found)
 
     def mark(self, name: str) -> None:
-        """A stretch of the step begins here."""
+        """Begin a stretch of the step."""
         self._marks.append((len(self._changes) - self._changes_before, name))
 
     def stretches(self) -> list[Stretch]:
-        """Stretches since `restart`, in the order of the marks, as far as is known by now."""
+        """Stretches since `restart`, in the order of the marks, as far as they are known."""
         now = dict.fromkeys(CATEGORIES, 0)
         total = 0
 
@@ -269,7 +269,7 @@ class LiveTensors(TorchDispatchMode):
                 self._see_all(value)
 
     def _see(self, tensor: Tensor) -> None:
-        """Called ten thousands of times in a step: what is known is passed over quickly."""
+        """Follow a tensor; called tens of thousands of times in a step, so known ones take little."""
         for part in (tensor,) if type(tensor) in _PLAIN else _plain(tensor):
             storage = part.untyped_storage()
             known = self._alive.get(storage._cdata)
@@ -282,7 +282,7 @@ class LiveTensors(TorchDispatchMode):
     def _enter(
         self, storage: torch.UntypedStorage, category: Category, *, is_new: bool
     ) -> _Storage:
-        """Follow a storage; one that no operation has made here was there from the start."""
+        """Follow a storage; one that no operation has made here existed from the start."""
         # The address in C++: a key that does not keep the storage alive.
         key = storage._cdata
         entered = self._alive[key] = _Storage(self._forward_passes if is_new else 0)

@@ -1,6 +1,6 @@
 """User-defined metrics: functions in Python files, named by --metric.
 
-Only the process that scores answers executes the file; everything that can be checked without that
+Only the process that scores answers executes the file; whatever can be checked without executing it
 is checked before. No recipe, checkpoint or data file can name one.
 """
 
@@ -44,7 +44,7 @@ def own_metrics(texts: Sequence[str]) -> tuple[OwnMetric, ...]:
         texts: FILE.py:FUNCTION each.
 
     Raises:
-        UserError: there is no such file or function, it does not take what it is given, or two
+        UserError: there is no such file or function, it takes other arguments, or two
             have the same name.
     """
     found: dict[str, OwnMetric] = {}

@@ -153,7 +153,7 @@ def _overridden(
 
 
 def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
-    """Give a parser the keys of a recipe: types, defaults and help; but not the components.
+    """Add the keys of a recipe to a parser, with types, defaults and help, but no components.
 
     jsonargparse would have a key for each entry of a `Component`, and load what it names.
     """
@@ -188,7 +188,7 @@ def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any], method: Method) -> Recipe:
-    """Make a Recipe of the values that `to_dict` returned."""
+    """Make a Recipe from the values that `to_dict` returned."""
     check_keys(values, method)
     return _instantiate(values, method)
 
@@ -260,6 +260,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
         for leaf, item in flatten(value, f"{key}."):
             _assign(merged, leaf, item)
         return
+    # A whole group can only be set as a mapping; an empty one in a file leaves its defaults.
     if key in GROUPS:
         if value is not None:
             example = next(name for name in key_types("full") if name.startswith(f"{key}."))
@@ -305,6 +306,7 @@ def _merge_component(
     """
     if rest.startswith("init_args."):
         rest = rest.removeprefix("init_args.")
+    # A single argument.
     if rest and rest != "class_path" and rest != "init_args":
         if current is None:
             current = Component(class_path=default_class(field), init_args={})
@@ -378,6 +380,7 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
     components = {key: given.pop(key) for key in COMPONENTS if key in given}
     if isinstance(out_dir := given.get("out_dir"), str):
         given["out_dir"] = str(local_path(out_dir))
+    # Its own message: the parser would only say that a key is required.
     if "checkpoint_dir" not in given:
         raise UserError(
             "checkpoint_dir is not set: which base model? "

@@ -1,7 +1,7 @@
 """PEFT's adapter_config.json as keys of a recipe; no torch.
 
-Any program may have written the file. PEFT itself imports modules and takes classes that some keys
-name (`megatron_core`, `auto_mapping`), so that nothing reaches it but what is listed here.
+Any program may have written the file. PEFT imports modules and classes that some keys name
+(`megatron_core`, `auto_mapping`), so only the keys listed here are passed to it.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _ARGUMENTS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "modules_to_save"),
     *("rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "fan_in_fan_out"),
 )
-"""Settings of which PEFT makes the layers of an adapter."""
+"""Settings from which PEFT makes the layers of an adapter."""
 _OF_LAYER = ".weight"
 """End of the name of a parameter that is the weight of a linear layer."""
 
@@ -103,7 +103,7 @@ _USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "fan_in_fan_out": (_is_flag, "true or false"),
     "init_lora_weights": (_is_start, "true, false or a text"),
 }
-"""Keys that ftkit uses, with the types of their values; null is as if the key were not there."""
+"""Keys that ftkit uses, with the types of their values; null counts as absent."""
 
 _CHANGING: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -130,7 +130,7 @@ _NEUTRAL = frozenset(
         *("qalora_group_size", "revision", "runtime_config", "task_type"),
     )
 )
-"""Settings that change no number of a saved adapter: how it was begun, and what loads it."""
+"""Settings that change no number of a saved adapter: how its training began, and what loads it."""
 _SWITCHES = ("use_", "_config")
 """Beginning and end of PEFT's keys that switch a method on."""
 
@@ -202,6 +202,7 @@ def with_adapter(recipe: Recipe) -> Recipe:
                 f"{key} is {json.dumps(asked)}, but the adapter {recipe.adapter} has "
                 f"{json.dumps(value)}. Remove {key}, which is read from the adapter."
             )
+    # They name layers in another way than lora_targets, which is read from the adapter.
     for key in LAYER_SWITCHES:
         if getattr(recipe, key) != defaults[key]:
             raise UserError(
@@ -293,8 +294,8 @@ def peft_arguments(directory: Path) -> dict[str, Any]:
 def peft_settings(directory: Path) -> dict[str, Any]:
     """Settings of an adapter_config.json that ftkit uses or has to refuse.
 
-    Keys of newer versions of PEFT that are switched off pass; others are named once and ignored,
-    but for those that switch a method on.
+    Keys of newer versions of PEFT that are switched off pass. Others are named once and ignored,
+    except for those that switch a method on, which are refused.
 
     Raises:
         UserError: the file is missing or damaged, or turns on something that ftkit does not know.

@@ -227,7 +227,7 @@ _CLOSING = {"[": "]", "{": "}", '"': '"', "'": "'"}
 
 
 def variations(sweeps: Sequence[str]) -> list[tuple[Override, ...]]:
-    """Every combination of the values in texts such as `key=a,b,c`; one empty one for no text.
+    """Every combination of the values in texts such as `key=a,b,c`; without texts, an empty one.
 
     A comma inside brackets or quotes belongs to its value: `lora_targets=[q_proj,v_proj],[o_proj]`.
 

@@ -125,6 +125,7 @@ def inspect_data(
         UserError: as a run would; or the tokenizer is not here and cannot be fetched.
     """
     recipe = with_adapter(read_recipe(files, overrides))
+    # Settings and tokenizer, no weights.
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)
     directory = base.tokenizer_directory
@@ -142,6 +143,7 @@ def inspect_data(
         max_seq_length=limit,
         model_context=base.architecture.context_length,
     )
+    # Before truncation: the question is which limit would hold the samples.
     lengths = lengths_of(_whole_lengths(data.parts), limit)
     assert lengths is not None, "data without samples are refused"
     return Inspection(
@@ -302,7 +304,7 @@ def lengths_of(tokens: npt.NDArray[np.int32], limit: int) -> Lengths | None:
     """Summarise lengths by percentiles and a histogram; None: there are none.
 
     Args:
-        tokens: [samples], of each, before anything is done about those that are too long.
+        tokens: [samples], length of each before long ones are cut or left out.
         limit: max_seq_length.
     """
     if not len(tokens):

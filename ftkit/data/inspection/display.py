@@ -150,7 +150,7 @@ def _counted(bar: Bar) -> str:
 
 
 def visible(text: str) -> str:
-    r"""A text with every character that does not show as one written out: \t, \u200b."""
+    r"""Return a text with its invisible characters written out, such as \t and \u200b."""
     return "".join(_visible(character) for character in text)
 
 
@@ -192,7 +192,7 @@ def _token_words(split: SplitNumbers) -> str:
 
 
 def _bars(lengths: Lengths, width: int, ascii_only: bool) -> Iterator[RenderableType]:
-    """Lines of a histogram; what is too long is drawn in another pattern."""
+    """Lines of a histogram; samples that are too long are drawn in another pattern."""
     full, over = ("#", "x") if ascii_only else ("█", "░")
     # 16 characters for the counts beside the bar.
     room = max(min(_BAR_WIDTH, width - _LABEL_WIDTH - 16), 5)
@@ -386,7 +386,7 @@ def _html_findings(findings: list[Finding]) -> str:
 
 
 def _html_bars(bars: list[Bar]) -> str:
-    """A table of bars; what is too long is hatched."""
+    """A table of bars; samples that are too long are hatched."""
     most = max(bar.samples for bar in bars)
     rows = "".join(
         '<tr style="background:none"><td style="text-align:right;padding:0 0.6em 0 0;border:none;'

@@ -1,4 +1,4 @@
-"""Findings: what in the data harms a run, each with what to change."""
+"""Findings: properties of the data that harm a run, each with a recommended change."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -48,10 +48,10 @@ class _FoundDuplicates:
 
 
 def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _FoundDuplicates:
-    """Find samples with the same tokens, whatever is trained of them.
+    """Find samples with the same tokens, regardless of which tokens are trained.
 
-    A few tokens of each tell nearly all samples apart; only what they do not is read in full. So a
-    million samples take about a second.
+    A few tokens of each sample distinguish nearly all; only samples that agree in these are read in
+    full. So a million samples take about a second.
 
     Args:
         train: samples of each source.
@@ -94,7 +94,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
 
 
 def _keys(samples: SampleSet) -> npt.NDArray[np.uint64]:
-    """[samples], a number of each, the same for the same tokens."""
+    """Key of each sample, [samples]; equal tokens have equal keys."""
     tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
     starts, sizes = offsets[:-1], np.diff(offsets)
     keys = sizes.astype(np.uint64)
@@ -283,7 +283,7 @@ def reasoning_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 
 def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
-    """Records have system messages, but what is made of them does not."""
+    """Records have system messages that the rendered text lacks."""
     # Training records are not kept in the cache; those of validation are, for questions.
     records = part.splits["val"].records or part.splits["train"].records
     with_system = [
@@ -348,7 +348,7 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
 
 
 def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
-    """The base model has a chat template, and learns another one."""
+    """The base model has its own chat template, but is trained with another one."""
     own = evidence.tokenizer.chat_template
     if own is None or part.part.shape not in ("instruction", "messages"):
         return None

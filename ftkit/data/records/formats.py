@@ -83,9 +83,10 @@ def text_of(file: Path) -> str:
 
 
 def lines_of(file: Path) -> Iterator[str]:
-    """The lines of a text file with their ends, a byte order mark apart; never all at once.
+    """Yield the lines of a text file with their ends, without a byte order mark.
 
-    Lines end at a line feed alone: JSON allows other separators inside texts.
+    The file is never in memory as a whole. Only a line feed ends a line, because JSON allows other
+    separators inside texts.
 
     Raises:
         UserError: as `opened`, or it is not UTF-8.
@@ -232,7 +233,7 @@ def _explain_damage(file: Path, error: Exception) -> str:
 
 
 def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a .json file, from 1: a list, or an object that holds one under a key.
+    """Yield the values of a .json file, numbered from 1: a list, or an object with a single list.
 
     Raises:
         UserError: it holds no list, or cannot be read.
@@ -253,7 +254,7 @@ def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a .jsonl file, each with its line, from 1; empty lines are passed over.
+    """Yield the values of a .jsonl file with their line numbers, from 1; empty lines are skipped.
 
     Raises:
         UserError: a line is not JSON, or the file cannot be read.
@@ -335,7 +336,7 @@ _STATE = "state.json"
 
 
 def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a .csv file by the names of its first one, from 1; every value is a text.
+    """Yield the rows of a .csv file, numbered from 1, by the names in its first row, as texts.
 
     Raises:
         UserError: a row has more or fewer values than there are names, or it cannot be read.
@@ -379,7 +380,7 @@ def tsv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a parquet file, from 1.
+    """Yield the rows of a parquet file, numbered from 1.
 
     Raises:
         UserError: it is not a parquet file, or damaged.
@@ -415,7 +416,7 @@ def arrow_files(directory: Path) -> list[Path]:
 
 
 def arrow_rows(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of an Arrow directory, from 1.
+    """Yield the rows of an Arrow directory, numbered from 1.
 
     Raises:
         UserError: files of it are missing or damaged.
@@ -437,7 +438,7 @@ def arrow_rows(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def batch_rows(batches: Iterable["pyarrow.RecordBatch"]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of record batches, from 1, with objects as they were before they became a table.
+    """Yield the rows of record batches, from 1, with objects as they were before the table.
 
     A table gives every object all keys that any of them has: those without a value are left out.
     """

@@ -69,7 +69,7 @@ class HubData:
         """The rows of a split, from 1.
 
         Raises:
-            UserError: the hub has none of this name.
+            UserError: the data set has no such split.
         """
         try:
             found: Dataset = self._builder.as_dataset(split=split)

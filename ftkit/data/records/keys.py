@@ -1,7 +1,7 @@
 """Keys of records: which are refused by name, and which are not used.
 
-A key that other programs give a meaning is honoured, or refused, so that nothing is learned
-otherwise than it was meant. A key of which nothing is known is named once.
+A key that has a meaning in other programs is honoured or refused, so that nothing is trained in
+another way than intended. Unknown keys are listed once.
 """
 
 import json
@@ -44,7 +44,7 @@ class Refusal(Misfit):
 
 @dataclass(frozen=True, kw_only=True)
 class UnusedKeys:
-    """Keys that the records of a data set have, and of which nothing is known."""
+    """Unknown keys of the records of a data set."""
 
     names: tuple[str, ...] = ()
     """The most frequent ones first; those of messages as messages.KEY."""
@@ -93,8 +93,7 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
         row: with our names of keys.
         shape: of the record.
         answered: whether it is trained on, and not only used as a prompt.
-        named: whether data.columns names what is learned, so that of a preference pair one answer
-            is meant.
+        named: whether data.columns names the answer, which chooses one of a preference pair.
 
     Raises:
         Refusal: names the key, and what to do.
