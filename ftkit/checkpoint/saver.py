@@ -310,6 +310,7 @@ def _take_receipt(directory: Path, step: int) -> dict[str, Any]:
 def _describe_error(failure: Exception) -> str:
     if isinstance(failure, OSError) and failure.errno:
         return os.strerror(failure.errno)
+    # safetensors wraps errors of the system in one of its own, with their text.
     if found := re.search(r"I/O error: (.+) \(os error", str(failure)):  # of safetensors
         return found[1]
     return f"{type(failure).__name__}: {failure}"

@@ -61,6 +61,7 @@ def is_milestone(step: int, keep_every: KeepEvery) -> bool:
     if isinstance(keep_every, int):
         return step % keep_every == 0
     ends = sorted(keep_every)
+    # The interval of the first range that reaches the step.
     end = next((end for end in ends if step <= end), ends[-1])
     return step % keep_every[end] == 0
 
@@ -340,6 +341,7 @@ class Store:
         """
         # Damaged checkpoints are kept beside the others: a person may want to inspect them.
         steps = self.steps()
+        # They do not count among the newest or the best, so they displace no intact one.
         damaged = {step for step in steps if self.check_files(step)}
         sound = [step for step in steps if step not in damaged]
         losses = {step: self.metadata(step).validation_loss for step in sound} if keep_best else {}

@@ -301,6 +301,7 @@ class PublicSource(DataSource):
 
     @classmethod
     def of(cls, data: Component) -> Self:
+        # Options themselves are checked in `_build`, when the set is read.
         check_shared_values(data["init_args"])
         return cls(data["class_path"].rpartition(".")[2], data["init_args"])
 
@@ -392,6 +393,7 @@ def _answered(conversations: Iterator[list[str]] | list[list[str]], *, every: bo
     for said in conversations:
         # Questions and answers alternate.
         for i in range(0, len(said) - 1, 2) if every else (0,):
+            # Each question stands alone, without the turns before it, as in LitGPT.
             rows.append({"instruction": said[i], "input": "", "output": said[i + 1]})
     return rows
 

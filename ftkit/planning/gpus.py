@@ -120,6 +120,7 @@ def ranks_here(requested: int | Literal["auto"], devices: Devices) -> int:
     """Ranks of a run on this machine, by the key `devices` of its recipe."""
     if isinstance(requested, int):
         return requested
+    # auto: every GPU gets a rank, but the cores of a CPU share one.
     return 1 if devices.accelerator == HOST_KIND else devices.count
 
 

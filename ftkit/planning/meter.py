@@ -148,6 +148,7 @@ class MemoryMeter:
     def before_forward(self, batch: dict[str, Any]) -> None:
         """Begin a micro-step, whose batch is on the device."""
         if self._entered:
+            # The batch was made before the forward pass began, but belongs to it.
             self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
             self._mark("before_forward")
             self._micro_batches.append(_size_of(batch))
@@ -267,6 +268,7 @@ def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
     lines, positions = batch["input_ids"].shape
     targets, lengths = len(batch["labels"]), batch["sequence_lengths"]
     weighted = "weights" in batch
+    # Padded: one line for each sequence.
     if lengths is None:
         return MicroBatchSize(
             sequences=lines, positions=positions, targets=targets, weighted=weighted

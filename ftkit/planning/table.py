@@ -147,6 +147,7 @@ def _needs(planned: Planned) -> str:
 def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     plan, memory = planned.plan, planned.memory
     train = plan.recipe.train
+    # Nothing in the command says so: the user may have meant LoRA.
     if planned.method_source == "recipe" and plan.recipe.method == "full":
         yield "method", "full: the recipe has no LoRA keys; ftkit plan finetune plans LoRA"
     share = percent_text(memory.trained_parameters / memory.parameters)

@@ -269,7 +269,7 @@ class LiveTensors(TorchDispatchMode):
                 self._see_all(value)
 
     def _see(self, tensor: Tensor) -> None:
-        """Follow a tensor; called tens of thousands of times in a step, so known ones take little."""
+        """Follow a tensor; called tens of thousands of times in a step, so it must be quick."""
         for part in (tensor,) if type(tensor) in _PLAIN else _plain(tensor):
             storage = part.untyped_storage()
             known = self._alive.get(storage._cdata)

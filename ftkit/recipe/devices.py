@@ -248,6 +248,7 @@ def _install(version: str, build: str) -> str:
 def _unusable(cuda: Cuda, *, is_required: bool) -> str:
     """The error message for GPUs that torch cannot use."""
     found = hardware()
+    # Several cards of a kind are named once.
     names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
     if names:
         start = f"This machine has {names}, but torch {cuda.torch} cannot use it"
@@ -377,6 +378,7 @@ def _child(*words: str) -> dict[str, Any]:
     # -P: modules in the current directory are the user's, not ours
     asked = subprocess.run(
         [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],
+        # Standard input may hold the recipe, which the child must not read.
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

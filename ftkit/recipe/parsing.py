@@ -114,6 +114,7 @@ def sorted_words(
             )
         else:
             overrides.append(("checkpoint_dir", text))
+    # --config comes last, so its files win.
     return [*recipes, *config], overrides
 
 
@@ -244,6 +245,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _prompt_text(text: str) -> str:
     r"""A prompt as text, which YAML would often read as a mapping; \n is a new line."""
+    # In quotes it is YAML, which has escapes of its own.
     if text[:1] in ("'", '"'):
         with contextlib.suppress(yaml.YAMLError):
             return str(parse_yaml(text))
@@ -379,6 +381,7 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
     # jsonargparse would import the classes that they name.
     components = {key: given.pop(key) for key in COMPONENTS if key in given}
     if isinstance(out_dir := given.get("out_dir"), str):
+        # A run with a url works in a local directory; supervisors upload it.
         given["out_dir"] = str(local_path(out_dir))
     # Its own message: the parser would only say that a key is required.
     if "checkpoint_dir" not in given:

@@ -52,6 +52,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    # Python's json also reads NaN and Infinity.
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -251,6 +252,7 @@ def read_notes(directory: Path) -> dict[str, Any]:
         parts = from_json(dict[str, list[str]], notes.get(PARTS_KEY, {}))
         known = {key: notes[key] for key in _NOTES if key in notes}
         for key, value in known.items():
+            # Only checked: it raises if the type is another one.
             from_json(_NOTES[key], value)
         if known.get("lora_r", 1) < 1:
             raise ValueError(f"lora_r is {known['lora_r']}")
@@ -355,4 +357,5 @@ def _shown(value: Any) -> str:
 
 @lru_cache
 def _say_ignored(file: Path, keys: str) -> None:
+    # Once for each file, which is read several times: the function is cached.
     _LOG.warning("%s: not used, because ftkit does not know it: %s", file, keys)

@@ -287,6 +287,7 @@ def resolve_strategy(
     if not devices.bf16_native:
         why = f"{_name(devices)} has no bfloat16 hardware, and {why}"
     suits = suits_deepspeed(recipe)
+    # Options such as strategy.sharding also show that a strategy was chosen.
     nothing_given = recipe.strategy["class_path"] == "auto" and not recipe.strategy["init_args"]
     if nothing_given and devices.deepspeed and suits:
         notices.append(f"{why}: deepspeed with 16-mixed is used.")

@@ -337,6 +337,7 @@ class Partitions:
         owner, _, leaf = name.rpartition(".")
         outlined = model.get_parameter(name)
         size = outlined.numel() * outlined.element_size()
+        # In the one buffer, because each whole parameter only exists until it is partitioned.
         memory = self._whole[:size].view(outlined.dtype).view(outlined.shape)
         parameter = nn.Parameter(memory, requires_grad=outlined.requires_grad)
         if torch.distributed.get_rank() == 0:  # the others receive it
@@ -449,6 +450,7 @@ class ZeroState:
 
     def kinds(self) -> Set[str]:
         """Kinds of existing state, in order."""
+        # The first partition stands for all: an optimizer keeps the same kinds for each.
         flat = self.partitions()[0]
         state = self._inner.state.get(flat, {})
         # Moments have the shape of the partition; counts of steps are scalars.

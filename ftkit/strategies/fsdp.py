@@ -246,8 +246,10 @@ class FullyShard:
             cast_forward_inputs=False,
         )
         settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy}
+        # SHARD_GRAD_OP keeps the parameters of a block between its passes, HYBRID_SHARD frees them.
         sharded_in_between = self._options.sharding != "SHARD_GRAD_OP"
         if self._options.cpu_offload and device.type != "cpu":
+            # torch moves rows to the device when it gathers them, and gradients back.
             settings["offload_policy"] = CPUOffloadPolicy()
             device = torch.device("cpu")
         with _integers_without_gradients():
@@ -279,6 +281,7 @@ class FullyShard:
     def replace(self, parameter: nn.Parameter, value: Rows) -> None:
         assert isinstance(parameter, DTensor)
         local = parameter.to_local()
+        # Only the rows of this rank are read from the file.
         local.copy_(value[_rows(parameter)].reshape(local.shape))
 
     def reshard(self, model: nn.Module) -> None:

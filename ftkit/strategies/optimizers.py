@@ -103,6 +103,7 @@ def resolve_optimizer(
     optimizer_class = _optimizer_class(class_path)
     known = inspect.signature(optimizer_class).parameters
     for name in arguments:
+        # Here, because the class would raise a TypeError without a suggestion.
         if name not in known:
             close = nearest(name, known)
             hint = f"Did you mean {close}?" if close else f"Known: {', '.join(list(known)[1:])}."

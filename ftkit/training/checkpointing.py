@@ -351,7 +351,9 @@ class Checkpointing:
             ),
             versions=self._versions,
             saved_at=utc_now(),
+            # The changes of all sessions, so that the newest checkpoint tells the history.
             changes=[*(start.changes if start else []), *self._changes],
+            # Loggers add their ids to this dictionary, some of them after it was passed here.
             loggers=self._run_ids,
             carried=carried,
         )

@@ -91,6 +91,7 @@ class Recorder:
         self._device = device = make_device(plan.accelerator)
         self._rank = state.rank
         self._times = dict.fromkeys(get_args(PhaseName), 0.0)
+        # The phase of set-up began with the command, before this process existed.
         self._started_at_s = self._since = started_at_s
         self._written_at = time.time()
         self._meter = ThroughputMeter()
@@ -103,6 +104,7 @@ class Recorder:
         self._routing = Routing((), 0, None)
         run = self._run
         tables = run if state.rank == 0 else state
+        # Columns of the tables are known before any data are read.
         names = [part.name for part in data_source(plan.recipe.data).parts()]
         sets = tuple(validation_sets(plan.recipe.data, plan.recipe.eval.sets))
         before = start.carried if start else {}
@@ -437,6 +439,7 @@ class Recorder:
             return None
         # Dense peaks of a GPU in TF32 are several times those in float32.
         tf32 = torch.get_float32_matmul_precision() != "highest"
+        # None for devices whose peak is not listed.
         peak = peak_flops(name, precision.partition("-")[0], tf32=tf32)
         return peak and speed.tokens_per_s_per_device * self._flops_per_token / peak
 

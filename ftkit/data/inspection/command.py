@@ -350,6 +350,8 @@ def _width(span: int) -> int:
     power = 1
     while True:
         for step in _STEPS:
+            # Two bars less: the first one may begin before the shortest sample, and the last one
+            # holds all that are longer.
             if span <= step * power * (MOST_BARS - 2):
                 return step * power
         power *= 10

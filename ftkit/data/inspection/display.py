@@ -253,6 +253,7 @@ def _token_lines(sample: ShownSample, width: int, ascii_only: bool) -> Iterator[
     """The tokens of a sample, in lines that end where those of the sample do, or are full."""
     line = _line()
     for text, style, ends_line in _pieces(sample, ascii_only):
+        # In cells of the terminal: wide characters take two.
         size = cell_len(text)
         # A token that does not fit begins the next line; one that is wider than a line is broken.
         if line.cell_len + size > width >= size and line.plain:
@@ -319,6 +320,8 @@ def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, b
 
 # --- HTML -----------------------------------------------------------------------------------------
 
+# Styles stand in the elements, because the output cell of a notebook has no style sheet. 33 is an
+# opacity of 20 %; clone closes the frame where a line breaks.
 _TRAINED_CSS = (
     f"background:{GOOD}33;border-bottom:2px solid {GOOD};padding:0 1px;"
     "-webkit-box-decoration-break:clone;box-decoration-break:clone"
@@ -437,6 +440,7 @@ def _html_tokens(sample: ShownSample) -> Iterator[str]:
 
 
 def _html_token(text: str, style: str, token: int | None = None) -> str:
+    # Escaped last: the records of others must not become code of the page.
     shown = "↵\n".join(escaped(visible(line)) for line in text.split("\n"))
     number = "" if token is None else f' title="{token}"'
     return f'<span style="{style}"{number}>{shown}</span>'
