@@ -26,6 +26,7 @@ from ftkit.recipe.options import (
 )
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
 
+# Without torch: a mistyped path is reported at once.
 FIND_RESULT = "ftkit.evaluation.result:find_result"
 
 
@@ -89,6 +90,7 @@ _FINETUNE_SUMMARY = {
     "finetune_full": "fine-tune every parameter",
 }
 
+# One command for each method; `finetune` is the usual name of finetune_lora.
 _FINETUNING = tuple(
     Command(
         name=name,

@@ -38,7 +38,7 @@ from ftkit.utils.progress import OnProgress, gives_advice, print_next
 
 
 def export(result: Result, options: ExportOptions) -> int:
-    """Write a result for another program; the exit code.
+    """Write a result for another program; return the exit code.
 
     Args:
         result: a full fine-tune, a checkpoint, a model, or, for PEFT and llama.cpp, an adapter.

@@ -80,9 +80,9 @@ def logits_of(
 def _filled_when_needed(
     model: LanguageModel, values: Values, progress: OnProgress
 ) -> Iterator[None]:
-    """Each part of the model has its numbers while it computes; the first has them before it.
+    """Give each part of the model its numbers while it computes.
 
-    Some models ask for the embedding's device when they begin.
+    The embedding has them from the start: some models ask for its device when they begin.
     """
     # The order in which the forward pass reaches them: each is dropped before the next is filled.
     body = model.body
@@ -112,6 +112,7 @@ def _filled_when_needed(
         done += 1
         progress(done, len(parts))
 
+    # By module, because hooks only get the module.
     names = {module: name for name, module in model.named_modules()}
     # Hooks, so that the forward pass is the model's own, whatever its body does between parts.
     hooks = [part.register_forward_pre_hook(fill) for part in parts[1:]]
@@ -140,7 +141,7 @@ class _Difference:
 
 
 def merge(result: Result, options: MergeOptions) -> int:
-    """Write an adapter and its base model as one model; the exit code.
+    """Write an adapter and its base model as one model; return the exit code.
 
     Args:
         result: the adapter.
@@ -165,6 +166,7 @@ def merge(result: Result, options: MergeOptions) -> int:
         with display.phase(f"reading {result.name}", brief=True):
             adapter = open_adapter(
                 result,
+                # Logits are compared in float32, and sums are rounded only when they are written.
                 dtype=torch.float32,
                 quantize=result.quantize,
                 base=options.checkpoint_dir,
@@ -215,6 +217,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
 
         values = _adapted_values(adapter)
         expected = logits_of(adapter.model, values, sequences, partial(progress, 0))
+        # Both choices are compared, so that the user sees what the other one would have given.
         for number, (name, one) in enumerate(merged.items(), start=1):
             # Not tied: an adapted head has weights of its own.
             plain = outline_plain(base, torch.float32, tied=False)

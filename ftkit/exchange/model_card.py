@@ -176,6 +176,7 @@ def write_card(report: Report, base: Path | None, directory: Path) -> None:
         directory: of the result.
     """
     kind: CardKind = "adapter" if report.method == "lora" else "hf"
+    # A full fine-tune is saved in the layout of its base model.
     if is_litgpt(directory):
         kind = "litgpt"
     write_durably(directory / CARD, redacted(card_text(report, base, kind)))
@@ -290,6 +291,7 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
     if report.throughput is not None:
         yield "Throughput", f"{number_text(report.throughput.tokens_per_s)} tokens/s"
     if report.phases_s is not None and report.phases_s.total is not None:
+        # The report's times cover the last session alone.
         sessions = "last session: " * (report.resumed is not None)
         yield "Time", sessions + duration_text(report.phases_s.total)
     yield "Versions", ", ".join(f"{name} {text}" for name, text in report.versions.items())

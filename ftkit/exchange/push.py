@@ -24,7 +24,7 @@ _BASE = "base_model_name_or_path"
 
 
 def push(options: PushOptions) -> int:
-    """Put a result onto the hub, all of it in one commit; the exit code.
+    """Put a result onto the hub, all of it in one commit; return the exit code.
 
     Args:
         options: which, where to, and who may see it.

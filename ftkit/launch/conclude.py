@@ -43,7 +43,7 @@ class DamageFound(DamagedCheckpoint):
 
 
 def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
-    """Write and show the report of a run whose ranks have ended; the exit code of the command.
+    """Write and show the report of a run whose ranks have ended; return the exit code.
 
     Args:
         job: of the run; a rank that left no report gets an empty one, which has most of it.

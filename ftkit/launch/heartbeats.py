@@ -61,7 +61,7 @@ class Heartbeats:
         watched: Mapping[int, str],
         on_silence: Callable[[int, str], None],
     ) -> None:
-        """Prepare.
+        """Start nothing yet; the block does.
 
         Args:
             store: the TCPStore of all supervisors.

@@ -50,6 +50,7 @@ def interfaces() -> dict[str, list[str]]:
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in _FAMILIES]
         for name, entries in psutil.net_if_addrs().items()
     }
+    # With those that have no address: their names exist, and get another message.
     return {name: found.get(name, []) for _, name in socket.if_nameindex()}
 
 
@@ -58,6 +59,7 @@ def address_towards(host: str) -> str | None:
 
     It is a loopback address if the host is this machine. Nothing is sent.
     """
+    # No such host, or no route to it.
     with suppress(OSError):
         # A UDP socket: connecting it sends nothing, but the kernel chooses the route.
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]

@@ -71,7 +71,7 @@ _RECEIPTS = 8
 """Receipts of a rank that may wait to be read; it is at most two saves ahead of rank 0."""
 
 
-# --- What hosts tell each other -------------------------------------------------------------------
+# --- Messages between hosts -----------------------------------------------------------------------
 
 
 class SharedTexts:
@@ -99,7 +99,7 @@ class SharedTexts:
         return found
 
     def put_file(self, rank: int, name: str, text: str, key: str | None = None) -> None:
-        """Set a file that a rank has left; the end of one that is too long."""
+        """Put a file that a rank has left, or the end of one that is too long."""
         content = {"rank": rank, "name": name, "text": text[-_MAX_CHARACTERS:]}
         self.put(_file_key(rank, key or name), json.dumps(content))
 
@@ -216,7 +216,7 @@ class LeadRelay:
     """Connects the run on this host with other hosts: the `OtherHosts` of its mirror."""
 
     def __init__(self, store: Any, world_size: int, local_world_size: int) -> None:
-        """Prepare.
+        """Connect to the store; `begin` starts to collect.
 
         Args:
             store: of the supervisors.
@@ -461,7 +461,7 @@ class HostRelay:
     def __init__(
         self, texts: SharedTexts, run: RunDirectory, ranks: range, received: Sequence[object]
     ) -> None:
-        """Prepare.
+        """Start nothing yet; the block does.
 
         Args:
             texts: shared with all supervisors.
@@ -598,14 +598,14 @@ class HostRelay:
         receipt.unlink()
 
     def _put(self, rank: int, name: str, text: str, key: str | None = None) -> None:
-        """Put a file before its version, so that who sees the version finds the file."""
+        """Put a file before its version: a reader that sees the version finds the file."""
         self._texts.put_file(rank, name, text, key)
         counted = _file_key(rank, key or name)
         self._versions[counted] = self._versions.get(counted, 0) + 1
 
 
 class _HeldShards:
-    """Shards of this host, kept until they are at the url or nobody wants them any more."""
+    """Shards of this host, kept until they are at the url or no longer needed."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._directory = run, run.state / "outgoing"
@@ -625,7 +625,7 @@ class _HeldShards:
         self._checksums[step] = self._checksums.get(step, {}) | held
 
     def follow(self, lead: LeadState, is_heard: Callable[[], bool]) -> None:
-        """Upload the current checkpoint, and drop those that nobody wants any more.
+        """Upload the current checkpoint, and drop those that are no longer needed.
 
         Raises:
             StorageError: the url does not take it.

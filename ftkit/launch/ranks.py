@@ -70,7 +70,7 @@ class Ranks:
     def __init__(
         self, placed: ExternalRanks | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Prepare.
+        """Start nothing yet; see `run`.
 
         Args:
             placed: this process, if torchrun or SLURM has started it.

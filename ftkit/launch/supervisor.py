@@ -63,7 +63,7 @@ from ftkit.utils.yaml_files import STANDARD_INPUT
 
 
 def run_finetuning(options: FinetuneOptions) -> int:
-    """Fine-tune as the command line says, or print the recipe; the exit code.
+    """Fine-tune as the command line says, or print the recipe; return the exit code.
 
     Raises:
         UserError: see `read_recipe` and `launch`.
@@ -110,7 +110,7 @@ def launch(
     metrics: tuple[OwnMetric, ...] = (),
     trusted: Path | None = None,
 ) -> int:
-    """Prepare, start and supervise one run; the exit code of the command.
+    """Prepare, start and supervise one run; return the exit code of the command.
 
     Under torchrun or SLURM, which start a process for each rank, this one supervises its rank.
 
@@ -226,11 +226,13 @@ def prepare_run(
         on_asking=lambda: print_notice("asking torch about the devices ..."),
     )
     if placed is not None:
+        # The launcher has decided: its processes are the ranks, whatever the recipe says.
         count, nodes = placed.devices_and_nodes(devices)
         recipe = dataclasses.replace(recipe, devices=count, num_nodes=nodes)
     # Before the plan, which needs a number in place of auto.
     recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
+    # What is missing shows now, and not when the ranks have loaded a model.
     plan.rules.check_installed()
     check_kernels_installed(recipe.kernels, plan.accelerator, compiles=recipe.compile)
     check_loggers_installed(recipe.extra_loggers)
@@ -252,7 +254,10 @@ def prepare_run(
             mirror = stack.enter_context(
                 mirrored(run, print_notice, received, goes_on=True, several=others is not None)
             )
+            # Under the lock: a run that is running writes its next checkpoint under such a name.
             run.store.remove_leftovers()
+        # The checkpoint records the precision that was used, so it is compared with the one
+        # planned.
         resolved = dataclasses.replace(recipe, precision=plan.precision)
         start = find_start(resolved)
         # A complete run has ended the command by now, without a prediction, which takes seconds.

@@ -43,7 +43,7 @@ _REFUSED = "refused"
 
 
 def sweep_runs(options: SweepOptions) -> int:
-    """Do the runs of a sweep that are not done yet; the exit code.
+    """Do the runs of a sweep that are not done yet; return the exit code.
 
     Raises:
         UserError: see `sweep` and `ftkit.recipe.sweep`.
@@ -64,6 +64,7 @@ def sweep_runs(options: SweepOptions) -> int:
 
 def _runs(options: SweepOptions) -> list[SweepRun]:
     what = options.sweep_file
+    # The first word is a command of ftkit or a file of runs.
     if what in FINETUNE:
         return runs_of_keys(what, options.config, options.sweep, options.keys, options.out_dir)
     if options.config or options.sweep:
@@ -82,7 +83,7 @@ def sweep(
     dry_run: bool = False,
     plot: Path | None = None,
 ) -> int:
-    """Do the runs that are not done yet, and compare all; the exit code.
+    """Do the runs that are not done yet, and compare all; return the exit code.
 
     The exit code is 1 if a run failed, 3 if all ran out of memory, and the signal's after a signal.
 
@@ -97,6 +98,7 @@ def sweep(
         UserError: before anything has started.
     """
     runs = _chosen(runs, only)
+    # Every check comes before the first run, which may take hours.
     if plot is not None:
         check_plot(plot)
     for run in runs:
@@ -179,7 +181,8 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
 
 
 def _do(run: SweepRun, words: Sequence[str], signals: PassingOn) -> str:
-    """Do one run in a process of its own; its state afterwards."""
+    """Do one run in its own process; return its state afterwards."""
+    # A process for each run: none inherits memory or settings of the one before.
     child = start_command(words)
     signals.to(child)
     code = child.wait()
@@ -215,7 +218,7 @@ def _interrupted(states: dict[str, str], count: int, number: signal.Signals) -> 
 
 
 def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | None) -> int:
-    """Compare the runs; the exit code."""
+    """Compare the runs; return the exit code."""
     there = [run.out_dir for run in runs if _has_begun(run)]
     if there:
         print()

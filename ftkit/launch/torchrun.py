@@ -240,7 +240,7 @@ def _connected(placed: ExternalRanks, store: SharedStore) -> dict[str, str] | No
 
 
 def _try(rank: int, leaders: range, store: SharedStore, endpoint: Endpoint) -> str | None:
-    """Connect with rank 0, or as rank 0 with all others; the problem, if there is one."""
+    """Connect with rank 0, or as rank 0 with all others; return the problem, if any."""
     store.set(_endpoint(rank), json.dumps(dataclasses.asdict(endpoint)))
     others = leaders[1:] if rank == 0 else leaders[:1]
     problem = None

@@ -33,7 +33,7 @@ Use = Literal["new", "overwrite", "go_on"]
 
 @contextmanager
 def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDirectory]:
-    """A run directory that is locked inside the block.
+    """Lock a run directory inside the block.
 
     A new run leaves a directory with anything in it alone, and takes WANTED-2, WANTED-3, ... After
     a UserError, overwritten files are back, and a run to be continued is as it was.
@@ -126,7 +126,7 @@ def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
 
 
 def _keep_what_was_killed(run: RunDirectory) -> bool:
-    """Move the state of a killed session aside; whether there is any."""
+    """Move the state of a killed session aside; return whether there is any."""
     if run.killed.exists():  # the session that moved it was killed, too
         for entry in run.killed.iterdir():
             remove(run.state / entry.name)

@@ -44,7 +44,7 @@ class SystemSampler:
         path: Path | None,
         after_step: int | None,
     ) -> None:
-        """Prepare.
+        """Find the GPUs; `start` begins to sample.
 
         Args:
             device: of this rank.
@@ -128,7 +128,7 @@ class SystemSampler:
             self._writer.close()
 
     def _take(self, before_s: float) -> float:
-        """Take a sample, which counts for the time since the one before; the time of it."""
+        """Take a sample, which counts for the time since the last one; return its time."""
         values, now_s = self.sample(), time.monotonic()
         if self._path is not None and self._writer is None:
             self._writer = SystemWriter(self._path, tuple(values), self._after_step)
@@ -151,7 +151,7 @@ class SystemWriter(CsvWriter):
     """Writes samples; a run that continues on other devices has further columns."""
 
     def __init__(self, path: Path, names: tuple[str, ...], after_step: int | None) -> None:
-        """Starts a new file, or appends to that of an earlier session.
+        """Start a new file, or append to that of an earlier session.
 
         Args:
             path: of the file.

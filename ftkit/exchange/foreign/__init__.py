@@ -11,7 +11,7 @@ from ftkit.utils.yaml_files import STANDARD_INPUT
 
 
 def import_confined(options: ImportOptions) -> int:
-    """Run `ftkit.exchange.foreign.command.import_run` in a child; the exit code.
+    """Run `ftkit.exchange.foreign.command.import_run` in a child; return the exit code.
 
     A foreign checkpoint is read by torch and by formats of many programs, so no single check of
     ours could promise that a small file stays small.
@@ -34,6 +34,7 @@ def import_confined(options: ImportOptions) -> int:
                 shows_output=True,
             )
         except UserError:
+            # The child may have been killed: this process removes what it left.
             discard_partial(out)
             raise
     return code

@@ -117,7 +117,7 @@ _NO_OPTIMIZER = (
 
 
 def import_run(options: ImportOptions) -> int:
-    """Make a run of a foreign checkpoint; the exit code.
+    """Make a run of a foreign checkpoint; return the exit code.
 
     Raises:
         UserError: it is of no known kind, damaged, unsafe or of another model than the recipe's, or
@@ -318,6 +318,7 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
     position = position_in_data(state, recipe_source, of_epoch)
     recipe_source.add(position.keys)
     samples, lines = position.samples, position.lines
+    # After the position: the schedule of the learning rate depends on the batch size.
     recipe, rate, words = continued_rate(recipe_source, state, of_epoch, samples)
     begun = _begun(recipe, state, run)
     # Nothing is trained here: the plan of one CPU is enough for names and shapes.
@@ -442,6 +443,7 @@ def _write(imported: _Imported, out: Path, overwrite: bool, progress: OnProgress
             run = RunDirectory(partial)
             write_durably(run.recipe, to_yaml(imported.recipe))
             _write_checkpoint(imported, run.store, progress)
+    # An OSError itself, so it comes first.
     except FileExistsError:
         raise UserError(
             f"--out {out} is not empty. Name a directory that is not there yet, or try --overwrite."

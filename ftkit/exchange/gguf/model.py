@@ -51,7 +51,7 @@ _OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {
 
 
 def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgress) -> Path:
-    """Write a model and its Modelfile; the GGUF file.
+    """Write a model and its Modelfile; return the GGUF file.
 
     Args:
         result: no adapter.
@@ -170,7 +170,7 @@ _MATRICES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b"}
 
 
 def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgress) -> Path:
-    """Write an adapter; the GGUF file.
+    """Write an adapter; return the GGUF file.
 
     Args:
         result: an adapter.
@@ -433,6 +433,7 @@ def _write_tensor(out: BinaryIO, name: str, values: Tensor, kind: str) -> None:
 
 
 def _row_chunks(values: Tensor) -> Iterator[Tensor]:
+    # Whole rows, because blocks are packed along them.
     rows = max(_CHUNK_NUMBERS // max(values[0].numel(), 1), 1)
     yield from values.split(rows)
 

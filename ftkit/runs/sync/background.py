@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
-# Soon enough for a person who has pressed Ctrl+C.
+# Ctrl+C has to take effect at once for the user.
 _LOOKS_EVERY_S = 0.1
 _Item = TypeVar("_Item")
 
@@ -17,7 +17,7 @@ def ends(
     unless: Callable[[], bool],
     on_waiting: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Wait for a thread to end; whether it did.
+    """Wait for a thread to end; return whether it did.
 
     Args:
         thread: continues if the waiting ends first.

@@ -163,7 +163,7 @@ def fetch_without_shards(checkpoint: Path) -> None:
 
 
 def fetch_result(name: str) -> Path:
-    """Download what is needed to use a result that is given by its url; its local path.
+    """Download what is needed to use a result at a url; return its local path.
 
     Args:
         name: url of a run, of its checkpoints or one of them, of a result, an adapter or a model.
@@ -230,7 +230,7 @@ def _started_at_s(job: bytes) -> float | None:
 def _keep_or_drop_local(
     run: RunDirectory, replica: Replica, listing: Listing, steps: set[int]
 ) -> bool:
-    """Decide about checkpoints that are only on this machine; whether it is ahead of the url.
+    """Keep or drop checkpoints of this machine alone; return whether it is ahead of the url.
 
     One that was at the url has been deleted there, and is deleted here, too; so is one of which
     other machines had shards. One that was never uploaded is kept, unless another machine continued
@@ -329,7 +329,7 @@ def _fetch_rest(run: RunDirectory, replica: Replica, listing: Listing) -> None:
         run.final.rmdir()  # if nothing is left in it
 
 
-# --- As a copy, for who only looks at it ----------------------------------------------------------
+# --- As a copy, for readers -----------------------------------------------------------------------
 
 
 class UrlCopy:
@@ -339,7 +339,7 @@ class UrlCopy:
     """
 
     def __init__(self, path: Path, copy: Path) -> None:
-        """Prepare.
+        """Download nothing yet; see `look`.
 
         Args:
             path: the directory that stands for the url.
@@ -357,7 +357,7 @@ class UrlCopy:
         return self._run.path
 
     def look(self) -> bool:
-        """Bring the copy up to date; whether the run is running.
+        """Bring the copy up to date; return whether the run is running.
 
         Raises:
             StorageError: the url has never answered.
@@ -425,7 +425,7 @@ class UrlCopies:
     """Copies of all runs below a url, or of the run that is there, with one listing for all."""
 
     def __init__(self, path: Path, place: Path) -> None:
-        """Prepare.
+        """Download nothing yet; see `look`.
 
         Args:
             path: the directory that stands for the url.

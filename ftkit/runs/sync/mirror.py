@@ -116,7 +116,7 @@ class Mirror:
     """Uploads one run to its url."""
 
     def __init__(self, run: RunDirectory, claim: RemoteClaim, listing: Listing) -> None:
-        """Prepare.
+        """Start nothing yet; see `begin`.
 
         Args:
             run: its directory, which this process holds.
@@ -174,7 +174,7 @@ class Mirror:
         self._replica.save()
 
     def stop(self, unless: Callable[[], bool]) -> bool:
-        """Start no more uploads; whether those under way have ended.
+        """Start no more uploads; return whether those under way have ended.
 
         Args:
             unless: ends the waiting for them.
@@ -183,7 +183,7 @@ class Mirror:
         return self._thread is None or ends(self._thread, unless)
 
     def finish(self, received: Sequence[object] = ()) -> None:
-        """Upload the rest, once nobody writes to the directory any more.
+        """Upload the rest, once no process writes to the directory.
 
         Args:
             received: signals so far; another one ends this.
@@ -252,7 +252,7 @@ class Mirror:
             wait_s = min(2 * max(wait_s, 1.0), LONGEST_WAIT_S) if problem else LOOKS_EVERY_S
 
     def _problem_of_round(self, *, everything: bool) -> str:
-        """Do a round; the error that ended it, if one did."""
+        """Do a round; return the error that ended it, if any."""
         try:
             self._round(everything=everything)
         except (StorageError, OSError) as error:
@@ -382,7 +382,7 @@ class Mirror:
         try:
             metadata = read_metadata(directory)
             content = (directory / METADATA).read_bytes()
-        except (CheckpointError, OSError):  # deleted just now, or damaged: not to be spread
+        except (CheckpointError, OSError):  # deleted just now, or damaged, which is not uploaded
             return
         if step in self._committed and not self._has_files_of(step, metadata):
             # A checkpoint that goes loses its metadata first: from then on it does not count.
@@ -431,7 +431,7 @@ class Mirror:
             self._others.announce(current, kept, max(here, default=0))
 
     def _await_others(self, step: int, elsewhere: Mapping[str, str]) -> bool:
-        """Wait until other hosts have uploaded their files; False: the run ends before."""
+        """Wait until other hosts have uploaded their files; return False if the run ends before."""
         assert self._others is not None
         while not elsewhere.items() <= self._others.sent(step).items():
             if problem := self._others.gone() or self._others.problem():
@@ -459,7 +459,7 @@ class Mirror:
         return False
 
     def _send_files(self, everything: bool) -> None:
-        """Upload what has changed of all other files; the result before the report."""
+        """Upload all other files that have changed, the result before the report."""
         run = self._run
         for path in files_to_upload(run, everything):
             name = path.relative_to(run.path).as_posix()
@@ -485,7 +485,7 @@ class Mirror:
 
 
 def files_to_upload(run: RunDirectory, everything: bool) -> Iterator[Path]:
-    """All files except checkpoints and unfinished ones; the settings of a result after its weights.
+    """Iterate over all files but checkpoints and unfinished ones, settings of a result last.
 
     State files are among them: `ftkit watch` elsewhere shows them, and if the run is killed the
     next session learns from them how far it came.
