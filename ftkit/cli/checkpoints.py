@@ -225,6 +225,7 @@ def compare_recipes(options: DiffOptions) -> int:
     """
     directories = [find(path).chosen(None) for path in (options.a, options.b)]
     left, right = map(_recipe_of, directories)
+    # In the order of the files, each key once.
     different = [key for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
     if options.format == "json":
         return _print_json(

@@ -267,6 +267,7 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
         yield "Weights", weights
     if loss is not None:
         yield "Training loss", from_to_text(loss.first, loss.last, loss_text)
+        # Of the result, which need not be the last step.
         if (found := report.validation_loss) is not None:
             text = from_to_text(loss.validation_first, found, loss_text)
             of_step = f" at step {report.result.step:,}" if report.result else ""

@@ -243,6 +243,7 @@ class LeadRelay:
         self._ends.set()
         if self._thread is None:
             return
+        # First of all: nothing is announced after `done`.
         self._thread.join()
         with suppress(_STORE_GONE):
             self._put_state(done=True)

@@ -79,6 +79,7 @@ def run_finetuning(options: FinetuneOptions) -> int:
         print(to_yaml(recipe), end="")
         return 0
     metrics = own_metrics(options.metric)
+    # Without answers there is nothing to score.
     if metrics and not recipe.eval.max_new_tokens:
         raise UserError(
             f"{metrics[0]} scores answers, but eval.max_new_tokens is "
@@ -339,6 +340,8 @@ def _find_base(name: str, method: Method, token: str | None, start: Start | None
                 f"{start.metadata.base.name}. Try --checkpoint_dir {start.metadata.base.name}."
             )
         return name
+    # A full fine-tune has its own weights: of the base it needs settings and tokenizer, which the
+    # checkpoint has, and the files of parts that are not trained, which it has not.
     if start is not None and method == "full":
         saved = start.checkpoint / BASE
         if saved.is_dir() and not has_extra_weights(saved):

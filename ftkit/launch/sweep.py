@@ -161,6 +161,7 @@ def _action(run: SweepRun, *, overwrite: bool) -> tuple[Action, str]:
             f"{out_dir} is where {run.name} belongs, but holds something else. "
             "Try another --out_dir."
         )
+    # What is left to do follows from the directory alone: a sweep keeps no record.
     state = _state(out_dir)
     if state in AT_WORK:
         return "skip", "running"

@@ -149,6 +149,7 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
     Machines are given by rank.
     """
     everyone = range(placed.world_size)
+    # Rank 0 watches all others, and they watch rank 0.
     watched = everyone[1:] if placed.rank == 0 else everyone[:1]
     try:
         store = _connect(placed)
@@ -284,6 +285,7 @@ def _leave(rank: int, reason: str) -> None:
 def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, str]) -> int:
     """Supervise a rank other than 0; rank 0 reports its errors."""
     try:
+        # As long as rank 0 prepares the run, which may take minutes with a download.
         _wait_for(store, [JOB])
         job_file = store.get(JOB).decode()
     except dist.DistError:

@@ -159,6 +159,7 @@ def find_start(recipe: Recipe) -> Start | None:
     if resume is False:
         return None
     store = run.store
+    # Before numbers: True is an int.
     if resume is True or resume == "auto":
         return _newest_start(recipe, run)
     if isinstance(resume, int):
@@ -277,6 +278,7 @@ def _checkpoint_at(text: str) -> Path:
     """The checkpoint of a path: itself, or the newest one of a run."""
     path = local_path(text).expanduser()
     refresh(path)
+    # An empty text would mean the current directory.
     if not text or not path.is_dir():
         raise UserError(
             f"resume is {text!r}, but there is no such directory. Give auto, true, false, a step, "

@@ -132,6 +132,7 @@ def import_run(options: ImportOptions) -> int:
         cleaning_up_on_signals(),
         Display(None, stream=sys.stderr) as display,
     ):
+        # All of it is checked before anything is written.
         imported = _read(run, recipe_source, display)
         with display.phase(f"writing {out}", brief=True) as phase:
             _write(imported, out, options.overwrite, phase.advance)

@@ -358,6 +358,7 @@ class ZeroFiles:
             ParameterGroup(names=tuple(of_group), settings=settings)
             for of_group, settings in zip(named, self._settings, strict=True)
         ]
+        # What another file has more exactly replaces these.
         own: dict[str, Any] = {"step": self.step, "samples": self.samples}
         return ForeignState(
             **own | progress,

@@ -440,6 +440,7 @@ class LitgptRun(ForeignRun):
         content = load_torch_file(self._file)
         if self._method == "full" and isinstance(content, dict) and _OPTIMIZER_KEY in content:
             return self._whole(content)
+        # Weights alone: an adapter, or the end of a run.
         weights = _tensors(mapping_in(content, "model", self._file))
         named = _DIRECTORY.fullmatch(self.directory.resolve().name)
         # An adapter's file has no step: the name of its directory is all that tells it.

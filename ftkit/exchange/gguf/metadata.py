@@ -76,6 +76,7 @@ def _obstacles(settings: Mapping[str, Any]) -> list[str]:
     """Features of a model that llama.cpp would compute differently."""
     family, rope = settings["model_type"], settings["rope_parameters"]
     kind = rope.get("rope_type", "default")
+    # Kinds of stretched positions that llama.cpp computes for a family; linear for all others.
     known = {"llama": ("linear", "llama3"), "mistral": ("linear", "llama3"), "phi3": ("longrope",)}
     activation = settings.get("hidden_activation") or settings["hidden_act"]
     expected = "gelu_pytorch_tanh" if family == "gemma2" else "silu"

@@ -71,6 +71,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     _, first = next(full_weights(result, base))
     numbers = options.quantization or _OF_DTYPES[first.dtype]
     names = tensor_names(settings)
+    # Planned as a whole first: the header lists all tensors, and the disk must have room.
     factors = rotary_factors(settings)
     planned = {name: planned_tensor(name, values.shape, "f32") for name, values in factors.items()}
     planned |= {name: planned_tensor(name, shape, numbers) for name, (_, shape) in names.items()}
@@ -93,6 +94,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     }
     check_space(out, file_bytes(planned))
     ours = {theirs: name for name, (theirs, _) in names.items()}
+    # By Hugging Face's names and rules first; from those llama.cpp's follow.
     stored = storage_of(base.architecture, "hf").written(full_weights(result, base))
     file = f"model-{numbers}.gguf"
 
@@ -184,6 +186,7 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     require_gguf()
     out, directory = options.directory, result.directory
     keys = adapter_keys(directory)
+    # Before the base model is looked for, which may be a download.
     _check_kind(result, keys)
     base = open_result(result, options.checkpoint_dir, "--checkpoint_dir")
     settings = _settings_for_gguf(base)

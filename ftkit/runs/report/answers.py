@@ -144,6 +144,7 @@ def with_results(
         score = known.get((result.task, result.metric, result.filter)) or TaskScore(
             task=result.task, metric=result.metric, filter=result.filter, samples=result.samples
         )
+        # Count and error are of the newer model; its value goes into one of two fields.
         score = dataclasses.replace(
             score,
             samples=result.samples,

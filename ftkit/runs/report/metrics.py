@@ -409,6 +409,7 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
     header = (",".join(columns) + "\n").encode()
     with path.open("rb") as file:
         first = file.readline()
+        # The file was cut right after it was made: it is made again.
         if not first.endswith(b"\n"):
             return 0
         if first != header:

@@ -656,6 +656,7 @@ def read_report(path: Path) -> Report:
     advice = "Name another run, or continue this one: --resume auto."
     with reading(file, "a report, as a run of ftkit leaves it", advice=advice):
         content = json.loads(text)
+        # Before any field: those of another version may mean something else.
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version is None:
             raise UserError(f"{file} is not a report: it has no schema_version.")

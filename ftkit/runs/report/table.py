@@ -169,6 +169,7 @@ def measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "peak memory", memory_text(report.peak_memory)
     if report.step_memory:
         yield from _step_memory_rows(report.step_memory)
+    # Numbers that were added to NUMBERS alone.
     yield from numbers.rows_of_their_own(report)
     yield from _learned_rows(report)
     if report.checkpoints:
@@ -349,6 +350,7 @@ def _step_memory_rows(memory: StepMemory) -> Iterator[tuple[str, str]]:
     peak = f"{bytes_text(fullest.peak_bytes)} at its peak (step {fullest.step}{rank})"
     yield "step memory", f"{peak}: {consists_of}"
     known = {name: moment.total for name, moment in totals.items() if moment is not None}
+    # Indented, because it explains the row above.
     yield "  over time", _bytes_by_name(known)
     if expected := memory.predicted:
         consists_of = _bytes_by_name(dataclasses.asdict(expected.peak_breakdown_bytes))

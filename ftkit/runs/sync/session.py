@@ -169,6 +169,7 @@ def url_checkpoints(
     try:
         replica = Replica.of(run.path)
         claim = RemoteClaim(replica.objects)
+        # Where it is not taken, the release below deletes nothing.
         if hold:
             claim.take(on_message)
         try:
