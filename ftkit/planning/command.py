@@ -69,6 +69,7 @@ def _plan_and_fit(
     given: list[Override] = []
     command, words = _command_and_words(options.words)
     recipes, keys = sorted_words(words, options.config, options.keys)
+    # Each recipe, or run of a sweep, in each variation of --sweep.
     for recipe in _asked(recipes, command):
         for variation in variations(options.sweep):
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]

@@ -63,6 +63,7 @@ def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None)
     def enough() -> bool:
         return most is not None and sum(bool(change.planned.fits) for change in found) >= most
 
+    # One change at a time, in the order of what they cost.
     for step in single:
         if enough():
             break

@@ -117,6 +117,7 @@ def find_devices(
         UserError: the installed torch cannot use a GPU, has no kernels for it, or has no device of
             this kind.
     """
+    # Other kinds are only used if they are named.
     if accelerator not in ("auto", "cpu", "cuda"):
         if not here:
             on_asking()
@@ -128,6 +129,7 @@ def find_devices(
     is_required = accelerator == "cuda"
     if accelerator == "cpu" or not (is_required or native or windows):
         return cpu
+    # Hidden GPUs are not there for this process; only accelerator cuda insists on one.
     if gpus_are_hidden() and not is_required:
         return cpu
     if not here:

@@ -329,6 +329,7 @@ def _merge_component(
         arguments = _without_others(field, arguments, [rest] if value is not None else [])
         return Component(class_path=current["class_path"], init_args=arguments)
     if rest:
+        # class_path or init_args alone, as part of a whole component.
         value = {rest: value}
     if value is None:
         return None
@@ -341,6 +342,7 @@ def _merge_component(
         )
     class_path = value.get("class_path")
     arguments = value.get("init_args") or {}
+    # Arguments alone belong to the class that was chosen before.
     if class_path is None:
         class_path = current["class_path"] if current else default_class(field)
     if not isinstance(class_path, str) or not isinstance(arguments, dict):

@@ -170,7 +170,9 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         "lora_modules_to_save": config.get("modules_to_save") or None,
         "lora_experts": bool(target_parameters(directory)),
     }
+    # The file describes fused layers, with summed ranks; the notes have the recipe's own values.
     keys |= {key: value for key, value in notes.items() if key != PARTS_KEY}
+    # An adapter of experts alone has no layers to name.
     wanted = ["lora_r", "lora_alpha", *(["lora_targets"] * (not keys["lora_experts"]))]
     missing = [key for key in wanted if not keys[key]]
     if missing:

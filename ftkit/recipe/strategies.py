@@ -151,6 +151,7 @@ class FsdpRules(StrategyRules):
     def shards(self, options: FsdpOptions, devices: int, num_nodes: int) -> int:
         if options.sharding != "HYBRID_SHARD":
             return devices * num_nodes
+        # On one node it is FULL_SHARD, and with one device for each node it is DDP.
         if min(devices, num_nodes) == 1:
             raise UserError(
                 "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
@@ -293,6 +294,7 @@ def resolve_strategy(
         notices.append(f"{why}: deepspeed with 16-mixed is used.")
         # As with fsdp, everything is shared out among the GPUs, and nothing goes to the host.
         return "deepspeed", DeepSpeedOptions(offload_optimizer=False), precision, notices
+    # Not chosen: float32 works. A recipe that sets 16-mixed is refused by `check`.
     if recipe.precision is None:
         precision = "32-true"
         faster = "--strategy ddp, if the model fits on each GPU"

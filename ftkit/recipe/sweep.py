@@ -167,7 +167,7 @@ def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
     now, before = (dict(leaves(to_dict(recipe))) for recipe in (asked, there))
     return [
         f"{key} is {before.get(key)} there and {now.get(key)} here"
-        # Keys of both: each version of ftkit may have some that the other one lacks.
+        # Keys of both: components may have other arguments, and mappings other keys.
         for key in dict.fromkeys((*now, *before))
         if now.get(key) != before.get(key) and key not in _OF_THE_SWEEP
     ]

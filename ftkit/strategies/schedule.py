@@ -106,6 +106,7 @@ def make_schedule(
     # A recipe with fewer steps than are done already: nothing is left to train.
     total = max(total, start_step)
     if train.lr_warmup_fraction is not None:
+        # A share of one epoch, whatever the number of epochs.
         warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
     else:
         warmup = train.lr_warmup_steps or 0

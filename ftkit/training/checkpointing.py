@@ -219,6 +219,7 @@ class Checkpointing:
         # training are then those of the result.
         places = [(self._store, step)]
         if start.directory is not None and not start.in_place:  # steps before the run branched off
+            # Its later steps belong to the other run.
             places.append((Store(start.directory.parent), start.step))
         found = None
         if rank() == 0:

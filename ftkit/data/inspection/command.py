@@ -124,6 +124,7 @@ def inspect_data(
     Raises:
         UserError: as a run would; or the tokenizer is not here and cannot be fetched.
     """
+    # The same steps as in a run, so that what is shown is what would be trained.
     recipe = with_adapter(read_recipe(files, overrides))
     # Settings and tokenizer, no weights.
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)

@@ -69,6 +69,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
     start = 0
     for number, samples in enumerate((*train, *val)):
         is_val = number >= len(train)
+        # The arrays themselves: making an object of every sample would be slow.
         tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
         for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
             ids = tokens[offsets[index] : offsets[index + 1]]
@@ -79,6 +80,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
                     repeats.append((number, index))
                 seen.add(digest)
                 continue
+            # Training samples come first, so `seen` then holds all of them.
             if digest in seen:
                 shared.append((number - len(train), index))
             val_repeats += digest in seen_in_val
@@ -162,7 +164,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
         for sample in _examined(part.splits["train"].samples)
         if len(sample.ids) < evidence.max_seq_length
     ]
-    # Documents have no answers. One trained end is enough: some answers may lack theirs on purpose.
+    # Documents have no answers. One trained end is enough: some records may lack theirs.
     if part.part.shape == "text" or not whole or any(ends & _trained(sample) for sample in whole):
         return None
     end = " or ".join(token_name(evidence.tokenizer, i) for i in sorted(ends))

@@ -355,6 +355,7 @@ def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, 
             if not values:
                 continue
             number += 1
+            # A missing quotation mark or delimiter: other columns would silently get these values.
             if len(values) != len(names):
                 raise UserError(
                     f"{file}, record {number}, which ends in line {table.line_num}, has "

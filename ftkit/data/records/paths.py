@@ -105,6 +105,7 @@ def _in_directory(directory: Path, key: str) -> DataFiles:
     for name in VALIDATION:
         # A test file without a train file is data like any other.
         val = val or (_split(children, name) if train or name != "test" else ())
+    # Named splits come in pairs: otherwise a file with a misspelt name would be ignored.
     for split, files in (("train", train), ("val", val)):
         if not files and (train or val):
             names = [f"{split}{ending}" for ending in list(FORMATS)[:2]]
