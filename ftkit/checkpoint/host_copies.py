@@ -32,7 +32,7 @@ class HostCopies:
         self._done: Any = None
         """Device event after the newest copies; None: the host has waited for them."""
         self._sources: list[Piece] = []
-        """Sources of copies for which no update waits yet: their memory must not be reused."""
+        """Sources of copies that no update waits for yet; their memory must not be reused."""
         self.refusal: str | None = None
         """Why the memory could not be page-locked."""
 

@@ -46,7 +46,7 @@ def is_shard(name: str) -> bool:
 
 
 def receipt_name(step: int) -> str:
-    """Name of the file by which a rank reports its part of a checkpoint as written to rank 0."""
+    """Name of the file with which a rank tells rank 0 that its part of a checkpoint is written."""
     return f"saved-{step}.json"
 
 

@@ -67,7 +67,7 @@ def is_milestone(step: int, keep_every: KeepEvery) -> bool:
 
 
 def check_files(directory: Path) -> list[str]:
-    """Problems of a checkpoint that show in names and sizes of its files."""
+    """Problems of a checkpoint that can be found by names and sizes of its files."""
     try:
         metadata = read_metadata(directory)
     except CheckpointError as error:
@@ -163,7 +163,7 @@ def problem_of(
 
 
 def _problem(directory: Path, name: str, entry: FileEntry) -> str | None:
-    """Problem of a file that shows without reading it; files at a url are not checked."""
+    """Problem of a file that can be found without reading it; files at a url are not checked."""
     path = directory / name
     try:
         # lstat and the folders: a link would lead out of the checkpoint, to a file that may change.
@@ -307,7 +307,7 @@ class Store:
         return metadata
 
     def check_files(self, step: int) -> list[str]:
-        """Problems of a checkpoint that show in names and sizes of its files."""
+        """Problems of a checkpoint that can be found by names and sizes of its files."""
         return self._problem_of_step(step) or check_files(self.path(step))
 
     def verify(self, step: int, progress: OnProgress | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Memory of a step by category: measured, as reports have it, and simulated by `ftkit plan`."""
+"""Memory of a step by category: measured, as in reports, and simulated by `ftkit plan`."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -51,7 +51,7 @@ class Loggers:
                 logger.log_metrics(values, step=step)
 
     def finalize(self, status: Literal["success", "failed"]) -> None:
-        """Write or send all values that are still waiting."""
+        """Write or send all queued values."""
         for name, logger in list(self._loggers.items()):
             with self._dropped_on_failure(name):
                 logger.finalize(status)
@@ -141,7 +141,7 @@ class _TensorBoard(TensorBoardLogger):
         """Do nothing: TensorBoard would show them as another run with a dummy metric."""
 
     def finalize(self, status: str) -> None:
-        """Write all values that are still waiting."""
+        """Write all queued values."""
         with suppress(OSError):
             super().finalize(status)
 
@@ -156,7 +156,7 @@ _MLFLOW_BATCH = 1000
 _MLFLOW_PARAMETERS, _MLFLOW_CHARACTERS = 100, 500
 _NOT_IN_MLFLOW = re.compile(r"[^\w/.\- ]")
 """Characters that MLflow refuses in names; a data source may be called c++."""
-# The end of a run waits no longer for a server that does not answer.
+# Longest wait at the end of a run for a server that does not answer.
 _MLFLOW_END_S = 60.0
 _MLFLOW_SETTINGS = {
     # MLflow's own are 7 retries and 120 s each, for which training would wait.

@@ -49,7 +49,7 @@ from ftkit.utils.hardware import CpuUtilization, host_memory
 from ftkit.utils.json_values import from_json
 
 STATE_INTERVAL_S = 5.0
-"""Most seconds of training that are missing in the report after a kill."""
+"""Longest training time that a report lacks after a kill, in seconds."""
 
 
 class Recorder:

@@ -189,7 +189,7 @@ def _least_rows(lengths: IntArray, most: int, most_tokens: int) -> int:
 def _fill(
     lengths: Sequence[int], costs: Sequence[float], rows: int, most: int, most_tokens: int
 ) -> list[list[int]] | None:
-    """Put each sample into the row of least cost that has room; None: there is not room for all.
+    """Put each sample into the row of least cost that has room; None: not all fit.
 
     Longest processing time first: the samples are in descending order of length.
     """
