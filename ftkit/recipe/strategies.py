@@ -94,7 +94,7 @@ class StrategyRules:
         return devices * num_nodes
 
     def needs_all_gradients(self, options: Any) -> str:
-        """Why an update needs all gradients, and what to use instead; empty: it does not."""
+        """Return why an update needs all gradients, and an alternative; empty: it does not."""
         return ""
 
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
