@@ -72,7 +72,7 @@ class Group:
 
     @property
     def by_name(self) -> dict[str, "Command | Group"]:
-        """Its commands by the last word of their names."""
+        """Commands of the group by the last word of their names."""
         return {member.name.rpartition(" ")[2]: member for member in self.members}
 
     def commands(self) -> Iterator[Command]:

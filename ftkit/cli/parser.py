@@ -43,7 +43,7 @@ class Declared:
 
     @property
     def text(self) -> str:
-        """Its help."""
+        """Help text of the option."""
         return field_texts(self.owner).get(self.name, "")
 
     @property
@@ -63,12 +63,12 @@ class Declared:
 
     @property
     def placeholder(self) -> str:
-        """Placeholder of its value in help; "": derived from its type."""
+        """Placeholder of the value in help; "": derived from its type."""
         return str(self.rules.get("placeholder", ""))
 
     @property
     def choices(self) -> list[str]:
-        """The words that it takes, or knows where it takes others too; [] if it takes any."""
+        """Words that it takes, or suggests where it takes others too; [] if it takes any text."""
         literals = [k for k in accepted_types(self.kind) if typing.get_origin(k) is Literal]
         return [str(choice) for kind in literals for choice in typing.get_args(kind)]
 
@@ -236,7 +236,7 @@ def _advice(command: Command) -> str:
 
 
 def _options(command: Command) -> dict[str, Declared]:
-    """All that may be given as --NAME: options, and words that take one text each."""
+    """Everything that may be given as --NAME: options, and words that take one text each."""
     return {
         item.name: item
         for item in declared(command.options)
@@ -267,7 +267,7 @@ def _missing(command: Command, item: Declared) -> str:
 
 
 def _typed(command: Command, item: Declared, text: str) -> Any:
-    """The value of an option, of the type that it has."""
+    """Convert the text of an option to its type."""
     text = SPELLINGS.get(item.name, {}).get(text, text)
     if item.takes_several:
         return text

@@ -208,7 +208,7 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
 
 
 def with_name(card: str, repo_id: str, base: str | None) -> str:
-    """A card as it is published.
+    """Return the card as it is published.
 
     Args:
         card: as it lies beside the result.

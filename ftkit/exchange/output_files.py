@@ -32,7 +32,7 @@ def check_apart(out: Path, *sources: Path | None) -> None:
 
 @contextmanager
 def output_directory(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A directory to fill, which is `out` after the block; see `new_directory`.
+    """Give a directory to fill, which is `out` after the block; see `new_directory`.
 
     Raises:
         UserError: it cannot be written, and all is as it was.

@@ -65,7 +65,7 @@ def _files_in(directory: Path) -> dict[str, Path | bytes]:
 
 
 def _files_of(result: Result, options: PushOptions) -> dict[str, Path | bytes]:
-    """The files of an adapter or a model, as others are to have them."""
+    """Files of an adapter or a model, as they are published."""
     _require_result(result, options)
     files = _files_in(result.directory)
     base = _base_on_hub(result, options) if result.kind == "adapter" else None

@@ -142,7 +142,7 @@ def _doubt_start(checkpoint: Path, name: str, message: str) -> None:
 
 
 def next_commands(run: RunDirectory, method: Method) -> list[str]:
-    """Commands that make sense after a complete run, as they can be typed."""
+    """Commands to try after a complete run, ready to be typed."""
     this = shlex.quote(display_path(run.path))
     has_result = run.final.is_dir()  # of a base of random weights nothing is saved
     commands = [f"ftkit chat {this}"] * has_result

@@ -80,7 +80,7 @@ class ExternalRanks:
 
 
 def external_ranks() -> ExternalRanks | None:
-    """The ranks that torchrun or SLURM started, of which this process is one; None: it is not.
+    """Return the ranks that torchrun or SLURM started, this process among them; None: none.
 
     SLURM's variables are translated into torchrun's, which everything else reads.
     """

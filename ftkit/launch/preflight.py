@@ -124,7 +124,7 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
 
 
 def _possible_shortages(found: dict[str, Any], device: Gpu, now_bytes: int) -> Iterator[str]:
-    """Memory of which a run may need more than there is."""
+    """Descriptions of each memory of which a run may need more than there is."""
     sequences = f"(sequences: {found['length']})"
     where = "on each GPU"
     if device.name == HOST:
@@ -364,7 +364,7 @@ class RoughModel:
 
     @property
     def parameters(self) -> int:
-        """At most, but for biases and norms: attention heads may share keys and values."""
+        """Upper bound without biases and norms: attention heads may share keys and values."""
         # Four square matrices of attention, three of a gated MLP.
         block = 4 * self.width**2 + 3 * self.width * self.inner_width * self.experts
         return self.layers * block + 2 * self.vocabulary * self.width

@@ -382,7 +382,7 @@ def _has_begun(run: RunDirectory, start_step: int) -> bool:
 
 
 def _beginning(plan: Plan, device: str) -> str:
-    """Message for the wait until ranks have imported torch, the longest of the preparation."""
+    """Message for the longest wait of the preparation, until ranks have imported torch."""
     recipe = plan.recipe
     ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     return (

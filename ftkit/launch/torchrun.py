@@ -174,7 +174,7 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
 
 
 def _connect(placed: ExternalRanks) -> SharedStore:
-    """Connect with the store in the process of rank 0."""
+    """Connect to the store in the process of rank 0."""
     # torchrun may have a store at this address. It only passes on the port of ours: torchrun's
     # answers nothing while Ctrl+Z has stopped torchrun, although the ranks continue.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -209,7 +209,7 @@ def _open_store(address: str, port: int, *, serves: bool) -> SharedStore:
 
 
 def _connected(placed: ExternalRanks, store: SharedStore) -> dict[str, str] | None:
-    """Test the connections between machines; variables with the interface to use.
+    """Test the connections between machines; return variables with the interface to use.
 
     The first rank of each machine connects with rank 0's machine, and that with all others. None:
     a connection failed, and rank 0 reports it with a UserError.
@@ -241,7 +241,7 @@ def _connected(placed: ExternalRanks, store: SharedStore) -> dict[str, str] | No
 
 
 def _try(rank: int, leaders: range, store: SharedStore, endpoint: Endpoint) -> str | None:
-    """Connect with rank 0, or as rank 0 with all others; return the problem, if any."""
+    """Connect to rank 0, or as rank 0 to all others; return the problem, if any."""
     store.set(_endpoint(rank), json.dumps(dataclasses.asdict(endpoint)))
     others = leaders[1:] if rank == 0 else leaders[:1]
     problem = None

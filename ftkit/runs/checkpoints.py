@@ -74,7 +74,7 @@ class RunCheckpoints:
 
 
 def find(path: Path) -> RunCheckpoints:
-    """The checkpoints that a path stands for.
+    """Find the checkpoints that a path stands for.
 
     Raises:
         UserError: it belongs to no run.
@@ -114,7 +114,7 @@ def find(path: Path) -> RunCheckpoints:
 
 
 def find_all(path: Path) -> RunCheckpoints:
-    """The checkpoints of a run.
+    """Find the checkpoints of a run.
 
     Raises:
         UserError: the path is none of a run, or a single checkpoint.
@@ -182,7 +182,7 @@ def entry_of(path: Path) -> CheckpointEntry:
 
 
 def leftover(path: Path, at_work: bool) -> CheckpointEntry:
-    """A checkpoint that is being written, or was during a crash."""
+    """Describe a checkpoint that is being written, or was when the run crashed."""
     return CheckpointEntry(
         path=path,
         state="being written" if at_work else "leftover",

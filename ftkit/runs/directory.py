@@ -41,7 +41,7 @@ class RankDirectory:
 
     @property
     def path(self) -> Path:
-        """Receipts of saved shards lie here too; see `ftkit.checkpoint.saver`."""
+        """Directory of the rank, with receipts of saved shards; see `ftkit.checkpoint.saver`."""
         state = self.run.killed if self.of_killed else self.run.state
         return state / f"rank-{self.rank}"
 

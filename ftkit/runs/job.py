@@ -229,7 +229,7 @@ class RankError:
 
     @classmethod
     def read(cls, directory: RankDirectory) -> "RankError | None":
-        """The error of a rank; None: it left none. A damaged file is an error itself."""
+        """Read the error of a rank; None: it left none. A damaged file is an error itself."""
         if not directory.error.exists():
             return None
         try:

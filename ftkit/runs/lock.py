@@ -107,7 +107,7 @@ def claim(wanted: Path, use: Use, *, patience_s: float = 0.0) -> Iterator[RunDir
 
 
 def _wait_for_lock(lock: IO[str], out_dir: Path, patience_s: float) -> None:
-    """Lock a run, or raise BlockingIOError if another process holds it all the time."""
+    """Lock a run, or raise BlockingIOError if another process holds it for all of `patience_s`."""
     deadline, is_reported = time.monotonic() + patience_s, False
     while True:
         try:
@@ -197,7 +197,7 @@ class Supervisor:
 
     @classmethod
     def in_file(cls, lock: Path) -> "Supervisor | None":
-        """The supervisor in the file of a lock; None: as of `of`."""
+        """The supervisor in the file of a lock; None as for `of`."""
         if not lock.exists() or not lock.stat().st_size:
             return None
         with suppress(UserError), reading(lock, "a JSON object with host and process"):

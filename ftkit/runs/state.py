@@ -362,7 +362,7 @@ def last_session(run: RunDirectory) -> LastSession | None:
 
 
 def _reason_of_killed(run: RunDirectory, world_size: int) -> str:
-    """The first error of a rank, if one left any, after the fact that all were killed."""
+    """Say that the session was killed, with the first error of a rank, if one left any."""
     found = []
     for rank in range(world_size):
         if error := RankError.read(run.rank_of_killed(rank)):

@@ -156,7 +156,7 @@ class NeoxNames:
         )
 
     def _of_heads(self, number: int, joined: Tensor) -> Tensor:
-        """Query (0), key (1) or value (2) of a matrix in which each head has its own rows of all.
+        """Query (0), key (1) or value (2) rows of a matrix that joins them head by head.
 
         Where heads share keys and values, each has its share of those rows.
         """
@@ -187,7 +187,7 @@ _MASTER = "master"
 
 
 def zero_directory(source: Path) -> Path | None:
-    """The directory of a checkpoint of DeepSpeed that a path means; None: it means none.
+    """Directory of the DeepSpeed checkpoint at a path; None: there is none.
 
     Raises:
         UserError: `latest` names one that is not there.
@@ -538,7 +538,7 @@ def _are_shapes(group: Any) -> bool:
 
 
 def _ranges(sizes: Sequence[int], start: int, numel: int, flat: int) -> list[_Range]:
-    """A range of tensors that lie one after another, as ranges of each; `rank` counts them."""
+    """Split a range over tensors that lie one after another; `rank` is the number of each."""
     found = []
     before = 0
     for number, size in enumerate(sizes):

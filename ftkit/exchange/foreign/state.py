@@ -86,7 +86,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
 
 
 def _in_files(name: str) -> str:
-    """PEFT's name of a parameter in memory as it is in files; others stay as they are."""
+    """Turn PEFT's name of a parameter in memory into that in files; other names stay."""
     # PEFT keeps a copy of a layer that it trains whole; its files name the copy like the layer.
     name = name.replace(".modules_to_save.default.", ".")
     # PEFT inserts the name of the adapter, "default", and leaves it out when it saves.
@@ -95,7 +95,7 @@ def _in_files(name: str) -> str:
 
 
 def plain_names(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """The names that a program gives parameters, with those in the model's own files.
+    """Map the names that a program gives parameters to those in the model's own files.
 
     Programs wrap models, which puts a word before every name: `module.`, `model.`.
 
@@ -240,7 +240,7 @@ class ForeignRun(ABC):
     """Program that wrote it, for messages."""
 
     def __init__(self, directory: Path) -> None:
-        """Look at a checkpoint; see `recipe_keys`.
+        """Keep the directory; subclasses read the small files.
 
         Raises:
             UserError: a file is missing or damaged.
@@ -249,7 +249,7 @@ class ForeignRun(ABC):
 
     @property
     def method(self) -> Method | None:
-        """Method of the run; None: the recipe has to say."""
+        """Method of the run; None: only the recipe says it."""
         return None
 
     @property

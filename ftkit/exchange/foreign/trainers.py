@@ -40,7 +40,7 @@ class NamedState:
     """State of an optimizer by the names of its parameters."""
 
     def __init__(self, content: Any, names: Sequence[Sequence[str]], file: Path) -> None:
-        """Sort it by kinds.
+        """Sort the state by kinds.
 
         Args:
             content: as `state_dict` gave it, of parameters by their numbers.
@@ -467,7 +467,7 @@ class LitgptRun(ForeignRun):
         )
 
     def _whole(self, content: Mapping[str, Any]) -> ForeignState:
-        """State with the optimizer's, whose parameters are numbered in the order of the model."""
+        """State with that of the optimizer, whose parameters are numbered in the model's order."""
         if not isinstance(content.get(_STEP_COUNT), int):
             raise self.broken(f"{self._file.name} has no {_STEP_COUNT}")
         step = content[_STEP_COUNT]

@@ -54,7 +54,7 @@ class Inert:
     __contains__ = None
 
     def __getitem__(self, name: str) -> Any:
-        """One of its attributes, by name; None: it has none."""
+        """Return an attribute by its name; None: there is none of that name."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -227,7 +227,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _NotListed(Exception):
-    """A name that is in none of the lists."""
+    """A name is in neither of the lists."""
 
 
 def load_metadata(file: Path) -> Inert:

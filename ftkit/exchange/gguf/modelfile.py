@@ -167,7 +167,7 @@ def _turns_after(
 def _default_system(
     rendered: Callable[[Sequence[dict[str, str]]], str], begin: str, ends: Collection[str]
 ) -> str:
-    """The system's turn in a conversation that has none; "" if it is left out there."""
+    """System turn of a conversation without a system message; "": the template writes none."""
     try:
         with_system, plain = (
             rendered(turns).removeprefix(begin) for turns in (_TURNS[:2], _TURNS[1:2])

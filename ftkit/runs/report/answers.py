@@ -124,7 +124,7 @@ def _metric_name(metric: str, filter_name: str | None) -> str:
 
 
 def score_text(value: float) -> str:
-    """0.1234 below 100, as the harness writes shares; four digits from there: 1234."""
+    """Format a score: 0.1234 below 100, as the harness writes shares; four digits from there on."""
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
 
 

@@ -436,7 +436,7 @@ def _last_column(path: Path) -> str:
 
 
 def _lines_from_the_end(file: BinaryIO, first: int) -> Iterator[tuple[int, bytes]]:
-    """Position of its end and content of each line, from the last to the one at `first`."""
+    """Yield position of the end and content of each line, from the last to the one at `first`."""
     # In blocks from the end: of a million rows, usually only the last few are needed.
     start = file.seek(0, os.SEEK_END)
     tail = b""

@@ -317,7 +317,7 @@ def _name_of(number: int) -> str:
 
 
 def _started(process: int) -> float:
-    """When a process of this machine started, since boot; -1: it does not exist."""
+    """Start of a process of this machine, since boot; -1: it does not exist."""
     # psutil's create_time is of the wall clock, and changes when that is set.
     stat = Path(f"/proc/{process}/stat")
     try:

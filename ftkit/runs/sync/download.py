@@ -353,7 +353,7 @@ class UrlCopy:
 
     @property
     def directory(self) -> Path:
-        """The copy."""
+        """Directory of the copy."""
         return self._run.path
 
     def look(self) -> bool:

@@ -31,7 +31,7 @@ def mirrored(
     goes_on: bool,
     several: bool = False,
 ) -> Iterator[Mirror | None]:
-    """The mirror of a run at a url, which is claimed inside the block; None: it is local.
+    """Mirror a run at a url, which is claimed inside the block; None: it is local.
 
     The end of the block uploads the rest. If it ends with an error, the url is left as it was.
 
@@ -135,7 +135,7 @@ class UrlCheckpoints:
         return found
 
     def delete_incomplete(self, directory: str) -> None:
-        """Delete one of them.
+        """Delete an incomplete checkpoint.
 
         Raises:
             StorageError: the storage does not do it.
