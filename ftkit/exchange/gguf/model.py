@@ -149,7 +149,7 @@ def _as_llama_cpp(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Ten
 
 
 def _pairs_beside_each_other(tensor: Tensor, head_size: int) -> Tensor:
-    """Reorder rows of rotated heads: Hugging Face has first halves of all pairs, then second ones."""
+    """Reorder rows of rotated heads from two halves, as in Hugging Face, to neighbouring pairs."""
     halves = tensor.reshape(-1, 2, head_size // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
 
