@@ -90,7 +90,7 @@ def check_interfaces(communication: str | None) -> None:
     """
     there = interfaces()
     shown = ", ".join(f"{name} ({', '.join(found)})" for name, found in there.items() if found)
-    # gloo carries messages also where nccl carries tensors.
+    # With nccl, gloo carries what is in host memory.
     for name in filter(None, os.environ.get(GLOO, "").split(",")):
         if communication is not None and not there.get(name):
             what = "no address" if name in there else "no such network interface"
