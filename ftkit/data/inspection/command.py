@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ftkit.errors import UserError
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import DataOptions
 from ftkit.recipe.parsing import Override, read_recipe, sorted_words
 from ftkit.recipe.peft_adapter import with_adapter
@@ -30,6 +32,7 @@ from ftkit.data.inspection.findings import (  # noqa: E402
     token_name,
 )
 from ftkit.data.inspection.inspection import (  # noqa: E402
+    Answer,
     Bar,
     Duplicates,
     Inspection,
@@ -41,7 +44,7 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
     Weights,
 )
 from ftkit.data.prepare import Prepared  # noqa: E402
-from ftkit.data.samples.sample_set import SampleSet  # noqa: E402
+from ftkit.data.samples.sample_set import Sample, SampleSet  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
 from ftkit.models.pretrained.hub import (  # noqa: E402
     fetch_settings,
@@ -136,7 +139,8 @@ def inspect_data(
     limit = checked_length(base, recipe.train.max_seq_length)
     # Readers of hub data take $HF_TOKEN, as in a run.
     with _as_owner_of(recipe.access_token):
-        data = load_data(recipe.data, tokenizer, limit, progress=progress)
+        pairs = objective_rules(recipe.objective).pairs
+        data = load_data(recipe.data, tokenizer, limit, pairs=pairs, progress=progress)
     evidence = Evidence(
         data=data,
         tokenizer=tokenizer,
@@ -158,7 +162,9 @@ def inspect_data(
         duplicates=_duplicates(evidence),
         findings=findings(evidence),
         samples=[
-            _shown(data.parts[source], number, tokenizer) for source, number in _chosen(data, show)
+            sample
+            for source, number in _chosen(data, show)
+            for sample in _shown(data.parts[source], number, tokenizer)
         ],
     )
 
@@ -276,24 +282,37 @@ def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
     ]
 
 
-def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> ShownSample:
-    sample = part.splits["train"].samples[number]
-    ids = sample.ids.tolist()
-    weights = np.zeros(len(ids))
-    of_spans = np.ones(len(sample.trained)) if sample.weights is None else sample.weights
-    for (first, end), weight in zip(sample.trained, of_spans, strict=True):
-        weights[first:end] = weight
-    weights[0] = 0  # nothing predicts it
-    texts, special = token_texts(tokenizer, ids)
-    return ShownSample(
-        source=part.source.name,
-        number=number,
-        ids=ids,
-        texts=texts,
-        trained=(weights > 0).tolist(),
-        weights=weights.tolist(),
-        special=special,
-    )
+def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> Iterator[ShownSample]:
+    """The sequences of a sample: one, or both answers of a pair."""
+    sequences = part.splits["train"].samples.sequences(number)
+    answers: tuple[Answer | None, ...] = (None,) if len(sequences) == 1 else get_args(Answer)
+    first = sequences[0]
+    for answer, sample in zip(answers, sequences, strict=True):
+        ids = sample.ids.tolist()
+        weights = np.zeros(len(ids))
+        of_spans = np.ones(len(sample.trained)) if sample.weights is None else sample.weights
+        for (begin, end), weight in zip(sample.trained, of_spans, strict=True):
+            weights[begin:end] = weight
+        weights[0] = 0  # nothing predicts it
+        texts, special = token_texts(tokenizer, ids)
+        yield ShownSample(
+            source=part.source.name,
+            number=number,
+            answer=answer,
+            shared=_shared(first, sample) if answer == "rejected" else 0,
+            ids=ids,
+            texts=texts,
+            trained=(weights > 0).tolist(),
+            weights=weights.tolist(),
+            special=special,
+        )
+
+
+def _shared(chosen: Sample, rejected: Sample) -> int:
+    """Tokens with which both sequences of a pair begin, before any that carries loss."""
+    most = min(int(one.trained[0, 0]) for one in (chosen, rejected))
+    differs = np.flatnonzero(chosen.ids[:most] != rejected.ids[:most])
+    return int(differs[0]) if len(differs) else most
 
 
 MOST_BARS = 12

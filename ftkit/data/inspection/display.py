@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -133,10 +134,16 @@ def _duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
 def _sample_title(sample: ShownSample, seen: Inspection) -> str:
     """Title of a sample: its number, its source and its trained tokens."""
     source = f" of {visible(sample.source)}" if len(seen.sources) > 1 else ""
+    noun, answer = ("pair", f", {sample.answer}") if sample.answer else ("sample", "")
     return (
-        f"training sample {sample.number:,}{source}: {len(sample.ids):,} tokens, "
+        f"training {noun} {sample.number:,}{source}{answer}: {len(sample.ids):,} tokens, "
         f"{sum(sample.trained):,} trained"
     )
+
+
+def _shared_words(sample: ShownSample) -> str:
+    """Words in place of the prompt that is shown above."""
+    return f"... {sample.shared:,} tokens of the prompt, as above ..."
 
 
 def _range_of(bar: Bar) -> str:
@@ -292,10 +299,14 @@ def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, b
     opening, closing, between = _signs(ascii_only)
     end_of_line = "\\n" if ascii_only else "↵"
     # More of the beginning: it shows the template.
-    left_out = range(MOST_TOKENS * 2 // 3, len(sample.ids) - MOST_TOKENS // 3)
+    left_out = range(sample.shared + MOST_TOKENS * 2 // 3, len(sample.ids) - MOST_TOKENS // 3)
+    if sample.shared:
+        yield _shared_words(sample), _BETWEEN, True
     for i, (text, weight, special) in enumerate(
         zip(sample.texts, sample.weights, sample.special, strict=True)
     ):
+        if i < sample.shared:
+            continue
         if i in left_out:
             if i == left_out.start:
                 yield f" ... {len(left_out):,} tokens ... ", _BETWEEN, True
@@ -425,9 +436,11 @@ def _html_sample(sample: ShownSample) -> str:
 
 def _html_tokens(sample: ShownSample) -> Iterator[str]:
     """Tokens with their ids as tooltips; neighbours of one weight share a frame."""
+    if sample.shared:
+        yield f'<span style="opacity:0.7">{_shared_words(sample)}</span>\n'
     before = 0.0
     columns = zip(sample.ids, sample.texts, sample.weights, sample.special, strict=True)
-    for token, text, weight, special in columns:
+    for token, text, weight, special in islice(columns, sample.shared, None):
         if before and before != weight:
             yield "</span>"
         if weight and before != weight:

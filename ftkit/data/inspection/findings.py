@@ -13,6 +13,7 @@ from ftkit.data.dataset import DataSets, LoadedPart
 from ftkit.data.inspection.inspection import Finding
 from ftkit.data.prepare import NO_LABELS, NO_REASONING, advice_for
 from ftkit.data.records.record import Record
+from ftkit.data.samples.layout import IntArray
 from ftkit.data.samples.sample_set import Sample, SampleSet
 from ftkit.models.chat_templates.turns import NO_TOOLS
 from ftkit.utils.console.formatting import percent_text, shortened
@@ -51,7 +52,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
     """Find samples with the same tokens, regardless of which tokens are trained.
 
     A few tokens of each sample distinguish nearly all; only samples that agree in these are read in
-    full. So a million samples take about a second.
+    full. So a million samples take about a second. The tokens of a pair are those of both answers.
 
     Args:
         train: samples of each source.
@@ -70,7 +71,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
     for number, samples in enumerate((*train, *val)):
         is_val = number >= len(train)
         # The arrays themselves: making an object of every sample would be slow.
-        tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
+        tokens, offsets = samples.arrays.tokens, _sample_offsets(samples)
         for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
             ids = tokens[offsets[index] : offsets[index + 1]]
             # Hashes, because the tokens of many long samples would fill memory.
@@ -97,7 +98,7 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
 
 def _keys(samples: SampleSet) -> npt.NDArray[np.uint64]:
     """Key of each sample, [samples]; equal tokens have equal keys."""
-    tokens, offsets = samples.arrays.tokens, samples.arrays.offsets
+    tokens, offsets = samples.arrays.tokens, _sample_offsets(samples)
     starts, sizes = offsets[:-1], np.diff(offsets)
     keys = sizes.astype(np.uint64)
     for probe in range(_PROBES):
@@ -107,6 +108,11 @@ def _keys(samples: SampleSet) -> npt.NDArray[np.uint64]:
         # A product carries upwards only: its high bits are mixed into the low ones.
         keys ^= keys >> np.uint64(29)
     return keys
+
+
+def _sample_offsets(samples: SampleSet) -> IntArray:
+    """[samples + 1], where the tokens of each sample start, and the end."""
+    return samples.arrays.offsets[:: samples.per_sample]
 
 
 _MOST_EXAMINED = 500
@@ -350,6 +356,26 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
     )
 
 
+def equal_answers(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Pairs have the same answer twice."""
+    samples = part.splits["train"].samples
+    if samples.per_sample == 1:
+        return None
+    examined = _examined_places(samples)
+    equal = sum(
+        len({sequence.ids.tobytes() for sequence in samples.sequences(i)}) == 1 for i in examined
+    )
+    if not equal:
+        return None
+    return Finding(
+        kind="equal_answers",
+        severity="warning",
+        text=f"In {equal:,} of {len(examined):,} examined pairs{evidence.of(part)} the chosen and "
+        "the rejected answer have the same tokens, so no preference is learned from them.",
+        advice="Remove them, or raise train.max_seq_length if answers differ only behind it.",
+    )
+
+
 def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """The base model has its own chat template, but is trained with another one."""
     own = evidence.tokenizer.chat_template
@@ -380,6 +406,7 @@ _PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
     reasoning_dropped,
     system_message_dropped,
     many_cut,
+    equal_answers,
     end_of_turn_not_known,
     template_not_used,
 )
@@ -396,9 +423,12 @@ def token_name(tokenizer: "Tokenizer", token: int) -> str:
 
 def _examined(samples: SampleSet) -> list[Sample]:
     """Choose samples to examine, evenly spread."""
+    return [samples[i] for i in _examined_places(samples)]
+
+
+def _examined_places(samples: SampleSet) -> range:
     # Spread over all, because data are often sorted by origin.
-    step = max(len(samples) // _MOST_EXAMINED, 1)
-    return [samples[i] for i in range(0, len(samples), step)]
+    return range(0, len(samples), max(len(samples) // _MOST_EXAMINED, 1))
 
 
 def _advice(evidence: Evidence, part: LoadedPart, reason: str) -> str:
@@ -414,6 +444,7 @@ def _trained(sample: Sample) -> set[int]:
 
 def _system(record: Record) -> str:
     """System message of a record, or an empty text."""
+    record = record.get("chosen", record)  # both answers of a pair have the same prompt
     messages: Iterator[str] = (
         message["content"] for message in record.get("messages", ()) if message["role"] == "system"
     )

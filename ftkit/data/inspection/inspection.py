@@ -15,6 +15,7 @@ FindingKind = Literal[
     "system_message_dropped",
     "many_cut",
     "train_in_validation",
+    "equal_answers",
     "template_not_used",
 ]
 Severity = Literal["warning", "notice"]
@@ -156,6 +157,9 @@ class Duplicates:
     """Beginnings of some validation samples that are in train."""
 
 
+Answer = Literal["chosen", "rejected"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShownSample:
     """A training sample, token by token."""
@@ -163,6 +167,10 @@ class ShownSample:
     source: str
     number: int
     """Number among the training samples of its source, from 0."""
+    answer: Answer | None
+    """Which answer of a preference pair it is; None: samples are no pairs."""
+    shared: int
+    """First tokens of a rejected answer that are those of the chosen one: the prompt of both."""
     ids: list[int]
     texts: list[str]
     """Text of each token; a character of several tokens is in the last of them."""

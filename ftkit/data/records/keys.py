@@ -315,9 +315,9 @@ def _refuse_rejected(row: Mapping[str, Any], key: str) -> None:
     wanted = next((name for name in answers if not is_empty(row.get(name))), "messages")
     ours = "messages" if wanted.startswith("conversation") else wanted
     raise Refusal(
-        f" has a rejected answer ({key}), which preference optimisation such as DPO needs; ftkit "
-        "trains on one answer.\n"
-        f"To train only on {wanted}, try --data.columns.{ours} {wanted}."
+        f" has a rejected answer ({key}), but the objective learns from one answer.\n"
+        "To learn which of the two is better, try --objective dpo. To train only on "
+        f"{wanted}, try --data.columns.{ours} {wanted}."
     )
 
 

@@ -91,7 +91,8 @@ def _with_answers(rest: Row, chosen: Any, rejected: Any) -> tuple[Row, Row]:
         # Both begin with it, as whole conversations do.
         prompt = None
     if prompt is None:
-        common = _common(chosen, rejected)
+        # Each has an answer of its own, also where both are the same.
+        common = min(_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
     if not isinstance(prompt, list):
         raise Misfit(f": prompt is {kind_of(prompt)}. {_RULE}\nMake it a list of messages.")

@@ -165,17 +165,17 @@ class Form:
 
     def counted(self, count: int) -> str:
         """Count such records in words: "300 conversations (messages)"."""
-        noun = self._noun if count == 1 else self.plural
-        return f"{count:,} {noun} ({self.keys})"
+        return f"{count:,} {self._noun(count)} ({self.keys})"
 
     @property
     def plural(self) -> str:
         """Noun for such records."""
-        return f"{self._noun}s"
+        return self._noun(2)
 
-    @property
-    def _noun(self) -> str:
-        return f"preference pair of {_NOUNS[self.shape]}s" if self.is_pair else _NOUNS[self.shape]
+    def _noun(self, count: int) -> str:
+        ending = "" if count == 1 else "s"
+        noun = _NOUNS[self.shape]
+        return f"preference pair{ending} of {noun}s" if self.is_pair else f"{noun}{ending}"
 
 
 class RecordReader:
@@ -436,14 +436,18 @@ def _check_unweighted(row: Mapping[str, Any], answers: Iterable[Record]) -> None
             )
 
 
+_PAIR = (
+    " is a preference pair (chosen and rejected), but the objective learns from one answer.\n"
+    "To learn which of the two is better, try --objective dpo."
+)
+
+
 def _explain_preference(row: dict[str, Any]) -> str:
     chosen = row["chosen"]
     if isinstance(chosen, dict):
         return (
-            " is a preference pair (chosen and rejected), which preference optimisation such as "
-            "DPO needs; ftkit trains on one answer.\n"
-            "To train only on the chosen answers, put each into the messages of its record, and "
-            "remove chosen and rejected."
+            f"{_PAIR} To train only on the chosen answers, put each into the messages of its "
+            "record, and remove chosen and rejected."
         )
     if isinstance(chosen, list):
         ours = "completion" if isinstance(row.get("prompt"), list) else "messages"
@@ -456,11 +460,7 @@ def _explain_preference(row: dict[str, Any]) -> str:
         works = f"{question} --data.columns.output chosen"
     else:
         works = "--data.columns.text chosen"
-    return (
-        " is a preference pair (chosen and rejected), which preference optimisation such as DPO "
-        "needs; ftkit trains on one answer.\n"
-        f"To train only on the chosen answers, try {works}."
-    )
+    return f"{_PAIR} To train only on the chosen answers, try {works}."
 
 
 def _explain_unknown(row: dict[str, Any]) -> str:

@@ -69,6 +69,34 @@ def test_json_has_the_ids_and_masks_that_a_run_is_trained_on(
     assert source["train"]["lengths"]["longest"] == data.train.lengths.max() + 1
 
 
+def test_a_pair_is_shown_with_both_answers(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"instruction": f"Red {i}?", "chosen": f"It is {i}.", "rejected": f"It is {i + 1}!"}
+        for i in range(30)
+    ]
+    data = write_records(tmp_path / "pairs.jsonl", rows)
+    words = ["data", str(model), *options(data="JSON", data__path=data, objective="orpo")]
+    assert run([*words, "--show", "2", "--format", "json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    samples = seen["samples"]
+    assert [sample["answer"] for sample in samples] == ["chosen", "rejected"] * 2
+    assert seen["sources"][0]["train"]["samples"] == seen["sources"][0]["train"]["used"]
+    for chosen, rejected in zip(samples[::2], samples[1::2], strict=True):
+        shared = rejected["shared"]
+        assert chosen["shared"] == 0 < shared
+        assert chosen["ids"][:shared] == rejected["ids"][:shared]
+        assert not any(chosen["trained"][:shared] + rejected["trained"][:shared])
+        for sample, ending in ((chosen, "."), (rejected, "!")):
+            columns = zip(sample["texts"], sample["trained"], strict=True)
+            said = "".join(text for text, trained in columns if trained)
+            assert said.startswith("It is") and said.endswith(f"{ending}</s>")
+    assert run([*words, "--show", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "preference pairs" in text and "as above" in text
+
+
 def test_a_second_look_reads_what_the_first_has_tokenised(model: Path, tmp_path: Path) -> None:
     data = write_records(
         tmp_path / "data.jsonl", [*questions(30), {"instruction": "", "output": ""}]

@@ -50,3 +50,14 @@ def test_what_is_trained_of_them_does_not_matter() -> None:
 def test_data_without_validation_samples_have_those_of_train() -> None:
     found = find_duplicates([sample_set([(1, 2), (1, 2), (1, 2)])], [sample_set([])])
     assert (found.train, found.val, found.val_in_train) == (2, 0, 0)
+
+
+def test_a_pair_repeats_another_if_both_answers_do() -> None:
+    prompt, first, second = [1, 2], [3, 4], [5]
+    pairs = [(first, second), (second, first), (first, second), (first, first)]
+    ids = [[*prompt, *answer] for pair in pairs for answer in pair]
+    rendered = [Rendered(one, ((2, len(one)),)) for one in ids]
+    samples = SampleSet.of(rendered, per_sample=2)
+    found = find_duplicates([samples], [samples])
+    assert (found.train, found.train_places) == (1, ((0, 2),))
+    assert (found.val, found.val_in_train) == (1, 4)

@@ -371,3 +371,40 @@ def test_each_source_is_named_where_there_are_several(model: Path, tmp_path: Pat
     assert says(only(seen, "no_end_of_turn").text, "end of an answer of bad")
     assert {sample.source for sample in seen.samples} == {source.name for source in seen.sources}
     assert [sample.number for sample in seen.samples] == [0, 19, 0, 19]
+
+
+def pairs(count: int, equal: int, system: str = "") -> list[dict[str, Any]]:
+    """Pairs of conversations, some of which have the same answer twice."""
+    before = [{"role": "system", "content": system}] if system else []
+
+    def said(i: int, colour: str) -> list[dict[str, str]]:
+        return [
+            *before,
+            {"role": "user", "content": f"What is number {i}?"},
+            {"role": "assistant", "content": f"Number {i} is {colour}."},
+        ]
+
+    return [
+        {"chosen": said(i, "red"), "rejected": said(i, "red" if i < equal else "blue")}
+        for i in range(count)
+    ]
+
+
+def test_pairs_with_the_same_answer_twice_are_counted(model: Path, tmp_path: Path) -> None:
+    data = write_records(tmp_path / "pairs.jsonl", pairs(40, equal=3))
+    keys = {"objective": "orpo", "data__chat_template": "zephyr", "data__val_split_fraction": 0.5}
+    seen = look(model, data, **keys)
+    found = only(seen, "equal_answers")
+    assert says(found.text, "of 20 examined pairs") and says(found.advice, "Remove them")
+    assert not look(model, write_records(data, pairs(40, equal=0)), **keys).findings
+
+
+def test_system_messages_of_pairs_are_looked_for(model: Path, tmp_path: Path) -> None:
+    data = write_records(tmp_path / "pairs.jsonl", pairs(40, equal=0, system="Be brief."))
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    seen = look(model, data, objective="orpo", data__chat_template=str(template))
+    assert says(only(seen, "system_message_dropped").text, "drops")

@@ -16,6 +16,7 @@ from ftkit.data.inspection.display import (
     visible,
 )
 from ftkit.data.inspection.inspection import (
+    Answer,
     Bar,
     Duplicates,
     Finding,
@@ -52,11 +53,15 @@ SOURCE = SourceNumbers(
 HOSTILE = "\x1b[31m<script>alert(1)</script>\x07\u202e"
 
 
-def make_sample(texts: Sequence[str], trained: str) -> ShownSample:
+def make_sample(
+    texts: Sequence[str], trained: str, *, answer: Answer | None = None, shared: int = 0
+) -> ShownSample:
     """A sample whose tokens are trained where there is an x, and with weight 0.5 at a 2."""
     return ShownSample(
         source="chats",
         number=4,
+        answer=answer,
+        shared=shared,
         ids=list(range(len(texts))),
         texts=list(texts),
         trained=[mark in "x2" for mark in trained],
@@ -82,7 +87,8 @@ def make_inspection(*samples: ShownSample, findings: Sequence[Finding] = ()) -> 
 
 def token_lines(sample: ShownSample, width: int = 80) -> list[str]:
     lines = plain_text(InspectionText(make_inspection(sample)), width).splitlines()
-    title = next(i for i, line in enumerate(lines) if line.startswith("training sample 4: "))
+    titles = ("training sample 4: ", "training pair 4, ")
+    title = next(i for i, line in enumerate(lines) if line.startswith(titles))
     end = next(i for i, line in enumerate(lines) if line.startswith("findings"))
     return lines[title + 1 : end - 1]
 
@@ -94,6 +100,22 @@ def test_what_is_trained_is_in_brackets_and_tokens_are_apart() -> None:
         "↵·",
         "<|bot|>⟦Hi·!·<|end|>⟧↵",
     ]
+
+
+def test_both_answers_of_a_pair_follow_their_prompt() -> None:
+    prompt = ["<|user|>", "Red", "?", "\n"]
+    chosen = make_sample([*prompt, "Yes", "<|end|>"], "....xx", answer="chosen")
+    rejected = make_sample([*prompt, "No", "<|end|>"], "....xx", answer="rejected", shared=4)
+    text = plain_text(InspectionText(make_inspection(chosen, rejected)))
+    assert "training pair 4, chosen: 6 tokens, 2 trained" in text
+    assert "training pair 4, rejected: 6 tokens, 2 trained" in text
+    assert token_lines(chosen) == ["<|user|>·Red·?·↵", "⟦Yes·<|end|>⟧"]
+    assert token_lines(rejected) == [
+        "... 4 tokens of the prompt, as above ...",
+        "⟦No·<|end|>⟧",
+    ]
+    page = inspection_page(make_inspection(chosen, rejected))
+    assert page.count(">Red<") == 1 and "4 tokens of the prompt, as above" in page
 
 
 def test_tokens_of_one_weight_share_brackets() -> None:

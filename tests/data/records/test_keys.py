@@ -221,7 +221,7 @@ def test_a_key_with_a_meaning_has_its_effect(
 
 # Refused
 
-PREFERENCE = "preference optimisation"
+PREFERENCE = "the objective learns from one answer"
 
 
 @pytest.mark.parametrize(
