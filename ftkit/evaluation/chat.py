@@ -12,7 +12,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.evaluation.generate import shown
 from ftkit.evaluation.prompting import Question
-from ftkit.evaluation.result import Result
+from ftkit.evaluation.result import Result, require_answers
 from ftkit.evaluation.session import Answer, Responder, start_session
 from ftkit.models.chat_templates.template import Message
 from ftkit.recipe.options import ChatOptions
@@ -76,6 +76,7 @@ def chat(result: Result, options: ChatOptions) -> int:
     Raises:
         UserError: something is missing, or options contradict each other.
     """
+    require_answers(result, "ftkit chat")
     responder = Responder(start_session(result, options), options)
     conversation = Conversation(responder)
     if options.format == "json":

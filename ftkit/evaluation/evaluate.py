@@ -12,7 +12,7 @@ from ftkit.data.samples.loader import validation_loader
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.sources import validation_sets
 from ftkit.errors import UserError
-from ftkit.evaluation.result import Result
+from ftkit.evaluation.result import Result, require_answers
 from ftkit.evaluation.scorer import Scorer
 from ftkit.evaluation.scoring import DEFAULT_RECORDS, Score, Scoring
 from ftkit.evaluation.session import Session, start_session
@@ -21,11 +21,12 @@ from ftkit.evaluation.validation import Validated, answer_scores, validation_los
 from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.flops import attention_cost
 from ftkit.objectives.objective import Objective
+from ftkit.objectives.reward import Reward
 from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import with_overrides
-from ftkit.recipe.recipe import Eval, Recipe
+from ftkit.recipe.recipe import Component, Recipe
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.table import term_title, term_value_text
@@ -51,11 +52,14 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         UserError: something is missing, or does not fit.
     """
     if options.tasks is not None:
+        require_answers(result, "--tasks")
         return _evaluate_tasks(result, options)
     recipe, is_of_run = _recipe(result, options), result.recipe is not None
     for source in validation_sets(recipe.data, recipe.eval.sets).values():
         source.files()  # a missing one is named before anything is loaded
-    scoring = _scoring(recipe.eval, options)
+    scoring = _scoring(recipe, options)
+    if options.metrics:
+        require_answers(result, "--metric")
     result = dataclasses.replace(result, recipe=recipe)
     session = start_session(result, options)
     if result.template_directory is not None and not is_of_run:
@@ -96,6 +100,9 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
             "Try --data JSON --data.path FILE."
         )
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
+    if result.recipe is None and result.scores:
+        objective = Component(class_path="reward", init_args={})
+        recipe = dataclasses.replace(recipe, objective=objective)
     # Other data are evaluated alone: the run's sets would be rendered like them.
     sets = "null" if options.data and options.sets is None else options.sets
     data_keys = [
@@ -110,10 +117,12 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
     return with_overrides(recipe, [*options.data, *given])
 
 
-def _scoring(settings: Eval, options: EvaluateOptions) -> Scoring:
+def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
     """Choose the metrics of answers."""
+    settings = recipe.eval
     exact_match = settings.exact_match
-    if options.exact_match is None and not exact_match:
+    answers = not objective_rules(recipe.objective).scores
+    if options.exact_match is None and not exact_match and answers:
         exact_match = DEFAULT_RECORDS
     return Scoring(
         exact_match=exact_match,
@@ -175,7 +184,7 @@ def _measure(
     `most` is the limit of samples, of the data and of each set.
     """
     model, base = session.loaded.model, session.loaded.base
-    samples = held_out.samples
+    samples = objective.view(held_out.samples)
     limit = min(most, len(samples))
     traits = base.architecture.attention
     plan = session.plan
@@ -216,7 +225,8 @@ def _measure(
         if len(held_out.parts) == 1:
             losses = {}
         if sets.parts:
-            of_sets = validated(joined := sets.samples(most), len(joined), len(sets.parts))
+            joined = objective.view(sets.samples(most))
+            of_sets = validated(joined, len(joined), len(sets.parts))
             losses |= zip(sets.names, of_sets.of_sources, strict=True)
     questions = held_out.questions[: scoring.records]
     scores: list[Score] = []
@@ -265,9 +275,11 @@ def _result_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _show(values: dict[str, Any], objective: Objective) -> None:
     matches = values["exact_match"]
+    is_of_tokens = not isinstance(objective, Reward)
+    of_labels = f", {values['label_tokens']:,} label tokens" * is_of_tokens
     rows = {
         **dict(_result_rows(values)),
-        "data": f"{values['records']:,} records, {values['label_tokens']:,} label tokens",
+        "data": f"{values['records']:,} records" + of_labels,
         "loss": loss_text(values["loss"]),
     }
     if values["perplexity"] is not None:

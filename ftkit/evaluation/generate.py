@@ -17,7 +17,7 @@ from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
 from ftkit.evaluation.prompting import question_of
-from ftkit.evaluation.result import Result, base_result
+from ftkit.evaluation.result import Result, base_result, require_answers
 from ftkit.evaluation.session import Answer, Responder, start_session
 from ftkit.recipe.options import GenerateOptions
 from ftkit.utils.accelerators.use import free_cached_memory
@@ -37,6 +37,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
     Raises:
         UserError: something is missing, or options contradict each other.
     """
+    require_answers(result, "ftkit generate")
     records = _records(options)
     _check_shapes(records, options)
     results = [result]

@@ -26,6 +26,7 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     weights,
 )
+from ftkit.models.pretrained.reward_model import as_reward_model
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.peft_adapter import CONFIG
 from ftkit.recipe.plan import Plan, make_plan
@@ -104,7 +105,9 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
     if result.kind == "checkpoint":
         # Tied weights are stored once, as those of the embedding.
         has_head = stored_name(PARAMETER, HEAD) in _stored(result)
-        return dataclasses.replace(open_without_weights(result.directory / BASE), tied=not has_head)
+        found = open_without_weights(result.directory / BASE)
+        found = as_reward_model(found) if result.scores else found
+        return dataclasses.replace(found, tied=not has_head)
     if result.kind == "model":
         return open_base(str(result.directory))
     return _base_of(result, base, option)
@@ -152,7 +155,7 @@ def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
             f"{name} is not the model that {result.name} was made from{known}: its weights "
             f"differ. Try {option} PATH with that model."
         )
-    return found
+    return as_reward_model(found) if result.scores else found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,14 +26,17 @@ from ftkit.models.pretrained.hub import (
     ROOT,
     find_gguf,
     find_or_download,
+    is_classifier,
     is_litgpt,
     missing_files,
+    read_json,
     weight_files,
 )
 from ftkit.models.pretrained.hub_errors import nearest_directory
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
-from ftkit.recipe.peft_adapter import base_fingerprint, peft_settings
+from ftkit.recipe.peft_adapter import base_fingerprint, is_reward_adapter, peft_settings
 from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
@@ -76,6 +79,15 @@ class Result:
         return "lora" if self.kind == "adapter" else None
 
     @property
+    def scores(self) -> bool:
+        """True for a reward model, which gives sequences a score and answers nothing."""
+        if self.recipe is not None:
+            return objective_rules(self.recipe.objective).scores
+        if self.kind == "adapter":
+            return is_reward_adapter(self.directory)
+        return is_classifier(read_json(self.directory / "config.json"))
+
+    @property
     def quantize(self) -> Quantization | None:
         """Quantisation of the frozen base model in its run."""
         return self.recipe.quantize if isinstance(self.recipe, LoraRecipe) else None
@@ -92,6 +104,24 @@ class Result:
         if report is not None and report.result is not None:
             return report.result.step
         return None if self.metadata is None else self.metadata.step
+
+
+def require_answers(result: Result, wanted: str) -> None:
+    """Refuse a reward model for what needs a model that predicts tokens.
+
+    Args:
+        result: from `find_result`.
+        wanted: what it is refused for: "ftkit chat".
+
+    Raises:
+        UserError: it is a reward model.
+    """
+    if result.scores:
+        raise UserError(
+            f"{result.name} is a reward model, which gives sequences a score and predicts no "
+            f"tokens, but {wanted} needs a model that does. Try ftkit evaluate {result.name}, "
+            "or the model that it was trained from."
+        )
 
 
 def find_result(name: str) -> Result:

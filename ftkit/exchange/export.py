@@ -12,7 +12,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result, with_extra_weights
 from ftkit.evaluation.prompting import prompting_of
-from ftkit.evaluation.result import Result
+from ftkit.evaluation.result import Result, require_answers
 from ftkit.exchange.gguf.model import write_gguf_adapter, write_gguf_model
 from ftkit.exchange.gguf.modelfile import MODELFILE
 from ftkit.exchange.model_card import CardKind, card_files
@@ -61,6 +61,8 @@ def export(result: Result, options: ExportOptions) -> int:
         raise UserError(
             f"{result.name} is a whole model, but PEFT's layout is for adapters. Try --format hf."
         )
+    if options.format in ("gguf", "litgpt"):
+        require_answers(result, f"--format {options.format}")
     check_apart(out, result.directory)
     with (
         cleaning_up_on_signals(),
@@ -78,7 +80,7 @@ def export(result: Result, options: ExportOptions) -> int:
     size_bytes = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
     if options.format != "gguf":
-        print_next(f"ftkit chat {shlex.quote(str(out))}")
+        print_next(f"ftkit {'evaluate' if result.scores else 'chat'} {shlex.quote(str(out))}")
     elif gives_advice():
         print(_next_steps(file, is_adapter=is_adapter))
     return 0

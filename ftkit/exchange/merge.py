@@ -34,6 +34,7 @@ from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import MergeOptions
 from ftkit.recipe.recipe import Component, Quantization
 from ftkit.utils.console.display import Display
@@ -266,18 +267,20 @@ class Merged:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Number format of a parameter in its file."""
-        return self._dtype or self._read(self._source(name)).dtype
+        source = self._source(name)
+        if source == HEAD and self._base.source is not None:  # it is new
+            source = self._base.architecture.embedding
+        return self._dtype or self._read(source).dtype
 
     def __call__(self, name: str) -> Tensor:
         """Return a parameter of the merged model by our name."""
         source = self._source(name)
-        stored = self._read(source)
-        dtype = self._dtype or stored.dtype
+        dtype = self.dtype_of(name)
         # Trained whole (lora_modules_to_save): nothing is added, the tensor itself is taken.
         if source in self._tensors:
             return as_written(name, self._tensors[source], dtype)
         layer, _, kind = name.rpartition(".")
-        value = stored
+        value = self._read(source)
         if kind == "weight" and layer in self._rounded:
             # Imported here: it imports bitsandbytes, which other merges do without.
             assert self._kind is not None
@@ -345,7 +348,8 @@ def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[lis
         # Others than files may need a download.
         if recipe is not None and data_source(recipe.data).files() is not None:
             max_seq_length = recipe.train.max_seq_length
-            sequences = _validation_samples(recipe.data, max_seq_length, base, display)
+            pairs = objective_rules(recipe.objective).pairs
+            sequences = _validation_samples(recipe.data, max_seq_length, base, display, pairs=pairs)
     what = f"{len(sequences)} validation records" if sequences else "a fixed prompt"
     sequences = sequences or [base.tokenizer.encode(_PROMPT).tolist()]
     # A small model may have fewer positions than that.
@@ -355,7 +359,12 @@ def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[lis
 
 
 def _validation_samples(
-    data: Component, max_seq_length: int | None, base: BaseModel, display: Display
+    data: Component,
+    max_seq_length: int | None,
+    base: BaseModel,
+    display: Display,
+    *,
+    pairs: bool,
 ) -> list[list[int]]:
     """Token ids of the first records that the run was validated on."""
     with display.phase("reading data", brief=True) as phase:
@@ -363,6 +372,7 @@ def _validation_samples(
             data,
             base.tokenizer,
             max_seq_length or base.architecture.context_length,
+            pairs=pairs,
             progress=lambda _, done, total: phase.advance(done, total),
         ).samples
     return [samples[i].ids.tolist() for i in range(min(SAMPLES, len(samples)))]
@@ -407,4 +417,5 @@ def _show(
         display.show(grid)
         display.show(table)
     written = shlex.quote(str(options.directory))
-    print_next(f"ftkit chat {written}", f"ftkit push {written} ORG/NAME")
+    use = "evaluate" if result.scores else "chat"
+    print_next(f"ftkit {use} {written}", f"ftkit push {written} ORG/NAME")

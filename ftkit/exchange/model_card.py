@@ -13,6 +13,8 @@ import yaml
 from ftkit.data.records.paths import is_hub_name
 from ftkit.evaluation.result import Result, report_of
 from ftkit.models.pretrained.hub import CARD, hub_name, is_litgpt, licence_files
+from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.recipe import Component
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.report import Report
@@ -29,6 +31,8 @@ from ftkit.utils.files import write_durably
 from ftkit.utils.yaml_files import parse_yaml
 
 _FENCE = "---"
+_SFT = Component(class_path="sft", init_args={})
+"""Objective of reports of earlier versions, which name none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +167,38 @@ where there is one.
 """,
 }
 """Code or commands that use the result, by its kind."""
+_SCORE = """
+messages = [
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "content": "Hello! How can I help?"},
+]
+text = tokenizer.apply_chat_template(messages, tokenize=False)
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+print(model(**inputs).logits[0, 0].item())
+```
+"""
+_USAGE_OF_SCORES: dict[CardKind, str] = {
+    "adapter": f"""With PEFT, which finds the base model:
+
+```python
+from peft import AutoPeftModelForSequenceClassification
+from transformers import AutoTokenizer
+
+name = {HERE}
+model = AutoPeftModelForSequenceClassification.from_pretrained(name, num_labels=1)
+tokenizer = AutoTokenizer.from_pretrained(name)
+{_SCORE.lstrip()}""",
+    "hf": f"""With transformers:
+
+```python
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+name = {HERE}
+model = AutoModelForSequenceClassification.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
+{_SCORE.lstrip()}""",
+}
+"""The same of reward models."""
 _PLACES = ("out_dir", "access_token", "resume")
 """Keys of a recipe that say nothing about a result."""
 
@@ -195,12 +231,14 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     rows = "\n".join(f"| {label} | {_cell(text)} |" for label, text in _rows(report, base, data))
     # Not sorted: in the order of the recipe's own keys.
     recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
+    scores = objective_rules(report.recipe.get("objective", _SFT)).scores
+    usage = (_USAGE_OF_SCORES if scores else _USAGE)[kind]
     parts = [
-        f"---\n{_head(kind, base, data)}---\n",
+        f"---\n{_head(kind, base, data, scores=scores)}---\n",
         f"# {base.name}, fine-tuned on {', '.join(data.names)}\n",
         f"{_KINDS[kind, report.method == 'lora']}, made with {_PROJECT}.\n",
         f"| | |\n|---|---|\n{rows}\n",
-        f"## How to use it\n\n{_USAGE[kind]}",
+        f"## How to use it\n\n{usage}",
         f"## Recipe\n\n```yaml\n{recipe}```\n",
         f"## Licence\n\n{_licence_text(kind, base)}",
     ]
@@ -228,14 +266,14 @@ def _names_base(card: str) -> bool:
     return "\nbase_model:" in head
 
 
-def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin) -> str:
+def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin, *, scores: bool) -> str:
     """The metadata that the hub reads."""
     fields: dict[str, Any] = {
         "base_model": base.on_hub,
         "datasets": list(data.on_hub) or None,
         "library_name": _LIBRARIES[kind],
         "license": base.licence,
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if scores else "text-generation",
         "tags": [_PROJECT, *(["lora"] if kind == "adapter" else [])],
     }
     known = {key: value for key, value in fields.items() if value is not None}

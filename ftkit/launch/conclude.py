@@ -13,7 +13,8 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.exchange.model_card import write_card
 from ftkit.launch.preflight import find_shortage, shortage_text
-from ftkit.recipe.recipe import Method
+from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import DIED, FOR_MEMORY, Job, RankError
 from ftkit.runs.report.report import (
@@ -119,7 +120,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             )
         if report.outcome != "completed":
             display.show_text(exit_summary(out_dir, job.recipe.method, max(steps, job.start_step)))
-        elif gives_advice() and (commands := next_commands(run, job.recipe.method)):
+        elif gives_advice() and (commands := next_commands(run, job.recipe)):
             display.show_text(next_text(commands))
     return report.exit_code
 
@@ -141,15 +142,16 @@ def _doubt_start(checkpoint: Path, name: str, message: str) -> None:
     )
 
 
-def next_commands(run: RunDirectory, method: Method) -> list[str]:
+def next_commands(run: RunDirectory, recipe: Recipe) -> list[str]:
     """Commands to try after a complete run, ready to be typed."""
     this = shlex.quote(display_path(run.path))
     has_result = run.final.is_dir()  # of a base of random weights nothing is saved
-    commands = [f"ftkit chat {this}"] * has_result
+    use = "evaluate" if objective_rules(recipe.objective).scores else "chat"
+    commands = [f"ftkit {use} {this}"] * has_result
     # ftkit merge writes to local disks only: for a run at a url, into the current directory.
     merged = Path(run.path.name if url_of(run.path) else run.path)
     merged = merged.with_name(f"{merged.name}-merged")
-    if has_result and method == "lora" and not merged.exists():
+    if has_result and recipe.method == "lora" and not merged.exists():
         commands.append(f"ftkit merge {this} --out {shlex.quote(str(merged))}")
     if other := _newest_beside(run):
         commands.append(f"ftkit compare {this} {shlex.quote(display_path(other))}")

@@ -35,9 +35,11 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.architecture = architecture
         self.body = _body_of(architecture)
-        self.head = Head(
-            self.body.take_head(), architecture.logit_softcap, architecture.logit_scale
-        )
+        layer = self.body.take_head()
+        if architecture.scores:
+            self.head = Head(nn.Linear(layer.in_features, 1, bias=False), None)
+        else:
+            self.head = Head(layer, architecture.logit_softcap, architecture.logit_scale)
         self.kernel: AttentionKernel = "sdpa"
         """Kernel that computes attention."""
         self.tied = tied

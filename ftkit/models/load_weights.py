@@ -1,5 +1,6 @@
 """Loading of weights into a model that was made on the meta device, whole or sharded."""
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from ftkit.models.lora.layers import (
     lora_layers,
 )
 from ftkit.models.lora.targets import is_adapter, our_name
-from ftkit.models.pretrained.base_model import BaseModel, weights
+from ftkit.models.pretrained.base_model import INITIAL_STD, BaseModel, weights
 from ftkit.utils.progress import OnProgress
 
 
@@ -91,7 +92,7 @@ def fill(
         sharding: decides which rows this rank holds.
         device: of the parameters.
         rope_length: positions of the table of rotary embeddings.
-        seed: of the adapter's initial values.
+        seed: of the initial values of an adapter, and of a reward model's output layer.
         trained: reads a parameter from a checkpoint by our name, if training continues. If the
             checkpoint holds all parameters, the base is not read.
         adapter: initial values of trained parameters by our names, instead of the recipe's.
@@ -125,6 +126,8 @@ def fill(
                 put(ours, trained(ours))
             elif adapter is not None and ours in adapter:
                 put(ours, adapter[ours])
+            elif ours == HEAD and base.source is not None and source is None:
+                put(ours, initial_score(parameter.shape, seed))
             elif is_adapter(ours):
                 assert model.lora is not None
                 if not follows_from_base(ours, model.lora.lora_init):
@@ -147,6 +150,18 @@ def fill(
                     weight = _computed_weight(layer, stored.to(device), dtype)
                     for end, value in adapter_from_base(weight, layer, model.lora).items():
                         put(f"{our_name(name)}.{end}", value)
+
+
+def initial_score(shape: torch.Size, seed: int) -> Tensor:
+    """Initial values of a reward model's output layer, the same on every device and layout.
+
+    Args:
+        shape: [1, width].
+        seed: of the run.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(HEAD.encode()))
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return values.normal_(std=INITIAL_STD, generator=generator)
 
 
 def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -420,6 +420,14 @@ class LogProbabilities(HeadOutput):
         return head.in_pieces(_label_log_probabilities, rows, labels)
 
 
+class Scores(HeadOutput):
+    """[n] float32: the output of a reward model at each position."""
+
+    def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
+        scores: Tensor = head.lm_head(rows)
+        return scores.float().squeeze(1)
+
+
 class Likelihoods(HeadOutput):
     """[n, 2]: the log-probability of each label in nats, and 1 where no token is likelier."""
 

@@ -72,12 +72,16 @@ class Objective(ABC):
         """What validation measures."""
         return self
 
+    def view(self, samples: Samples) -> Samples:
+        """Choose what the model is given of samples: by default all tokens but the last."""
+        return samples
+
     @abstractmethod
     def amounts(self, samples: Samples) -> Amounts:
         """Count what the terms are divided by.
 
         Args:
-            samples: a whole data set.
+            samples: a whole data set, as `view` returns it.
         """
 
     @abstractmethod

@@ -76,10 +76,7 @@ class Paired(Objective):
         losses = self.losses(chosen, rejected, real)
         with torch.no_grad():
             better, worse = self.rewards(chosen), self.rewards(rejected)
-            # A tie is half right: what a coin would get, not what a broken model would.
-            right = (better > worse).to(better.dtype) + 0.5 * (better == worse)
-        reported = (right, better - worse, better, worse)
-        return *losses, *((values * real).sum() for values in reported)
+        return *losses, *sums_of_rewards(better, worse, real)
 
     @abstractmethod
     def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
@@ -96,12 +93,27 @@ class Paired(Objective):
         """[pairs]: implicit rewards, whose difference the loss raises."""
 
 
-def _reported() -> tuple[Term, ...]:
+def terms_of_rewards() -> tuple[Term, ...]:
+    """Terms that are reported of the rewards of pairs."""
     names = ("accuracy", "margin", "chosen_reward", "rejected_reward")
     return tuple(
         Term(name=name, divisor=PAIRS, coefficient=None, is_share=name == "accuracy")
         for name in names
     )
+
+
+@torch.no_grad()
+def sums_of_rewards(better: Tensor, worse: Tensor, real: Tensor) -> Sequence[Tensor]:
+    """Sums for `terms_of_rewards`.
+
+    Args:
+        better: [pairs], rewards of the chosen answers.
+        worse: [pairs], of the others.
+        real: [pairs] bool; others are fillers.
+    """
+    # A tie is half right: what a coin would get, not what a broken model would.
+    right = (better > worse).to(better.dtype) + 0.5 * (better == worse)
+    return [(values * real).sum() for values in (right, better - worse, better, worse)]
 
 
 class Dpo(Paired):
@@ -144,7 +156,7 @@ class Dpo(Paired):
             term = Term(name="sft_loss", divisor=CHOSEN_TOKENS, coefficient=sft_weight)
             terms.append(term)
         self._has_sft = bool(sft_weight)
-        self.terms = (*terms, *_reported())
+        self.terms = (*terms, *terms_of_rewards())
 
     def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
         loss = (self._pair_losses(chosen, rejected) * real).sum()
@@ -180,7 +192,7 @@ class Orpo(Paired):
         self.terms = (
             Term(name="sft_loss", divisor=CHOSEN_TOKENS),
             Term(name="odds_ratio_loss", divisor=PAIRS, coefficient=weight),
-            *_reported(),
+            *terms_of_rewards(),
         )
 
     def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
@@ -204,7 +216,7 @@ class SimPo(Paired):
     def __init__(self, *, beta: float = 2.0, margin: float = 0.5) -> None:
         """Choose the scale of the rewards, and the margin relative to it."""
         self._beta, self._margin = beta, margin
-        self.terms = (Term(name=LOSS, divisor=PAIRS), *_reported())
+        self.terms = (Term(name=LOSS, divisor=PAIRS), *terms_of_rewards())
 
     def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
         difference = chosen.mean - rejected.mean - self._margin

@@ -4,6 +4,7 @@ import dataclasses
 
 from ftkit.objectives.objective import Objective
 from ftkit.objectives.preference import Dpo, Orpo, SimPo
+from ftkit.objectives.reward import Reward
 from ftkit.objectives.supervised import Dft, Eaft, Supervised
 from ftkit.recipe.objectives import objective_options
 from ftkit.recipe.recipe import Component
@@ -15,6 +16,7 @@ _CLASSES: dict[str, type[Objective]] = {
     "dpo": Dpo,
     "orpo": Orpo,
     "simpo": SimPo,
+    "reward": Reward,
 }
 
 

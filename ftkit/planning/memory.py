@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
+from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
 from ftkit.recipe.objectives import objective_rules
@@ -188,12 +189,14 @@ def heaviest_micro_batch(
         padding_free=plan.recipe.train.padding_free,
         micro_batch_tokens=plan.micro_batch_tokens,
     )
+    rules = objective_rules(plan.recipe.objective)
     return largest_micro_batch(
-        plan.micro_batch_size * (2 if objective_rules(plan.recipe.objective).pairs else 1),
+        plan.micro_batch_size * (2 if rules.pairs else 1),
         tokens,
         padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,
         weighted=weighted,
+        scored=rules.scores,
     )
 
 
@@ -212,7 +215,7 @@ def predict_measured(
         longest_sample_tokens: of all samples to train on and to validate on.
     """
     first = measured.ranks[0]
-    model = read_blueprint(base, plan.recipe.implementation)
+    model = base_for(read_blueprint(base, plan.recipe.implementation), plan.recipe.objective)
     weighted = first.micro_batch is not None and first.micro_batch.weighted
     batch = heaviest_micro_batch(model, plan, longest_sample_tokens, weighted=weighted)
     memory = predict(model, plan, batch)

@@ -15,6 +15,7 @@ from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
+from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.planning.memory import PredictedMemory, heaviest_micro_batch, predict
@@ -271,7 +272,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     except UserError as error:
         raise (_with_advice(error, recipe) if place.is_here else error) from None
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
-    base = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
+    found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
+    base = base_for(found, recipe.objective)
     require_trainable(base)
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:
@@ -372,6 +374,8 @@ def certain_micro_batch(
     rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
     targets = known.label_tokens + rows - 1
     positions = known.at_least - 1
+    if objective_rules(recipe.objective).scores:
+        targets, positions = rows, known.at_least
     return MicroBatchSize(
         sequences=rows,
         positions=positions,

@@ -66,6 +66,7 @@ def largest_micro_batch(
     padding_free: bool = False,
     most_tokens: int | None = None,
     weighted: bool = False,
+    scored: bool = False,
 ) -> MicroBatchSize:
     """Upper bound of micro-batches: samples of equal length whose tokens all carry loss.
 
@@ -75,8 +76,10 @@ def largest_micro_batch(
         padding_free: whether they lie in a row.
         most_tokens: of a row, but for a longer sample; None: as many as the samples have.
         weighted: whether their labels have weights.
+        scored: whether each sequence has a score; else all tokens carry loss.
     """
-    positions = tokens - 1  # the last token is only a label
+    # Of tokens that are predicted, the last one is only a label.
+    positions = tokens if scored else tokens - 1
     in_all = sequences * positions
     if most_tokens is not None:
         in_all = min(in_all, max(most_tokens, positions))
@@ -84,7 +87,7 @@ def largest_micro_batch(
     return MicroBatchSize(
         sequences=sequences,
         positions=positions,
-        targets=in_all,
+        targets=sequences if scored else in_all,
         tokens=in_all if padding_free else None,
         weighted=weighted,
     )

@@ -1,13 +1,14 @@
 """Objectives without torch: their names, options, and what they need of data and model."""
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ftkit.errors import UserError
-from ftkit.recipe.recipe import Component
+from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest
 
-ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo"]
+ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo", "reward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,18 @@ class SimPoOptions:
     """Least difference between the log-probabilities per token of both answers."""
 
 
-ObjectiveOptions = SftOptions | DftOptions | EaftOptions | DpoOptions | OrpoOptions | SimPoOptions
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions:
+    """Options of `objective: reward`."""
+
+    center_weight: float = 0.0
+    """Weight of (chosen reward + rejected reward)^2 beside the loss, which keeps rewards around 0;
+    0.01 is usual."""
+
+
+ObjectiveOptions = (
+    SftOptions | DftOptions | EaftOptions | DpoOptions | OrpoOptions | SimPoOptions | RewardOptions
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +84,8 @@ class ObjectiveRules:
     """Its options, which are the keys below `objective`."""
     pairs: bool = False
     """Whether its samples are preference pairs."""
+    scores: bool = False
+    """Whether the model gives a sequence a score, and predicts no tokens."""
     needs_reference: bool = False
     """Whether the model is compared with itself as it was before training."""
     is_smoothed: bool = False
@@ -85,6 +99,7 @@ OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
     "dpo": ObjectiveRules(options=DpoOptions, pairs=True, needs_reference=True),
     "orpo": ObjectiveRules(options=OrpoOptions, pairs=True),
     "simpo": ObjectiveRules(options=SimPoOptions, pairs=True),
+    "reward": ObjectiveRules(options=RewardOptions, pairs=True, scores=True),
 }
 
 
@@ -148,3 +163,35 @@ def objective_options(objective: Component) -> ObjectiveOptions:
             "it. Try --objective.loss conservative."
         )
     return options(**given)
+
+
+def check_objective(recipe: Recipe) -> None:
+    """Refuse an objective with settings that make no sense for it.
+
+    Raises:
+        UserError: as `objective_options`, or another key contradicts the objective.
+    """
+    objective_options(recipe.objective)
+    rules, name = objective_rules(recipe.objective), recipe.objective["class_path"]
+    evaluation, train = recipe.eval, recipe.train
+    if train.label_smoothing and not rules.is_smoothed:
+        raise UserError(
+            f"train.label_smoothing is {train.label_smoothing:g}, but objective is {name}, and "
+            "only the loss of sft can be smoothed. Try --train.label_smoothing 0."
+        )
+    if not rules.scores:
+        return
+    settings: list[tuple[str, Any, Any]] = [
+        ("eval.exact_match", evaluation.exact_match, 0),
+        ("eval.rouge_l", evaluation.rouge_l, 0),
+        ("eval.tasks", evaluation.tasks or None, None),
+        ("train.tie_embeddings", train.tie_embeddings or None, None),
+    ]
+    if isinstance(recipe, LoraRecipe):
+        settings.append(("lora_head", recipe.lora_head, False))
+    for key, value, neutral in settings:
+        if value != neutral:
+            raise UserError(
+                f"{key} is {json.dumps(value)}, but objective is {name}: its model gives sequences "
+                f"a score, and predicts no tokens. Try --{key} {json.dumps(neutral)}."
+            )

@@ -19,6 +19,8 @@ from ftkit.recipe.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.json_values import from_json
 
+REWARD_TASK = "SEQ_CLS"
+"""PEFT's task type of a reward model; of others it is CAUSAL_LM."""
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 NOTES_KEY = "ftkit"
@@ -91,6 +93,7 @@ def _are_numbers(value: Any) -> bool:
 _USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "peft_type": (_is_text, "a text"),
     "base_model_name_or_path": (_is_text, "a text"),
+    "task_type": (_is_text, "a text"),
     "r": (_is_whole, f"a whole number from 1 to {_MOST_RANK:,}"),
     "lora_alpha": (_is_number, "a number"),
     "lora_dropout": (_is_share, "a number from 0 to below 1"),
@@ -128,7 +131,7 @@ _NEUTRAL = frozenset(
     (
         *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode"),
         *("layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version"),
-        *("qalora_group_size", "revision", "runtime_config", "task_type"),
+        *("qalora_group_size", "revision", "runtime_config"),
     )
 )
 """Settings that change no number of a saved adapter: how its training began, and what loads it."""
@@ -281,6 +284,11 @@ def _header(directory: Path) -> dict[str, Any]:
             raise ValueError(f"its header of {size:,} bytes is longer than the file")
         found = json.loads(file.read(size)).get("__metadata__", {})
     return found if isinstance(found, dict) else {}
+
+
+def is_reward_adapter(directory: Path) -> bool:
+    """Return whether an adapter belongs to a reward model, which classifies sequences for PEFT."""
+    return peft_settings(directory).get("task_type") == REWARD_TASK
 
 
 def peft_arguments(directory: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import objective_options, objective_rules
+from ftkit.recipe.objectives import check_objective
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
     Eval,
@@ -145,13 +145,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         UserError: a value out of its range, or a setting that the devices cannot run.
     """
     check_ranges(recipe)
-    objective_options(recipe.objective)
-    smoothing, name = recipe.train.label_smoothing, recipe.objective["class_path"]
-    if smoothing and not objective_rules(recipe.objective).is_smoothed:
-        raise UserError(
-            f"train.label_smoothing is {smoothing:g}, but objective is {name}, and only the loss "
-            "of sft can be smoothed. Try --train.label_smoothing 0."
-        )
+    check_objective(recipe)
     count = devices.count if recipe.devices == "auto" else recipe.devices
     # One process on CPUs: torch uses all of their cores in it.
     if recipe.devices == "auto" and devices.accelerator == HOST_KIND:

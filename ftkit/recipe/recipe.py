@@ -279,7 +279,8 @@ class Recipe:
     objective: Component = field(default_factory=lambda: Component(class_path="sft", init_args={}))
     """What is learned: sft, the answers of records; dft or eaft, the same, but less of what the
     model holds for unlikely; dpo, orpo or simpo, which of the two answers of a preference pair is
-    better. Options as --objective.NAME VALUE."""
+    better; reward, a score that is higher for the better answer. Options as --objective.NAME
+    VALUE."""
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)

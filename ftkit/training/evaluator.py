@@ -105,7 +105,8 @@ class Evaluator:
             self._validate(step)
         if scores and self._scoring.records:
             self._score_answers(step)
-        if example and self._settings.max_new_tokens:
+        # A reward model answers nothing.
+        if example and self._settings.max_new_tokens and not self._setup.base.architecture.scores:
             self._show_example(step)
         self._setup.strategy.sharding.reshard(self._setup.model)
         self._setup.model.train()
@@ -157,7 +158,8 @@ class Evaluator:
         sets = self._setup.sets
         if not sets.parts:
             return {}
-        samples, objective = sets.samples(limit), self._setup.objective.validated
+        objective = self._setup.objective.validated
+        samples = objective.view(sets.samples(limit))
         found = validation_loss(
             self._setup.model,
             objective,

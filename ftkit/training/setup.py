@@ -41,6 +41,7 @@ from ftkit.models.pretrained.base_model import (
     open_without_weights,
 )
 from ftkit.models.pretrained.hub import OUTLINE, find_here
+from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.objectives.objective import Objective
@@ -224,7 +225,7 @@ def set_up(
     recipe, display = plan.recipe, journal.display
     train = recipe.train
 
-    base = _open_base(base_model, start, recipe.implementation)
+    base = base_for(_open_base(base_model, start, recipe.implementation), recipe.objective)
     require_trainable(base)
     max_seq_length = checked_length(base, train.max_seq_length)
     traits = base.architecture.attention
@@ -247,6 +248,9 @@ def set_up(
             "progress": lambda _, done, total: phase.advance(done, total),
         }
         data = load_data(recipe.data, base.tokenizer, max_seq_length, **loading)
+        data = dataclasses.replace(
+            data, train=objective.view(data.train), val=objective.view(data.val)
+        )
         sets = load_sets(recipe.data, recipe.eval.sets, base.tokenizer, max_seq_length, **loading)
     log_data_summary(data, journal)
     log_sets_summary(sets, journal)

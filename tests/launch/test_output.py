@@ -4,6 +4,7 @@ import io
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ftkit.cli.parser import parse
 from ftkit.errors import UserError
 from ftkit.launch.conclude import next_commands
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.recipe import LoraRecipe
+from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.utils import progress
 from ftkit.utils.console.display import Display
@@ -100,19 +101,23 @@ def test_a_complete_run_in_a_notebook_shows_no_next_commands(start: Start, tmp_p
         code, out, err = started.end()
     assert code == 0, err
     assert "next:" not in out
-    assert next_commands(RunDirectory(other), "full") == [f"ftkit chat {other}"]
+    full = Recipe(checkpoint_dir="base")
+    assert next_commands(RunDirectory(other), full) == [f"ftkit chat {other}"]
 
 
 def test_chat_is_not_offered_without_a_result(tmp_path: Path) -> None:
     """As with a base of random weights, of which nothing is saved."""
     run, other = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b run")
     run.path.mkdir()
-    assert next_commands(run, "lora") == []
+    lora = LoraRecipe(checkpoint_dir="base")
+    assert next_commands(run, lora) == []
     other.path.mkdir()
     other.report.touch()
-    assert next_commands(run, "lora") == [f"ftkit compare {run.path} '{other.path}'"]
+    assert next_commands(run, lora) == [f"ftkit compare {run.path} '{other.path}'"]
     run.final.mkdir()
-    assert next_commands(run, "lora")[0] == f"ftkit chat {run.path}"
+    assert next_commands(run, lora)[0] == f"ftkit chat {run.path}"
+    reward = replace(lora, objective=Component(class_path="reward", init_args={}))
+    assert next_commands(run, reward)[0] == f"ftkit evaluate {run.path}"
 
 
 # --- Standard input -----------------------------------------------------------------------------

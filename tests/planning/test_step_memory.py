@@ -35,6 +35,8 @@ IN_BACKWARD = (
     ("train.optimizer_in_backward", True),
 )
 AVERAGED = ("train.ema_decay", 0.9)
+PAIRS = (("data.json_path", "BESIDE/pairs.json"), ("data.mask_prompt", None))
+REWARD = (*PAIRS, ("objective", "reward"))
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
     Case("single", "full"),
@@ -48,6 +50,7 @@ SINGLE = [
     Case("single", "full", "bf16-true", (AVERAGED,)),
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
     Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
+    Case("single", "lora", "bf16-true", (*REWARD, ("lora_head", False), WHOLE_BATCH)),
 ]
 ROUTERS = ("router_aux_loss_coef", 0.1)
 WITH_EXPERTS = [
@@ -65,6 +68,7 @@ SEVERAL = [
     Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
     Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
     Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
+    Case("fsdp", "full", "32-true", (*REWARD, ("train.micro_batch_size", 2))),
 ]
 DEEPSPEED = [
     Case("deepspeed", "full"),
@@ -93,6 +97,11 @@ def write_records(file: Path, words: list[int]) -> Path:
         )
     )
     return file
+
+
+def write_pairs(file: Path, words: list[int]) -> None:
+    answers = [{"chosen": "red " * count, "rejected": "blue " * count} for count in words]
+    file.write_text(json.dumps([{"prompt": "name colours", **both} for both in answers]))
 
 
 def make_experts(directory: Path) -> Path:
@@ -125,6 +134,7 @@ def errors_of_predictions(
 ) -> dict[Case, float]:
     """By case: the larger one of the relative errors against what was counted and reported."""
     data = write_records(directory / "records.json", [LENGTH] * 40)
+    write_pairs(directory / "pairs.json", [LENGTH] * 40)
     jobs = {}
     for number, case in enumerate(cases):
         out_dir = directory / f"{number}-{case}"

@@ -336,6 +336,43 @@ class JoinedSamples(Samples):
         return np.concatenate(values)[starts[self._sources] + self._places]
 
 
+class ScoredSamples(Samples):
+    """Samples of which the model is given whole sequences, each with a label at its last token."""
+
+    def __init__(self, samples: Samples) -> None:
+        """Wrap samples without copying them."""
+        self._samples, self.per_sample = samples, samples.per_sample
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def sequences(self, index: int) -> tuple[Sample, ...]:
+        return tuple(map(_scored, self._samples.sequences(index)))
+
+    @cached_property
+    def lengths_by_sequence(self) -> IntArray:
+        return self._samples.lengths_by_sequence + 1
+
+    @cached_property
+    def label_counts_by_sequence(self) -> IntArray:
+        return np.ones((len(self), self.per_sample), dtype=np.int64)
+
+    @property
+    def label_weights(self) -> None:
+        """None: scores have no weights."""
+
+    @property
+    def sources(self) -> npt.NDArray[np.int32]:
+        return self._samples.sources
+
+
+def _scored(sample: Sample) -> Sample:
+    """Append a token that is a label and is never read: it is not given to the model."""
+    length = len(sample.ids)
+    ids = np.append(sample.ids, sample.ids[-1:])
+    return Sample(ids, np.array([[length, length + 1]], dtype=np.int32))
+
+
 def interleave(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int32], IntArray]:
     """Order the members of several groups so that each group is spread evenly.
 

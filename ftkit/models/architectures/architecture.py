@@ -26,6 +26,8 @@ Initial = Literal["normal", "ones", "zeros"]
 
 HEAD = "lm_head.weight"
 """Our name of the weight of the output layer, in every architecture."""
+SCORE = "score"
+"""Hugging Face's name of the output layer of a reward model."""
 
 # The first number in a name is the layer; a later one would be an expert in it.
 _LAYER = re.compile(r"\.(\d+)(?=\.)")
@@ -131,6 +133,8 @@ class Architecture(ABC):
 
     implementation: ClassVar[Implementation]
     """Library whose code computes the model."""
+    scores: bool = False
+    """True for a reward model: its output layer has one row, which gives a sequence its score."""
 
     @property
     @abstractmethod
@@ -224,6 +228,10 @@ class Architecture(ABC):
             tied: whether embedding and head are one, so that the head has no weight.
         """
         shapes = dict(self.untied_shapes)
+        if self.scores:
+            width = shapes[HEAD][1]
+            own = {name: shape for name, shape in shapes.items() if not name.startswith("lm_head.")}
+            return own | {HEAD: torch.Size((1, width))}
         if tied:
             del shapes[HEAD]
         return shapes
@@ -235,6 +243,10 @@ class Architecture(ABC):
     @abstractmethod
     def with_layers(self, layers: int) -> Self:
         """Copy with another number of blocks."""
+
+    @abstractmethod
+    def with_score(self) -> Self:
+        """Copy whose output layer gives a score."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures import families
 from ftkit.models.architectures.architecture import (
     LITGPT_SETTINGS,
+    SCORE,
     Architecture,
     AttentionTraits,
     Initial,
@@ -56,6 +57,7 @@ class LitgptArchitecture(Architecture):
     family: Family | None = None
     """Hugging Face's family; None: ftkit cannot write it for Hugging Face."""
     window: int | None = None
+    scores: bool = False
 
     implementation = "litgpt"
 
@@ -65,7 +67,14 @@ class LitgptArchitecture(Architecture):
 
     @property
     def class_name(self) -> str | None:
-        return None if self.family is None else self.family.class_name
+        if self.family is None:
+            return None
+        if self.scores:
+            # Imported here: transformers takes as long as all other imports.
+            from ftkit.models.architectures.transformers_outline import score_class_name
+
+            return score_class_name(self.family.model_type)
+        return self.family.class_name
 
     @property
     def context_length(self) -> int:
@@ -153,6 +162,9 @@ class LitgptArchitecture(Architecture):
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, n_layer=layers))
 
+    def with_score(self) -> Self:
+        return dataclasses.replace(self, scores=True)
+
     def identity(self) -> dict[str, Any]:
         config = self.config
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -173,8 +185,13 @@ class LitgptArchitecture(Architecture):
 
     def naming_in(self, layout: ModelLayout) -> Naming | None:
         if layout == "litgpt":
-            return families.LITGPT_NAMES
-        return None if self.family is None else self.family.naming
+            return None if self.scores else families.LITGPT_NAMES
+        if self.family is None:
+            return None
+        naming = self.family.naming
+        if not self.scores:
+            return naming
+        return dataclasses.replace(naming, modules={**naming.modules, "lm_head": SCORE})
 
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
         if layout == "litgpt":
@@ -190,6 +207,8 @@ class LitgptArchitecture(Architecture):
                 f"{', '.join(families.FAMILIES)}. LitGPT's layout holds it: try ftkit export with "
                 "--format litgpt."
             )
+        if layout == "litgpt" and self.scores:
+            return "is a reward model, which LitGPT's layout does not hold. Try --format hf."
         if layout == "litgpt" and isinstance(self.config, AttentionBiasConfig):
             return (
                 "has biases on all attention layers and none in the MLP, which LitGPT has no "

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import (
+    SCORE,
     Architecture,
     AttentionTraits,
     Initial,
@@ -34,6 +35,7 @@ from ftkit.models.architectures.transformers_outline import (
     head_name,
     language_model_name,
     model_name,
+    score_class_name,
     set_depth,
     untranspose_layers,
     whole_class_name,
@@ -83,6 +85,7 @@ class TransformersArchitecture(Architecture):
     """Content of config.json."""
     depth: int | None = None
     """Number of blocks; None: as in the settings."""
+    scores: bool = False
 
     implementation = "transformers"
 
@@ -130,6 +133,12 @@ class TransformersArchitecture(Architecture):
 
     @property
     def class_name(self) -> str:
+        if self.scores:
+            return score_class_name(self.name) or ""
+        return self._class_name
+
+    @property
+    def _class_name(self) -> str:
         return whole_class_name(self.name) or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
 
     @property
@@ -200,7 +209,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def _class(self) -> type[PreTrainedModel]:
-        found: type[PreTrainedModel] = getattr(transformers, self.class_name)
+        found: type[PreTrainedModel] = getattr(transformers, self._class_name)
         return found
 
     @property
@@ -364,6 +373,9 @@ class TransformersArchitecture(Architecture):
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, depth=layers)
 
+    def with_score(self) -> Self:
+        return dataclasses.replace(self, scores=True)
+
     def identity(self) -> dict[str, Any]:
         # Differences from the defaults: keys that a newer transformers adds change no fingerprint.
         settings = self.config.to_diff_dict()
@@ -374,7 +386,9 @@ class TransformersArchitecture(Architecture):
         }
 
     def naming_in(self, layout: ModelLayout) -> SameNames | None:
-        return SameNames(head=head_name(self.outline)) if layout == "hf" else None
+        if layout != "hf":
+            return None
+        return SameNames(head=SCORE if self.scores else head_name(self.outline))
 
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
         return self.whole_config.to_diff_dict() if layout == "hf" else None

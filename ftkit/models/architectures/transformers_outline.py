@@ -10,7 +10,10 @@ import torch.nn as nn
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -220,6 +223,12 @@ def finished_logits(model: PreTrainedModel, language: str, products: Tensor) -> 
     """
     tokens = torch.zeros(1, 1, dtype=torch.long, device="cpu")
     return call_apart(model, language, tokens, products[None, None]).logits[0, 0]
+
+
+def score_class_name(model_type: str) -> str | None:
+    """Name of the class with a score for each sequence of a model type; None: there is none."""
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+    return None if name is None else str(name)
 
 
 def whole_class_name(model_type: str) -> str | None:

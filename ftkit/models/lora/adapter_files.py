@@ -40,6 +40,7 @@ from ftkit.recipe.peft_adapter import (
     NOTES_KEY,
     OLD_WEIGHTS,
     PARTS_KEY,
+    REWARD_TASK,
     WEIGHTS,
     adapter_keys,
     read_notes,
@@ -197,7 +198,7 @@ def save_adapter(
         )
         or None,
         modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
-        task_type="CAUSAL_LM",
+        task_type=REWARD_TASK if base.architecture.scores else "CAUSAL_LM",
         base_model_name_or_path=base.name if base.directory is None else str(base.directory),
         # As PEFT's own save_pretrained writes it; loading it for training resets it.
         inference_mode=True,

@@ -7,7 +7,7 @@ import regex
 import torch.nn as nn
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.architectures.architecture import HEAD, SCORE
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.recipe.recipe import Lora
@@ -98,8 +98,8 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
 
 
 def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Module]:
-    """Layers that are trained whole (`lora_modules_to_save`)."""
-    targets = lora.lora_modules_to_save or []
+    """Layers that are trained whole: `lora_modules_to_save`, and what gives a score."""
+    targets = [*(lora.lora_modules_to_save or []), *([SCORE] * base.architecture.scores)]
     if not targets:
         return []
     modules = {our_name(name): module for name, module in model.named_modules()}

@@ -42,7 +42,7 @@ from ftkit.models.pretrained.weight_files import (
 from ftkit.utils import embedded
 
 # The initializer_range of most config.json files.
-_INITIAL_STD = 0.02
+INITIAL_STD = 0.02
 SETTINGS = ("config.json", LITGPT_SETTINGS)
 _BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
 _COMPANIONS = (*SETTINGS, *_BESIDE, *hub.TOKENIZER_FILES)
@@ -94,6 +94,9 @@ class BaseModel:
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
     """Tensors of its files beside the language model, by name, which the result contains too. The
     files are opened at the start, so that nothing is lost if they are deleted meanwhile."""
+    source: "BaseModel | None" = None
+    """The language model whose files hold its weights, if this is a reward model that is made of
+    it: its output layer is new. None: its own files hold them."""
 
     @property
     def extra_weights_bytes(self) -> int:
@@ -150,7 +153,7 @@ def open_base(
     name = short_name(directory)
     settings = hub.read_json(directory / "config.json")
     layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
-    architecture = read_architecture(directory, settings, name, layout, implementation)
+    architecture = _architecture_of(directory, settings, name, layout, implementation)
     storage = storage_of(architecture, layout)
     # Headers only: names, shapes and formats of all tensors.
     stored = stored_tensors(_weight_files(directory), storage.is_kept)
@@ -186,6 +189,27 @@ def open_base(
     return base
 
 
+def _architecture_of(
+    directory: Path,
+    settings: Mapping[str, Any],
+    name: str,
+    layout: ModelLayout,
+    implementation: Implementation | None,
+) -> Architecture:
+    """Read an architecture, and from config.json whether it is that of a reward model."""
+    architecture = read_architecture(directory, settings, name, layout, implementation)
+    if not hub.is_classifier(settings):
+        return architecture
+    # Two is the default of transformers, which files therefore leave out.
+    labels = len(settings.get("id2label") or "01")
+    if labels != 1:
+        raise UserError(
+            f"{name} is a classifier with {labels} labels, but ftkit only knows those with one: "
+            "reward models. Choose another model."
+        )
+    return architecture.with_score()
+
+
 def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
     """Return whether embedding and head share their weights, according to the settings.
 
@@ -193,6 +217,8 @@ def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
         architecture: that they describe.
         settings: the content of config.json; empty if there is none.
     """
+    if architecture.scores:
+        return False
     # Settings of whole models have several places for it, which transformers combines.
     if architecture.rest_shapes:
         return architecture.is_usually_tied
@@ -230,7 +256,7 @@ def open_without_weights(directory: Path) -> BaseModel:
     return BaseModel(
         name=name,
         directory=directory,
-        architecture=read_architecture(directory, settings, name, layout, implementation),
+        architecture=_architecture_of(directory, settings, name, layout, implementation),
         tokenizer=Tokenizer(directory),
         tokenizer_directory=directory,
         tied=tied,
@@ -296,14 +322,15 @@ def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter as (our name, tensor), in the order of `parameter_shapes`.
 
     If each is dropped before the next is taken, memory holds one parameter. A tied model has no
-    lm_head.weight.
+    lm_head.weight, and neither has a reward model that is made of a language model.
 
     Raises:
         UserError: as `weight_reader`, before the first is yielded.
     """
     read = weight_reader(base)
+    is_new = base.source is not None
     # An expression, not a generator function, which would only raise once it is iterated.
-    return ((name, read(name)) for name in parameter_shapes(base))
+    return ((name, read(name)) for name in parameter_shapes(base) if not (is_new and name == HEAD))
 
 
 def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
@@ -315,6 +342,8 @@ def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
     Raises:
         UserError: a tensor is missing, unexpected or of another shape.
     """
+    if base.source is not None:
+        return weight_reader(base.source)
     architecture = base.architecture
     if base.directory is None:
         shapes = parameter_shapes(base)
@@ -396,7 +425,7 @@ def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> 
         # Python's own hash() of a name differs between processes.
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
-            std=_INITIAL_STD, generator=generator
+            std=INITIAL_STD, generator=generator
         )
     return torch.full(shape, float(initial == "ones"), device="cpu")
 
@@ -499,7 +528,7 @@ def _of_settings(
 ) -> BaseModel:
     name = short_name(directory)
     layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
-    architecture = read_architecture(directory, settings, name, layout, implementation)
+    architecture = _architecture_of(directory, settings, name, layout, implementation)
     return BaseModel(
         name=name,
         directory=directory,
@@ -545,7 +574,8 @@ def fingerprint(base: BaseModel) -> str:
     models of which one was trained, not to find a flipped bit. Random weights follow from the
     architecture and are not drawn.
 
-    It begins with the implementation, whose names the parameters have: see `implementation_of`.
+    It begins with the implementation, whose names the parameters have: see `implementation_of`. A
+    reward model that is made of a language model has the fingerprint of that one.
 
     Args:
         base: with weights.
@@ -563,6 +593,8 @@ def implementation_of(known: str) -> Implementation:
 
 
 def _digest(base: BaseModel) -> str:
+    if base.source is not None:
+        return _digest(base.source)
     # Not of the files: the same model has other bytes in each layout and number format.
     digest = hashlib.sha256(_text(base.architecture.identity()))
     if base.random:

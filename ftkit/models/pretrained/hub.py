@@ -347,6 +347,13 @@ def is_litgpt(directory: Path) -> bool:
     return all((directory / name).is_file() for name in LITGPT_FILES)
 
 
+def is_classifier(settings: Mapping[str, Any]) -> bool:
+    """Return whether config.json describes a model that classifies sequences, as rewards do."""
+    named = settings.get("architectures")
+    names = named if isinstance(named, list) else []
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
 def weight_files(directory: Path) -> list[Path]:
     """List the weight files of a Hugging Face directory, existing or not; [] if unknown.
 

@@ -24,6 +24,11 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     storage_of,
 )
+from ftkit.models.pretrained.reward_model import (
+    TOKENIZER_CONFIG,
+    reward_settings,
+    tokenizer_settings,
+)
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.models.pretrained.weight_files import (
     DTYPES,
@@ -34,7 +39,7 @@ from ftkit.models.pretrained.weight_files import (
 )
 from ftkit.utils.files import new_directory
 
-_ALSO_TEMPLATES = ("tokenizer_config.json", "chat_template.json")
+_ALSO_TEMPLATES = (TOKENIZER_CONFIG, "chat_template.json")
 """Files in which older programs look for a chat template."""
 _NOTE = "_from_model_config"
 """Key with which transformers takes end tokens from config.json."""
@@ -59,6 +64,8 @@ def save_hf(
     others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
+
+    A reward model is written for `AutoModelForSequenceClassification`.
 
     The directory appears complete or not at all. Memory holds one shard at a time.
 
@@ -99,6 +106,8 @@ def save_hf(
             settings = _of_whole(settings, base, writer.dtypes, tied=is_now_tied)
         else:
             settings |= _facts(settings, base, dtype, tied=is_now_tied)
+            if base.architecture.scores:
+                settings |= reward_settings(base, others or {})
             # Without these keys, transformers assumes the defaults of the family.
             settings.setdefault("bos_token_id", base.tokenizer.bos_id)
             settings.setdefault("eos_token_id", base.tokenizer.eos_id)
@@ -268,6 +277,9 @@ def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dic
     """
     own = dict(companions(base))
     files = {CHAT_TEMPLATE: template.encode(), GENERATION: _generation(base, own, stop_ids)}
+    if base.architecture.scores:
+        own[TOKENIZER_CONFIG] = _as_json(tokenizer_settings(base, own, stop_ids))
+        files[TOKENIZER_CONFIG] = own[TOKENIZER_CONFIG]
     for name in _ALSO_TEMPLATES:
         settings = json.loads(own.get(name, b"{}"))
         # Some programs still prefer the template in tokenizer_config.json to the file.

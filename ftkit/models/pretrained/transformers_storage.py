@@ -22,7 +22,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from ftkit.models.architectures.architecture import SCORE
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_outline import head_name
 from ftkit.models.pretrained.weight_files import (
     HeldParameter,
     Tensors,
@@ -141,6 +143,10 @@ class TransformersStorage(WeightStorage):
         assert naming is not None, "its own layout"
         self._naming = naming
         self._known = self._model.state_dict()
+        if architecture.scores:
+            head = head_name(self._model)
+            own = {n: t for n, t in self._known.items() if not n.startswith(f"{head}.")}
+            self._known = own | {f"{SCORE}.weight": self._known[f"{head}.weight"]}
         self._reading = _Rules.for_reading(self._model)
         self._writing = _Rules.for_writing(self._model)
 

@@ -361,7 +361,8 @@ def checked(architecture: Architecture, tensors: Tensors) -> Iterator[tuple[str,
         if missing.pop(name, None) != tensor.shape:
             raise ValueError(f"{name} {list(tensor.shape)} is twice, unknown or of another shape")
         yield name, tensor
-    missing.pop(HEAD, None)
+    if not architecture.scores:
+        missing.pop(HEAD, None)  # it may be the embedding
     if missing:
         raise ValueError(f"not given: {', '.join(missing)}")
 

@@ -1,0 +1,138 @@
+"""Reward models: a language model with a new output layer that gives a sequence one score.
+
+Files are those of transformers' AutoModelForSequenceClassification with one label, whose score is
+that of the last token of a sequence that is not padding.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import HEAD, SCORE
+from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.recipe import Component
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_PADDING = ("pad_token", "unk_token", "bos_token")
+"""Keys of tokens that may stand for padding, the first best."""
+
+
+def base_for(base: BaseModel, objective: Component) -> BaseModel:
+    """Return the model that an objective trains, made of a base model.
+
+    Raises:
+        UserError: the objective needs logits and the base is a reward model, or transformers has
+            no such reward model.
+    """
+    if objective_rules(objective).scores:
+        return as_reward_model(base)
+    if base.architecture.scores:
+        raise UserError(
+            f"checkpoint_dir {base.name} is a reward model, which gives sequences a score and "
+            f"predicts no tokens, but objective is {objective['class_path']}. Try --objective "
+            "reward, or the model that it was made of."
+        )
+    return base
+
+
+def as_reward_model(base: BaseModel) -> BaseModel:
+    """Return a model whose output layer gives a score; a reward model stays as it is.
+
+    Raises:
+        UserError: transformers has no such model.
+    """
+    if base.architecture.scores:
+        return base
+    architecture = base.architecture.with_score()
+    found = replace(base, architecture=architecture, tied=False, source=base)
+    name = architecture.class_name
+    if not name or base.architecture.rest_shapes or not _has_our_names(found, name):
+        raise UserError(
+            f"checkpoint_dir {base.name}: transformers has no model of this architecture "
+            f"({base.architecture.class_name or base.architecture.name}) that gives sequences a "
+            "score, so a reward model could not be saved. Choose another model."
+        )
+    return found
+
+
+def _has_our_names(base: BaseModel, class_name: str) -> bool:
+    """Return whether a class of transformers has the parameters of a reward model."""
+    import transformers
+
+    settings = base.settings or base.architecture.settings_in("hf")
+    naming = base.architecture.naming_in("hf")
+    if settings is None or naming is None:
+        return False
+    fields = {key: value for key, value in settings.items() if key != "auto_map"}
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    config.num_labels = 1
+    with torch.device("meta"):
+        model = getattr(transformers, class_name)(config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    ours = base.architecture.parameter_shapes(tied=False)
+    # Others have further layers below their scores, or call them classifier.
+    return shapes.get(f"{SCORE}.weight") == ours[HEAD] and shapes.keys() == {
+        naming.stored_in(name)[0] for name in ours
+    }
+
+
+def padding_token(base: BaseModel, stop_ids: Collection[int]) -> str:
+    """Choose a token for padding that no sequence ends with.
+
+    Transformers takes the score of the last token that is not padding. Where padding is the end
+    token, as in many tokenizers, that would be the token before the end.
+
+    Args:
+        base: with its tokenizer.
+        stop_ids: tokens that end answers.
+    """
+    tokenizer = base.tokenizer
+    ends = {*stop_ids, tokenizer.eos_id}
+    named = [tokenizer.special_tokens.get(key) for key in _PADDING]
+    for text in (*named, *tokenizer.added_tokens):
+        known = None if text is None else tokenizer.token_id(text)
+        if text is not None and known is not None and known not in ends:
+            return text
+    # Any other: answers end with an end token. The last ones are the rarest.
+    size = base.architecture.untied_shapes[base.architecture.embedding][0]
+    for token in range(size - 1, -1, -1):
+        text = tokenizer.token_text(token) if token not in ends else None
+        if text is not None and tokenizer.token_id(text) == token:
+            return text
+    raise UserError(f"The tokenizer of {base.name} has no token for padding. Add a pad_token.")
+
+
+def tokenizer_settings(
+    base: BaseModel, own: Mapping[str, bytes], stop_ids: Collection[int]
+) -> dict[str, Any]:
+    """Settings of the tokenizer of a reward model, with its token for padding.
+
+    Args:
+        base: the model.
+        own: files beside its weights, by name.
+        stop_ids: tokens that end answers.
+    """
+    settings = json.loads(own.get(TOKENIZER_CONFIG, b"{}"))
+    return {**settings, "pad_token": padding_token(base, stop_ids)}
+
+
+def reward_settings(base: BaseModel, others: Mapping[str, bytes]) -> dict[str, Any]:
+    """Entries of config.json by which transformers loads a reward model.
+
+    Args:
+        base: the model.
+        others: files that are written beside the weights, by name.
+    """
+    named = json.loads(others.get(TOKENIZER_CONFIG, b"{}")).get("pad_token")
+    text = named if isinstance(named, str) else padding_token(base, ())
+    return {
+        "architectures": [base.architecture.class_name],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": base.tokenizer.token_id(text),
+    }
