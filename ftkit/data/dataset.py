@@ -38,6 +38,7 @@ from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, Part, PartSource
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 
 if TYPE_CHECKING:
@@ -353,7 +354,7 @@ def load_data(
     tokenizer: "Tokenizer",
     max_seq_length: int,
     *,
-    pairs: bool = False,
+    preference: Preference | None = None,
     progress: OnSplitProgress | None = None,
 ) -> DataSets:
     """Read, and if necessary download, a data set and tokenise it; or take it from the cache.
@@ -365,13 +366,13 @@ def load_data(
         data: the recipe's data.
         tokenizer: of the base model.
         max_seq_length: most tokens of a sample; `overlong` of the data applies to longer ones.
-        pairs: whether records are preference pairs; a sample then has two sequences.
+        preference: how records say which answers are better; None: they do not.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
-    source = data_source(data, pairs=pairs)
+    source = data_source(data, preference=preference)
     parts = _load(source, tokenizer, max_seq_length, SPLITS, progress)
     for part in parts:
         _require_samples([part], "train", tokenizer, max_seq_length)
@@ -392,7 +393,7 @@ def load_held_out(
     max_seq_length: int,
     *,
     given: Collection[str] = (),
-    pairs: bool = False,
+    preference: Preference | None = None,
     progress: OnSplitProgress | None = None,
 ) -> HeldOut:
     """The validation part of what `load_data` gives.
@@ -402,13 +403,13 @@ def load_held_out(
         tokenizer: of the base model.
         max_seq_length: no sample has more tokens.
         given: the options of the data that were named for this alone.
-        pairs: whether records are preference pairs; a sample then has two sequences.
+        preference: how records say which answers are better; None: they do not.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
         UserError: the data cannot be had, are not what they should be, or no sample is left.
     """
-    source = data_source(data, pairs=pairs).for_evaluation(given)
+    source = data_source(data, preference=preference).for_evaluation(given)
     parts = _load(source, tokenizer, max_seq_length, ("val",), progress)
     _require_samples(parts, "val", tokenizer, max_seq_length)
     return HeldOut(parts=parts, samples=_interleaved(parts))
@@ -420,7 +421,7 @@ def load_sets(
     tokenizer: "Tokenizer",
     max_seq_length: int,
     *,
-    pairs: bool = False,
+    preference: Preference | None = None,
     progress: OnSplitProgress | None = None,
 ) -> ValidationSets:
     """The records of eval.sets, tokenised as `load_data` does.
@@ -430,14 +431,14 @@ def load_sets(
         sets: as the recipe has them.
         tokenizer: of the base model.
         max_seq_length: no sample has more tokens.
-        pairs: whether records are preference pairs; a sample then has two sequences.
+        preference: how records say which answers are better; None: they do not.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
         UserError: a set cannot be had, is not what it should be, or has no sample left.
     """
     parts: list[LoadedPart] = []
-    for name, source in validation_sets(data, sets, pairs=pairs).items():
+    for name, source in validation_sets(data, sets, preference=preference).items():
         of_set = _load(source, tokenizer, max_seq_length, ("val",), progress)
         _require_samples(of_set, "val", tokenizer, max_seq_length, f"eval.sets.{name}")
         parts += of_set

@@ -29,6 +29,7 @@ from ftkit.data.spec import (
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_style
+from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
@@ -321,7 +322,7 @@ class OwnData(DataSource):
         *,
         given: Collection[str] = (),
         evaluated: Collection[str] = (),
-        pairs: bool = False,
+        preference: Preference | None = None,
     ) -> None:
         """Take options; nothing is read yet.
 
@@ -331,9 +332,9 @@ class OwnData(DataSource):
             given: the options that were named.
             evaluated: the options that were named for an evaluation alone; a source named there is
                 taken whole: nothing of it was trained on.
-            pairs: whether records are preference pairs.
+            preference: how records say which answers are better; None: they do not.
         """
-        self._pairs = pairs
+        self._preference = preference
         self._options, self._sources = options, sources
         self._given, self._evaluated = frozenset(given), frozenset(evaluated)
         self._whole = bool(self._evaluated & _TAKEN_WHOLE)
@@ -413,13 +414,13 @@ class OwnData(DataSource):
             for source, name in zip(self._sources, _source_names(self._sources), strict=True)
         )
 
-    def of_pairs(self) -> DataSource:
+    def of_preference(self, preference: Preference) -> DataSource:
         return OwnData(
             self._options,
             self._sources,
             given=self._given,
             evaluated=self._evaluated,
-            pairs=True,
+            preference=preference,
         )
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
@@ -428,7 +429,7 @@ class OwnData(DataSource):
             return self
         options = dataclasses.replace(self._options, val_split_fraction=None)
         return OwnData(
-            options, self._sources, given=self._given, evaluated=given, pairs=self._pairs
+            options, self._sources, given=self._given, evaluated=given, preference=self._preference
         )
 
     def _content(self, source: _SourceOptions) -> Content:
@@ -446,7 +447,7 @@ class OwnData(DataSource):
         # These decide the address in the cache. Where files lie, how often they are repeated and
         # how they are called in reports do not change a token.
         options = {key: value for key, value in options.items() if key not in _NOT_OF_CONTENT}
-        options["whole"], options["pairs"] = self._whole, self._pairs
+        options["whole"], options["preference"] = self._whole, self._preference
         options["given"] = sorted(set(source.given) - set(_NOT_OF_CONTENT))
         style = partial(resolve_prompt_style, source.prompt_style)
         return Content(files=files, options=options, prompt_style=style)
@@ -508,7 +509,7 @@ class OwnData(DataSource):
         files = self._found(source)
         if files is not None:
             where = str(source.path)
-            return read_files(files, where, source.columns, pairs=self._pairs)
+            return read_files(files, where, source.columns, preference=self._preference)
         wanted = HubName(
             name=str(source.path),
             subset=source.subset,
@@ -518,7 +519,7 @@ class OwnData(DataSource):
         fraction = self._options.val_split_fraction
         # A share that is named is split off, even if the hub has a validation split.
         whole = "split" in self._evaluated or fraction is not None
-        return read_hub(wanted, source.columns, whole=whole, pairs=self._pairs)
+        return read_hub(wanted, source.columns, whole=whole, preference=self._preference)
 
     def _rules(self, source: _SourceOptions, records: RecordSet) -> tuple[Rules, Shape]:
         """Choose the rendering rules of a source, and the shape that is rendered."""
@@ -527,10 +528,10 @@ class OwnData(DataSource):
         rules = Rules(
             reasoning=self._options.reasoning,
             overlong=self._options.overlong or ("split" if shape == "text" else "truncate"),
-            pairs=self._pairs,
+            preference=self._preference,
         )
         # The prompt of a pair is in both halves, and says nothing about which one is better.
-        masked: TrainOn = "last" if source.mask_prompt or self._pairs else "all"
+        masked: TrainOn = "last" if source.mask_prompt or self._preference else "all"
         if shape == "instruction" and source.chat_template is None:
             style = resolve_prompt_style(source.prompt_style)
             rules = dataclasses.replace(

@@ -308,7 +308,7 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
         UserError: there is no such chat template.
     """
     renderer = _make_renderer(part, tokenizer)
-    return PairRenderer(renderer) if part.rules.pairs else renderer
+    return PairRenderer(renderer) if part.rules.preference == "pairs" else renderer
 
 
 def _make_renderer(part: Part, tokenizer: Any) -> Renderer:

@@ -11,6 +11,7 @@ from ftkit.data.own_data import KEYS_OF_SETS, OwnData
 from ftkit.data.public_sets import PUBLIC_SETS, STREAMING, PublicSource
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
+from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import column_name, nearest
 
@@ -23,20 +24,20 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Allowed names of sets, which become columns of loggers and keys on command lines."""
 
 
-def data_source(data: Component, *, pairs: bool = False) -> DataSource:
+def data_source(data: Component, *, preference: Preference | None = None) -> DataSource:
     """Make the data source of a recipe, with checked options.
 
     The keys of LitGPT's modules are checked when they are read.
 
     Args:
         data: of the recipe.
-        pairs: whether its records are preference pairs.
+        preference: how records say which answers are better; None: they do not.
 
     Raises:
         UserError: unknown class or key, or a value out of range.
     """
-    if pairs:
-        return data_source(data).of_pairs()
+    if preference is not None:
+        return data_source(data).of_preference(preference)
     class_path = data["class_path"]
     package, _, name = class_path.rpartition(".")
     if package in ("", "litgpt.data"):
@@ -56,14 +57,14 @@ def data_source(data: Component, *, pairs: bool = False) -> DataSource:
 
 
 def validation_sets(
-    data: Component, sets: Mapping[str, Any] | None, *, pairs: bool = False
+    data: Component, sets: Mapping[str, Any] | None, *, preference: Preference | None = None
 ) -> dict[str, DataSource]:
     """Make the sources of eval.sets by name; all of their records are held out.
 
     Args:
         data: of the recipe; the sets are rendered as they are.
         sets: of the recipe; an empty one is not there.
-        pairs: whether their records are preference pairs.
+        preference: how records say which answers are better; None: they do not.
 
     Raises:
         UserError: a name that cannot be one, an unknown key, or a value out of range.
@@ -93,7 +94,9 @@ def validation_sets(
                 f"losses of both would have one column.\nName it {name}_set."
             )
     made = {name: OwnData.validation_set(name, entry, rendering) for name, entry in given.items()}
-    return {name: one.of_pairs() if pairs else one for name, one in made.items()}
+    if preference is None:
+        return dict(made)
+    return {name: one.of_preference(preference) for name, one in made.items()}
 
 
 def check_data(data: Component, sets: Mapping[str, Any] | None = None) -> None:

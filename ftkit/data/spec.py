@@ -15,6 +15,7 @@ from ftkit.data.records.record import Record, Shape
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
@@ -38,8 +39,9 @@ class Rules:
     train_on: TrainOn = "assistant"
     reasoning: Reasoning = "split"
     overlong: Overlong = "truncate"
-    pairs: bool = False
-    """Whether each record is a preference pair: two records under chosen and rejected."""
+    preference: Preference | None = None
+    """How records say which answers are better. pairs: each has two records under chosen and
+    rejected; labels: each has a desirable; None: they do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +140,18 @@ class DataSource(ABC):
     def rendering(self) -> dict[str, Any]:
         """The init_args with which JSON data reads and renders other records as these."""
 
-    def of_pairs(self) -> "DataSource":
-        """The source whose records are preference pairs.
+    def of_preference(self, preference: Preference) -> "DataSource":
+        """The source whose records say which answers are better.
+
+        Args:
+            preference: how they do.
 
         Raises:
-            UserError: it has none.
+            UserError: they do not.
         """
         raise UserError(
-            f"data is {type(self).__name__}, which has no preference pairs, but the objective "
-            f"learns from pairs.\nTry {OWN_DATA}."
+            f"data is {type(self).__name__}, which has no preference {preference}, but the "
+            f"objective learns from {preference}.\nTry {OWN_DATA}."
         )
 
     def for_evaluation(self, given: Collection[str]) -> "DataSource":

@@ -145,16 +145,21 @@ def _held_out(
             phase.advance(done, total)
 
         tokenizer = session.loaded.base.tokenizer
-        pairs = objective_rules(recipe.objective).pairs
+        preference = objective_rules(recipe.objective).preference
         held_out = load_held_out(
-            recipe.data, tokenizer, max_seq_length, given=given, pairs=pairs, progress=advance
+            recipe.data,
+            tokenizer,
+            max_seq_length,
+            given=given,
+            preference=preference,
+            progress=advance,
         )
         further = load_sets(
             recipe.data,
             recipe.eval.sets,
             tokenizer,
             max_seq_length,
-            pairs=pairs,
+            preference=preference,
             progress=advance,
         )
         for part in (*held_out.parts, *further.parts):

@@ -34,7 +34,7 @@ from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import Preference, objective_rules
 from ftkit.recipe.options import MergeOptions
 from ftkit.recipe.recipe import Component, Quantization
 from ftkit.utils.console.display import Display
@@ -348,8 +348,10 @@ def _sample(result: Result, base: BaseModel, display: Display) -> tuple[list[lis
         # Others than files may need a download.
         if recipe is not None and data_source(recipe.data).files() is not None:
             max_seq_length = recipe.train.max_seq_length
-            pairs = objective_rules(recipe.objective).pairs
-            sequences = _validation_samples(recipe.data, max_seq_length, base, display, pairs=pairs)
+            preference = objective_rules(recipe.objective).preference
+            sequences = _validation_samples(
+                recipe.data, max_seq_length, base, display, preference=preference
+            )
     what = f"{len(sequences)} validation records" if sequences else "a fixed prompt"
     sequences = sequences or [base.tokenizer.encode(_PROMPT).tolist()]
     # A small model may have fewer positions than that.
@@ -364,7 +366,7 @@ def _validation_samples(
     base: BaseModel,
     display: Display,
     *,
-    pairs: bool,
+    preference: Preference | None,
 ) -> list[list[int]]:
     """Token ids of the first records that the run was validated on."""
     with display.phase("reading data", brief=True) as phase:
@@ -372,7 +374,7 @@ def _validation_samples(
             data,
             base.tokenizer,
             max_seq_length or base.architecture.context_length,
-            pairs=pairs,
+            preference=preference,
             progress=lambda _, done, total: phase.advance(done, total),
         ).samples
     return [samples[i].ids.tolist() for i in range(min(SAMPLES, len(samples)))]

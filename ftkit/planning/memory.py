@@ -191,7 +191,7 @@ def heaviest_micro_batch(
     )
     rules = objective_rules(plan.recipe.objective)
     return largest_micro_batch(
-        plan.micro_batch_size * (2 if rules.pairs else 1),
+        plan.micro_batch_size * (2 if rules.preference == "pairs" else 1),
         tokens,
         padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,

@@ -289,7 +289,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         base,
         recipe.train.max_seq_length,
         recipe.eval.sets,
-        pairs=objective_rules(recipe.objective).pairs,
+        preference=objective_rules(recipe.objective).preference,
     )
     samples = length.train_samples
     steps = recipe.train.max_steps

@@ -27,6 +27,7 @@ from ftkit.models.chat_templates.template import OF_TOKENIZER
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.hub import has_tokenizer
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 
 _BESIDE_TEXT = 8
@@ -198,7 +199,7 @@ def sequence_length(
     asked: int | None,
     sets: Mapping[str, Any] | None = None,
     *,
-    pairs: bool = False,
+    preference: Preference | None = None,
 ) -> SequenceLength:
     """Tokens of the longest sequence that a run will train on or validate on.
 
@@ -207,14 +208,14 @@ def sequence_length(
         base: the model; its tokenizer is looked for beside its settings.
         asked: requested train.max_seq_length.
         sets: eval.sets of the recipe, checked; those that are not here count as no longer.
-        pairs: whether records are preference pairs.
+        preference: how records say which answers are better; None: they do not.
 
     Raises:
         UserError: as a run would, for data that are here.
     """
     context = base.architecture.context_length
     limit = asked or context
-    files = data_source(data, pairs=pairs).files()
+    files = data_source(data, preference=preference).files()
     if files is None:
         return _unknown(asked, context)
     for one in validation_sets(data, sets).values():
@@ -223,7 +224,7 @@ def sequence_length(
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
     texts = json.dumps(data, default=str), json.dumps(sets, default=str)
-    found = _longest(*texts, stamps, directory, limit, pairs)
+    found = _longest(*texts, stamps, directory, limit, preference)
     train, val, count = found or (None, None, 0)
     if train is None:  # the run will say so
         lacks: Literal["data", "tokenizer"] = "tokenizer" if found is None else "data"
@@ -256,7 +257,7 @@ def _longest(
     stamps: _Stamps,
     tokenizer_directory: Path | None,
     limit: int,
-    pairs: bool,
+    preference: Preference | None,
 ) -> tuple[Longest | None, Longest | None, int] | None:
     """The longest sample to train on, and to validate on, also of sets; how many an epoch takes.
 
@@ -268,12 +269,12 @@ def _longest(
     except UserError:  # the run will say so
         tokenizer = None
     of_parts = []
-    for number, source in enumerate(data_source(json.loads(data), pairs=pairs).parts()):
+    for number, source in enumerate(data_source(json.loads(data), preference=preference).parts()):
         found = tokenizer and find_part(source, tokenizer, limit, SPLITS)
         if found:
             of_part: _OfPart | None = _of_cache(found)
         else:
-            of_part = _of_records(_part(data, stamps, number, pairs), tokenizer, limit)
+            of_part = _of_records(_part(data, stamps, number, preference), tokenizer, limit)
         if of_part is None:
             return None
         train, val, count = of_part
@@ -282,7 +283,7 @@ def _longest(
             train = dataclasses.replace(train, at_least=0, label_tokens=0)
         of_parts.append((train, val, taken))
     trains, vals, counts = zip(*of_parts, strict=True)
-    others = validation_sets(json.loads(data), json.loads(sets), pairs=pairs).values()
+    others = validation_sets(json.loads(data), json.loads(sets), preference=preference).values()
     vals += tuple(_of_set(source, tokenizer, limit) for source in others)
     return _longest_in_all(trains), _longest_in_all(vals), sum(counts)
 
@@ -334,5 +335,5 @@ def _longest_among(
 
 
 @lru_cache(maxsize=4)
-def _part(data: str, stamps: _Stamps, number: int, pairs: bool) -> Part:
-    return data_source(json.loads(data), pairs=pairs).parts()[number].read()
+def _part(data: str, stamps: _Stamps, number: int, preference: Preference | None) -> Part:
+    return data_source(json.loads(data), preference=preference).parts()[number].read()

@@ -8,6 +8,9 @@ from ftkit.errors import UserError
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest
 
+Preference = Literal["pairs", "labels"]
+"""How records say which answers are better. pairs: two answers to a prompt, the better one first.
+labels: one answer, and whether it is desirable."""
 ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo", "reward"]
 
 
@@ -82,8 +85,8 @@ class ObjectiveRules:
 
     options: type[ObjectiveOptions]
     """Its options, which are the keys below `objective`."""
-    pairs: bool = False
-    """Whether its samples are preference pairs."""
+    preference: Preference | None = None
+    """How its records say which answers are better; None: they do not."""
     scores: bool = False
     """Whether the model gives a sequence a score, and predicts no tokens."""
     needs_reference: bool = False
@@ -96,10 +99,10 @@ OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
     "sft": ObjectiveRules(options=SftOptions, is_smoothed=True),
     "dft": ObjectiveRules(options=DftOptions),
     "eaft": ObjectiveRules(options=EaftOptions),
-    "dpo": ObjectiveRules(options=DpoOptions, pairs=True, needs_reference=True),
-    "orpo": ObjectiveRules(options=OrpoOptions, pairs=True),
-    "simpo": ObjectiveRules(options=SimPoOptions, pairs=True),
-    "reward": ObjectiveRules(options=RewardOptions, pairs=True, scores=True),
+    "dpo": ObjectiveRules(options=DpoOptions, preference="pairs", needs_reference=True),
+    "orpo": ObjectiveRules(options=OrpoOptions, preference="pairs"),
+    "simpo": ObjectiveRules(options=SimPoOptions, preference="pairs"),
+    "reward": ObjectiveRules(options=RewardOptions, preference="pairs", scores=True),
 }
 
 

@@ -244,7 +244,7 @@ def set_up(
 
     with display.phase("reading data") as phase:
         loading: dict[str, Any] = {
-            "pairs": objective_rules(recipe.objective).pairs,
+            "preference": objective_rules(recipe.objective).preference,
             "progress": lambda _, done, total: phase.advance(done, total),
         }
         data = load_data(recipe.data, base.tokenizer, max_seq_length, **loading)

@@ -109,7 +109,7 @@ def scores(model: Any, base: Path, pairs: Path) -> list[float]:
         "class_path": "JSON",
         "init_args": {"path": str(pairs), "val_split_fraction": 0.2},
     }
-    samples = load_data(part, Tokenizer(base), 200, pairs=True).val
+    samples = load_data(part, Tokenizer(base), 200, preference="pairs").val
     of_answers = [
         [model(torch.tensor(one.ids[None], dtype=torch.long)).logits.item() for one in both]
         for both in map(samples.sequences, range(len(samples)))

@@ -139,8 +139,8 @@ def inspect_data(
     limit = checked_length(base, recipe.train.max_seq_length)
     # Readers of hub data take $HF_TOKEN, as in a run.
     with _as_owner_of(recipe.access_token):
-        pairs = objective_rules(recipe.objective).pairs
-        data = load_data(recipe.data, tokenizer, limit, pairs=pairs, progress=progress)
+        preference = objective_rules(recipe.objective).preference
+        data = load_data(recipe.data, tokenizer, limit, preference=preference, progress=progress)
     evidence = Evidence(
         data=data,
         tokenizer=tokenizer,

@@ -11,6 +11,7 @@ from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.paths import DataFiles
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import Form, RecordReader
+from ftkit.recipe.objectives import Preference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,11 @@ def read_records(file: Path, *, answered: bool = True) -> list[Record]:
 
 
 def read_files(
-    files: DataFiles, where: str, columns: Mapping[str, str] | None, *, pairs: bool = False
+    files: DataFiles,
+    where: str,
+    columns: Mapping[str, str] | None,
+    *,
+    preference: Preference | None = None,
 ) -> RecordSet:
     """Read the records of files.
 
@@ -53,12 +58,12 @@ def read_files(
         files: for training and, if there are, for validation.
         where: what they are of, for people.
         columns: their names of keys, by ours.
-        pairs: whether each is a preference pair.
+        preference: how records say which answers are better; None: they do not.
 
     Raises:
         UserError: with file, place and reason.
     """
-    reader = RecordReader(columns, pairs=pairs)
+    reader = RecordReader(columns, preference=preference)
     train = _records(files.train, reader)
     val = _records(files.val, reader) if files.val else None
     return RecordSet(
@@ -71,7 +76,7 @@ def read_hub(
     columns: Mapping[str, str] | None,
     *,
     whole: bool = False,
-    pairs: bool = False,
+    preference: Preference | None = None,
 ) -> RecordSet:
     """Read the records of a hub data set.
 
@@ -79,12 +84,12 @@ def read_hub(
         name: of the data set, with its subset, split and revision.
         columns: their names of keys, by ours.
         whole: read the split for training alone.
-        pairs: whether each is a preference pair.
+        preference: how records say which answers are better; None: they do not.
 
     Raises:
         UserError: the data set cannot be had, or a record does not fit.
     """
-    data, reader = HubData(name), RecordReader(columns, pairs=pairs)
+    data, reader = HubData(name), RecordReader(columns, preference=preference)
 
     def records(split: str) -> list[Record]:
         return reader.records(data.rows(split), partial(data.place, split))

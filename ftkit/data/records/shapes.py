@@ -26,6 +26,7 @@ from ftkit.data.records.keys import (
 from ftkit.data.records.pairs import PAIR_KEYS, pair_rows
 from ftkit.data.records.record import Misfit, Record, Shape, check_text, keys_of, kind_of
 from ftkit.errors import UserError
+from ftkit.recipe.objectives import Preference
 
 INSTRUCTION = ("instruction", "output")
 """Texts that an instruction record must have to be trained on."""
@@ -186,17 +187,16 @@ class RecordReader:
         columns: Mapping[str, str] | None = None,
         *,
         answered: bool = True,
-        pairs: bool = False,
+        preference: Preference | None = None,
     ) -> None:
         """Take options; the first record decides the form.
 
         Args:
             columns: their names of keys, by ours.
             answered: whether a record must have its answer.
-            pairs: whether each is a preference pair, which becomes two records under chosen and
-                rejected.
+            preference: how records say which answers are better; None: they do not.
         """
-        self._pairs = pairs
+        self._preference = preference
         self._columns = dict(columns or {})
         self._found: set[str] = set()
         self._answered = answered
@@ -247,7 +247,7 @@ class RecordReader:
 
     def _record(self, value: Any) -> Record:
         row = self._renamed(value)
-        if self._pairs:
+        if self._preference == "pairs":
             return self._pair(value, row)
         if self._form is None:
             self._form = recognise(row, self._columns, answered=self._answered)
