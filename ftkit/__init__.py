@@ -19,10 +19,15 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Chat": "views.notebook.results",
+    "Callback": "training.callbacks",
     "DoesNotFit": "errors",
     "Experiments": "views.notebook.experiments",
+    "LogProbabilities": "models.loss",
+    "Objective": "objectives.objective",
     "Plans": "views.notebook.plans",
     "Run": "views.notebook.api",
+    "SummedLoss": "models.loss",
+    "Term": "objectives.objective",
     "UserError": "errors",
     "attach": "views.notebook.api",
     "chat": "views.notebook.results",

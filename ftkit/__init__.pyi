@@ -10,6 +10,11 @@ from typing import Any
 
 from ftkit.errors import DoesNotFit as DoesNotFit
 from ftkit.errors import UserError as UserError
+from ftkit.models.loss import LogProbabilities as LogProbabilities
+from ftkit.models.loss import SummedLoss as SummedLoss
+from ftkit.objectives.objective import Objective as Objective
+from ftkit.objectives.objective import Term as Term
+from ftkit.training.callbacks import Callback as Callback
 from ftkit.views.comparison.compare import compare as compare
 from ftkit.views.notebook.api import Run as Run
 from ftkit.views.notebook.api import attach as attach
@@ -38,6 +43,7 @@ def finetune(
     overwrite: Any = False,
     force: Any = False,
     stop_after: Any = None,
+    plugin: _Path | None = None,
     **keys: Any,
 ) -> Run: ...
 def finetune_full(
@@ -48,6 +54,7 @@ def finetune_full(
     overwrite: Any = False,
     force: Any = False,
     stop_after: Any = None,
+    plugin: _Path | None = None,
     **keys: Any,
 ) -> Run: ...
 def plan(
@@ -57,6 +64,7 @@ def plan(
     command: str | None = None,
     gpu: Any = None,
     name: Any = "",
+    plugin: _Path | None = None,
     **keys: Any,
 ) -> ShownPlan: ...
 def preview(

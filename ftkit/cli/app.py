@@ -12,6 +12,7 @@ from ftkit import __version__
 from ftkit.cli.commands import COMMANDS_ELSEWHERE, FTKIT, Command, Group
 from ftkit.cli.parser import declared, read_options, split_line
 from ftkit.errors import UserError
+from ftkit.recipe.plugin import open_plugin, using
 from ftkit.redaction import redacted_output
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.names import nearest
@@ -116,8 +117,9 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     if line.components:
         from ftkit.cli.help import print_component_help
 
-        for component, name in line.components:
-            print_component_help(component, name)
+        with using(open_plugin(dict(line.values).get("plugin"))):
+            for component, name in line.components:
+                print_component_help(component, name)
         return 0
     arguments = [read_options(command, line, argv)]
     if command.opens:
@@ -129,7 +131,8 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
         function = _load(command.function)
     # Python may have dropped a Ctrl+C that came in the middle of an import.
     interrupts.check()
-    code: int = function(*arguments)
+    with using(open_plugin(getattr(arguments[-1], "plugin", None))):
+        code: int = function(*arguments)
     return code
 
 

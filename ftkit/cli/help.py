@@ -15,6 +15,7 @@ from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.parsing import add_recipe_keys
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import FINETUNE, Recipe
 from ftkit.recipe.recipe_keys import (
     ALLOWED_PACKAGES,
@@ -253,7 +254,13 @@ def _write_placeholders(parser: ArgumentParser) -> None:
 
 
 def _component_names(component: str) -> list[str]:
-    """Names of a component; those of optimizers outside torch with their paths."""
+    """Names of a component, with those of the plugin in use; of optimizers outside torch paths."""
+    plugin = plugin_in_use()
+    own = () if plugin is None else plugin.definitions
+    return [*(one.name for one in own if one.kind == component), *_known_names(component)]
+
+
+def _known_names(component: str) -> list[str]:
     if component == "data":
         return list(KINDS)
     if component == "strategy":
@@ -270,6 +277,12 @@ def _component_names(component: str) -> list[str]:
 def _component_class(component: str, name: str) -> type:
     """The class whose arguments are the keys of a data module, an optimizer or a strategy."""
     found: type | None
+    plugin = plugin_in_use()
+    own = () if plugin is None else plugin.definitions
+    defined = next((one for one in own if (one.kind, one.name) == (component, name)), None)
+    if plugin is not None and defined is not None:
+        is_optimizer = component == "optimizer"
+        return getattr(plugin.module, name) if is_optimizer else defined.options_class
     if component == "strategy":
         rules = RULES.get("single" if name == "auto" else name)
         found = rules.options if rules else None

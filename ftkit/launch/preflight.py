@@ -25,12 +25,14 @@ from ftkit.models.pretrained.hub import (
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import to_yaml
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Recipe, Train
 from ftkit.runs.report.report import PeakMemory
 from ftkit.strategies.step_memory import Shortage
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
+from ftkit.utils.files import write_json
 from ftkit.utils.progress import print_notice
 from ftkit.utils.yaml_files import parse_yaml
 
@@ -315,7 +317,10 @@ def _check(
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "recipe.yaml"
         file.write_text(to_yaml(recipe), encoding="utf-8")
-        words = [str(file), json.dumps(dataclasses.asdict(device)), str(failed)]
+        words = [str(file), json.dumps(dataclasses.asdict(device)), str(failed), ""]
+        if (plugin := plugin_in_use()) is not None:
+            words[-1] = str(Path(directory) / "plugin.json")
+            write_json(Path(words[-1]), plugin.to_json())
         try:
             answer = subprocess.run(
                 # A process of its own: it imports torch, which the supervisor does not hold in

@@ -31,6 +31,7 @@ from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, check_kernels_installed, check_loggers_installed, make_plan
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import FINETUNE, Method, Recipe
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
@@ -39,6 +40,7 @@ from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
 from ftkit.runs.report.report import Restart, read_report
 from ftkit.runs.resume import (
     Start,
+    check_plugin,
     copy_rows,
     find_start,
     follow_moved,
@@ -218,6 +220,7 @@ def prepare_run(
     # Settings that need nothing but this machine come first: a refusal takes a moment.
     if (url := url_of(recipe.out_dir)) is not None:
         require_provider(url.partition(":")[0])
+    check_plugin(recipe)
     check_data(recipe.data, recipe.eval.sets)
     find_tasks(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
     requested = recipe
@@ -299,6 +302,7 @@ def prepare_run(
             quiet=is_quiet(),
             metrics=metrics,
             trusted=None if trusted is None else str(trusted.expanduser().resolve()),
+            plugin=plugin_in_use(),
         )
         # From here on the directory changes; a UserError still puts everything back.
         try:
@@ -320,6 +324,8 @@ def prepare_run(
             if requested.num_nodes == "auto":  # also for the next start, wherever that is
                 written = dataclasses.replace(written, num_nodes="auto")
             write_durably(run.recipe, to_yaml(written))
+            if job.plugin is not None:
+                write_durably(run.plugin, job.plugin.source)
             job.write(run.job)
             # Last, when everything else has had room.
             make_reserve(run.reserve)

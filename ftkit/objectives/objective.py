@@ -44,6 +44,9 @@ class Objective(ABC):
 
     The loss of a step is the sum of its terms times their coefficients. An objective computes the
     sums of one micro-batch; the loop divides them and adds them up.
+
+    What has to be known before torch is loaded stands in `ftkit.recipe.objectives`; an objective of
+    a plugin has it as attributes of the same names, such as `pairs = True`.
     """
 
     terms: tuple[Term, ...]

@@ -46,6 +46,8 @@ class Answers(NamedTuple):
 class Paired(Objective):
     """An objective on pairs."""
 
+    pairs = True
+
     def amounts(self, samples: Samples) -> Amounts:
         return {
             PAIRS: np.ones(len(samples), dtype=np.int64),

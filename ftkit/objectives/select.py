@@ -7,6 +7,7 @@ from ftkit.objectives.preference import Dpo, Orpo, SimPo
 from ftkit.objectives.reward import Reward
 from ftkit.objectives.supervised import Dft, Eaft, Supervised
 from ftkit.recipe.objectives import objective_options
+from ftkit.recipe.plugin import own_class
 from ftkit.recipe.recipe import Component
 
 _CLASSES: dict[str, type[Objective]] = {
@@ -27,4 +28,9 @@ def make_objective(objective: Component) -> Objective:
         UserError: unknown objective or option, or a value out of its range.
     """
     options = objective_options(objective)
+    if (own := own_class("objective", objective["class_path"])) is not None:
+        plugin, defined = own
+        made = plugin.make("objective", defined.name, **objective["init_args"])
+        assert isinstance(made, Objective)
+        return made
     return _CLASSES[objective["class_path"]](**dataclasses.asdict(options))

@@ -1,8 +1,8 @@
 """The plan of a run that is about to start, made in a process of its own.
 
 The supervisor imports no torch: it starts
-`python -m ftkit.planning.check RECIPE.yaml GPU FAILED`, with the fields of a `Gpu` as JSON, and
-reads JSON from its standard output.
+`python -m ftkit.planning.check RECIPE.yaml GPU FAILED PLUGIN`, with the fields of a `Gpu` as JSON
+and the file of a `Plugin` or nothing, and reads JSON from its standard output.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ftkit.utils.imports import postpone_modules, without_hub_kernels
 
@@ -23,6 +24,7 @@ from ftkit.planning.gpus import Gpu
 from ftkit.planning.predict import Planned, plan_files
 from ftkit.planning.suggest import changes_that_fit
 from ftkit.recipe.parsing import Override
+from ftkit.recipe.plugin import Plugin, using
 
 _ADVICE = 3
 """Changes that a refusal names."""
@@ -77,9 +79,11 @@ if __name__ == "__main__":
     # What was imported is never garbage.
     gc.freeze()
     gc.enable()
-    _file, _gpu, _failed = sys.argv[1:]
+    _file, _gpu, _failed, _plugin = sys.argv[1:]
+    _own = Plugin.from_json(json.loads(Path(_plugin).read_bytes())) if _plugin else None
     try:
-        _found = check(_file, Gpu(**json.loads(_gpu)), failed=_failed == "True")
+        with using(_own):
+            _found = check(_file, Gpu(**json.loads(_gpu)), failed=_failed == "True")
     except UserError as error:  # the run itself reports it better
         _found = {"error": str(error)}
     print(json.dumps(_found))

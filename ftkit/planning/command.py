@@ -57,6 +57,7 @@ def _tell_next(planned: Planned, options: PlanOptions) -> None:
         ]
         again += [word for key, value in options.keys for word in (f"--{key}", value)]
         again += [] if options.gpu is None else ["--gpu", options.gpu]
+        again += [] if options.plugin is None else ["--plugin", options.plugin]
         print_next(shlex.join(["ftkit", "plan", *again, "--fit"]))
 
 

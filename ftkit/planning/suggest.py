@@ -9,6 +9,7 @@ from ftkit.errors import UserError
 from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
 from ftkit.recipe.parsing import Override
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
 
 Try = Callable[[Sequence[Override]], Planned]
@@ -43,6 +44,8 @@ def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]
         words += ["--config", file]
     for key, value in dict(keys).items():
         words += [f"--{key}", value]
+    if (plugin := plugin_in_use()) is not None:
+        words += ["--plugin", plugin.file]
     return shlex.join(words)
 
 

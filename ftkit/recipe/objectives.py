@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ftkit.errors import UserError
+from ftkit.recipe.plugin import own_class
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest
 
@@ -113,11 +114,14 @@ def objective_rules(objective: Component) -> ObjectiveRules:
         UserError: there is no objective of this name.
     """
     name: Any = objective["class_path"]
+    if (own := own_class("objective", name)) is not None:
+        _, defined = own
+        return ObjectiveRules(options=defined.options_class, **defined.rules)
     if name not in OBJECTIVES:
         near = nearest(str(name), OBJECTIVES) or "sft"
         raise UserError(
-            f"objective is {name!r}, but must be one of: {', '.join(OBJECTIVES)}. "
-            f"Try --objective {near}."
+            f"objective is {name!r}, but must be one of: {', '.join(OBJECTIVES)}; one of your own "
+            f"needs --plugin FILE.py. Try --objective {near}."
         )
     return OBJECTIVES[name]
 
@@ -130,6 +134,10 @@ def objective_options(objective: Component) -> ObjectiveOptions:
     """
     name, given = objective["class_path"], objective["init_args"]
     options = objective_rules(objective).options
+    if (own := own_class("objective", name)) is not None:
+        own[1].check_options(given)
+        own_options: ObjectiveOptions = options(**given)
+        return own_options
     kinds = get_type_hints(options)
     for key, value in given.items():
         if key not in kinds:

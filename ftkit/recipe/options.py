@@ -94,7 +94,17 @@ class CommonOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(CommonOptions):
+class PluginOptions:
+    """Options of commands that use the objective, the optimizer or the data of a recipe."""
+
+    plugin: str | None = option(None, placeholder="FILE.py")
+    """Python file of your own, which is executed: it may define objectives, optimizers and data
+    sets that recipes name, and callbacks, metrics and loggers, which are used. Cannot be set in a
+    recipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(PluginOptions, CommonOptions):
     """Options of ftkit finetune, finetune_lora and finetune_full."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
@@ -127,7 +137,7 @@ class FinetuneOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(CommonOptions):
+class PlanOptions(PluginOptions, CommonOptions):
     """Options of ftkit plan."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
@@ -154,7 +164,7 @@ class PlanOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(CommonOptions):
+class DataOptions(PluginOptions, CommonOptions):
     """Options of ftkit data."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
@@ -191,7 +201,7 @@ class ImportOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(CommonOptions):
+class SweepOptions(PluginOptions, CommonOptions):
     """Options of ftkit sweep."""
 
     sweep_file: str = word(
@@ -438,7 +448,7 @@ class ChatOptions(AnswerOptions, ResultOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(UseOptions, ResultOptions):
+class EvaluateOptions(PluginOptions, UseOptions, ResultOptions):
     """Options of ftkit evaluate."""
 
     data: tuple[Override, ...] = keys_beside("data")

@@ -1,4 +1,4 @@
-"""User-defined metrics: functions in Python files, named by --metric.
+"""User-defined metrics: functions in Python files, named by --metric or defined by a plugin.
 
 Only the process that scores answers executes the file; whatever can be checked without executing it
 is checked before. No recipe, checkpoint or data file can name one.
@@ -10,8 +10,6 @@ import hashlib
 import math
 import reprlib
 import sys
-import traceback
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -19,8 +17,8 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ftkit.errors import UserError
-
-_ARGUMENTS = ("answer", "expected", "record")
+from ftkit.recipe.plugin import METRIC_ARGUMENTS, plugin_in_use
+from ftkit.utils.own_code import description, execute, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +30,15 @@ class OwnMetric:
     function: str
     sha256: str
     """SHA-256 of the file."""
+    option: str = "--metric"
+    """Option of the command line that names the file: --metric or --plugin."""
 
     def __str__(self) -> str:
-        return f"--metric {Path(self.file).name}:{self.function}"
+        return f"{self.option} {Path(self.file).name}:{self.function}"
 
 
 def own_metrics(texts: Sequence[str]) -> tuple[OwnMetric, ...]:
-    """Find the functions that `--metric` names; the files are read and not executed.
+    """Find the functions that `--metric` names, and those of the plugin in use; none is executed.
 
     Args:
         texts: FILE.py:FUNCTION each.
@@ -48,6 +48,11 @@ def own_metrics(texts: Sequence[str]) -> tuple[OwnMetric, ...]:
             have the same name.
     """
     found: dict[str, OwnMetric] = {}
+    if (plugin := plugin_in_use()) is not None:
+        for defined in plugin.of_kind("metric"):
+            found[defined.name] = OwnMetric(
+                file=plugin.file, function=defined.name, sha256=plugin.sha256, option="--plugin"
+            )
     for text in texts:
         metric = _own_metric(text)
         if metric.function in found:
@@ -69,16 +74,8 @@ def _own_metric(text: str) -> OwnMetric:
     if not path.is_file():
         raise UserError(f"--metric {text}: {path} is not a file. Name one that defines {name}.")
     content = path.read_bytes()
-    try:
-        # Parsed and not imported: nothing of the file runs in this process.
-        module = ast.parse(content, filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        where = f", line {line}" if line else ""
-        reason = error.msg if isinstance(error, SyntaxError) else error
-        raise UserError(
-            f"--metric {text}: {path}{where} is not Python: {reason}. Correct it."
-        ) from None
+    # Parsed and not imported: nothing of the file runs in this process.
+    module = parse(content, path, f"--metric {text}")
     functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
         known = f"it defines {', '.join(functions)}" if functions else "it defines none"
@@ -88,9 +85,10 @@ def _own_metric(text: str) -> OwnMetric:
             f"Try --metric {file}:{example}."
         )
     if not _takes_three(functions[name].args):
+        wanted = ", ".join(METRIC_ARGUMENTS)
         raise UserError(
-            f"--metric {text}: {name} must take ({', '.join(_ARGUMENTS)}), but takes "
-            f"({ast.unparse(functions[name].args)}). Write def {name}({', '.join(_ARGUMENTS)})."
+            f"--metric {text}: {name} must take ({wanted}), but takes "
+            f"({ast.unparse(functions[name].args)}). Write def {name}({wanted})."
         )
     sha256 = hashlib.sha256(content).hexdigest()
     return OwnMetric(file=str(path.absolute()), function=name, sha256=sha256)
@@ -101,19 +99,25 @@ def _takes_three(arguments: ast.arguments) -> bool:
     places = len(arguments.posonlyargs) + len(arguments.args)
     needed = places - len(arguments.defaults)
     most = math.inf if arguments.vararg else places
-    return needed <= len(_ARGUMENTS) <= most and None not in arguments.kw_defaults
+    return needed <= len(METRIC_ARGUMENTS) <= most and None not in arguments.kw_defaults
 
 
 class LoadedMetric:
     """A metric whose file has been executed."""
 
     def __init__(self, metric: OwnMetric) -> None:
-        """Execute the file; its output goes to standard error.
+        """Execute the file, or take the function from the plugin in use.
 
         Raises:
             UserError: it cannot be read, has changed since the command started, or fails.
         """
         self.metric = metric
+        self._function: Callable[..., Any]
+        plugin = plugin_in_use()
+        if metric.option == "--plugin":
+            assert plugin is not None
+            self._function = getattr(plugin.module, metric.function)
+            return
         path = Path(metric.file)
         try:
             content = path.read_bytes()
@@ -123,20 +127,8 @@ class LoadedMetric:
         if hashlib.sha256(content).hexdigest() != metric.sha256:
             raise UserError(f"{metric}: {path} has changed since the command started. Start again.")
         # Under a name of its own, so that it never replaces an installed module.
-        module = types.ModuleType(f"metric_{metric.sha256[:16]}")
-        module.__file__ = metric.file
-        sys.modules[module.__name__] = module  # dataclasses look for it
-        try:
-            # Standard output belongs to the command, which may print JSON there.
-            with redirect_stdout(sys.stderr):
-                exec(compile(content, metric.file, "exec"), module.__dict__)
-        # SystemExit: a script may call sys.exit.
-        except (Exception, SystemExit) as error:
-            raise UserError(
-                f"{metric}: {path.name} cannot be executed: {self._describe(error)}. Correct it, "
-                "or leave out --metric."
-            ) from None
-        self._function: Callable[..., Any] = getattr(module, metric.function)
+        module = execute(content, metric.file, f"metric_{metric.sha256[:16]}", str(metric))
+        self._function = getattr(module, metric.function)
 
     def score(self, answer: str, expected: str, record: Mapping[str, Any], place: int) -> float:
         """Score an answer; output of the function goes to standard error.
@@ -156,7 +148,7 @@ class LoadedMetric:
                 value = self._function(answer, expected, copy.deepcopy(record))
                 number = float(value) if isinstance(value, SupportsFloat) else math.nan
         except (Exception, SystemExit) as error:
-            raise self._mistake(place, f"raised {self._describe(error)}") from None
+            raise self._mistake(place, f"raised {description(error, self.metric.file)}") from None
         if not math.isfinite(number):
             returned = f"returned {reprlib.repr(value)}, but must return a finite number"
             raise self._mistake(place, returned)
@@ -165,13 +157,5 @@ class LoadedMetric:
     def _mistake(self, place: int, what: str) -> UserError:
         return UserError(
             f"{self.metric}: for validation record {place} (counted from 0) it {what}.\n"
-            "Correct the function, or leave out --metric."
+            f"Correct the function, or leave out {self.metric.option}."
         )
-
-    def _describe(self, error: BaseException) -> str:
-        """An error with the line of the file that raised it."""
-        frames = traceback.extract_tb(error.__traceback__)
-        # The newest frame of the file itself: libraries below it say little to its author.
-        lines = [frame.lineno for frame in frames if frame.filename == self.metric.file]
-        where = f" (line {lines[-1]})" if lines else ""
-        return f"{type(error).__name__}: {error}{where}"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ftkit.errors import UserError
+from ftkit.recipe.plugin import own_path
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.recipe.recipe_keys import (
     COMPONENTS,
@@ -356,10 +357,10 @@ def _merge_component(
             f"{field} has {key} twice: beside init_args and in it. Leave one of the two out."
         )
     arguments = arguments | beside
-    package = COMPONENTS[field]
-    # A short name such as AdamW.
-    if package and "." not in class_path:
-        class_path = f"{package}.{class_path}"
+    if "." not in class_path:  # a short name such as AdamW
+        package = COMPONENTS[field]
+        usual = f"{package}.{class_path}" if package else class_path
+        class_path = own_path(field, class_path) or usual
     # The same class keeps its arguments; those of another class would not fit.
     if current and current["class_path"] == class_path:
         given = [key for key, item in arguments.items() if item is not None]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from ftkit.errors import UserError
+from ftkit.recipe.plugin import own_name
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.utils.names import leaves, nearest
 from ftkit.utils.remote.urls import display_path
@@ -78,6 +79,8 @@ FOREIGN_RECIPES = (
 """Programs, with keys that only their recipes have."""
 
 OF_COMMANDS = {
+    "plugin": "names a file that is executed, so it is only an option of commands. Remove it, and "
+    "add --plugin FILE.py to the command",
     "metric": "names a file that is executed, so it is only an option of ftkit finetune, "
     "finetune_lora, finetune_full and evaluate. Remove it, and add --metric FILE.py:FUNCTION to "
     "the command",
@@ -222,6 +225,8 @@ def check_component(field: str, component: Component | None) -> None:
     if component is None or allowed is None:
         return
     class_path = component["class_path"]
+    if own_name(class_path) is not None:  # known where it is made: a recipe alone executes nothing
+        return
     package, _, name = class_path.rpartition(".")
     if package not in allowed or not name.isidentifier():
         file = class_path.removeprefix(f"{COMPONENTS[field]}.")

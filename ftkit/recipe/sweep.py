@@ -12,6 +12,7 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import Override, as_text, read_recipe, to_dict
 from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import FINETUNE, Recipe
 from ftkit.utils.embedded import recipe_file
 from ftkit.utils.names import leaves
@@ -52,6 +53,7 @@ class SweepRun:
             *(f"--config={file}" for file in self.files),
             *(f"--{key}={value}" for key, value in (*self.varied, *self.overrides)),
             f"--out_dir={self.out_dir}",
+            *([] if (plugin := plugin_in_use()) is None else [f"--plugin={plugin.file}"]),
         ]
 
     @property

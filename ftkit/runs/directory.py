@@ -1,6 +1,7 @@
 """The directory of a run: where each of its files lies.
 
     recipe.yaml  report.json  metrics.csv  validation.csv  system.csv  run.log
+    plugin.py           of a run with --plugin
     final/              the result
     checkpoints/        what the run can resume from
     set_aside/1/        files that a later session moved out of its way
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 
-from ftkit.checkpoint.metadata import BASE, RECIPE
+from ftkit.checkpoint.metadata import BASE, PLUGIN, RECIPE
 from ftkit.checkpoint.store import LATEST, Store
 from ftkit.runs.report.report import FILE_NAME
 from ftkit.utils.console.display import LOG_NAME
@@ -24,8 +25,8 @@ from ftkit.utils.console.display import LOG_NAME
 _CHECKPOINTS, _FINAL, _SET_ASIDE, _STATE = "checkpoints", "final", "set_aside", ".run"
 _METRICS, _VALIDATION, _SYSTEM = "metrics.csv", "validation.csv", "system.csv"
 _LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
-# Each session rewrites the recipe and the report, and appends to the others.
-_CONTINUED = (RECIPE, FILE_NAME, _METRICS, _VALIDATION, _SYSTEM, LOG_NAME)
+# Each session rewrites recipe, plugin and report, and appends to the others.
+_CONTINUED = (RECIPE, PLUGIN, FILE_NAME, _METRICS, _VALIDATION, _SYSTEM, LOG_NAME)
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class RunDirectory:
     def recipe(self) -> Path:
         """The recipe."""
         return self.path / RECIPE
+
+    @property
+    def plugin(self) -> Path:
+        """The plugin, if it has one."""
+        return self.path / PLUGIN
 
     @property
     def report(self) -> Path:

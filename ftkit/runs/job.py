@@ -14,6 +14,7 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.own_metric import OwnMetric
 from ftkit.recipe.parsing import from_dict, recipe_as_dict, to_dict
 from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.plugin import Plugin
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
@@ -94,6 +95,8 @@ class Job:
     """Metrics of the user's own, from the command line."""
     trusted: str | None = None
     """The directory whose Python code tasks may run."""
+    plugin: Plugin | None = None
+    """The plugin, with its content: other hosts need no file."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -167,6 +170,7 @@ class Job:
             "quiet": self.quiet,
             "metrics": [dataclasses.asdict(metric) for metric in self.metrics],
             "trusted": self.trusted,
+            "plugin": None if self.plugin is None else self.plugin.to_json(),
         }
         write_json(path, values)
 
@@ -201,6 +205,7 @@ class Job:
             quiet=values["quiet"],
             metrics=tuple(OwnMetric(**metric) for metric in values["metrics"]),
             trusted=values["trusted"],
+            plugin=Plugin.from_json(values["plugin"]) if values["plugin"] else None,
         )
 
 

@@ -15,11 +15,19 @@ from pathlib import Path
 from typing import cast
 
 from ftkit.checkpoint.file_checks import format_problem, hash_file
-from ftkit.checkpoint.metadata import METADATA, RECIPE, Metadata, read_metadata
+from ftkit.checkpoint.metadata import (
+    METADATA,
+    PLUGIN,
+    RECIPE,
+    CheckpointError,
+    Metadata,
+    read_metadata,
+)
 from ftkit.checkpoint.store import Store, check_files, step_of, verify
 from ftkit.errors import Completed, UserError
 from ftkit.recipe.changes import recipe_changes
 from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plugin import require_same_plugin
 from ftkit.recipe.recipe import Method, Precision, Recipe, Train
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
@@ -65,8 +73,11 @@ class DamagedCheckpoint(UserError):
 def continue_command(out_dir: Path, method: Method) -> str:
     """The command that continues the run in out_dir."""
     name = "finetune" if method == "lora" else "finetune_full"
-    recipe = display_path(RunDirectory(out_dir).recipe)
-    return f"ftkit {name} --config {shlex.quote(recipe)} --resume auto"
+    run = RunDirectory(out_dir)
+    command = f"ftkit {name} --config {shlex.quote(display_path(run.recipe))} --resume auto"
+    if not run.plugin.exists():
+        return command
+    return f"{command} --plugin {shlex.quote(display_path(run.plugin))}"
 
 
 def exit_summary(out_dir: Path, method: Method, steps: int) -> str:
@@ -306,6 +317,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     if problems:
         raise _damaged(checkpoint, problems, recipe.resume, in_place)
     metadata = read_metadata(checkpoint)
+    _check_plugin(recipe, checkpoint, metadata, in_place=in_place)
     refusals, changes = recipe_changes(_saved_recipe(recipe, checkpoint, metadata), recipe)
     if refusals:
         differing = ", ".join(refusals)
@@ -317,6 +329,39 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     return Start(
         checkpoint=checkpoint, metadata=metadata, in_place=in_place, changes=tuple(changes)
     )
+
+
+def check_plugin(recipe: Recipe) -> None:
+    """Refuse a plugin that is not that of the checkpoint to continue from, or the lack of it.
+
+    Called before anything else needs the plugin; a checkpoint that is not here yet, or damaged, is
+    left to `find_start`.
+
+    Raises:
+        UserError: names the checksums of both, and a command that works.
+    """
+    resume, store = recipe.resume, _run_in(recipe.out_dir).store
+    if resume is False:
+        return
+    step = store.newest() if resume is True or resume == "auto" else resume
+    if step is None:
+        return
+    checkpoint = store.path(step) if isinstance(step, int) else _checkpoint_at(step)
+    with suppress(CheckpointError):
+        in_place = resumes_in_place(resume, recipe.out_dir)
+        _check_plugin(recipe, checkpoint, read_metadata(checkpoint), in_place=in_place)
+
+
+def _check_plugin(recipe: Recipe, checkpoint: Path, metadata: Metadata, *, in_place: bool) -> None:
+    """Refuse a plugin that is not that of the checkpoint, or the lack of it."""
+    entry, run = metadata.files.get(PLUGIN), _run_in(recipe.out_dir)
+    command = "the same command with"
+    if in_place and run.recipe.exists():
+        name = "finetune" if recipe.method == "lora" else "finetune_full"
+        config, resume = shlex.quote(display_path(run.recipe)), str(recipe.resume).lower()
+        command = f"ftkit {name} --config {config} --resume {shlex.quote(resume)}"
+    checksum = None if entry is None else entry.sha256
+    require_same_plugin(checksum, checkpoint / PLUGIN, command)
 
 
 def _content_problems(checkpoint: Path) -> list[str]:

@@ -19,6 +19,15 @@ def broadcast_ints(*values: int) -> list[int]:
     return [int(value) for value in sent.tolist()]
 
 
+def max_over_ranks(*values: int) -> list[int]:
+    """Largest of each integer over all ranks, in one message; every rank calls this."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(values)
+    sent = torch.tensor(values, device=kind_of_backend(dist.get_backend()))
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    return [int(value) for value in sent.tolist()]
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Sum a tensor over all ranks, in place; every rank calls this."""
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -55,16 +64,16 @@ def make_device(accelerator: str) -> torch.device:
     return torch.device(accelerator, local_rank())
 
 
-def broadcast_text(text: str) -> str:
-    """A text of rank 0; every rank calls this."""
-    data = text.encode()
-    # The size first: a receiver needs a tensor of the right length.
-    (size,) = broadcast_ints(len(data))
+def broadcast_text(text: str, *, source: int = 0) -> str:
+    """A text of rank 0, or of another one; every rank calls this."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text
+    data, is_source = text.encode(), dist.get_rank() == source
+    # The size first: a receiver needs a tensor of the right length.
+    (size,) = max_over_ranks(len(data) if is_source else 0)
     device = kind_of_backend(dist.get_backend())
     sent = torch.zeros(size, dtype=torch.uint8, device=device)
-    if dist.get_rank() == 0:
+    if is_source:
         sent.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(sent, src=0)
+    dist.broadcast(sent, src=source)
     return bytes(sent.cpu().numpy()).decode()

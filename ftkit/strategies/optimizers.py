@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
+from ftkit.recipe.plugin import own_class
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
@@ -36,7 +37,12 @@ def base_learning_rate(optimizer: Component) -> float:
     given = optimizer["init_args"].get("lr")
     if given is None:
         signature = inspect.signature(_optimizer_class(optimizer["class_path"]))
-        given = signature.parameters["lr"].default
+        given = getattr(signature.parameters.get("lr"), "default", inspect.Parameter.empty)
+    if given is inspect.Parameter.empty:
+        raise UserError(
+            f"optimizer.lr is missing: {optimizer['class_path']} has no default. "
+            "Try --optimizer.lr 1e-4."
+        )
     return float(given)
 
 
@@ -123,6 +129,10 @@ def resolve_optimizer(
 
 
 def _optimizer_class(class_path: str) -> type[Optimizer]:
+    if (own := own_class("optimizer", class_path)) is not None:
+        plugin, defined = own
+        of_plugin: type[Optimizer] = getattr(plugin.module, defined.name)
+        return of_plugin
     package, _, name = class_path.rpartition(".")
     try:
         found = getattr(importlib.import_module(package), name, None)
@@ -133,7 +143,7 @@ def _optimizer_class(class_path: str) -> type[Optimizer]:
         close = nearest(name, known)
         raise UserError(
             f"optimizer is {class_path!r}, but there is no such optimizer. "
-            f"Try --optimizer {close or 'AdamW'}."
+            f"Try --optimizer {close or 'AdamW'}, or --plugin FILE.py for one of your own."
         )
     return found
 

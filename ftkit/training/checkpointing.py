@@ -13,6 +13,7 @@ from torch import Tensor
 from ftkit.checkpoint.metadata import (
     ADAPTER,
     BASE,
+    PLUGIN,
     RECIPE,
     Layout,
     Metadata,
@@ -29,10 +30,12 @@ from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.pretrained.base_model import BaseModel, save_without_weights
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.parsing import to_yaml
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.report.metrics import loss_columns, read_validation
 from ftkit.runs.report.report import ChosenResult
 from ftkit.strategies.distributed import broadcast_ints, rank
+from ftkit.training.callbacks import CallbackState
 from ftkit.training.setup import Journal, Setup
 from ftkit.utils.console.formatting import bytes_text, duration_text, parse_duration, utc_now
 from ftkit.utils.hardware import versions
@@ -116,12 +119,15 @@ class Checkpointing:
             return _FIRST_INTERVAL_S if self._advised_s is None else self._advised_s
         return float("inf") if every is None else parse_duration(every)
 
-    def save(self, step: int, *, validation_loss: float | None, wait: bool) -> None:
+    def save(
+        self, step: int, *, validation_loss: float | None, callbacks: CallbackState, wait: bool
+    ) -> None:
         """Save after an optimizer step; every rank calls this.
 
         Args:
             step: optimizer steps done.
             validation_loss: if it was measured at this step.
+            callbacks: their state.
             wait: return only when the checkpoint is complete.
         """
         if step != self._saved_step:
@@ -130,7 +136,7 @@ class Checkpointing:
             setup = self._setup
             # After an evaluation FSDP may still hold gathered parameters, which are no shards.
             setup.strategy.sharding.reshard(setup.model)
-            companions = self._companion_writer()
+            companions = self._companion_writer(callbacks)
             pieces = capture(setup.model, self._state, rank(), setup.plan.world_size)
             metadata = self._metadata(step, validation_loss)
             self._saver.save(metadata, pieces, companions, wait=wait, started=started)
@@ -290,7 +296,7 @@ class Checkpointing:
         except OSError as error:
             self._journal.warn(f"The checkpoint of step {step} lacks its validation loss: {error}")
 
-    def _companion_writer(self) -> Callable[[Path], list[Path]] | None:
+    def _companion_writer(self, callbacks: CallbackState) -> Callable[[Path], list[Path]] | None:
         """Gather the adapter; on rank 0, returns a function that writes files beside the shards."""
         setup, recipe = self._setup, self._setup.recipe
         adapter: list[tuple[str, Tensor]] = []
@@ -302,12 +308,13 @@ class Checkpointing:
         if rank() > 0:
             # Only now: gathering the adapter is a collective.
             return None
+        plugin = plugin_in_use()
 
         def write(directory: Path) -> list[Path]:
             # A run that continues from the checkpoint needs the rows before it, so they must be on
             # the disk.
             self._journal.recorder.sync_rows()
-            return write_companions(
+            written = write_companions(
                 directory,
                 recipe,
                 setup.base,
@@ -315,6 +322,12 @@ class Checkpointing:
                 adapter=adapter,
                 fingerprint=setup.identities[0].fingerprint,
             )
+            if callbacks:
+                written.append(callbacks.write(directory))
+            if plugin is not None:
+                written.append(directory / PLUGIN)
+                written[-1].write_text(plugin.source, encoding="utf-8")
+            return written
 
         return write
 

@@ -81,7 +81,9 @@ class Evaluator:
         known = self._newest
         return known[1] if known is not None and known[0] == step else None
 
-    def evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
+    def evaluate(
+        self, step: int, *, validation: bool, scores: bool, example: bool
+    ) -> dict[str, float] | None:
         """Evaluate after a step; every rank calls this.
 
         Args:
@@ -89,20 +91,24 @@ class Evaluator:
             validation: measure the validation loss.
             scores: score answers and run tasks, as far as the recipe wants them.
             example: show a sample answer, if the recipe wants one.
+
+        Returns:
+            Values of the validation, as `Callback.on_validation` gets them; None: there was none.
         """
         with self._weights.in_place():
-            self._evaluate(step, validation=validation, scores=scores, example=example)
+            return self._evaluate(step, validation=validation, scores=scores, example=example)
 
-    def _evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
+    def _evaluate(
+        self, step: int, *, validation: bool, scores: bool, example: bool
+    ) -> dict[str, float] | None:
         # Before and after training alone: tasks take minutes where a validation takes seconds.
         if scores and self._settings.tasks:
             self._run_tasks(step)
         if not len(self._setup.data.val):
-            return
+            return None
         self._journal.recorder.enter("validation")
         self._setup.model.eval()
-        if validation:
-            self._validate(step)
+        values = self._validate(step) if validation else None
         if scores and self._scoring.records:
             self._score_answers(step)
         # A reward model answers nothing.
@@ -110,8 +116,9 @@ class Evaluator:
             self._show_example(step)
         self._setup.strategy.sharding.reshard(self._setup.model)
         self._setup.model.train()
+        return values
 
-    def _validate(self, step: int) -> None:
+    def _validate(self, step: int) -> dict[str, float] | None:
         limit = self._settings.max_iters * self._setup.recipe.train.global_batch_size
         samples, objective = self._setup.data.val, self._setup.objective.validated
         batches = validation_loader(
@@ -134,7 +141,7 @@ class Evaluator:
             )
             of_sets = self._losses_of_sets(limit, phase.advance) if found else None
         if found is None or of_sets is None:
-            return
+            return None
         loss = found.loss
         self._newest = step, loss
         names = self._setup.data.names if len(found.of_sources) > 1 else ()
@@ -152,6 +159,8 @@ class Evaluator:
         ]
         parts += [f"{name} {of_set:.4f}" for name, of_set in of_sets.items()]
         self._journal.display.message(", ".join(parts))
+        losses = {f"loss/{name}": its for name, its in of_sources.items() if its is not None}
+        return {"loss": loss, **found.terms, **losses}
 
     def _losses_of_sets(self, limit: int, progress: OnProgress) -> dict[str, float] | None:
         """Losses on the first `limit` samples of each set in eval.sets; None: stopped early."""

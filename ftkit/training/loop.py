@@ -13,7 +13,8 @@ from ftkit.objectives.step_loss import StepLoss
 from ftkit.planning.meter import MemoryMeter, steps_to_measure
 from ftkit.runs.job import StopAfter
 from ftkit.runs.report.meters import StepRecord
-from ftkit.strategies.distributed import broadcast_ints
+from ftkit.strategies.distributed import broadcast_ints, max_over_ranks, rank
+from ftkit.training.callbacks import Callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.loggers import Loggers
@@ -68,10 +69,9 @@ class LoopEvent(IntEnum):
     """Event after a step, as rank 0 sees it."""
 
     NONE = 0
-    OUT_OF_PATIENCE = 1
-    OUT_OF_TIME = 2
-    SESSION_ENDS = 3
-    CHECKPOINT_OVERDUE = 4
+    OUT_OF_TIME = 1
+    SESSION_ENDS = 2
+    CHECKPOINT_OVERDUE = 3
 
 
 class NonFiniteLoss(Exception):
@@ -89,6 +89,7 @@ class Training:
         stop: StopRequest,
         journal: Journal,
         loggers: Loggers,
+        callbacks: Callbacks,
         *,
         started_at_s: float,
         stop_after: StopAfter | None,
@@ -102,12 +103,13 @@ class Training:
             stop: signals that ask to end.
             journal: for messages and measurements.
             loggers: beside metrics.csv.
+            callbacks: called at its events.
             started_at_s: when the command started, in seconds since the epoch.
             stop_after: when this session ends, if before the end of training.
         """
         self._setup, self._recipe, self._start = setup, setup.recipe, setup.start
         self._order, self._evaluator, self._checkpointing = setup.order, evaluator, checkpointing
-        self._stop, self._loggers = stop, loggers
+        self._stop, self._loggers, self._callbacks = stop, loggers, callbacks
         self._display, self._recorder = journal.display, journal.recorder
         self._started_at_s, self._stop_after = started_at_s, stop_after
         self._meter = MemoryMeter(
@@ -141,6 +143,7 @@ class Training:
 
     def _run(self) -> None:
         first, end = self._start.step, self._order.total_steps
+        self._callbacks.on_begin()
         if first == end:  # the session before stopped between the last step and the end
             self.exit_reason = self._completed_reason()
         else:
@@ -175,6 +178,7 @@ class Training:
                 break
             record = train_step.run(step, batches)
             self._log_step(record)
+            self._callbacks.on_step(record)
             ends = self._between_steps(record.step)
         self._end()
 
@@ -184,17 +188,17 @@ class Training:
         step, settings = self._start.step, self._recipe.eval
         if step == 0:
             wanted = settings.initial_validation
-            self._evaluator.evaluate(0, validation=wanted, scores=True, example=wanted)
+            self._evaluate(0, validation=wanted, scores=True, example=wanted)
         elif self._validation_due(step) and not self._start.is_validated:
             # A signal ended the session before this validation.
-            self._evaluator.evaluate(step, validation=True, scores=False, example=True)
+            self._evaluate(step, validation=True, scores=False, example=True)
             loss = self._evaluator.validation_loss(step)
             if self._checkpointing is not None and loss is not None:
                 self._checkpointing.amend(step, loss)
         self.signal_number = self._stop.requested() or None
-        (event,) = broadcast_ints(self._event())
-        if event == LoopEvent.OUT_OF_PATIENCE:  # the session before ended before its result
-            self.exit_reason = self._patience_reason()
+        (asks,) = max_over_ranks(self._callbacks.asks)
+        if asks:
+            self.exit_reason = self._callbacks.reason(asks)
         # Once the report says so, whoever stops the run knows that the step will be finished.
         self._recorder.enter("training")
 
@@ -247,19 +251,21 @@ class Training:
         """Validate and save if it is time; returns whether training ends here."""
         # `requested` is a collective: ranks must agree whether they validate.
         if self._validation_due(step) and not self._stop.requested():
-            self._evaluator.evaluate(step, validation=True, scores=False, example=True)
+            self._evaluate(step, validation=True, scores=False, example=True)
             self._recorder.enter("training")
-        # One message for everything that rank 0 decides: clocks and signals differ between ranks.
-        signal_number, event, is_candidate = broadcast_ints(
-            self._stop.signal_number or 0, self._event(), self._is_candidate(step)
+        # One message for everything that rank 0 decides, because clocks and signals differ between
+        # ranks, and for the callbacks of all ranks.
+        decided = (self._stop.signal_number or 0, self._event(), self._is_candidate(step))
+        signal_number, event, is_candidate, asks = max_over_ranks(
+            *(decided if rank() == 0 else (0, 0, 0)), self._callbacks.asks
         )
         ends = True
         if signal_number:
             self.signal_number = signal_number
         elif step == self._order.total_steps:
             self.exit_reason = self._completed_reason()
-        elif event == LoopEvent.OUT_OF_PATIENCE:
-            self.exit_reason = self._patience_reason()
+        elif asks:
+            self.exit_reason = self._callbacks.reason(asks)
         elif event == LoopEvent.OUT_OF_TIME:
             self.exit_reason = f"train.max_time of {self._recipe.train.max_time:g} s reached"
         elif event == LoopEvent.SESSION_ENDS or self._is_last_of_session(step):
@@ -289,10 +295,7 @@ class Training:
         return settings.keep_best > 0 or (settings.result == "best" and is_best)
 
     def _event(self) -> LoopEvent:
-        """Event by the validations and clocks of this rank."""
-        loss = self._recorder.report.loss
-        if loss is not None and loss.has_exhausted(self._recipe.eval.patience):
-            return LoopEvent.OUT_OF_PATIENCE
+        """Event by the clocks of this rank."""
         max_time, after = self._recipe.train.max_time, self._stop_after
         if max_time is not None and self._recorder.training_s >= max_time:
             return LoopEvent.OUT_OF_TIME
@@ -312,7 +315,10 @@ class Training:
         phase = self._display.phase("saving a checkpoint", brief=True) if wait else nullcontext()
         with phase:
             loss = self._evaluator.validation_loss(step)
-            self._checkpointing.save(step, validation_loss=loss, wait=wait)
+            self._checkpointing.save(
+                step, validation_loss=loss, callbacks=self._callbacks.capture(), wait=wait
+            )
+        self._callbacks.on_save()
         self._recorder.enter("training")
 
     def _end(self) -> None:
@@ -325,14 +331,14 @@ class Training:
             known = known or self._evaluator.validation_loss(step) is not None
             validates = wanted and not known
             if self._checkpointing is not None and self._recipe.checkpoint.result == "best":
-                self._evaluator.evaluate(step, validation=validates, scores=False, example=False)
+                self._evaluate(step, validation=validates, scores=False, example=False)
                 validates = False
                 if not self._stop.requested():
                     self._checkpointing.load_best(step, self._evaluator.validation_loss(step))
             # Averages stay in place of the weights: answers and result are then of the same
             # numbers.
             self._setup.evaluated_weights.keep()
-            self._evaluator.evaluate(step, validation=validates, scores=True, example=wanted)
+            self._evaluate(step, validation=validates, scores=True, example=wanted)
             self.signal_number = self._stop.requested() or None
             if self._checkpointing is not None:
                 self._recorder.enter("saving")
@@ -341,14 +347,15 @@ class Training:
             self._checkpointing.finish()
         if self._checkpointing is not None:
             self._checkpointing.release()
+        self._callbacks.on_end()
 
-    def _patience_reason(self) -> str:
-        loss = self._recorder.report.loss
-        assert loss is not None
-        return (
-            f"eval.patience of {self._recipe.eval.patience} reached: no validation loss below "
-            f"{loss.validation_best or math.nan:.4f}, of step {loss.validation_best_step}"
+    def _evaluate(self, step: int, *, validation: bool, scores: bool, example: bool) -> None:
+        """Evaluate, and call back after a validation; see `Evaluator.evaluate`."""
+        values = self._evaluator.evaluate(
+            step, validation=validation, scores=scores, example=example
         )
+        if values is not None:
+            self._callbacks.on_validation(values)
 
     def _completed_reason(self) -> str:
         train = self._recipe.train

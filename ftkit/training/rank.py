@@ -45,11 +45,13 @@ from ftkit.models.lora.serving import serving_notice
 from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.planning.memory import predict_measured
 from ftkit.recipe.plan import Plan
+from ftkit.recipe.plugin import plugin_in_use, using
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank, world_size
 from ftkit.strategies.strategy import set_arithmetic
+from ftkit.training.callbacks import Callbacks, Patience, RunView, own_callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.loggers import Loggers, make_loggers
@@ -58,6 +60,7 @@ from ftkit.training.recorder import Recorder
 from ftkit.training.setup import Journal, Setup, StartingPoint, open_start, set_up
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
+from ftkit.utils.own_code import line_in
 
 
 def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
@@ -118,6 +121,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         stop,
         journal,
         started_loggers,
+        _callbacks(setup, journal, started_loggers),
         started_at_s=job.started_at_s,
         stop_after=job.stop_after,
     )
@@ -138,6 +142,17 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
             journal.warn(refused)
         recorder.saved(setup.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
+
+
+def _callbacks(setup: Setup, journal: Journal, loggers: Loggers) -> Callbacks:
+    """Make the callbacks of a run, with the state that its checkpoint has of them."""
+    found = own_callbacks()
+    if (patience := setup.recipe.eval.patience) is not None:
+        found["patience"] = Patience(patience, journal)
+    callbacks = Callbacks(found, RunView(setup, journal, loggers.log))
+    if setup.start.directory is not None:
+        callbacks.restore(setup.start.directory)
+    return callbacks
 
 
 def _save_result(setup: Setup, out: Path) -> None:
@@ -183,7 +198,7 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
     state = job.directory.rank(rank())
     state.path.mkdir(exist_ok=True)
     _log_libraries()
-    with _display(state, terminal) as display:
+    with using(job.plugin), _display(state, terminal) as display:
         try:
             start = None if job.start is None else read_metadata(Path(job.start))
             with Recorder(
@@ -304,6 +319,9 @@ def _explain(exception: BaseException) -> RankError:
     # The messages of these two are written for users; others need the name of the exception.
     if not isinstance(exception, NonFiniteLoss | SavingFailed):
         message = f"{type(exception).__name__}: {message}"
+    plugin = plugin_in_use()
+    if plugin is not None and (line := line_in(exception, plugin.file)):
+        message = f"{message} ({Path(plugin.file).name}, line {line})"
     return RankError(kind="failed", message=message, happened_at_s=now)
 
 

@@ -205,6 +205,7 @@ def finetune(
     overwrite: bool = False,
     force: bool = False,
     stop_after: str | int | None = None,
+    plugin: PathLike | None = None,
     **keys: Any,
 ) -> Run:
     """Fine-tune with LoRA or QLoRA, as `ftkit finetune`; return the run, however it ended.
@@ -215,13 +216,14 @@ def finetune(
         overwrite: replace what is in out_dir.
         force: start even if memory is predicted to be too small.
         stop_after: end this session early: steps, or a time such as 90min.
+        plugin: Python file of your own, as --plugin.
         keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 
     Raises:
         UserError: the command refused to run; the message says why.
         KeyboardInterrupt: it was interrupted before it started, or twice.
     """
-    switches = _switches(overwrite, force, stop_after)
+    switches = _switches(overwrite, force, stop_after, plugin)
     return start("finetune", recipe, keys, switches, display.place(), wait=wait)
 
 
@@ -233,10 +235,11 @@ def finetune_full(
     overwrite: bool = False,
     force: bool = False,
     stop_after: str | int | None = None,
+    plugin: PathLike | None = None,
     **keys: Any,
 ) -> Run:
     """Fine-tune every parameter, as `ftkit finetune_full`; arguments as of `finetune`."""
-    switches = _switches(overwrite, force, stop_after)
+    switches = _switches(overwrite, force, stop_after, plugin)
     return start("finetune_full", recipe, keys, switches, display.place(), wait=wait)
 
 
@@ -251,9 +254,12 @@ def attach(out_dir: PathLike) -> Run:
     return run
 
 
-def _switches(overwrite: bool, force: bool, stop_after: str | int | None) -> list[str]:
+def _switches(
+    overwrite: bool, force: bool, stop_after: str | int | None, plugin: PathLike | None
+) -> list[str]:
     words = ["--overwrite"] * overwrite + ["--force"] * force
-    return words if stop_after is None else [*words, f"--stop_after={stop_after}"]
+    words += [] if stop_after is None else [f"--stop_after={stop_after}"]
+    return words if plugin is None else [*words, f"--plugin={os.fspath(plugin)}"]
 
 
 def start(

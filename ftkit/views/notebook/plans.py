@@ -20,6 +20,7 @@ from ftkit.planning.table import (  # noqa: E402
     verdict,
 )
 from ftkit.recipe.parsing import as_text  # noqa: E402
+from ftkit.recipe.plugin import open_plugin, using  # noqa: E402
 from ftkit.recipe.recipe import FINETUNE  # noqa: E402
 from ftkit.utils.console.formatting import bytes_text  # noqa: E402
 from ftkit.utils.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
@@ -58,6 +59,7 @@ def plan(
     command: str | None = None,
     gpu: str | None = None,
     name: str = "",
+    plugin: str | os.PathLike[str] | None = None,
     **keys: Any,
 ) -> ShownPlan:
     """Predict what a run needs, as `ftkit plan`, without loading or downloading weights.
@@ -69,6 +71,7 @@ def plan(
         gpu: GPU to predict for: a100-80gb, 24GiB, or auto for the one of this machine. Default:
             the devices that a run would use here.
         name: label among several plans. Default: the name of the recipe.
+        plugin: Python file of your own, as --plugin.
         keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 
     Raises:
@@ -77,7 +80,10 @@ def plan(
     if command is not None and command not in FINETUNE:
         raise UserError(f"command is {command!r}, but must be one of {', '.join(FINETUNE)}.")
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
-    with display.shown_if_late("ftkit plan ..."):
+    with (
+        display.shown_if_late("ftkit plan ..."),
+        using(open_plugin(None if plugin is None else os.fspath(plugin))),
+    ):
         planned = predict.plan_files(
             [os.fspath(file) for file in several],
             [(key, as_text(value)) for key, value in keys.items()],

@@ -1,0 +1,167 @@
+"""What a plugin defines, in a process of its own: `python -m ftkit.training.plugin_contents`.
+
+Reads a `Plugin` without definitions as JSON from standard input, executes it, and writes what it
+defines, or why it cannot be used, to standard output.
+"""
+
+import dataclasses
+import gc
+import inspect
+import json
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from ftkit.utils.imports import postpone_modules, silence_libraries, without_hub_kernels
+
+if __name__ == "__main__":
+    gc.disable()  # as in quick_imports
+    without_hub_kernels()
+    postpone_modules()
+    silence_libraries()
+
+import torch
+from lightning.fabric.loggers.logger import Logger
+
+from ftkit.data.sources import KINDS
+from ftkit.errors import UserError
+from ftkit.objectives.objective import Objective
+from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
+from ftkit.recipe.plugin import METRIC_ARGUMENTS, Defined, Kind, OwnOption, Plugin
+from ftkit.training.callbacks import Callback
+
+_BASES: dict[type, Kind] = {
+    Objective: "objective",
+    Callback: "callback",
+    torch.optim.Optimizer: "optimizer",
+    Logger: "logger",
+}
+_WITH_OPTIONS: tuple[Kind, ...] = ("objective", "data", "callback")
+_TYPE_NAMES = {bool: "bool", int: "int", float: "float", str: "str", types.NoneType: "None"}
+_BUILT_IN = (dict, list, str, tuple)
+"""Bases of classes with `__len__` and `__getitem__` that are no data sets."""
+
+
+def definitions_in(plugin: Plugin) -> list[Defined]:
+    """Execute a plugin and find what it defines.
+
+    Raises:
+        UserError: it fails, or defines nothing that ftkit uses.
+    """
+    module = plugin.module
+    found = [
+        defined
+        for name, value in vars(module).items()
+        # Not what it imports, and not what it keeps to itself.
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        if (defined := _defined(name, value)) is not None
+    ]
+    if not found:
+        raise UserError(
+            f"{plugin.option} defines nothing that ftkit uses: no subclass of ftkit.Objective, "
+            "ftkit.Callback, torch.optim.Optimizer or lightning's Logger, no data set with "
+            f"__len__ and __getitem__, no metric of ({', '.join(METRIC_ARGUMENTS)})."
+        )
+    for one in found:
+        if one.kind == "optimizer":
+            is_known = hasattr(torch.optim, one.name)
+        else:
+            is_known = one.name in {"objective": OBJECTIVES, "data": KINDS}.get(one.kind, ())
+        if is_known:
+            raise UserError(
+                f"{plugin.option} defines {one.kind} {one.name}, but there is one of this name "
+                "without it. Rename it."
+            )
+        if one.kind == "callback" and any(option.required for option in one.options):
+            raise UserError(
+                f"{plugin.option}: {one.name} is made without arguments, but its __init__ needs "
+                f"{', '.join(option.name for option in one.options if option.required)}. Give "
+                "them defaults."
+            )
+    return found
+
+
+def _defined(name: str, value: Any) -> Defined | None:
+    """Describe a class or function; None: ftkit does not use it."""
+    if inspect.isfunction(value):
+        is_metric = tuple(inspect.signature(value).parameters)[:3] == METRIC_ARGUMENTS
+        return Defined(name=name, kind="metric") if is_metric else None
+    kind = _kind_of(value) if isinstance(value, type) else None
+    if kind is None:
+        return None
+    rules = {}
+    if kind == "objective":
+        names = [field.name for field in dataclasses.fields(ObjectiveRules)]
+        rules = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return Defined(
+        name=name,
+        kind=kind,
+        options=tuple(_options_of(value)) if kind in _WITH_OPTIONS else (),
+        rules=rules,
+        missing=tuple(sorted(getattr(value, "__abstractmethods__", ()))),
+    )
+
+
+def _kind_of(value: type) -> Kind | None:
+    for base, kind in _BASES.items():
+        if issubclass(value, base):
+            return kind
+    is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return "data" if is_sequence and not issubclass(value, _BUILT_IN) else None
+
+
+def _options_of(value: type) -> Iterator[OwnOption]:
+    """Arguments of a class that have a name."""
+    if value.__init__ is object.__init__:  # type: ignore[misc]
+        return
+    signature = inspect.signature(value)
+    try:
+        hints = typing.get_type_hints(value.__init__)  # type: ignore[misc]
+    except Exception:  # names that are imported for type checkers alone
+        hints = {}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            continue
+        kinds, choices = _accepted(hints.get(name, Any))
+        required = parameter.default is parameter.empty
+        default = None if required else parameter.default
+        yield OwnOption(
+            name=name,
+            types=kinds,
+            choices=choices,
+            default=default if type(default) in _TYPE_NAMES else None,
+            required=required,
+        )
+
+
+def _accepted(hint: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Names of types and single values that an annotation accepts; both empty: any value."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds: list[str] = []
+    choices: list[Any] = []
+    for part in typing.get_args(hint) if is_union else (hint,):
+        if typing.get_origin(part) is typing.Literal:
+            choices += typing.get_args(part)
+        elif part in _TYPE_NAMES:
+            kinds.append(_TYPE_NAMES[part])
+        else:
+            return (), ()
+    return tuple(kinds), tuple(choices)
+
+
+def _answer(text: str) -> dict[str, Any]:
+    try:
+        found = definitions_in(Plugin.from_json(json.loads(text)))
+    except UserError as error:
+        return {"error": str(error)}
+    return {"definitions": [dataclasses.asdict(one) for one in found]}
+
+
+if __name__ == "__main__":
+    # What the plugin prints, also from C, must not mix with the answer.
+    with os.fdopen(os.dup(1), "w") as _answers:
+        os.dup2(2, 1)
+        _answers.write(json.dumps(_answer(sys.stdin.read())))
