@@ -1,5 +1,6 @@
 """Data of one's own: options of files and hub data sets, their split and their rendering."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -125,6 +126,11 @@ _OF_ONE_SOURCE = ("path", "json_path", *_OF_HUB)
 _INHERITED = ("columns", "prompt_style", "chat_template", "train_on", "mask_prompt")
 _RENDERING = ("prompt_style", "chat_template", "train_on", "mask_prompt", "reasoning", "overlong")
 """Options that decide how records are rendered."""
+OPTIONS_WITHOUT_FILES = (
+    *("columns", *_RENDERING),
+    *("val_split_fraction", "seed", "ignore_index", "num_workers"),
+)
+"""Options that do not say where records are."""
 KEYS_OF_SETS = ("path", "columns", *_OF_HUB)
 """Options of a set of eval.sets; it inherits the others."""
 _CHOICES = {
@@ -302,7 +308,6 @@ _TRAINED: dict[Shape, TrainOn] = {
     "text": "all",
 }
 """Default of train_on by shape, where no prompt style is used."""
-_TAKEN_WHOLE = {"path", "json_path", "sources", "split"}
 _NOT_OF_CONTENT = (
     *("path", "json_path", "sources", "key", "name", "weight", "samples"),
     *("num_workers", "ignore_index"),
@@ -314,6 +319,9 @@ _OPTION = re.compile(rf"\bdata\.({'|'.join(KEYS_OF_SETS)})\b")
 
 class OwnData(DataSource):
     """Files or hub data sets; what has no validation records of its own is split."""
+
+    _taken_whole: frozenset[str] = frozenset({"path", "json_path", "sources", "split"})
+    """Options that name other data: nothing of these was trained on."""
 
     def __init__(
         self,
@@ -337,7 +345,7 @@ class OwnData(DataSource):
         self._preference = preference
         self._options, self._sources = options, sources
         self._given, self._evaluated = frozenset(given), frozenset(evaluated)
-        self._whole = bool(self._evaluated & _TAKEN_WHOLE)
+        self._whole = bool(self._evaluated & self._taken_whole)
 
     @classmethod
     def documented(cls, name: str) -> type:
@@ -349,6 +357,25 @@ class OwnData(DataSource):
         options = _options_of(init_args)
         given = [key for key, value in init_args.items() if value is not None]
         return cls(options, _sources_of(options, given), given=given)
+
+    @classmethod
+    def without_files(cls, name: str, init_args: Mapping[str, Any]) -> Self:
+        """The source of records that come from elsewhere; a subclass reads them.
+
+        Args:
+            name: of the source, for people.
+            init_args: options of their split and their rendering, `OPTIONS_WITHOUT_FILES`.
+
+        Raises:
+            UserError: a value out of range.
+        """
+        given = {key: value for key, value in init_args.items() if value is not None}
+        _check_values(given, "data.")
+        for group in _EXCLUSIVE:
+            _check_one_of(group, given)
+        inherited = {key: given[key] for key in _INHERITED if key in given}
+        source = _SourceOptions(path=name, key="data", given=tuple(given), **inherited)
+        return cls(OwnDataOptions(**given), [source], given=given)
 
     @classmethod
     def validation_set(cls, name: str, entry: Any, rendering: Mapping[str, Any]) -> Self:
@@ -415,22 +442,18 @@ class OwnData(DataSource):
         )
 
     def of_preference(self, preference: Preference) -> DataSource:
-        return OwnData(
-            self._options,
-            self._sources,
-            given=self._given,
-            evaluated=self._evaluated,
-            preference=preference,
-        )
+        preferred = copy.copy(self)
+        preferred._preference = preference
+        return preferred
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
         """Hold out all data named for the evaluation alone: nothing of it was trained on."""
-        if not _TAKEN_WHOLE & set(given) or "val_split_fraction" in given:
+        if not self._taken_whole & set(given) or "val_split_fraction" in given:
             return self
-        options = dataclasses.replace(self._options, val_split_fraction=None)
-        return OwnData(
-            options, self._sources, given=self._given, evaluated=given, preference=self._preference
-        )
+        held_out = copy.copy(self)
+        held_out._options = dataclasses.replace(self._options, val_split_fraction=None)
+        held_out._evaluated, held_out._whole = frozenset(given), True
+        return held_out
 
     def _content(self, source: _SourceOptions) -> Content:
         """Describe the files and options that decide a local source."""

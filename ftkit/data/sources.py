@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftkit.data.own_data import KEYS_OF_SETS, OwnData
+from ftkit.data.plugin_data import PluginData
 from ftkit.data.public_sets import PUBLIC_SETS, STREAMING, PublicSource
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import Preference
+from ftkit.recipe.plugin import own_name
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import column_name, nearest
 
@@ -39,6 +41,8 @@ def data_source(data: Component, *, preference: Preference | None = None) -> Dat
     if preference is not None:
         return data_source(data).of_preference(preference)
     class_path = data["class_path"]
+    if own_name(class_path) is not None:
+        return PluginData.of(data)
     package, _, name = class_path.rpartition(".")
     if package in ("", "litgpt.data"):
         if name in KINDS:
@@ -52,7 +56,8 @@ def data_source(data: Component, *, preference: Preference | None = None) -> Dat
         return _OWN[name].of(data)
     near = nearest(name, KINDS) or OWN_DATA.removeprefix("--data ")
     raise UserError(
-        f"data is {class_path}, but it has to be one of {', '.join(KINDS)}.\nTry --data {near}."
+        f"data is {class_path}, but it has to be one of {', '.join(KINDS)}, or a class of "
+        f"--plugin FILE.py.\nTry --data {near}."
     )
 
 

@@ -28,6 +28,7 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.hub import has_tokenizer
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.objectives import Preference
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Component
 
 _BESIDE_TEXT = 8
@@ -222,6 +223,8 @@ def sequence_length(
         files += one.files() or ()
     # Part of the key of the cache below: a changed file is read anew.
     stamps = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+    if (plugin := plugin_in_use()) is not None:
+        stamps += ((Path(plugin.sha256), 0, 0),)
     directory = base.tokenizer_directory if has_tokenizer(base.tokenizer_directory) else None
     texts = json.dumps(data, default=str), json.dumps(sets, default=str)
     found = _longest(*texts, stamps, directory, limit, preference)
@@ -247,7 +250,8 @@ def _unknown(asked: int | None, context: int) -> SequenceLength:
 
 
 _Stamps = tuple[tuple[Path, int, int], ...]
-"""Files with the time of their last change and their size, which identify them."""
+"""Files with the time of their last change and their size, which identify them; of a plugin its
+checksum."""
 
 
 @lru_cache(maxsize=32)

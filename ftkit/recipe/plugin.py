@@ -187,7 +187,7 @@ class Plugin:
             )
         return found
 
-    def make(self, kind: Kind, name: str, *arguments: Any, **options: Any) -> Any:
+    def make(self, kind: Kind, name: str, /, *arguments: Any, **options: Any) -> Any:
         """Make an object of one of its classes.
 
         Raises:

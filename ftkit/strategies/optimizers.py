@@ -34,7 +34,7 @@ PIECE = 2**16
 
 def base_learning_rate(optimizer: Component) -> float:
     """Full learning rate: that of the arguments, or the default of the class."""
-    given = optimizer["init_args"].get("lr")
+    given: Any = optimizer["init_args"].get("lr")
     if given is None:
         signature = inspect.signature(_optimizer_class(optimizer["class_path"]))
         given = getattr(signature.parameters.get("lr"), "default", inspect.Parameter.empty)

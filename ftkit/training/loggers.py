@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 
 from ftkit.recipe.parsing import to_dict
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Log, LoggerName, Recipe
 from ftkit.redaction import redacted
 from ftkit.strategies.distributed import rank
@@ -26,19 +27,19 @@ class Loggers:
     """Loggers of a run; one that cannot write or send is dropped with a warning."""
 
     def __init__(
-        self, loggers: dict[LoggerName, Logger], recipe: Recipe, warn: Callable[[str], None]
+        self, loggers: Mapping[str, Logger], recipe: Recipe, warn: Callable[[str], None]
     ) -> None:
         """Start each logger with the values of the recipe.
 
         Args:
-            loggers: from `make_loggers`.
+            loggers: from `make_loggers` and `own_loggers`, by name.
             recipe: of the run, of which all values are logged.
             warn: called if a logger fails.
         """
-        self._loggers, self._warn = loggers, warn
+        self._loggers, self._warn = dict(loggers), warn
         # Always empty in `to_dict`, so there is nothing to log.
         values = {key: value for key, value in leaves(to_dict(recipe)) if key != "access_token"}
-        for name, logger in list(loggers.items()):
+        for name, logger in loggers.items():
             with self._dropped_on_failure(name):
                 logger.log_hyperparams(values)
                 logger.save()
@@ -57,7 +58,7 @@ class Loggers:
                 logger.finalize(status)
 
     @contextmanager
-    def _dropped_on_failure(self, name: LoggerName) -> Iterator[None]:
+    def _dropped_on_failure(self, name: str) -> Iterator[None]:
         # Services may fail in any way. TensorBoard writes to this disk, which may be full; its
         # other errors are ours.
         try:
@@ -84,7 +85,7 @@ def make_loggers(
     *,
     start_step: int,
     run_ids: dict[str, str],
-) -> dict[LoggerName, Logger]:
+) -> dict[str, Logger]:
     """Create the loggers beside metrics.csv; they continue the runs of earlier sessions.
 
     Args:
@@ -98,7 +99,7 @@ def make_loggers(
     Returns:
         Loggers by name; only rank 0 has any.
     """
-    made: dict[LoggerName, Logger] = {}
+    made: dict[str, Logger] = {}
     if rank() > 0:
         return made
     for name in names:
@@ -114,6 +115,22 @@ def make_loggers(
         elif name == "trackio":
             made[name] = TrackioLogger(out_dir, log, run_ids)
     return made
+
+
+def own_loggers(out_dir: Path) -> dict[str, Logger]:
+    """Make the loggers of the plugin in use, by name; only rank 0 has any.
+
+    Args:
+        out_dir: of the run, the one argument of each.
+
+    Raises:
+        UserError: one cannot be made.
+    """
+    plugin = plugin_in_use()
+    if plugin is None or rank() > 0:
+        return {}
+    defined = plugin.of_kind("logger")
+    return {one.name: plugin.make("logger", one.name, out_dir) for one in defined}
 
 
 def _wandb(out_dir: Path, log: Log, run_ids: dict[str, str]) -> Logger:

@@ -66,11 +66,11 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
             f"__len__ and __getitem__, no metric of ({', '.join(METRIC_ARGUMENTS)})."
         )
     for one in found:
-        if one.kind == "optimizer":
-            is_known = hasattr(torch.optim, one.name)
-        else:
-            is_known = one.name in {"objective": OBJECTIVES, "data": KINDS}.get(one.kind, ())
-        if is_known:
+        if (
+            (one.kind == "optimizer" and hasattr(torch.optim, one.name))
+            or (one.kind == "objective" and one.name in OBJECTIVES)
+            or (one.kind == "data" and one.name in KINDS)
+        ):
             raise UserError(
                 f"{plugin.option} defines {one.kind} {one.name}, but there is one of this name "
                 "without it. Rename it."

@@ -54,7 +54,7 @@ from ftkit.strategies.strategy import set_arithmetic
 from ftkit.training.callbacks import Callbacks, Patience, RunView, own_callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
-from ftkit.training.loggers import Loggers, make_loggers
+from ftkit.training.loggers import Loggers, make_loggers, own_loggers
 from ftkit.training.loop import Interrupted, NonFiniteLoss, StopRequest, Training
 from ftkit.training.recorder import Recorder
 from ftkit.training.setup import Journal, Setup, StartingPoint, open_start, set_up
@@ -106,7 +106,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
             setup, journal, run_ids=run_ids, changes=job.changes, restarts=len(job.restarts)
         )
     # Only now: a checkpoint has the id of W&B's run before W&B is contacted.
-    started_loggers = Loggers(loggers, recipe, journal.warn)
+    started_loggers = Loggers(loggers | own_loggers(recipe.out_dir), recipe, journal.warn)
     training = Training(
         setup,
         Evaluator(
@@ -320,8 +320,8 @@ def _explain(exception: BaseException) -> RankError:
     if not isinstance(exception, NonFiniteLoss | SavingFailed):
         message = f"{type(exception).__name__}: {message}"
     plugin = plugin_in_use()
-    if plugin is not None and (line := line_in(exception, plugin.file)):
-        message = f"{message} ({Path(plugin.file).name}, line {line})"
+    if plugin is not None and (number := line_in(exception, plugin.file)):
+        message = f"{message} ({Path(plugin.file).name}, line {number})"
     return RankError(kind="failed", message=message, happened_at_s=now)
 
 

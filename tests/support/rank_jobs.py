@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from plugins import opened
 from runs import WITHOUT_EVALUATION, run_ranks
 from safetensors.torch import load_file
 from tiny import make_data, make_llama, make_records
@@ -21,6 +22,7 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.own_metric import own_metrics
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.plugin import using
 from ftkit.recipe.recipe import Method
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
@@ -73,6 +75,7 @@ class Case:
     """Steps of this session."""
     start: Path | None = None
     """The run that this one continues in a new directory, from its newest checkpoint."""
+    plugin: Path | None = None
 
     def __str__(self) -> str:
         return f"{self.strategy}-{self.method}-{self.precision}"
@@ -194,8 +197,10 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
             base = start / "base"
         for name in ("metrics.csv", "validation.csv"):
             shutil.copyfile(case.start / name, out_dir / name)
-    recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=case.method)
-    recipe = with_adapter(recipe)
+    plugin = None if case.plugin is None else opened(case.plugin)
+    with using(plugin):
+        keys = [(key, json.dumps(value)) for key, value in values.items()]
+        recipe = with_adapter(read_recipe([], keys, method=case.method))
     metric = out_dir / "metric.py"
     metric.write_text("def length(answer, expected, record):\n    return len(answer)\n")
     metrics = own_metrics([f"{metric}:length"]) if values["eval.rouge_l"] else ()
@@ -208,6 +213,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         start=None if start is None else str(start),
         stop_after=None if case.stop_after is None else StopAfter(steps=case.stop_after),
         metrics=metrics,
+        plugin=plugin,
     )
     job.directory.state.mkdir()
     job.write(job.directory.job)

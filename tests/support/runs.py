@@ -14,6 +14,7 @@ import psutil
 import warm
 from command import command_environment, command_line
 
+from ftkit.recipe.plugin import using
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.report.report import read_report
@@ -227,7 +228,9 @@ def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") 
 
     The processes are spread over as many nodes, in name only, as the first job says.
     """
-    of_node = Job.read(jobs[0]).plan.devices
+    first = Job.read(jobs[0])
+    with using(first.plugin):
+        of_node = first.plan.devices
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

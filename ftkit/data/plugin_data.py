@@ -1,0 +1,90 @@
+"""Data of a plugin: a map-style data set whose items are records."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Self
+
+from ftkit.data.own_data import OPTIONS_WITHOUT_FILES, OwnData
+from ftkit.data.records.paths import DataFiles
+from ftkit.data.records.read import RecordSet
+from ftkit.data.records.shapes import RecordReader
+from ftkit.data.spec import PartSource
+from ftkit.errors import UserError
+from ftkit.recipe.plugin import Defined, Plugin, own_class
+from ftkit.recipe.recipe import Component
+from ftkit.utils.own_code import description
+
+
+class PluginData(OwnData):
+    """A data set of the plugin in use, split and rendered as JSON data are.
+
+    A class with an option `split` is made twice, with train and with val; of any other a share is
+    split off for validation.
+    """
+
+    _plugin: Plugin
+    _defined: Defined
+    _options_of_class: dict[str, Any]
+
+    @classmethod
+    def of(cls, data: Component) -> Self:
+        found = own_class("data", data["class_path"])
+        assert found is not None
+        plugin, defined = found
+        init_args = data["init_args"]
+        defined.check_options(init_args, beside=OPTIONS_WITHOUT_FILES)
+        names = frozenset(option.name for option in defined.options)
+        others = {key: value for key, value in init_args.items() if key not in names}
+        source = cls.without_files(defined.name, others)
+        source._plugin, source._defined = plugin, defined
+        source._options_of_class = {k: v for k, v in init_args.items() if k in names}
+        source._taken_whole = names
+        return source
+
+    def parts(self) -> tuple[PartSource, ...]:
+        (part,) = super().parts()
+        # Only its records say what is in it.
+        return (dataclasses.replace(part, name=self._defined.name, content=None),)
+
+    def _found(self, source: Any) -> DataFiles:
+        return DataFiles(train=(), val=())
+
+    def _read(self, source: Any) -> RecordSet:
+        where = f"{self._plugin.option}: {self._defined.name}"
+        reader = RecordReader(source.columns, preference=self._preference)
+
+        def records(**options: Any) -> list[Any]:
+            return reader.records(self._rows(**options), lambda number: f"{where}[{number}]")
+
+        val = None
+        if self._has_splits and not self._whole:
+            train, val = records(split="train"), records(split="val")
+        else:
+            train = records()
+        return RecordSet(
+            form=reader.finish(where), where=where, train=train, val=val, unused=reader.unused
+        )
+
+    @property
+    def _has_splits(self) -> bool:
+        is_option = any(option.name == "split" for option in self._defined.options)
+        return is_option and "split" not in self._options_of_class
+
+    def _rows(self, **options: Any) -> Iterator[tuple[int, Any]]:
+        """Items of the data set by their number.
+
+        Raises:
+            UserError: an item cannot be had.
+        """
+        made = self._plugin.make("data", self._defined.name, **self._options_of_class, **options)
+        number = 0
+        try:
+            for number in range(len(made)):
+                yield number, made[number]
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{self._plugin.option}: {self._defined.name}[{number}] fails: "
+                f"{description(error, self._plugin.file)}.\nCorrect it."
+            ) from error

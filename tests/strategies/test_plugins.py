@@ -1,0 +1,85 @@
+"""An objective of a plugin keeps ftkit's promises: on any strategy, and resumed anywhere."""
+
+from pathlib import Path
+
+import pytest
+from plugins import write_documented
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
+
+from ftkit.training.callbacks import read_state
+
+OTHERS = ("ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else []))
+LIMIT = "limit, decay = 5.5, 0.5"
+"""The loss falls from 6.0 to 5.4 in 9 steps."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("plugin") / "my.py"
+    write_documented(file, "An objective", "A callback")
+    text = file.read_text()
+    assert "limit, decay = 0.2, 0.9" in text
+    file.write_text(text.replace("limit, decay = 0.2, 0.9", LIMIT))
+    return file
+
+
+def case(strategy: str, plugin: Path, **others: object) -> Case:
+    changes = (*NO_EVALUATION, ("objective", "Focal"), ("objective.gamma", 1.5))
+    return Case(strategy, "full", changes=changes, plugin=plugin, **others)
+
+
+@pytest.fixture(scope="module")
+def single(run: Run, plugin: Path) -> Outcome:
+    (found,) = run(1, [case("single", plugin)]).values()
+    return found
+
+
+@pytest.fixture(scope="module")
+def several(run: Run, plugin: Path) -> dict[str, Outcome]:
+    cases = {name: case(name, plugin) for name in OTHERS}
+    cases["half"] = case("fsdp", plugin, stop_after=3)
+    found = run(2, list(cases.values()))
+    return {name: found[one] for name, one in cases.items()}
+
+
+@pytest.mark.slow
+def test_a_callback_ends_the_run_before_its_last_step(single: Outcome) -> None:
+    assert 3 < len(single.rows) < 9
+    assert single.losses[-1] < single.losses[0] - 0.1
+    assert single.report.exit_reason.startswith("mean loss of 5.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_an_objective_of_a_plugin_learns_the_same_under_every_strategy(
+    several: dict[str, Outcome], single: Outcome, strategy: str
+) -> None:
+    found = several[strategy]
+    assert found.losses == pytest.approx(single.losses, rel=1e-5)
+    assert found.report.exit_reason == single.report.exit_reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2), (OTHERS[-1], 2)])
+def test_it_resumes_elsewhere_with_the_state_of_its_callbacks(
+    run: Run,
+    plugin: Path,
+    several: dict[str, Outcome],
+    single: Outcome,
+    strategy: str,
+    world_size: int,
+) -> None:
+    half = several["half"]
+    assert len(half.rows) == 3
+    state = read_state(half.checkpoint)["StopWhenGood"]
+    assert 5.5 < state["mean"] < single.losses[0]
+    assert (half.checkpoint / "plugin.py").read_text() == plugin.read_text()
+    (found,) = run(world_size, [case(strategy, plugin, start=half.out_dir)]).values()
+    assert found.losses == pytest.approx(single.losses, rel=1e-5)
+    # It depends on all losses since the first step.
+    assert found.report.exit_reason == single.report.exit_reason
