@@ -12,6 +12,7 @@ import yaml
 from command import ROOT, command_environment, command_line
 from local_tasks import ALL as LOCAL_TASKS
 from local_tasks import write_tasks
+from plugins import documented, opened, write_documented
 from runs import TIMEOUT_S
 from tiny import make_data
 
@@ -80,6 +81,12 @@ def test_a_command_line_in_a_document_is_understood(
     monkeypatch.setattr("ftkit.planning.command.plan_all", lambda *_, **__: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    there = [tmp_path / "recipes"]
+    if "--plugin" in line:
+        monkeypatch.setattr(
+            "ftkit.cli.app.open_plugin", lambda named: named and opened(Path(named))
+        )
+        there.append(write_documented(tmp_path / "my.py", *documented()))
     name, *words = shlex.split(line, comments=True)[1:]
     if name in FINETUNE:
         own = f"recipes/tiny-llama-{FINETUNE[name]}.yaml"
@@ -94,7 +101,7 @@ def test_a_command_line_in_a_document_is_understood(
     assert not NOT_UNDERSTOOD.search(refusal)
     if name in (*FINETUNE, "sweep", "plan", "download"):
         assert (code, refusal) == (0, "")
-    assert list(tmp_path.iterdir()) == [tmp_path / "recipes"]
+    assert sorted(tmp_path.iterdir()) == sorted(there)
 
 
 # --- All of them, for real ------------------------------------------------------------------------
@@ -135,6 +142,7 @@ def make_place(place: Path, tiny_base: Path) -> None:
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
     metric = "def names_found(answer, expected, record):\n    return expected in answer\n"
     (place / "metrics.py").write_text(metric)
+    write_documented(place / "my.py", *documented())
     (place / "opposites.jsonl").write_text('{"instruction": "red?", "output": "blue"}\n')
     (place / "capitals.csv").write_text("question,answer\nred?,blue\n")
     write_tasks(place / "tasks", *LOCAL_TASKS)
