@@ -33,7 +33,7 @@ from ftkit.models.pretrained.hub import (
     weight_files,
 )
 from ftkit.models.pretrained.hub_errors import nearest_directory
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
 from ftkit.recipe.peft_adapter import base_fingerprint, is_reward_adapter, peft_settings
@@ -82,7 +82,7 @@ class Result:
     def scores(self) -> bool:
         """True for a reward model, which gives sequences a score and answers nothing."""
         if self.recipe is not None:
-            return objective_rules(self.recipe.objective).scores
+            return gives_scores(self.recipe.objective)
         if self.kind == "adapter":
             return is_reward_adapter(self.directory)
         return is_classifier(read_json(self.directory / "config.json"))

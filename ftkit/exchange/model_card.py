@@ -13,7 +13,7 @@ import yaml
 from ftkit.data.records.paths import is_hub_name
 from ftkit.evaluation.result import Result, report_of
 from ftkit.models.pretrained.hub import CARD, hub_name, is_litgpt, licence_files
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.recipe import Component
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
@@ -231,7 +231,7 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     rows = "\n".join(f"| {label} | {_cell(text)} |" for label, text in _rows(report, base, data))
     # Not sorted: in the order of the recipe's own keys.
     recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
-    scores = objective_rules(report.recipe.get("objective", _SFT)).scores
+    scores = gives_scores(report.recipe.get("objective", _SFT))
     usage = (_USAGE_OF_SCORES if scores else _USAGE)[kind]
     parts = [
         f"---\n{_head(kind, base, data, scores=scores)}---\n",

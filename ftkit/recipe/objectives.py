@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import own_class
+from ftkit.recipe.plugin import own_class, own_name
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest
 
@@ -124,6 +124,14 @@ def objective_rules(objective: Component) -> ObjectiveRules:
             f"needs --plugin FILE.py. Try --objective {near}."
         )
     return OBJECTIVES[name]
+
+
+def gives_scores(objective: Component) -> bool:
+    """Return whether results of an objective give scores, and answer nothing.
+
+    Known without the plugin: models of its objectives answer.
+    """
+    return own_name(objective["class_path"]) is None and objective_rules(objective).scores
 
 
 def objective_options(objective: Component) -> ObjectiveOptions:

@@ -75,6 +75,11 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
                 f"{plugin.option} defines {one.kind} {one.name}, but there is one of this name "
                 "without it. Rename it."
             )
+        if one.rules.get("scores"):
+            raise UserError(
+                f"{plugin.option}: {one.name} sets scores, but only ftkit's own --objective reward "
+                "trains models that give scores. Remove scores."
+            )
         if one.kind == "callback" and any(option.required for option in one.options):
             raise UserError(
                 f"{plugin.option}: {one.name} is made without arguments, but its __init__ needs "

@@ -155,3 +155,11 @@ def test_an_exception_in_a_plugin_names_its_line(common: list[object], tmp_path:
     assert "ZeroDivisionError: division by zero (my.py, line 5)" in said
     log = RunDirectory(out_dir).log.read_text()
     assert "1 / (record.step - 2)" in log
+
+
+def test_a_result_answers_without_the_plugin(out_dir: Path, plugin: Path) -> None:
+    words = ("generate", out_dir, "--prompt", "red", "--max_new_tokens", 2)
+    code, said = ftkit(plugin.parent, *words)
+    assert code == 0, said
+    code, said = ftkit(plugin.parent, "evaluate", out_dir)
+    assert (code, says(said, "plugin.Focal ... --plugin FILE.py")) == (2, True)
