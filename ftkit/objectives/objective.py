@@ -46,7 +46,7 @@ class Objective(ABC):
     sums of one micro-batch; the loop divides them and adds them up.
 
     What has to be known before torch is loaded stands in `ftkit.recipe.objectives`; an objective of
-    a plugin has it as attributes of the same names, such as `pairs = True`.
+    a plugin has it as attributes of the same names, such as `preference = "pairs"`.
     """
 
     terms: tuple[Term, ...]

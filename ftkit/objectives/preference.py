@@ -46,7 +46,7 @@ class Answers(NamedTuple):
 class Paired(Objective):
     """An objective on pairs."""
 
-    pairs = True
+    preference = "pairs"
 
     def amounts(self, samples: Samples) -> Amounts:
         return {

@@ -188,8 +188,8 @@ def test_an_objective_is_made_with_its_options(own: Plugin) -> None:
             component("plugin.Mine", weight=2, kind="b", n=None, anything="")
         )
         assert made.weight == 2
-        assert not objective_rules(component("plugin.Mine")).pairs
-        assert objective_rules(component("plugin.Compared")).pairs
+        assert objective_rules(component("plugin.Mine")).preference is None
+        assert objective_rules(component("plugin.Compared")).preference == "pairs"
         missing = message_of(make_objective, component("plugin.Compared"))
         assert says(missing, "objective.needed is missing ... --objective.needed")
         assert isinstance(make_objective(component("plugin.Compared", needed="x")), Paired)
