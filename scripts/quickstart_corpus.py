@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -72,6 +72,9 @@ READ_ALOUD_SHARE = 0.1
 TRAIN_RECORDS_PER_SKILL = 400
 VAL_RECORDS_PER_SKILL = 43
 """Opposites and capitals are fewer, because there are only so many words."""
+TRAIN_PAIRS_PER_SKILL = 230
+VAL_PAIRS_PER_SKILL = 30
+"""Of preference pairs; 60 steps of 32 pairs take each twice."""
 
 _REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
 _WITH_INPUT = ", paired with an input that provides further context."
@@ -92,6 +95,15 @@ class Record(TypedDict):
     output: str
 
 
+class Pair(TypedDict):
+    """An instruction with a right answer and a wrong one, in the Alpaca format."""
+
+    instruction: str
+    input: str
+    chosen: str
+    rejected: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """A question about the facts of a scene, in two wordings."""
@@ -101,6 +113,8 @@ class Question:
     request: str
     """Wording in the other half of the instructions, and nowhere else."""
     answer: str
+    wrong: tuple[str, ...]
+    """Answers in the same words that are wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +129,25 @@ def _enumerate(parts: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
 
+def _without(answers: Iterable[str], answer: str) -> tuple[str, ...]:
+    return tuple(other for other in answers if other != answer)
+
+
 def _thing(rng: random.Random) -> Scene:
     count = rng.choice((2, 3, 3))
     colours, toys = rng.sample(COLOURS, count), rng.sample(TOYS, count)
     things = [f"{colour} {toy}" for colour, toy in zip(colours, toys, strict=True)]
+    answers = [f"It is the {thing}." for thing in things]
     return Scene(
         facts=f"{rng.choice(NAMES)} has {_enumerate([f'a {thing}' for thing in things])}.",
         questions=tuple(
             Question(
                 question=f"Which thing is {colour}?",
                 request=f"Tell me which thing is {colour}.",
-                answer=f"It is the {thing}.",
+                answer=answer,
+                wrong=_without(answers, answer),
             )
-            for colour, thing in zip(colours, things, strict=True)
+            for colour, answer in zip(colours, answers, strict=True)
         ),
     )
 
@@ -136,15 +156,17 @@ def _person(rng: random.Random) -> Scene:
     count = rng.choice((2, 3, 3))
     names, last_names = rng.sample(NAMES, count), rng.sample(LAST_NAMES, count)
     people = [f"{name} {last}" for name, last in zip(names, last_names, strict=True)]
+    answers = [f"That is {person}." for person in people]
     return Scene(
         facts=f"{people[0]} met {_enumerate(people[1:])}.",
         questions=tuple(
             Question(
                 question=f"Who is {name}?",
                 request=f"Tell me who {name} is.",
-                answer=f"That is {person}.",
+                answer=answer,
+                wrong=_without(answers, answer),
             )
-            for name, person in zip(names, people, strict=True)
+            for name, answer in zip(names, answers, strict=True)
         ),
     )
 
@@ -158,6 +180,7 @@ def _backwards(rng: random.Random) -> Scene:
                 question="What are the words backwards?",
                 request="Say the words backwards.",
                 answer=", ".join(reversed(words)),
+                wrong=(", ".join(words),),
             ),
         ),
     )
@@ -168,13 +191,15 @@ def _kind(rng: random.Random) -> Scene:
     wanted = rng.choice(KINDS[kind])
     nouns = [wanted, *rng.sample([noun for noun in NOUNS if noun not in KINDS[kind]], 2)]
     rng.shuffle(nouns)
+    answers = {noun: f"The {noun} is {kind}." for noun in nouns}
     return Scene(
         facts=", ".join(nouns),
         questions=(
             Question(
                 question=f"Which of these is {kind}?",
                 request=f"Tell me which of these is {kind}.",
-                answer=f"The {wanted} is {kind}.",
+                answer=answers[wanted],
+                wrong=_without(answers.values(), answers[wanted]),
             ),
         ),
     )
@@ -185,6 +210,11 @@ def _opposite_of(word: str) -> Question:
         question=f"What is the opposite of {word}?",
         request=f"Tell me the opposite of {word}.",
         answer=f"The opposite of {word} is {OPPOSITE_OF[word]}.",
+        wrong=tuple(
+            f"The opposite of {word} is {other}."
+            for other in OPPOSITE_OF
+            if other not in (word, OPPOSITE_OF[word])
+        ),
     )
 
 
@@ -198,6 +228,7 @@ def _country_of(town: str) -> Question:
         question=f"Where is {town}?",
         request=f"Tell me where {town} is.",
         answer=f"{town} is in {COUNTRY_OF[town]}.",
+        wrong=tuple(f"{town} is in {COUNTRY_OF[other]}." for other in TOWNS if other != town),
     )
 
 
@@ -284,6 +315,43 @@ def records(seed: int) -> tuple[list[Record], list[Record]]:
     return train, val
 
 
-def as_json(part: Sequence[Record]) -> str:
+def pairs(seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Preference pairs to learn from and held-out ones: which of two answers is right.
+
+    Facts are not those of another pair; questions about opposites and towns are held out as those
+    of `records` are.
+    """
+    rng = random.Random(f"pairs {seed}")
+    train: list[Pair] = []
+    val: list[Pair] = []
+    seen: set[str] = set()
+    for skill in SKILLS_FROM_FACTS:
+        of_skill: list[Pair] = []
+        while len(of_skill) < TRAIN_PAIRS_PER_SKILL + VAL_PAIRS_PER_SKILL:
+            scene = skill(rng)
+            if scene.facts not in seen:
+                seen.add(scene.facts)
+                of_skill.append(_pair(rng, rng.choice(scene.questions), scene.facts))
+        train += of_skill[:TRAIN_PAIRS_PER_SKILL]
+        val += of_skill[TRAIN_PAIRS_PER_SKILL:]
+    known = {word: _opposite_of(word) for word in OPPOSITE_OF}
+    known |= {town: _country_of(town) for town in TOWNS}
+    for word, question in known.items():
+        (val if word in HELD_OUT else train).append(_pair(rng, question, ""))
+    rng.shuffle(train)
+    rng.shuffle(val)
+    return train, val
+
+
+def _pair(rng: random.Random, question: Question, facts: str) -> Pair:
+    return Pair(
+        instruction=rng.choice((question.question, question.request)),
+        input=facts,
+        chosen=question.answer,
+        rejected=rng.choice(question.wrong),
+    )
+
+
+def as_json(part: Sequence[Record] | Sequence[Pair]) -> str:
     """A JSON list with one record per line."""
     return "[\n" + ",\n".join(json.dumps(record) for record in part) + "\n]\n"

@@ -42,7 +42,7 @@ class OwnDataOptions:
     path: str | Path | None = None
     """A file (.json, .jsonl, .csv, .tsv, .parquet, .txt; texts also as .gz or .zst), a directory
     with train and val files or with any, a pattern such as 'data/*.jsonl', a data set of the
-    Hugging Face hub (owner/name), or embedded:quickstart."""
+    Hugging Face hub (owner/name), or embedded:quickstart or embedded:preference."""
     json_path: str | Path | None = None
     """Older name of path."""
     sources: list[dict[str, Any]] | None = None

@@ -19,6 +19,7 @@ from ftkit.utils import embedded
 SCRIPTS = ROOT / "scripts"
 QUICKSTART = embedded.path("quickstart")
 MODEL, DATA = QUICKSTART / "model", QUICKSTART / "data"
+PAIRS = embedded.path("preference") / "data"
 MAX_ASSETS_BYTES = 4_000_000
 MAX_DATA_BYTES = 600_000
 MODEL_FILES = {
@@ -45,15 +46,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def read_records(part: str) -> list[dict[str, str]]:
-    return json.loads((DATA / f"{part}.json").read_text(encoding="utf-8"))
+def read_records(part: str, directory: Path = DATA) -> list[dict[str, str]]:
+    return json.loads((directory / f"{part}.json").read_text(encoding="utf-8"))
 
 
 def test_the_embedded_data_is_what_the_script_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_script("make_quickstart_data", monkeypatch).main(["--out", str(tmp_path)])
-    assert contents(tmp_path) == contents(DATA)
+    for name, directory in (("quickstart", DATA), ("preference", PAIRS)):
+        assert contents(tmp_path / name / "data") == contents(directory)
 
 
 def test_the_plain_text_has_no_instruction_format(
@@ -68,12 +70,21 @@ def test_the_plain_text_has_no_instruction_format(
         assert mark not in text
 
 
-def test_held_out_inputs_and_adjectives_are_never_trained_on() -> None:
-    train, val = read_records("train"), read_records("val")
+@pytest.mark.parametrize(("directory", "answer"), [(DATA, "output"), (PAIRS, "chosen")])
+def test_held_out_inputs_and_adjectives_are_never_trained_on(directory: Path, answer: str) -> None:
+    train, val = read_records("train", directory), read_records("val", directory)
     inputs = {record["input"] for record in train} - {""}
     assert not inputs & {record["input"] for record in val}
-    answers = {record["output"] for record in train if not record["input"]}
-    assert not answers & {record["output"] for record in val}
+    answers = {record[answer] for record in train if not record["input"]}
+    assert not answers & {record[answer] for record in val}
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_the_answers_of_a_pair_differ_in_what_they_say(part: str) -> None:
+    for pair in read_records(part, PAIRS):
+        assert list(pair) == ["instruction", "input", "chosen", "rejected"]
+        chosen, rejected = (pair[answer].split() for answer in ("chosen", "rejected"))
+        assert chosen != rejected and len(chosen) == len(rejected)
 
 
 @pytest.mark.parametrize("part", ["train", "val"])
@@ -89,8 +100,9 @@ def test_every_record_is_well_formed(part: str) -> None:
 
 
 def test_the_embedded_files_are_small() -> None:
-    assert sum(file.stat().st_size for file in DATA.iterdir()) < MAX_DATA_BYTES
-    files = [file for file in QUICKSTART.rglob("*") if file.is_file()]
+    data = [*DATA.iterdir(), *PAIRS.iterdir()]
+    assert sum(file.stat().st_size for file in data) < MAX_DATA_BYTES
+    files = [*(file for file in QUICKSTART.rglob("*") if file.is_file()), *PAIRS.iterdir()]
     assert sum(file.stat().st_size for file in files) <= MAX_ASSETS_BYTES
 
 

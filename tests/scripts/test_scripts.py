@@ -417,10 +417,14 @@ def unknown_keys(values: dict[str, Any], kind: Any, prefix: str = "") -> Iterato
             yield from unknown_keys(value, types[key], f"{prefix}{key}.")
 
 
+def runs_lora(recipe: Path) -> bool:
+    return "lora" in recipe.stem or recipe.stem in ("quickstart", "preference")
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
 def test_a_recipe_uses_known_keys(recipe: Path) -> None:
     values = yaml.safe_load(recipe.read_text())
-    is_lora = "lora" in recipe.stem or recipe.stem == "quickstart"
+    is_lora = runs_lora(recipe)
     assert list(unknown_keys(values, LoraRecipe if is_lora else Recipe)) == []
     assert is_lora == any(key.startswith("lora_") for key in values)
 
@@ -428,7 +432,7 @@ def test_a_recipe_uses_known_keys(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=relative)
 def test_a_recipe_says_how_to_run_it(recipe: Path) -> None:
     comment = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
-    command = "finetune" if "lora" in recipe.stem else "finetune_full"
+    command = "finetune" if runs_lora(recipe) else "finetune_full"
     expected = f"#   ftkit {command} --config {relative(recipe)}"
     if recipe.stem == "quickstart":
         expected = "#   scripts/quickstart"

@@ -1,7 +1,8 @@
 """Files that come with ftkit, so that a first run needs no download.
 
 `quickstart` holds a tiny base model in Hugging Face layout (`model/`) and instructions in Alpaca
-format (`data/train.json`, `data/val.json`). The scripts `make_quickstart_model` and
+format (`data/train.json`, `data/val.json`), `preference` pairs of answers to such instructions. The
+scripts `make_quickstart_model` and
 `make_quickstart_data` make them. `recipes` is the directory of that name of the repository; in an
 installed package a copy of it.
 """
