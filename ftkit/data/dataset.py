@@ -297,7 +297,7 @@ class DataSets(_Loaded):
     @property
     def prompt_source(self) -> LoadedPart:
         """First source of the shape that shows best how to prompt the result."""
-        shapes = ("messages", "instruction", "completion", "text")
+        shapes = ("messages", "instruction", "completion", "text", "tokens")
         return min(self.parts, key=lambda part: shapes.index(part.part.shape))
 
     @property

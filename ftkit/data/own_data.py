@@ -306,6 +306,7 @@ _TRAINED: dict[Shape, TrainOn] = {
     "messages": "assistant",
     "completion": "last",
     "text": "all",
+    "tokens": "all",
 }
 """Default of train_on by shape, where no prompt style is used."""
 _NOT_OF_CONTENT = (
@@ -594,7 +595,7 @@ def _check_meant(source: _SourceOptions, options: OwnDataOptions, records: Recor
         refused = {"mask_prompt": instead, "prompt_style": "Remove {key}"}
     if shape == "messages":
         refused["prompt_style"] = "Set chat_template instead, and remove {key}"
-    if shape in ("completion", "text"):
+    if shape in ("completion", "text", "tokens"):
         refused["chat_template"] = "Remove {key}"
     group = source.key.rpartition(".")[0]
     for key, advice in refused.items():
@@ -604,10 +605,11 @@ def _check_meant(source: _SourceOptions, options: OwnDataOptions, records: Recor
                 f"{records.form.plural}, for which it means nothing.\n"
                 f"{advice.format(key=f'{group}.{key}')} (on the command line: --data.{key} null)."
             )
-    if shape == "text" and source.train_on not in (None, "all"):
+    if shape in ("text", "tokens") and source.train_on not in (None, "all"):
+        how = "learned whole" if shape == "text" else "learned as their weights say"
         raise UserError(
-            f"data.train_on is {source.train_on}, but {records.where} holds documents, which are "
-            "learned whole.\nRemove train_on, or set it to all."
+            f"data.train_on is {source.train_on}, but {records.where} holds "
+            f"{records.form.plural}, which are {how}.\nRemove train_on, or set it to all."
         )
     if shape != "text" and options.overlong == "split":
         raise UserError(

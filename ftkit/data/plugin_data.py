@@ -1,7 +1,7 @@
 """Data of a plugin: a map-style data set whose items are records."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from ftkit.data.own_data import OPTIONS_WITHOUT_FILES, OwnData
@@ -51,7 +51,7 @@ class PluginData(OwnData):
 
     def _read(self, source: Any) -> RecordSet:
         where = f"{self._plugin.option}: {self._defined.name}"
-        reader = RecordReader(source.columns, preference=self._preference)
+        reader = RecordReader(source.columns, preference=self._preference, takes_tokens=True)
 
         def records(**options: Any) -> list[Any]:
             return reader.records(self._rows(**options), lambda number: f"{where}[{number}]")
@@ -80,7 +80,7 @@ class PluginData(OwnData):
         number = 0
         try:
             for number in range(len(made)):
-                yield number, made[number]
+                yield number, _plain(made[number])
         except UserError:
             raise
         except Exception as error:
@@ -88,3 +88,12 @@ class PluginData(OwnData):
                 f"{self._plugin.option}: {self._defined.name}[{number}] fails: "
                 f"{description(error, self._plugin.file)}.\nCorrect it."
             ) from error
+
+
+def _plain(item: Any) -> Any:
+    """An item with lists instead of its tensors and numpy arrays."""
+    if not isinstance(item, Mapping):
+        return item
+    return {
+        key: value.tolist() if hasattr(value, "tolist") else value for key, value in item.items()
+    }

@@ -19,6 +19,8 @@ from ftkit.data.records.record import Record
 from ftkit.data.rendering import (
     NO_OUTPUT,
     NO_TEXT,
+    NO_TOKEN,
+    UNKNOWN_TOKEN,
     ChatRenderer,
     CompletionRenderer,
     InstructionRenderer,
@@ -27,6 +29,7 @@ from ftkit.data.rendering import (
     Renderer,
     Rendering,
     TextRenderer,
+    TokensRenderer,
     cut,
 )
 from ftkit.data.samples.sample_set import SampleRows, SampleSet
@@ -315,6 +318,8 @@ def _make_renderer(part: Part, tokenizer: Any) -> Renderer:
     rules = part.rules
     if part.shape == "text":
         return TextRenderer(tokenizer)
+    if part.shape == "tokens":
+        return TokensRenderer(tokenizer)
     if part.shape == "completion":
         return CompletionRenderer(tokenizer, mask_prompt=rules.train_on != "all")
     if part.shape == "messages":
@@ -412,6 +417,8 @@ def _render(records: Sequence[Record]) -> list[Rendering]:
 _TO_RECORDS = {
     NO_OUTPUT: "Add an output to them, or remove them.",
     NO_TEXT: "Add a text to them, or remove them.",
+    NO_TOKEN: "Give a weight above 0 to a token behind the first, or remove them.",
+    UNKNOWN_TOKEN: "Make the ids with the tokenizer of checkpoint_dir.",
     NO_WEIGHT: "Give them a loss_weight above 0, or remove them.",
     NO_TURN: "Add an answer of the assistant to them, or train: true to the turns that are meant.",
 }

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import compress, pairwise
+from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -315,6 +315,74 @@ class TextRenderer(Renderer):
             record=record,
             instruction=self._tokenizer.decode(torch.tensor(given)),
         )
+
+
+NO_TOKEN = "no token carries loss"
+"""Reason for a token sequence without sample."""
+UNKNOWN_TOKEN = "it has a token id that the tokenizer does not have"
+"""Reason for a refusal of a token sequence."""
+
+
+class TokensRenderer(Renderer):
+    """Renders token ids, whose loss has a weight each, as they are."""
+
+    is_python_bound = True
+
+    def __init__(self, tokenizer: "Tokenizer | None") -> None:
+        """Set the tokenizer of the base model; None: only texts are needed."""
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        assert self._tokenizer is not None
+        return template_of_style(DEFAULT, self._tokenizer)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        assert self._tokenizer is not None
+        return frozenset({self._tokenizer.eos_id})
+
+    def text(self, record: Record) -> str:
+        """The ids in words: at least one byte for each token."""
+        return " ".join(map(str, record["input_ids"])) if any(record["weights"][1:]) else ""
+
+    def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+        assert self._tokenizer is not None
+        for record in records:
+            ids, weights = record["input_ids"], record["weights"]
+            if not any(weights[1:]):  # nothing predicts the first token
+                yield Rendering(refused=NO_TOKEN)
+            elif max(ids) > self._tokenizer.largest_id:
+                yield Rendering(refused=UNKNOWN_TOKEN)
+            else:
+                spans = list(_weighted_spans(weights))
+                of_spans = tuple(weight for _, _, weight in spans)
+                trained = tuple((first, end) for first, end, _ in spans)
+                is_plain = set(of_spans) == {1.0}
+                yield Rendering((Rendered(ids, trained, () if is_plain else of_spans),))
+
+    def example(self, record: Record) -> Example:
+        """Ask for the last tokens that carry loss; where all do, for the second half."""
+        assert self._tokenizer is not None
+        ids = record["input_ids"]
+        *_, (first, end, _) = _weighted_spans([float(weight > 0) for weight in record["weights"]])
+        first = first if first > 1 else len(ids) // 2 + 1
+        return Example(
+            prompt=ids[:first],
+            expected=self._tokenizer.decode(torch.tensor(ids[first:end])) if first < end else "",
+            stop_ids=self.stop_ids,
+            record=record,
+            instruction=self._tokenizer.decode(torch.tensor(ids[:first])),
+        )
+
+
+def _weighted_spans(weights: Sequence[float]) -> Iterator[tuple[int, int, float]]:
+    """Runs [first, end) of equal weights above 0, with the weight."""
+    end = 0
+    for weight, run in groupby(weights):
+        first, end = end, end + len(list(run))
+        if weight:
+            yield first, end, weight
 
 
 LOST = "no token lies in a turn of the assistant"

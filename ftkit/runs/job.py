@@ -205,7 +205,7 @@ class Job:
             quiet=values["quiet"],
             metrics=tuple(OwnMetric(**metric) for metric in values["metrics"]),
             trusted=values["trusted"],
-            plugin=Plugin.from_json(values["plugin"]) if values["plugin"] else None,
+            plugin=Plugin.from_json(values["plugin"]) if values.get("plugin") else None,
         )
 
 

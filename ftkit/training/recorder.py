@@ -401,7 +401,7 @@ class Recorder:
             throughput=self._throughput(),
             expert_load=ExpertLoad.of_choices(self._routing.layers, self._routing.load),
         )
-        self.note(numbers=numbers.measured(self.report))
+        self.note(numbers=numbers.measured(self.report, self._warn_once))
 
     def _loss(self) -> Loss:
         """Loss with the newest step; the first one may be of an earlier session."""
@@ -465,10 +465,13 @@ class Recorder:
                 continue
             reason = table.failure.strerror or table.failure
             text = f"{file.name} cannot be written ({reason}): its rows wait until there is space"
-            # Once, though this runs after every step.
-            if text not in self.report.warnings:
-                self.warn(text)
-                self._show_warning(text)
+            self._warn_once(text)
+
+    def _warn_once(self, text: str) -> None:
+        # What warns runs after every step, or every few seconds.
+        if text not in self.report.warnings:
+            self.warn(text)
+            self._show_warning(text)
 
     def _try_to_write(self) -> None:
         """Write the report so far, unless the disk is full."""

@@ -466,8 +466,9 @@ def result_chat_files(base: BaseModel, data: DataSets) -> dict[str, bytes]:
 
 
 def _keeps_template(base: BaseModel, data: DataSets) -> bool:
-    # Documents alone teach no other way to be prompted.
-    return data.prompt_source.part.shape == "text" and bool(base.tokenizer.chat_template)
+    # Documents alone teach no other way to be prompted, and of token ids nothing is known.
+    is_free = data.prompt_source.part.shape in ("text", "tokens")
+    return is_free and bool(base.tokenizer.chat_template)
 
 
 # Checks

@@ -104,6 +104,7 @@ def _write(file: Path, text: str) -> None:
 _AS_THEY_ARE = {
     "completion": "none: prompts and completions as they are",
     "text": "none: texts as they are",
+    "tokens": "none: token ids as they are",
 }
 _EXAMPLE_TOKENS = 64
 """Tokens of an example that are shown."""

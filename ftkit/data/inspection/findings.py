@@ -171,7 +171,8 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
         if len(sample.ids) < evidence.max_seq_length
     ]
     # Documents have no answers. One trained end is enough: some records may lack theirs.
-    if part.part.shape == "text" or not whole or any(ends & _trained(sample) for sample in whole):
+    is_free = part.part.shape in ("text", "tokens")
+    if is_free or not whole or any(ends & _trained(sample) for sample in whole):
         return None
     end = " or ".join(token_name(evidence.tokenizer, i) for i in sorted(ends))
     if part.part.shape == "instruction":

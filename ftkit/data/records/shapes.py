@@ -13,6 +13,8 @@ from ftkit.data.records.conversations import (
     unused_in,
 )
 from ftkit.data.records.keys import (
+    LEAST_WEIGHT,
+    MOST_WEIGHT,
     KeyCounter,
     Refusal,
     UnusedKeys,
@@ -98,6 +100,51 @@ def text_record(row: dict[str, Any]) -> Record:
     return _texts("text", row, ("text",), ("text",))
 
 
+INPUT_IDS, LABELS, WEIGHTS = "input_ids", "labels", "weights"
+"""Keys of a token sequence."""
+_NO_LABEL = -100
+_TOKENS_RULE = (
+    "A token sequence has input_ids, and may have labels (the same ids, and -100 where there is no "
+    "loss) and weights (a number for each token)."
+)
+
+
+def token_record(row: dict[str, Any]) -> Record:
+    """Convert a row to a token sequence.
+
+    Raises:
+        Misfit: ids, labels or weights are none, or do not fit each other.
+    """
+    ids, labels, weights = (row.get(key) for key in (INPUT_IDS, LABELS, WEIGHTS))
+    if not (isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)):
+        raise Misfit(f": input_ids is no list of token ids. {_TOKENS_RULE}\nCorrect it.")
+    for key, values in ((LABELS, labels), (WEIGHTS, weights)):
+        if values is not None and (not isinstance(values, list) or len(values) != len(ids)):
+            raise Misfit(
+                f": {key} has no value for each of {len(ids)} tokens. {_TOKENS_RULE}\nCorrect it."
+            )
+    of_tokens: list[float] = [1.0] * len(ids)
+    if weights is not None:
+        for weight in weights:
+            is_number = isinstance(weight, int | float)
+            if not is_number or not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
+                raise Misfit(
+                    f": a weight is {weight!r}, but has to be 0, or a number from {LEAST_WEIGHT:g} "
+                    f"to {MOST_WEIGHT:,.0f}.\nCorrect it."
+                )
+        of_tokens = [float(weight) for weight in weights]
+    if labels is not None:
+        for place, (one, label) in enumerate(zip(ids, labels, strict=True)):
+            if label == _NO_LABEL:
+                of_tokens[place] = 0.0
+            elif label != one:
+                raise Misfit(
+                    f": label {place} (counted from 0) is {label!r}, but the token is {one}: "
+                    f"labels are not shifted. {_TOKENS_RULE}\nCorrect it."
+                )
+    return {INPUT_IDS: ids, WEIGHTS: of_tokens}
+
+
 def columns_for(key: str, row: dict[str, Any]) -> str | None:
     """Suggest the option that reads a text from another key; None: no key is likely."""
     found = next((alias for alias in _ALIASES.get(key, ()) if alias in row), None)
@@ -144,6 +191,7 @@ _NOUNS: dict[Shape, str] = {
     "completion": "completion",
     "messages": "conversation",
     "text": "document",
+    "tokens": "token sequence",
 }
 
 
@@ -179,6 +227,14 @@ class Form:
         return f"preference pair{ending} of {noun}s" if self.is_pair else f"{noun}{ending}"
 
 
+_TOKENS = Form(
+    shape="tokens",
+    keys=INPUT_IDS,
+    convert=token_record,
+    used=frozenset((INPUT_IDS, LABELS, WEIGHTS)),
+)
+
+
 class RecordReader:
     """Converts rows to canonical records, all in the form of the first."""
 
@@ -188,6 +244,7 @@ class RecordReader:
         *,
         answered: bool = True,
         preference: Preference | None = None,
+        takes_tokens: bool = False,
     ) -> None:
         """Take options; the first record decides the form.
 
@@ -195,8 +252,10 @@ class RecordReader:
             columns: their names of keys, by ours.
             answered: whether a record must have its answer.
             preference: how records say which answers are better; None: they do not.
+            takes_tokens: whether records may be token ids: these mean nothing without the tokenizer
+                that made them.
         """
-        self._preference = preference
+        self._preference, self._takes_tokens = preference, takes_tokens
         self._columns = dict(columns or {})
         self._found: set[str] = set()
         self._answered = answered
@@ -249,7 +308,9 @@ class RecordReader:
         row = self._renamed(value)
         if self._preference == "pairs":
             return self._pair(value, row)
-        if self._form is None:
+        if self._form is None and self._takes_tokens and INPUT_IDS in row:
+            self._form = _TOKENS
+        elif self._form is None:
             self._form = recognise(row, self._columns, answered=self._answered)
         # The first record decides the form, but a preference pair among the others would be read as
         # an ordinary record, by its chosen answer or by neither.

@@ -206,6 +206,13 @@ class Tokenizer:
         return {token.content: token_id for token_id, token in added.items()}
 
     @cached_property
+    def largest_id(self) -> int:
+        """The largest id of a token."""
+        if self.backend == "sentencepiece":
+            return self.processor.vocab_size() - 1
+        return max(self.processor.get_vocab().values())
+
+    @cached_property
     def chat_template(self) -> str | None:
         """Chat template beside the tokenizer; None if there is none.
 

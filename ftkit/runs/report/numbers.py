@@ -130,9 +130,25 @@ def _field_texts(section: type) -> dict[str, str]:
     return {param.arg_name: param.description or "" for param in params}
 
 
-def measured(report: Report) -> dict[str, float | None]:
-    """Measure the numbers that have a `measure`; return their values by key."""
-    return {n.key: n.measure(report) for n in NUMBERS if n.measure is not None}
+def measured(report: Report, on_failure: Callable[[str], None]) -> dict[str, float | None]:
+    """Measure the numbers that have a `measure`; return their values by key.
+
+    Args:
+        report: so far.
+        on_failure: called with a warning for each number that fails, which is left out.
+    """
+    found: dict[str, float | None] = {}
+    for number in NUMBERS:
+        if number.measure is None:
+            continue
+        try:
+            found[number.key] = number.measure(report)
+        except Exception as error:  # a number must not end the run that it is of
+            on_failure(
+                f"the report lacks {number.label}, which cannot be measured: "
+                f"{type(error).__name__}: {error}"
+            )
+    return found
 
 
 def phrases(report: Report, row: str) -> list[str]:

@@ -113,3 +113,17 @@ def test_a_number_is_read_from_its_place_in_the_report(tmp_path: Path) -> None:
     without = dataclasses.replace(report, throughput=None, loss=None, step_memory=None)
     values = {number.key: number.of(without) for number in NUMBERS}
     assert [values[key] for key in ("loss", "mfu", "tensors_bytes")] == [None] * 3
+
+
+def test_a_number_that_fails_is_left_out_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = dataclasses.replace(
+        LABEL_SHARE, key="failing", label="share", measure=lambda _: 1 / 0
+    )
+    monkeypatch.setattr(numbers, "NUMBERS", (*NUMBERS, failing, LABEL_SHARE))
+    report = measure_in_a_rank(tmp_path)
+    assert report.numbers == {"label_share": 0.3}
+    assert report.warnings == [
+        "the report lacks share, which cannot be measured: ZeroDivisionError: division by zero"
+    ]
