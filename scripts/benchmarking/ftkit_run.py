@@ -61,8 +61,8 @@ def words_of(method: str, keys: Keys) -> list[str]:
 class Rows:
     """Reader of metrics.csv while it is being written."""
 
-    def __init__(self, file: Path) -> None:
-        self._file, self._seen, self._tokens = file, 0, 0
+    def __init__(self, file: Path, column: str = "loss") -> None:
+        self._file, self._column, self._seen, self._tokens = file, column, 0, 0
 
     def new(self) -> list[Event]:
         """Return the rows that were added since the last call."""
@@ -74,12 +74,14 @@ class Rows:
         events = []
         for row in rows:
             self._tokens += int(row["tokens"])
-            loss = float(row["loss"] or "nan")
+            loss = float(row[self._column] or "nan")
             events.append({"step": int(row["step"]), "loss": loss, "total_tokens": self._tokens})
         return events
 
 
-def run_ftkit(method: str, keys: Keys, out_dir: Path, limit_s: float) -> Measured:
+def run_ftkit(
+    method: str, keys: Keys, out_dir: Path, limit_s: float, *, column: str = "loss"
+) -> Measured:
     """Train once with these keys beside COMMON, and measure.
 
     Args:
@@ -87,10 +89,11 @@ def run_ftkit(method: str, keys: Keys, out_dir: Path, limit_s: float) -> Measure
         keys: dotted keys of a recipe; those of COMMON may be among them.
         out_dir: of the run; must not exist.
         limit_s: seconds after which it is ended.
+        column: of metrics.csv, whose values become the losses of the steps.
     """
     dropout = {"lora_dropout": 0} if method == "lora" else {}
     words = words_of(method, COMMON | dropout | {"out_dir": out_dir} | dict(keys))
-    rows = Rows(out_dir / "metrics.csv")
+    rows = Rows(out_dir / "metrics.csv", column)
     seen = watch(words, limit_s=limit_s, directory=out_dir.parent, look=rows.new)
     if seen.exit_code != 0:
         return Measured(failure=_failure(seen.exit_code, seen.output, limit_s))

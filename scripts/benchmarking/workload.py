@@ -239,9 +239,31 @@ def make_records(lengths: Iterable[tuple[int, int]], seed: int = 0) -> list[Reco
     ]
 
 
+def make_pairs(lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[Record]:
+    """Make pairs of answers, each of two of these lengths; the prompt is that of the first."""
+    records = make_records(lengths, seed)
+    return [
+        {
+            "prompt": first["instruction"],
+            "chosen": first["output"],
+            # The second prompt may be shorter than the first.
+            "rejected": " ".join(second["output"].split()[: LONGEST // 2 - 1]),
+        }
+        for first, second in zip(records[::2], records[1::2], strict=True)
+    ]
+
+
 def tokens_of(record: Record) -> int:
     """Tokens of a record, with the end-of-text token."""
+    if "chosen" in record:
+        answers = record["chosen"], record["rejected"]
+        return 2 * len(record["prompt"].split()) + sum(len(one.split()) + 1 for one in answers)
     return len(record["instruction"].split()) + len(record["output"].split()) + 1
+
+
+def sequences_of(record: Record) -> int:
+    """Count the sequences of a record: two of a pair."""
+    return 2 if "chosen" in record else 1
 
 
 def in_file_order(records: Sequence[Record], drawn: Sequence[int]) -> list[Record]:

@@ -268,12 +268,14 @@ def test_a_program_that_failed_has_a_row_with_its_last_words() -> None:
 
 
 def test_the_chosen_cases_are_those_that_were_promised() -> None:
-    from benchmarking.peers.cases import CPU_CASES, DEFAULT_PROGRAMS, PROGRAMS
+    from benchmarking.peers.cases import CPU_CASES, DEFAULT_PROGRAMS, OBJECTIVES, PROGRAMS
 
     named = {(c.method, c.precision, c.micro_batch_size, c.global_batch_size) for c in CPU_CASES}
     assert named >= {(m, p, 8, 8) for m in ("full", "lora") for p in ("32-true", "bf16-true")}
     assert named >= {(m, "32-true", 4, 16) for m in ("full", "lora")}
-    assert all(case.steps == 12 for case in CPU_CASES if case.global_batch_size == 8)
+    supervised = [case for case in CPU_CASES if case.objective == "sft"]
+    assert all(case.steps == 12 for case in supervised if case.global_batch_size == 8)
+    assert {case.objective for case in CPU_CASES} == set(OBJECTIVES), "each is compared"
     assert set(DEFAULT_PROGRAMS) <= set(PROGRAMS)
 
 

@@ -2,20 +2,73 @@
 
 A case is a model, a method, a precision and a batch. All programs train on the same samples in the
 same order, with AdamW without weight decay and clipping, along the same cosine, without dropout, on
-answers alone. LitGPT's first step has a learning rate of 0, which cannot be switched off: it gets
-the first batch twice, and its own first step is not counted.
+answers alone; preference cases on pairs of answers, beside TRL alone. LitGPT's first step has a
+learning rate of 0, which cannot be switched off: it gets the first batch twice, and its own first
+step is not counted.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 LORA_RANK, LORA_ALPHA = 8, 16
 QKV = ["q_proj", "v_proj"]
 """Projections that ftkit and LitGPT adapt by default."""
 
 
-Objective = Literal["sft", "dft"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """An objective that ftkit and TRL both have."""
+
+    keys: dict[str, Any]
+    """Keys of ftkit's recipe."""
+    trainer: Literal["SFT", "DPO", "ORPO", "CPO"] = "SFT"
+    """Trainer of TRL; the last two are in trl.experimental."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of its configuration."""
+    column: str = "loss"
+    """Column of ftkit's metrics.csv that is compared step by step."""
+    logged: str = "loss"
+    """Name of the same number in TRL's log."""
+    factor: float = 1.0
+    """Factor of TRL's number."""
+
+
+OBJECTIVES = {
+    "sft": Objective(keys={"objective": "sft"}, settings={"loss_type": "nll"}),
+    "dft": Objective(keys={"objective": "dft"}, settings={"loss_type": "dft"}),
+    "dpo": Objective(keys={"objective": "dpo"}, trainer="DPO"),
+    "ipo": Objective(
+        keys={"objective": "dpo", "objective.loss": "ipo"},
+        trainer="DPO",
+        settings={"loss_type": ["ipo"]},
+    ),
+    "hinge": Objective(
+        keys={"objective": "dpo", "objective.loss": "hinge"},
+        trainer="DPO",
+        settings={"loss_type": ["hinge"]},
+    ),
+    "robust": Objective(
+        keys={"objective": "dpo", "objective.loss": "robust", "objective.label_noise": 0.1},
+        trainer="DPO",
+        settings={"loss_type": ["robust"], "label_smoothing": 0.1},
+    ),
+    # TRL's margin is not multiplied by beta.
+    "simpo": Objective(
+        keys={"objective": "simpo", "objective.beta": 2.0, "objective.margin": 0.5},
+        trainer="CPO",
+        settings={"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0},
+    ),
+    # TRL's cross-entropy counts the prompt's tokens too, ftkit's the chosen answer's alone: the
+    # other term is compared, which TRL logs with the opposite sign.
+    "orpo": Objective(
+        keys={"objective": "orpo"},
+        trainer="ORPO",
+        column="odds_ratio_loss",
+        logged="log_odds_ratio",
+        factor=-1.0,
+    ),
+}
+"""By name in cases. beta is 0.1 in all but SimPO, which is the default of both programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +81,27 @@ class Case:
     precision: Literal["32-true", "bf16-true"]
     micro_batch_size: int
     global_batch_size: int
+    """Samples of a step: sequences, or pairs of them."""
     steps: int
-    objective: Objective = "sft"
-    """Loss; LitGPT has only the first one."""
+    objective: str = "sft"
+    """One of OBJECTIVES; LitGPT has only the first one."""
 
     @property
     def name(self) -> str:
         """Name in tables."""
         batch = f"micro-batch {self.micro_batch_size} of {self.global_batch_size}"
-        name = f"{self.model}, {self.method}, {self.precision}, {batch}"
-        return name if self.objective == "sft" else f"{name}, {self.objective}"
+        objective = "" if self.objective == "sft" else f"{self.objective}, "
+        return f"{self.model}, {objective}{self.method}, {self.precision}, {batch}"
+
+    @property
+    def on_pairs(self) -> bool:
+        """Whether the samples are pairs of answers."""
+        return OBJECTIVES[self.objective].trainer != "SFT"
+
+    @property
+    def yardstick(self) -> str:
+        """Program that speed and memory are relative to."""
+        return "litgpt" if self.objective == "sft" else "trl"
 
     @property
     def micro_steps(self) -> int:
@@ -46,7 +110,7 @@ class Case:
 
 
 def _on_cpu(
-    method: Any, precision: Any, micro: int, batch: int, steps: int, objective: Any = "sft"
+    method: Any, precision: Any, micro: int, batch: int, steps: int, objective: str = "sft"
 ) -> Case:
     return Case(
         model="llama-34m",
@@ -67,6 +131,12 @@ CPU_CASES = [
     _on_cpu("full", "32-true", 4, 16, 6),
     _on_cpu("lora", "32-true", 4, 16, 6),
     _on_cpu("full", "32-true", 8, 8, 12, "dft"),
+    _on_cpu("full", "32-true", 4, 8, 6, "dpo"),
+    *(
+        _on_cpu("lora", "32-true", 4, 8, 6, name)
+        for name, objective in OBJECTIVES.items()
+        if objective.trainer != "SFT"
+    ),
 ]
 GPU_CASES = [
     Case(
@@ -114,6 +184,8 @@ tokens per second, at most this multiple of its memory."""
 
 IN_ORDER = {"train_sampling_strategy": "sequential"}
 NO_RECOMPUTATION = {"gradient_checkpointing": False}
+WITHOUT_PADDING_FREE = ("ORPO", "CPO")
+"""Trainers that cannot train on rows without padding."""
 PADDING_FREE = {"padding_free": True, "max_length": None}
 TRL_SETTINGS: dict[str, dict[str, Any]] = {
     "trl": IN_ORDER,
@@ -130,5 +202,7 @@ OTHER_BATCHES = ("trl grouped by length", "trl packed")
 PACKED = ("trl packed",)
 """Programs with one row of 1,024 tokens a step instead of the samples of the case."""
 
+PAIR_PROGRAMS = ("ftkit", "trl", "trl best", "trl no recomputation")
+"""Programs that are run for cases on pairs."""
 PROGRAMS = ["ftkit", "litgpt", *TRL_SETTINGS]
 DEFAULT_PROGRAMS = ["ftkit", "litgpt", "trl", "trl best"]

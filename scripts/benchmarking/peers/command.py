@@ -22,6 +22,7 @@ from benchmarking.peers.cases import (
     CPU_CASES,
     DEFAULT_PROGRAMS,
     GPU_CASES,
+    PAIR_PROGRAMS,
     PROGRAMS,
     TINY_CASES,
     Case,
@@ -31,10 +32,16 @@ from ftkit.utils.hardware import hardware
 from ftkit.utils.json_values import from_json
 
 ENVIRONMENTS = Path(".venv") / "benchmarks"
-COLUMNS = (
-    "program", "tokens/s", "x LitGPT", "step", "padding", "peak memory", "x LitGPT",
-    "time to first step", "first loss", "last loss", "loss difference from ftkit, first / last",
-)  # fmt: skip
+YARDSTICKS = {"litgpt": "x LitGPT", "trl": "x TRL"}
+
+
+def columns(yardstick: str) -> tuple[str, ...]:
+    """Titles of a table; speed and memory are relative to a program."""
+    relative = YARDSTICKS[yardstick]
+    return (
+        "program", "tokens/s", relative, "step", "padding", "peak memory", relative,
+        "time to first step", "first loss", "last loss", "loss difference from ftkit, first / last",
+    )  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +71,8 @@ def chosen(options: argparse.Namespace, *, is_gpu: bool) -> list[Case]:
 
 def is_able(program: str, case: Case) -> bool:
     """Whether a program has the loss of a case."""
+    if case.on_pairs:
+        return program in PAIR_PROGRAMS
     return program != "litgpt" or case.objective == "sft"
 
 
@@ -132,8 +141,10 @@ def markdown(figures: Figures) -> str:
     parts = []
     for case, settings in figures["cases"].items():
         runs = by_program(figures, case)
-        rows = [cells(program, runs) for program in runs]
-        parts.append(f"**{case}, {settings['steps']} steps**\n\n{table(COLUMNS, rows)}")
+        yardstick = from_json(Case, settings).yardstick
+        rows = [cells(program, runs, yardstick) for program in runs]
+        titles = columns(yardstick)
+        parts.append(f"**{case}, {settings['steps']} steps**\n\n{table(titles, rows)}")
         parts += bars_of(settings, runs)
     versions = figures["versions"].items()
     listed = [f"{name}: " + ", ".join(f"{k} {v}" for k, v in of.items()) for name, of in versions]
@@ -150,13 +161,13 @@ def markdown(figures: Figures) -> str:
     return "\n\n".join([*parts, said])
 
 
-def cells(program: str, runs: dict[str, list[Measured]]) -> list[str]:
+def cells(program: str, runs: dict[str, list[Measured]], yardstick: str) -> list[str]:
     """A row of the table."""
     own = runs[program]
     whole = [run for run in own if run.is_whole]
     if not whole:
-        return [program, in_a_cell(own[-1].failure), *[""] * (len(COLUMNS) - 2)]
-    beside = runs.get("litgpt", [])
+        return [program, in_a_cell(own[-1].failure), *[""] * (len(columns(yardstick)) - 2)]
+    beside = runs.get(yardstick, [])
     apart = ""
     reference = next((run for run in runs.get("ftkit", []) if run.is_whole), None)
     if reference and program != "ftkit":

@@ -15,12 +15,14 @@ from benchmarking.ftkit_run import IMPORTS, LEARNING_RATE, SEED, run_ftkit
 from benchmarking.peers.cases import (
     LORA_ALPHA,
     LORA_RANK,
+    OBJECTIVES,
     OTHER_BATCHES,
     PACKED,
+    PADDING_FREE,
     QKV,
     TRL_SETTINGS,
+    WITHOUT_PADDING_FREE,
     Case,
-    Objective,
 )
 from benchmarking.watch import Watched, own_bytes, watch
 from benchmarking.workload import (
@@ -29,9 +31,11 @@ from benchmarking.workload import (
     alpaca_lengths,
     in_file_order,
     make_model,
+    make_pairs,
     make_records,
     order_of_ftkit,
     order_of_litgpt,
+    sequences_of,
     tokens_of,
     write_data,
 )
@@ -41,14 +45,12 @@ LITGPT_DATA_SEED = 42
 """Default seed with which LitGPT shuffles."""
 VALIDATION_RECORDS = 2
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-LOSS_TYPES: dict[Objective, str] = {"sft": "nll", "dft": "dft"}
-"""TRL's names of objectives."""
 IMPORTS_OF = {
     "ftkit": IMPORTS,
     "litgpt": "import litgpt.__main__",
     "trl": (
         "import peft, trl, transformers.models.llama.modeling_llama\n"
-        "from trl import SFTConfig, SFTTrainer"
+        "from trl import DPOTrainer, SFTTrainer"
     ),
 }
 """Imports of each program that trains a Llama."""
@@ -84,8 +86,11 @@ class Workspace:
         return _once(source.with_name(source.name + "-litgpt"), make)
 
     def records(self, case: Case) -> list[Record]:
-        """The samples of a case, in the order in which they are trained on."""
-        return make_records(alpaca_lengths(case.steps * case.global_batch_size))
+        """Samples of a case, in the order in which they are trained on."""
+        samples = case.steps * case.global_batch_size
+        if case.on_pairs:
+            return make_pairs(alpaca_lengths(2 * samples))
+        return make_records(alpaca_lengths(samples))
 
     def imports_bytes(self, program: str) -> int:
         """Bytes that a process of a program holds after its imports."""
@@ -104,7 +109,8 @@ def run_program(program: str, case: Case, place: Workspace, scratch: Path) -> Me
     """
     if program == "ftkit":
         method, keys = ftkit_keys(case, place, scratch)
-        measured = run_ftkit(method, keys, scratch / "out", place.limit_s)
+        column = OBJECTIVES[case.objective].column
+        measured = run_ftkit(method, keys, scratch / "out", place.limit_s, column=column)
         # Without the additional last step: see `ftkit_keys`.
         measured = replace(measured, steps=measured.steps[: case.steps])
     elif program == "litgpt":
@@ -143,7 +149,8 @@ def with_counted_tokens(
     for number, step in enumerate(measured.steps):
         batch = records[number * global_batch_size : (number + 1) * global_batch_size]
         tokens = sum(tokens_of(record) for record in batch)
-        if step.tokens not in (tokens, tokens - len(batch)):
+        sequences = sum(map(sequences_of, batch))
+        if step.tokens not in (tokens, tokens - sequences):
             said = f"counts {step.tokens} tokens in step {number + 1}, the data have {tokens}"
             return replace(measured, failure=said)
         steps.append(replace(step, tokens=tokens))
@@ -169,8 +176,10 @@ def ftkit_keys(case: Case, place: Workspace, scratch: Path) -> tuple[str, dict[s
         "train.micro_batch_size": case.micro_batch_size,
         "train.max_steps": case.steps + 1,
         "train.max_seq_length": LONGEST,
-        "objective": case.objective,
+        **OBJECTIVES[case.objective].keys,
     }
+    if case.on_pairs:  # prompts with completions: always masked, and never in a style
+        keys |= {"data.mask_prompt": None, "data.prompt_style": None}
     if case.method == "qlora":
         keys["quantize"] = "bnb.nf4"
     if case.method != "full":
@@ -221,6 +230,10 @@ def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list
     records = scratch / "records.json"
     records.write_text(json.dumps(place.records(case)))
     packed = program in PACKED
+    objective = OBJECTIVES[case.objective]
+    settings = {"bf16": False} | TRL_SETTINGS[program] | objective.settings
+    if objective.trainer in WITHOUT_PADDING_FREE:
+        settings = {key: value for key, value in settings.items() if key not in PADDING_FREE}
     what = {
         "records": str(records),
         "model": str(place.model(case)),
@@ -235,8 +248,10 @@ def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list
         "micro_steps": 1 if packed else case.micro_steps,
         "steps": case.steps,
         "learning_rate": LEARNING_RATE,
-        "settings": {"bf16": False, "loss_type": LOSS_TYPES[case.objective]}
-        | TRL_SETTINGS[program],
+        "trainer": objective.trainer,
+        "logged": objective.logged,
+        "factor": objective.factor,
+        "settings": settings,
     }
     file = scratch / "trl.json"
     file.write_text(json.dumps(what))

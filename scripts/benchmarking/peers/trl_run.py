@@ -25,8 +25,11 @@ class Counter:
         self.positions = 0
 
     def __call__(self, module: Any, words: Any, keys: dict[str, Any]) -> None:
-        """Count the inputs of a forward pass."""
-        ids, mask = keys["input_ids"], keys.get("attention_mask")
+        """Count the inputs of a forward pass with gradients: not those of a reference."""
+        if not torch.is_grad_enabled():
+            return
+        ids = keys["input_ids"] if "input_ids" in keys else words[0]
+        mask = keys.get("attention_mask")
         self.positions += ids.numel()
         self.tokens = self.tokens + (ids.numel() if mask is None else mask.sum())
 
@@ -34,18 +37,18 @@ class Counter:
 class StepLines(TrainerCallback):
     """Prints a line for each optimizer step."""
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
+    def __init__(self, counter: Counter, logged: str, factor: float) -> None:
+        self._counter, self._logged, self._factor = counter, logged, factor
 
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Report what the trainer logs after a step."""
         logs = more["logs"]
-        if "loss" not in logs:
+        if self._logged not in logs:
             return
         tell(
             {
                 "step": state.global_step,
-                "loss": float(logs["loss"]),
+                "loss": self._factor * float(logs[self._logged]),
                 "total_tokens": int(self._counter.tokens),
                 "total_positions": self._counter.positions,
             }
@@ -86,13 +89,36 @@ def model_settings(what: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def sample_of(record: dict[str, str]) -> dict[str, str]:
+    """Return a record under TRL's names."""
+    if "chosen" in record:
+        return record
+    return {"prompt": record["instruction"], "completion": record["output"]}
+
+
+def classes(trainer: str) -> tuple[Any, Any]:
+    """Return configuration and trainer by the trainer's short name."""
+    if trainer == "SFT":
+        return SFTConfig, SFTTrainer
+    if trainer == "DPO":
+        from trl import DPOConfig, DPOTrainer
+
+        return DPOConfig, DPOTrainer
+    if trainer == "ORPO":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOConfig, ORPOTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    return CPOConfig, CPOTrainer
+
+
 def main(what: dict[str, Any]) -> None:
     """Train."""
     records = json.loads(Path(what["records"]).read_text())
-    samples = [
-        {"prompt": record["instruction"], "completion": record["output"]} for record in records
-    ]
-    config = SFTConfig(
+    samples = [sample_of(record) for record in records]
+    config_class, trainer_class = classes(what["trainer"])
+    config = config_class(
         output_dir=what["out_dir"],
         model_init_kwargs=model_settings(what),
         per_device_train_batch_size=what["micro_batch_size"],
@@ -111,16 +137,18 @@ def main(what: dict[str, Any]) -> None:
         use_cpu=not torch.cuda.is_available(),
         **what["settings"],
     )
-    trainer = SFTTrainer(
+    tokenizer = AutoTokenizer.from_pretrained(what["model"])
+    tokenizer.bos_token = None  # some trainers would put it before every sequence, others not
+    trainer = trainer_class(
         model=what["model"],
         args=config,
         train_dataset=Dataset.from_list(samples),
-        processing_class=AutoTokenizer.from_pretrained(what["model"]),
+        processing_class=tokenizer,
         peft_config=adapter(what),
     )
     counter = Counter()
     trainer.model.register_forward_pre_hook(counter, with_kwargs=True)
-    trainer.add_callback(StepLines(counter))
+    trainer.add_callback(StepLines(counter, what["logged"], what["factor"]))
     trainer.train()
     memory = None
     if torch.cuda.is_available():
