@@ -218,7 +218,8 @@ class LIMA(PublicSet):
     repo_id: str = "GAIR/lima"
     """Repository of the data set on the hub."""
     access_token: str | None = None
-    """Token of an account that has accepted the terms of the data set. Default: $HF_TOKEN."""
+    """Token of an account that has accepted the terms of the data set. Default: $HF_TOKEN. Never
+    stored."""
 
     def __post_init__(self) -> None:
         # Refused before anything is loaded: the hub would refuse it only when the data are read.

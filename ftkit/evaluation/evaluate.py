@@ -25,7 +25,7 @@ from ftkit.objectives.reward import Reward
 from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import EvaluateOptions
-from ftkit.recipe.parsing import with_overrides
+from ftkit.recipe.parsing import recipe_as_dict, with_overrides
 from ftkit.recipe.recipe import Component, Recipe
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
@@ -82,7 +82,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         "base_model": _base_name(result, session),
         "precision": session.plan.precision,
         "quantize": session.quantize,
-        "data": recipe.data,
+        "data": recipe_as_dict(recipe)["data"],
         **measured,
     }
     if options.format == "json":

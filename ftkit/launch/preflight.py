@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -33,6 +34,7 @@ from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
 from ftkit.utils.files import write_json
+from ftkit.utils.json_values import without_tokens
 from ftkit.utils.progress import print_notice
 from ftkit.utils.yaml_files import parse_yaml
 
@@ -285,7 +287,7 @@ def _command(command: Sequence[str], change: dict[str, Any]) -> str:
         words = ["finetune" if word == "finetune_full" else word for word in words]
     for key, value in change["overrides"]:
         words += [f"--{key}", value]
-    return shlex.join(words)
+    return shlex.join(without_tokens(words))
 
 
 def _gib(found: dict[str, Any]) -> str:
@@ -326,6 +328,7 @@ def _check(
                 # A process of its own: it imports torch, which the supervisor does not hold in
                 # memory for the whole run.
                 [sys.executable, "-m", "ftkit.planning.check", *words],
+                env=os.environ | ({"HF_TOKEN": token} if (token := recipe.data_token) else {}),
                 capture_output=True,
                 text=True,
                 check=False,

@@ -96,7 +96,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self._handlers.close()
 
-    def run(self, run: RunDirectory, plan: Plan, access_token: str | None) -> None:
+    def run(self, run: RunDirectory, plan: Plan, token: str | None) -> None:
         """Run all ranks to their end, whatever happens here.
 
         How a rank failed is in its `error` afterwards, also if the rank could not write it.
@@ -104,7 +104,7 @@ class Ranks:
         Args:
             run: its directory, with the job file.
             plan: of the job.
-            access_token: of the Hub, which is in no file.
+            token: of the hub, with which data are read; it is in no file.
         """
         # The kernel counts all such kills since it started: those before this run are not its own.
         self._killed_before = processes_killed_for_memory()
@@ -122,7 +122,7 @@ class Ranks:
             # Before the first start: if a later one fails, the ranks that run are killed.
             stack.callback(self._end)
             for rank, placement in placements.items():
-                environment = rank_environment(plan, access_token, placement)
+                environment = rank_environment(plan, token, placement)
                 self._processes[rank] = _start(run, rank, environment)
             # A signal may have come before there was a rank to pass it on to.
             if self.received:
@@ -262,14 +262,12 @@ class Ranks:
             process.wait()
 
 
-def rank_environment(
-    plan: Plan, access_token: str | None, placement: Mapping[str, str]
-) -> dict[str, str]:
+def rank_environment(plan: Plan, token: str | None, placement: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a rank: those of this process, and what the plan needs."""
     environment = os.environ | placement | plan.rules.environment(plan.accelerator)
-    if access_token:
+    if token:
         # Not in the job file, which stays on the disk if the run is killed.
-        environment["HF_TOKEN"] = access_token
+        environment["HF_TOKEN"] = token
     # Sequences of ever new lengths fragment memory, unless segments can grow. Blocks are then also
     # split to 512 B, as predictions count them.
     if plan.kind.grows_segments and not environment.keys() & ALLOCATOR_SETTINGS:

@@ -148,7 +148,7 @@ def launch(
             # It imports torch, which a supervisor on a single host does without.
             from ftkit.launch.torchrun import take_part
 
-            return take_part(placed, prepare, _end)
+            return take_part(placed, recipe.data_token, prepare, _end)
         if recipe.num_nodes not in ("auto", 1):
             raise UserError(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
@@ -160,7 +160,7 @@ def launch(
             with Ranks() as ranks:
                 try:
                     with prepare(received=ranks.received) as job:
-                        ranks.run(job.directory, job.plan, job.recipe.access_token)
+                        ranks.run(job.directory, job.plan, recipe.data_token)
                         return _end(job, ranks.received)
                 except DamageFound as found:
                     # Damage in a checkpoint that was read as a whole since is not the disk's.

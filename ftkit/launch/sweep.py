@@ -23,6 +23,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import ENDED_WELL
 from ftkit.runs.state import AT_WORK, StateName, look
 from ftkit.utils.console.terminal import fitted
+from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.utils.progress import is_quiet, print_notice
 from ftkit.views.comparison.compare import compare_runs
@@ -115,7 +116,7 @@ def sweep(
             tell(fitted(head, sys.stdout))
             words = [*run.words, *_WORDS.get(action, []), *["--quiet"] * is_quiet()]
             if dry_run:
-                print(f"  {shlex.join(['ftkit', *words])}")
+                print(f"  {shlex.join(['ftkit', *without_tokens(words)])}")
             elif action == "skip":
                 states[run.name] = reason
             else:

@@ -69,6 +69,7 @@ PATIENCE_S = 10.0
 
 def take_part(
     placed: ExternalRanks,
+    token: str | None,
     prepare: Callable[..., AbstractContextManager[Job]],
     conclude: Callable[[Job, Sequence[signal.Signals]], int],
 ) -> int:
@@ -76,6 +77,7 @@ def take_part(
 
     Args:
         placed: this rank.
+        token: of the hub, with which data are read; every process has it of its own command line.
         prepare: checks the recipe and claims the run's directory; takes `received`, the signals so
             far, and `others`, the hosts that share no disk.
         conclude: writes the report and returns the exit code.
@@ -103,7 +105,7 @@ def take_part(
         variables |= found
     if placed.rank > 0:
         with Heartbeats(store, placed.rank, watched, _leave):
-            code = _follow(placed, store, variables)
+            code = _follow(placed, store, token, variables)
         if code == UserError.exit_code:
             _wait_for_rank_0(store)
         return code
@@ -130,7 +132,7 @@ def take_part(
             relay.begin(job.directory)
         # Last: with this key the other ranks start, and a host without the file looks for JOB_TEXT.
         store.set(JOB, str(job.directory.job))
-        ranks.run(job.directory, job.plan, job.recipe.access_token)
+        ranks.run(job.directory, job.plan, token)
         # Before the wait: a supervisor whose count grows meanwhile is not gone.
         heard = {rank: beats_of(store, rank) for rank in watched}
         left = _wait_for_the_end(store, watched, ranks)
@@ -282,7 +284,9 @@ def _leave(rank: int, reason: str) -> None:
     os._exit(1)
 
 
-def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, str]) -> int:
+def _follow(
+    placed: ExternalRanks, store: SharedStore, token: str | None, variables: Mapping[str, str]
+) -> int:
     """Supervise a rank other than 0; rank 0 reports its errors."""
     try:
         # As long as rank 0 prepares the run, which may take minutes with a download.
@@ -298,7 +302,7 @@ def _follow(placed: ExternalRanks, store: SharedStore, variables: Mapping[str, s
     with Ranks(placed, variables) as ranks:
         try:
             with announced_job(placed, store, Path(job_file), ranks.received) as job:
-                ranks.run(job.directory, job.plan, job.recipe.access_token)
+                ranks.run(job.directory, job.plan, token)
                 code = _exit_code(job.directory.rank(placed.rank))
                 # For the first rank of a host its relay does this, after the last upload.
                 if placed.rank % placed.local_world_size:

@@ -16,6 +16,7 @@ from ftkit.recipe.recipe_keys import LORA_KEYS
 from ftkit.recipe.sweep import is_sweep, runs_of_file, variations
 from ftkit.utils.console.display import Display
 from ftkit.utils.imports import silence_libraries
+from ftkit.utils.json_values import without_tokens
 from ftkit.utils.progress import print_next
 from ftkit.utils.yaml_files import STANDARD_INPUT
 
@@ -58,7 +59,7 @@ def _tell_next(planned: Planned, options: PlanOptions) -> None:
         again += [word for key, value in options.keys for word in (f"--{key}", value)]
         again += [] if options.gpu is None else ["--gpu", options.gpu]
         again += [] if options.plugin is None else ["--plugin", options.plugin]
-        print_next(shlex.join(["ftkit", "plan", *again, "--fit"]))
+        print_next(shlex.join(["ftkit", "plan", *without_tokens(again), "--fit"]))
 
 
 def _plan_and_fit(

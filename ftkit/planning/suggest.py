@@ -11,6 +11,7 @@ from ftkit.planning.predict import Planned, largest_that_fits
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
+from ftkit.utils.json_values import without_tokens
 
 Try = Callable[[Sequence[Override]], Planned]
 """The plan with some keys changed."""
@@ -46,7 +47,7 @@ def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]
         words += [f"--{key}", value]
     if (plugin := plugin_in_use()) is not None:
         words += ["--plugin", plugin.file]
-    return shlex.join(words)
+    return shlex.join(without_tokens(words))
 
 
 def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None) -> list[Change]:

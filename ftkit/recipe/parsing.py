@@ -42,7 +42,7 @@ from ftkit.recipe.recipe_keys import (
     plain,
     shown_value,
 )
-from ftkit.utils.json_values import for_json
+from ftkit.utils.json_values import for_json, without_secrets
 from ftkit.utils.names import leaves
 from ftkit.utils.remote.replica import fetch_missing
 from ftkit.utils.remote.urls import is_url, local_path
@@ -134,7 +134,7 @@ def with_overrides(recipe: Recipe, overrides: Sequence[Override]) -> Recipe:
         UserError: unknown key, value of the wrong type, or a class that recipes may not name.
     """
     merged: dict[str, Any] = {}
-    for key, value in flatten(to_dict(recipe)):
+    for key, value in flatten(plain(dataclasses.asdict(recipe))):
         _assign(merged, key, value)
     return _overridden(merged, overrides, recipe.method)
 
@@ -171,11 +171,10 @@ def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as nested plain values, ready for YAML or JSON; never with the access token."""
-    values = plain(dataclasses.asdict(recipe))
+    """The recipe as nested plain values, ready for YAML or JSON; never with an access token."""
     # Recipes are stored in checkpoints and reports, which people share.
-    values["access_token"] = None
-    return values
+    values: dict[str, Any] = without_secrets(plain(dataclasses.asdict(recipe)))
+    return values | {"access_token": None}
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -184,7 +183,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def recipe_as_dict(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain values to publish: without access tokens at any depth."""
+    """The recipe as plain values to publish: also without passwords in urls."""
     cleaned: dict[str, Any] = for_json(to_dict(recipe))
     return cleaned
 

@@ -310,6 +310,12 @@ class Recipe:
     """Hugging Face token for gated models. Default: $HF_TOKEN. Never stored."""
 
     @property
+    def data_token(self) -> str | None:
+        """Hugging Face token with which the data are read; None: $HF_TOKEN."""
+        own: str | None = self.data["init_args"].get("access_token")
+        return own or self.access_token
+
+    @property
     def method(self) -> Method:
         """Whether all weights or LoRA weights are trained: `full` or `lora`."""
         return "full"

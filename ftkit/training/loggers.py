@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 
-from ftkit.recipe.parsing import to_dict
+from ftkit.recipe.parsing import recipe_as_dict
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Log, LoggerName, Recipe
 from ftkit.redaction import redacted
@@ -37,8 +37,7 @@ class Loggers:
             warn: called if a logger fails.
         """
         self._loggers, self._warn = dict(loggers), warn
-        # Always empty in `to_dict`, so there is nothing to log.
-        values = {key: value for key, value in leaves(to_dict(recipe)) if key != "access_token"}
+        values = dict(leaves(recipe_as_dict(recipe)))
         for name, logger in loggers.items():
             with self._dropped_on_failure(name):
                 logger.log_hyperparams(values)

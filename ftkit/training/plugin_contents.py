@@ -32,6 +32,7 @@ from ftkit.objectives.objective import Objective
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
 from ftkit.recipe.plugin import METRIC_ARGUMENTS, Defined, Kind, OwnOption, Plugin
 from ftkit.training.callbacks import Callback
+from ftkit.utils.json_values import is_secret
 
 _BASES: dict[type, Kind] = {
     Objective: "objective",
@@ -80,6 +81,12 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
                 f"{plugin.option}: {one.name} sets scores, but only ftkit's own --objective reward "
                 "trains models that give scores. Remove scores."
             )
+        for option in one.options:
+            if is_secret(option.name):
+                raise UserError(
+                    f"{plugin.option}: {one.name} has the option {option.name}, but options are "
+                    "stored with the run, and tokens never are. Read it from the environment."
+                )
         if one.kind == "callback" and any(option.required for option in one.options):
             raise UserError(
                 f"{plugin.option}: {one.name} is made without arguments, but its __init__ needs "

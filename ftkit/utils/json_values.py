@@ -16,6 +16,18 @@ _SECRET_FLAG = re.compile(rf"--{_SECRET}")
 _SECRET_ASSIGNMENT = re.compile(rf"""({_SECRET}["']?\s*[=:]\s*["']?)[^\s"',}}]+""")
 
 
+def is_secret(name: str) -> bool:
+    """Return whether a key or an option holds an access token, by its name."""
+    return _SECRET_KEY.fullmatch(name) is not None
+
+
+def without_secrets(value: Any) -> Any:
+    """A plain value without the keys that hold access tokens, at any depth."""
+    if isinstance(value, dict):
+        return {k: without_secrets(v) for k, v in value.items() if not is_secret(str(k))}
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
 def without_tokens(argv: Sequence[str]) -> list[str]:
     """The command line with the values of access tokens replaced."""
     cleaned: list[str] = []
@@ -30,7 +42,7 @@ def without_tokens(argv: Sequence[str]) -> list[str]:
 def for_json(value: Any) -> Any:
     """The value ready for JSON: without tokens, paths as text, numbers finite or None."""
     if isinstance(value, dict):
-        return {k: for_json(v) for k, v in value.items() if not _SECRET_KEY.fullmatch(str(k))}
+        return {k: for_json(v) for k, v in value.items() if not is_secret(str(k))}
     if isinstance(value, list | tuple):
         return [for_json(item) for item in value]
     if isinstance(value, float):

@@ -78,6 +78,14 @@ def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: Gpu24GiB
     assert "8-bit: ftkit finetune_full --config mine.yaml --optimizer bitsandbytes" in text
 
 
+def test_commands_that_are_shown_have_no_token(gpu: Gpu24GiB) -> None:
+    for words in (["--access_token", "my-secret"], ["--data.access_token=my-secret"]):
+        with pytest.raises(DoesNotFit) as refused:
+            preflight.require_room(recipe(), CUDA, [*COMMAND, *words])
+        assert "LoRA: ftkit finetune" in str(refused.value)
+        assert "my-secret" not in str(refused.value)
+
+
 @pytest.mark.parametrize("fits", [True, None])
 def test_runs_that_may_fit_are_not_refused(
     gpu: Gpu24GiB, fits: bool | None, capsys: pytest.CaptureFixture[str]

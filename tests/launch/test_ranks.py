@@ -261,6 +261,18 @@ def test_caches_of_16_bit_products_are_small_on_a_cpu_unless_the_user_sets_them(
     assert [found.get(name) for name in MATMUL_CACHES] == expected
 
 
+@pytest.mark.parametrize("key", ["access_token", "data.access_token"])
+def test_a_token_reaches_the_ranks_in_their_environment_and_no_file(
+    key: str, common: list[str], tmp_path: Path
+) -> None:
+    job = job_on("cpu", [*common, "--data", "LIMA", f"--{key}", "my-secret"], tmp_path)
+    job.write(tmp_path / "job.json")
+    assert "my-secret" not in (tmp_path / "job.json").read_text()
+    assert Job.read(tmp_path / "job.json").recipe.data_token is None
+    found = rank_environment(job.plan, job.recipe.data_token, {})
+    assert found["HF_TOKEN"] == "my-secret"
+
+
 def job_on(accelerator: str, common: list[str], place: Path) -> Job:
     words = command_of(place / "out", common, accelerator=accelerator)
     recipe = read_recipe([], parse(COMMANDS["finetune"], words[1:]).keys, method="lora")
@@ -583,10 +595,12 @@ def test_a_rank_killed_under_torchrun_is_named_in_the_report(
 @pytest.mark.slow
 def test_nothing_outlives_a_killed_torchrun(common: list[str], tmp_path: Path) -> None:
     out_dir = tmp_path / "out"
-    words = torchrun(command_of(out_dir, common, **FOREVER | TWO_RANKS))
+    words = torchrun(command_of(out_dir, common, access_token="my-secret", **FOREVER | TWO_RANKS))
     with watched(out_dir, words, tmp_path, command_environment()) as run:
         run.wait_for_steps(2)
         assert len(run.processes()) == 5, "torchrun, two supervisors, two ranks"
+        # Each supervisor has the token of its own command line: no file holds it.
+        assert [rank.environ()["HF_TOKEN"] for rank in training(run)] == ["my-secret"] * 2
         run.process.kill()
         run.end()
 

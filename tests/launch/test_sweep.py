@@ -66,6 +66,12 @@ def test_every_combination_of_values_is_a_run_with_a_name_of_its_own(
     assert len(lines) == 8
 
 
+def test_commands_that_are_shown_have_no_token(said: Callable[..., list[str]]) -> None:
+    words = ("finetune", "--config", "r.yaml", "--sweep", "seed=1", "--dry_run")
+    lines = said(*words, "--access_token", "my-secret")
+    assert "--access_token=***" in lines[1] and "my-secret" not in "".join(lines)
+
+
 def test_names_are_directories_whatever_the_values_are(said: Callable[..., list[str]]) -> None:
     lines = said(
         "finetune", "--config", "r.yaml", "--sweep", "data.seed=1,2", "--sweep", "seed=1",

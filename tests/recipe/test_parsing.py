@@ -11,7 +11,7 @@ from command import ROOT
 from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
-from ftkit.recipe.parsing import from_dict, read_keys, read_recipe, to_dict, to_yaml
+from ftkit.recipe.parsing import from_dict, read_keys, read_recipe, to_dict, to_yaml, with_overrides
 from ftkit.recipe.recipe import LAYER_SWITCHES, LoraRecipe, Method, Recipe
 from ftkit.recipe.recipe_keys import key_types
 
@@ -349,10 +349,18 @@ def test_the_method_is_that_of_the_command_or_else_that_of_the_keys(
     assert read(write(tmp_path / "r.yaml", text), method=method).method == expected
 
 
-def test_the_access_token_is_never_written() -> None:
-    recipe = read(line="--access_token hf_secret")
-    assert recipe.access_token == "hf_secret"
-    assert "hf_secret" not in to_yaml(recipe) + repr(to_dict(recipe))
+@pytest.mark.parametrize("key", ["access_token", "data.access_token"])
+def test_no_access_token_is_ever_written_or_lost_meanwhile(key: str) -> None:
+    recipe = read(line=f"--data LIMA --{key} my-secret")
+    assert recipe.data_token == "my-secret"
+    assert "my-secret" not in to_yaml(recipe) + repr(to_dict(recipe))
+    assert with_overrides(recipe, [("seed", "3")]).data_token == "my-secret"
+
+
+def test_data_are_read_with_a_token_of_their_own_before_that_of_the_run() -> None:
+    recipe = read(line="--data LIMA --access_token of-run --data.access_token of-data")
+    assert recipe.data_token == "of-data"
+    assert read(line="--data LIMA").data_token is None
 
 
 def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_path: Path) -> None:

@@ -98,6 +98,10 @@ def test_what_ftkit_uses_of_a_file_is_found_by_what_it_is(own: Plugin) -> None:
             "import ftkit\nclass C(ftkit.Callback):\n  def __init__(self, often): pass",
             "C ... without arguments ... often ... defaults",
         ),
+        (
+            "class D:\n  def __init__(self, my_api_key=''): ...\n  __len__ = __getitem__ = len",
+            "D has the option my_api_key ... stored with the run ... environment",
+        ),
     ],
 )
 def test_a_plugin_that_cannot_be_used_is_one_clear_error(

@@ -221,10 +221,12 @@ class TestMlflow:
 
     def test_the_recipe_is_there_and_no_token_is(self, tmp_path: Path) -> None:
         run_ids: dict[str, str] = {}
-        told(make("mlflow", tmp_path, access_token="hf_secret", lora_r="4"), range(1, 2), run_ids)
+        tokens = {"access_token": "hf_secret", "data__access_token": "hf_secret"}
+        told(make("mlflow", tmp_path, data="LIMA", lora_r="4", **tokens), range(1, 2), run_ids)
         params = mlflow_run(tmp_path, run_ids["mlflow"]).data.params
         assert (params["lora_r"], params["train.global_batch_size"]) == ("4", "16")
-        assert "access_token" not in params
+        assert params["data.class_path"] == "litgpt.data.LIMA"
+        assert not [key for key in params if key.endswith("access_token")]
         written = [path for path in (tmp_path / "mlflow").rglob("*") if path.is_file()]
         assert not any(b"hf_secret" in path.read_bytes() for path in written)
 

@@ -139,7 +139,7 @@ def inspect_data(
     tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
     limit = checked_length(base, recipe.train.max_seq_length)
     # Readers of hub data take $HF_TOKEN, as in a run.
-    with _as_owner_of(recipe.access_token):
+    with _as_owner_of(recipe.data_token):
         preference = objective_rules(recipe.objective).preference
         data = load_data(recipe.data, tokenizer, limit, preference=preference, progress=progress)
     evidence = Evidence(
