@@ -21,8 +21,11 @@ from notebook_cells import SINGLE_GPU, cells
 GPU_SERVER = ROOT / "notebooks/0_gpu_server.ipynb"
 EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
 QUICKEST = ROOT / "notebooks/4_your_data_to_huggingface.ipynb"
-LONG = (ROOT / "notebooks/2_multi_gpu.ipynb", ROOT / "notebooks/3_switch_hardware.ipynb")
-"""Two minutes and one: in the matrix."""
+LONG = tuple(
+    ROOT / f"notebooks/{name}.ipynb"
+    for name in ("2_multi_gpu", "3_switch_hardware", "6_preference")
+)
+"""Two minutes and one each: in the matrix."""
 KERNEL = """
 import json, sys
 import nbformat
