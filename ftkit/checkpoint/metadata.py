@@ -31,6 +31,8 @@ ADAPTER = "adapter"
 """Directory of a LoRA run: the adapter, ready for use."""
 BASE = "base"
 """Directory of a full fine-tune: the base model's files, except for its weights."""
+REFERENCE = "reference.safetensors"
+"""Log-probabilities under the reference model, if it is not there in training."""
 _SHARD = "shard-"
 _RECEIPT = re.compile(r"saved-([0-9]+)\.json")
 _CHECKSUM = "checksum"

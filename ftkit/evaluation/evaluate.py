@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ftkit.checkpoint.metadata import REFERENCE
 from ftkit.data.dataset import HeldOut, ValidationSets, load_held_out, load_sets
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import validation_loader
@@ -21,12 +24,15 @@ from ftkit.evaluation.validation import Validated, answer_scores, validation_los
 from ftkit.models.bodies.attention import attention_kernel, attention_path
 from ftkit.models.flops import attention_cost
 from ftkit.objectives.objective import Objective
+from ftkit.objectives.reference import BelowAdapter, Computed, Reference
+from ftkit.objectives.reference_values import ReferenceValues, read_values
 from ftkit.objectives.reward import Reward
 from ftkit.objectives.select import make_objective
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
 from ftkit.recipe.recipe import Component, Recipe
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.table import term_title, term_value_text
@@ -74,7 +80,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     held_out, sets = _held_out(recipe, session, longest, given)
     most = recipe.eval.max_iters * recipe.train.global_batch_size
     with Display(None, stream=sys.stderr) as display:
-        measured = _measure(session, objective, held_out, sets, most, scoring, display)
+        measured = _measure(result, session, objective, held_out, sets, most, scoring, display)
     values = {
         "result": result.name,
         "directory": display_path(result.directory),
@@ -175,7 +181,32 @@ def _base_name(result: Result, session: Session) -> str:
     return session.loaded.base.name
 
 
+def _reference(
+    result: Result, session: Session, objective: Objective, samples: Samples, limit: int
+) -> Reference | None:
+    """Reference for the first `limit` of some samples; None: the objective needs none."""
+    if not objective.needs_reference:
+        return None
+    if result.recipe is not None and is_below_adapter(result.recipe):
+        return BelowAdapter(session.loaded.model, session.context)
+    values = ReferenceValues(samples.sets)
+    store = RunDirectory(result.directory.parent).store
+    newest = store.newest()
+    # A checkpoint, what lies in one, or the result of a run that has some.
+    places = [result.directory, result.directory.parent]
+    for place in places if newest is None else [*places, store.path(newest)]:
+        values.add(read_values(place / REFERENCE))
+    if missing := len(values.missing(samples, np.arange(limit))):
+        raise UserError(
+            f"{result.name} learned by comparing with the model that it began as, whose "
+            f"log-probabilities of {missing:,} of {limit:,} samples are in none of its "
+            "checkpoints. Evaluate it on the data of its run: leave --data and --max_iters out."
+        )
+    return Computed(values.of(samples))
+
+
 def _measure(
+    result: Result,
     session: Session,
     objective: Objective,
     held_out: HeldOut,
@@ -219,6 +250,7 @@ def _measure(
             session.device,
             sources=sources,
             context=session.context,
+            reference=_reference(result, session, objective, samples, limit),
             progress=phase.advance,
         )
         assert found is not None

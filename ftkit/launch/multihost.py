@@ -448,6 +448,8 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement) -> Job:
     base = values["recipe"]["checkpoint_dir"]
     if not announcement.has_base and not base.startswith("random:"):
         values["base"] = str(find_or_download(base).resolve())
+    if values["reference"] is not None:
+        values["reference"] = str(find_or_download(values["recipe"]["reference"]).resolve())
     make_reserve(run.reserve)
     # Renamed into place: ranks of this host may read it at any time.
     partial = run.job.with_name(".job.here")

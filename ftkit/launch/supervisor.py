@@ -24,7 +24,7 @@ from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
-from ftkit.models.pretrained.hub import find_or_download, has_extra_weights
+from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
@@ -269,6 +269,7 @@ def prepare_run(
             require_room(recipe, devices, command)
         # May download gigabytes, so a run that certainly does not fit is refused before.
         base = _find_base(recipe.checkpoint_dir, recipe.method, recipe.access_token, start)
+        reference = _find_reference(recipe, start)
         if not in_place:
             require_unclaimed(wanted, print_notice)
             place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
@@ -292,6 +293,7 @@ def prepare_run(
             recipe=dataclasses.replace(recipe, out_dir=run.path),
             devices=devices,
             base=base or str(run.base),
+            reference=reference,
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
             start=str(start.checkpoint) if start else None,
@@ -362,6 +364,17 @@ def _find_base(name: str, method: Method, token: str | None, start: Start | None
             f"The checkpoint {start.checkpoint} continues from the base model "
             f"{start.metadata.base.name}: give its path with --checkpoint_dir PATH."
         ) from None
+
+
+def _find_reference(recipe: Recipe, start: Start | None) -> str | None:
+    """The reference model of a recipe; None: it has none, or a checkpoint has what it computed."""
+    if recipe.reference is None:
+        return None
+    if start is not None:  # it is needed for further samples alone, and may be gone
+        found = find_here(recipe.reference)
+    else:
+        found = find_or_download(recipe.reference, token=recipe.access_token)
+    return None if found is None else str(found.resolve())
 
 
 def _show_start(start: Start, run: RunDirectory, display: Display) -> None:

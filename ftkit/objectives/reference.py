@@ -1,20 +1,25 @@
 """The reference: the model that an objective compares with, which is not trained.
 
-It is the model as it is before the first step. Below an adapter that model is always there.
+It is the model as it is before the first step, or another one. Below an adapter the first is always
+there; else log-probabilities are computed once, before training begins.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ftkit.data.samples.layout import FILLER
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.lora.targets import is_adapter
 from ftkit.models.loss import LogProbabilities
 from ftkit.objectives.objective import Batch, sequence_sums
+from ftkit.utils.accelerators.use import sum_dtype
 
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -47,12 +52,29 @@ class BelowAdapter(Reference):
             model: of which nothing but the adapter is trained.
             context: in which it computes.
         """
+        trained = (name for name, one in model.named_parameters() if one.requires_grad)
+        assert all(map(is_adapter, trained)), "below the adapter nothing is trained"
         self._model, self._context = model, context
         self._adapter = AdapterSwitch(model)
 
     def log_probabilities(self, batch: Batch) -> Tensor:
         with self._adapter.off(), self._context():
             return sequence_log_probabilities(self._model, batch)
+
+
+class Computed(Reference):
+    """Log-probabilities that were computed before training."""
+
+    def __init__(self, values: npt.NDArray[np.float64]) -> None:
+        """Wrap the values of a data set, [samples, sequences of each]; NaN: not known."""
+        self._values = values.reshape(-1)
+
+    def log_probabilities(self, batch: Batch) -> Tensor:
+        numbers = np.array(batch["numbers"])
+        found = np.where(numbers == FILLER, 0.0, self._values[numbers])
+        assert not np.isnan(found).any(), "every sample of the run was computed"
+        device: torch.device = batch["labels"].device
+        return torch.from_numpy(found).to(sum_dtype(device)).to(device)
 
 
 @torch.no_grad()
@@ -66,9 +88,3 @@ def sequence_log_probabilities(model: LanguageModel, batch: Batch) -> Tensor:
         sequence_lengths=batch["sequence_lengths"],
     )
     return sequence_sums(values, batch)
-
-
-def trains_adapter_alone(model: LanguageModel) -> bool:
-    """Whether the base model stays as it is below the adapter."""
-    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return model.lora is not None and all(map(is_adapter, trained))

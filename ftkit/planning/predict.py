@@ -22,7 +22,7 @@ from ftkit.planning.memory import PredictedMemory, heaviest_micro_batch, predict
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import largest_micro_batch
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
@@ -46,6 +46,8 @@ ResultLayout = ModelLayout | Literal["peft"]
 MethodSource = Literal["command", "recipe", "default"]
 """Source of the method: the command, the keys of a recipe (any LoRA key or quantize means LoRA), or
 neither, which means LoRA, as with `ftkit finetune`."""
+_VALUE_BYTES = 8
+"""Bytes of a log-probability."""
 _TOKENS_APART = 128
 """Numbers of tokens that are tried for a micro-batch are multiples of this."""
 
@@ -72,6 +74,19 @@ class MicroBatchBound:
         while size > self.least:
             yield size
             size //= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedReference:
+    """What the reference model of an objective costs."""
+
+    in_every_step: bool
+    """Whether it is computed below the adapter, with a forward pass in each micro-step; otherwise
+    once for every sequence, before the first step."""
+    sequences: int | None = None
+    """Sequences to train on that are computed before the first step, at most; None: not known."""
+    kept_bytes: int | None = None
+    """Bytes that their log-probabilities take in the cache, and in each checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +125,8 @@ class Planned:
     """Training samples of an epoch at most; None: not known until the data is local."""
     steps: int | None
     """Optimizer steps at most; None: not known until the data is local."""
+    reference: "PlannedReference | None" = None
+    """The reference model of the objective; None: it compares with none."""
 
     @property
     def fits(self) -> bool | None:
@@ -169,6 +186,7 @@ class Planned:
             "tokens_per_step": self.tokens_per_step,
             "samples_per_epoch": self.samples,
             "steps": self.steps,
+            "reference": self.reference and dataclasses.asdict(self.reference),
         }
 
 
@@ -324,6 +342,24 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         tokens_per_step=recipe.train.global_batch_size * (length.tokens - 1),
         samples=samples,
         steps=steps,
+        reference=_reference(recipe, samples, steps),
+    )
+
+
+def _reference(recipe: Recipe, samples: int | None, steps: int | None) -> PlannedReference | None:
+    rules = objective_rules(recipe.objective)
+    if not rules.needs_reference:
+        return None
+    if is_below_adapter(recipe):
+        return PlannedReference(in_every_step=True)
+    if samples is None:
+        return PlannedReference(in_every_step=False)
+    each = 2 if rules.preference == "pairs" else 1
+    taken = samples if steps is None else min(samples, steps * recipe.train.global_batch_size)
+    return PlannedReference(
+        in_every_step=False,
+        sequences=taken * each,
+        kept_bytes=samples * each * _VALUE_BYTES,
     )
 
 

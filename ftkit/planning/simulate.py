@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -30,10 +31,11 @@ from ftkit.models.language_model import LanguageModel, outline, trainable, train
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.objectives.objective import Batch
-from ftkit.objectives.reference import BelowAdapter
+from ftkit.objectives.reference import BelowAdapter, Computed, Reference
 from ftkit.objectives.select import make_objective
 from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors
+from ftkit.recipe.objectives import is_below_adapter
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
@@ -300,7 +302,11 @@ class _Step:
         """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
         self._backward = False
         objective = make_objective(plan.recipe.objective)
-        reference = BelowAdapter(model, self._computing) if objective.needs_reference else None
+        reference: Reference | None = None
+        if objective.needs_reference:
+            reference = Computed(np.zeros(batch.sequences))
+            if is_below_adapter(plan.recipe):
+                reference = BelowAdapter(model, self._computing)
         self._step_loss = StepLoss(objective, model, reference)
         self._shares = zeros_for(self._step_loss, CPU)
         self._updates_in_backward = plan.recipe.train.optimizer_in_backward
@@ -386,6 +392,7 @@ class _Step:
             "is_real": is_real,
             "is_real_sequence": torch.ones(batch.sequences, dtype=torch.bool),
             "lengths": (batch.positions,) * batch.sequences,
+            "numbers": tuple(range(batch.sequences)),
             "sequence_lengths": batch.lengths,
             "divisors": defaultdict(lambda: divisor),
         }

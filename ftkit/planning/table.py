@@ -14,9 +14,9 @@ from rich.text import Text
 
 from ftkit.models.pretrained.gguf.convert import Conversion
 from ftkit.planning.gpus import HOST
-from ftkit.planning.predict import Planned
+from ftkit.planning.predict import Planned, PlannedReference
 from ftkit.planning.suggest import Change
-from ftkit.recipe.recipe import LoraRecipe
+from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.step_memory import CATEGORIES
 from ftkit.utils.console.formatting import bytes_text, count_text, percent_text
 from ftkit.utils.console.html import block, escaped, grid, labelled, styled
@@ -204,12 +204,26 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         ),
     )
     yield "sequences", planned.length.words
+    if planned.reference is not None:
+        yield "reference", _reference_text(planned.reference, planned.plan.recipe)
     if planned.steps is None:
         yield "steps", "not known until the data are on this machine"
     elif planned.samples is None:
         yield "steps", f"at most {planned.steps:,}"
     else:
         yield "steps", f"{planned.steps:,} at most, {planned.samples:,} samples per epoch at most"
+
+
+def _reference_text(reference: PlannedReference, recipe: Recipe) -> str:
+    if reference.in_every_step:
+        return "the model without its adapter: one more forward pass in each step"
+    # A step computes a gradient for each input, and in full fine-tuning one for each weight.
+    share = "a third" if recipe.method == "full" else "half"
+    words = f"computed once before the first step, in about {share} of the time of an epoch"
+    if reference.sequences is None or reference.kept_bytes is None:
+        return words
+    sequences = f"{reference.sequences:,} sequences to train on at most"
+    return f"{words} ({sequences}); {bytes_text(reference.kept_bytes)} in each checkpoint"
 
 
 def _moment_text(moment: str) -> str:

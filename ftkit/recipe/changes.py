@@ -25,6 +25,7 @@ KIND_OF: dict[str, Kind] = {
     "kernels": "hardware",
     "router_aux_loss_coef": "tunable",
     "objective": "fixed",
+    "reference": "fixed",
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
     "train.global_batch_size": "tunable",
     "train.micro_batch_size": "hardware",

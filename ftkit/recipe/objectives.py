@@ -91,7 +91,7 @@ class ObjectiveRules:
     scores: bool = False
     """Whether the model gives a sequence a score, and predicts no tokens."""
     needs_reference: bool = False
-    """Whether the model is compared with itself as it was before training."""
+    """Whether the model is compared with a reference: by default itself, before training."""
     is_smoothed: bool = False
     """Whether train.label_smoothing applies to its loss."""
 
@@ -132,6 +132,17 @@ def gives_scores(objective: Component) -> bool:
     Known without the plugin: models of its objectives answer.
     """
     return own_name(objective["class_path"]) is None and objective_rules(objective).scores
+
+
+def is_below_adapter(recipe: Recipe) -> bool:
+    """Whether the reference of a recipe is the trained model without its adapter.
+
+    All weights of that model are there in every step, and stay as they are.
+    """
+    if recipe.reference is not None or not isinstance(recipe, LoraRecipe):
+        return False
+    # With an adapter to begin from, training begins at another model than the base.
+    return recipe.adapter is None and not recipe.lora_modules_to_save
 
 
 def objective_options(objective: Component) -> ObjectiveOptions:
@@ -197,6 +208,11 @@ def check_objective(recipe: Recipe) -> None:
         raise UserError(
             f"train.label_smoothing is {train.label_smoothing:g}, but objective is {name}, and "
             "only the loss of sft can be smoothed. Try --train.label_smoothing 0."
+        )
+    if recipe.reference is not None and not rules.needs_reference:
+        raise UserError(
+            f"reference is {recipe.reference}, but objective is {name}, which compares with no "
+            "other model. Try --objective dpo, or leave reference out."
         )
     if not rules.scores:
         return

@@ -281,6 +281,10 @@ class Recipe:
     model holds for unlikely; dpo, orpo or simpo, which of the two answers of a preference pair is
     better; reward, a score that is higher for the better answer. Options as --objective.NAME
     VALUE."""
+    reference: str | None = None
+    """The model that dpo compares with, if it is not the one with which training begins: a
+    directory or name as for checkpoint_dir, with the same vocabulary. Its log-probabilities are
+    computed before the first step; it is not in memory during training."""
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)

@@ -75,6 +75,8 @@ class Job:
     """Devices of this machine."""
     base: str
     """The base model: a directory, or random:NAME."""
+    reference: str | None = None
+    """Directory of the recipe's reference model; None: it has none, or continues without it."""
     command: tuple[str, ...]
     """The command line, tokens removed."""
     started_at_s: float
@@ -160,6 +162,7 @@ class Job:
             "recipe": to_dict(self.recipe),
             "devices": dataclasses.asdict(self.devices),
             "base": self.base,
+            "reference": self.reference,
             "command": self.command,
             "started_at_s": self.started_at_s,
             "start": self.start,
@@ -195,6 +198,7 @@ class Job:
                 **devices | {key: tuple(devices[key]) for key in ("names", "memory_bytes")}
             ),
             base=values["base"],
+            reference=values["reference"],
             command=tuple(values["command"]),
             started_at_s=values["started_at_s"],
             start=values["start"],

@@ -165,6 +165,31 @@ class DeepSpeed(Strategy):
         model.body.build_rope_cache(self.device, model.body.max_length)
         self._note_rates()
 
+    @contextmanager
+    def computing_with(self, model: LanguageModel) -> Iterator[None]:
+        if self._options.stage < 3:  # parameters are whole
+            yield
+            return
+        import deepspeed
+
+        # Without an optimizer the engine does no more than gather the parameters of each module.
+        zero = {key: v for key, v in self._config["zero_optimization"].items() if v is not None}
+        zero.pop("offload_optimizer", None)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            config=self._config | {"zero_optimization": zero},
+            dist_init_required=False,
+        )
+        model.body.build_rope_cache(self.device, model.body.max_length)  # as in `set_up`
+        try:
+            yield
+        finally:
+            engine.destroy()
+            # A cache of functions in DeepSpeed's coordinator keeps the modules, but not the memory.
+            for parameter in model.parameters():
+                of_rank: Any = parameter
+                of_rank.ds_tensor.data = parameter.data = torch.empty(0, dtype=parameter.dtype)
+
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         # Otherwise DeepSpeed counts micro-steps itself, but steps may have different numbers of
         # them.

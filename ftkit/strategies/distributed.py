@@ -2,6 +2,8 @@
 
 import os
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +28,16 @@ def max_over_ranks(*values: int) -> list[int]:
     sent = torch.tensor(values, device=kind_of_backend(dist.get_backend()))
     dist.all_reduce(sent, dist.ReduceOp.MAX)
     return [int(value) for value in sent.tolist()]
+
+
+def broadcast_floats(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Array of rank 0, exactly; every rank calls this with one of the same shape."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    # As integers of 64 bits: not every device has float64.
+    sent = torch.from_numpy(values.view(np.int64)).to(kind_of_backend(dist.get_backend()))
+    dist.broadcast(sent, src=0)
+    return sent.cpu().numpy().view(np.float64)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -243,6 +243,10 @@ class Strategy(ABC):
         self._stepper: Any = self._fabric.setup_optimizers(self.optimizer)
         self._note_rates()
 
+    def computing_with(self, model: LanguageModel) -> AbstractContextManager[None]:
+        """Context in which a filled model that is not trained computes."""
+        return nullcontext()
+
     def _note_rates(self) -> None:
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 

@@ -15,6 +15,7 @@ from ftkit.checkpoint.metadata import (
     BASE,
     PLUGIN,
     RECIPE,
+    REFERENCE,
     Layout,
     Metadata,
     read_metadata,
@@ -29,6 +30,7 @@ from ftkit.models.load_weights import trained_weights
 from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.pretrained.base_model import BaseModel, save_without_weights
 from ftkit.models.pretrained.tokenizer import GENERATION
+from ftkit.objectives.reference_values import ReferenceValues, write_values
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -321,6 +323,7 @@ class Checkpointing:
                 setup.chat_files,
                 adapter=adapter,
                 fingerprint=setup.identities[0].fingerprint,
+                reference=None if setup.references is None else setup.references.values,
             )
             if callbacks:
                 written.append(callbacks.write(directory))
@@ -381,6 +384,7 @@ def write_companions(
     *,
     adapter: Iterable[tuple[str, Tensor]],
     fingerprint: str,
+    reference: ReferenceValues | None = None,
 ) -> list[Path]:
     """Write the files of a checkpoint beside its shards, and return their paths.
 
@@ -391,10 +395,15 @@ def write_companions(
         chat_files: files that say how the result is prompted.
         adapter: trained parameters of LoRA, by our names.
         fingerprint: of the base model.
+        reference: log-probabilities that a session elsewhere might not be able to compute again.
     """
     own, others = directory / RECIPE, directory / BASE
     # resume belongs to this command: a run with the stored recipe begins anew.
     own.write_text(to_yaml(dataclasses.replace(recipe, resume=False)), encoding="utf-8")
+    written = [own]
+    if reference is not None:
+        write_values(reference, directory / REFERENCE)
+        written.append(directory / REFERENCE)
     if isinstance(recipe, LoraRecipe):
         others = directory / ADAPTER
         save_adapter(
@@ -406,14 +415,14 @@ def write_companions(
             base_fingerprint=fingerprint,
             beside=chat_files,
         )
-        return [own, *others.iterdir()]
+        return [*written, *others.iterdir()]
     others.mkdir()
     save_without_weights(base, others)
     # Beside base/ and not in it: there, chat_template tokenizer has to mean the base model's own.
     prompting = [directory / name for name in (CHAT_TEMPLATE, GENERATION)]
     for file in prompting:
         file.write_bytes(chat_files[file.name])
-    return [own, *prompting, *others.iterdir()]
+    return [*written, *prompting, *others.iterdir()]
 
 
 # The interval between checkpoints

@@ -94,7 +94,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     if job.start is not None and metadata is not None:
         start = open_start(Path(job.start), metadata, job.directory.store.directory)
     device_name = [*job.devices.names, "CPU"][0]
-    setup = set_up(plan, job.base, start, device_name, journal)
+    setup = set_up(plan, job.base, job.reference, start, device_name, journal)
     # A branch is a new run in every logger.
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
     loggers = make_loggers(

@@ -1,6 +1,7 @@
 """Set-up of a rank: everything that it needs for the first step, from the plan."""
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,9 +46,9 @@ from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.objectives.objective import Objective
-from ftkit.objectives.reference import BelowAdapter, Reference, trains_adapter_alone
+from ftkit.objectives.reference import BelowAdapter, Reference
 from ftkit.objectives.select import make_objective
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
@@ -66,6 +67,13 @@ from ftkit.strategies.strategy import (
     updated_dtype,
 )
 from ftkit.training.recorder import Recorder
+from ftkit.training.references import (
+    References,
+    check_reference,
+    compute_references,
+    reference_model,
+    samples_of_run,
+)
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import percent_text
 
@@ -137,6 +145,8 @@ class Setup:
     """How attention handles the sequences of a micro-batch."""
     model: LanguageModel
     objective: Objective
+    references: References | None = None
+    """The reference of the data sets, if the objective needs one."""
     strategy: Strategy
 
     @property
@@ -190,11 +200,7 @@ class Setup:
 
     def reference_of(self, samples: Samples) -> Reference | None:
         """Reference for some samples; None: the objective needs none."""
-        return self._below_adapter if self.objective.needs_reference else None
-
-    @cached_property
-    def _below_adapter(self) -> BelowAdapter:
-        return BelowAdapter(self.model, self.strategy.precision.forward_context)
+        return None if self.references is None else self.references.of(samples)
 
     @cached_property
     def evaluated_weights(self) -> EvaluatedWeights:
@@ -208,13 +214,19 @@ class Setup:
 
 
 def set_up(
-    plan: Plan, base_model: str, start: StartingPoint, device_name: str, journal: Journal
+    plan: Plan,
+    base_model: str,
+    reference: str | None,
+    start: StartingPoint,
+    device_name: str,
+    journal: Journal,
 ) -> Setup:
     """Set up this rank, up to the first step.
 
     Args:
         plan: of the run.
         base_model: a directory, or random:NAME.
+        reference: directory of the recipe's reference, if it has one and it is here.
         start: the base model or a checkpoint.
         device_name: product name of the device, for the report.
         journal: for progress, a summary, and what the recipe was resolved to.
@@ -236,6 +248,9 @@ def set_up(
         padding_free=train.padding_free,
         micro_batch_tokens=plan.micro_batch_tokens,
     )
+    other = None if reference is None else open_base(reference)
+    if other is not None:
+        check_reference(base, other, max_seq_length)
     router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
 
     objective = make_objective(recipe.objective)
@@ -285,11 +300,6 @@ def set_up(
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
     model.kernel = kernel
     model.routing = model.body.watch_routing(router_loss)
-    if objective.needs_reference and not trains_adapter_alone(model):
-        raise UserError(
-            f"objective is {recipe.objective['class_path']}, which compares with the base model, "
-            "but this recipe changes that model. Try ftkit finetune without lora_modules_to_save."
-        )
 
     setup = Setup(
         plan=plan,
@@ -315,6 +325,8 @@ def set_up(
         adapter = read_adapter(recipe.adapter, base)
         check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
+    if objective.needs_reference:
+        setup = dataclasses.replace(setup, references=_references(setup, other, journal))
     with display.phase("loading weights") as phase:
         fill(
             model,
@@ -339,6 +351,48 @@ def set_up(
         restore(model, strategy.state_view(), start.stored, scalars)
         _log_average(strategy, start.stored, display)
     return setup
+
+
+def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> References:
+    """Find the reference of a run, and compute what has to be computed of it.
+
+    Args:
+        setup: without it; the strategy is connected, and the model not filled.
+        other: the recipe's reference, if it is here.
+        journal: for progress.
+    """
+    plan, recipe, strategy, start = setup.plan, setup.recipe, setup.strategy, setup.start
+    if is_below_adapter(recipe):
+        return References(BelowAdapter(setup.model, strategy.precision.forward_context), None)
+    base, adapter = other, None
+    if recipe.reference is None:
+        base = setup.base
+        if not base.has_weights:  # what a checkpoint has of it
+            base = _local_base(recipe.checkpoint_dir, base.architecture.implementation)
+        if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
+            adapter = read_adapter(recipe.adapter, setup.base)
+    model = None
+    if base is not None:
+        model = reference_model(
+            base,
+            plan,
+            strategy,
+            setup.layout,
+            max_seq_length=setup.max_seq_length,
+            is_own=recipe.reference is None,
+            adapter=adapter,
+        )
+    limit = recipe.eval.max_iters * recipe.train.global_batch_size
+    further = setup.objective.view(setup.sets.samples(limit)) if setup.sets.parts else None
+    values = compute_references(
+        samples_of_run(setup.data, further, setup.order, limit),
+        model,
+        strategy,
+        known=start.directory,
+        display=journal.display,
+        warn=journal.warn,
+    )
+    return References(None, values)
 
 
 # The starting point and the base model
@@ -433,14 +487,19 @@ def identities(
 
 def _local_identity(checkpoint_dir: str, implementation: Implementation) -> BaseIdentity | None:
     """Identity of a base model that is not needed any more, if all of it is on this machine."""
-    try:
+    with suppress(UserError):
+        base = _local_base(checkpoint_dir, implementation)
+        if base is not None:
+            return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
+    return None
+
+
+def _local_base(checkpoint_dir: str, implementation: Implementation) -> BaseModel | None:
+    """The base model, if all of it is on this machine."""
+    with suppress(UserError):
         found = find_here(checkpoint_dir)
-        if found is None:
-            return None
-        base = open_base(str(found), implementation)
-        return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
-    except UserError:
-        return None
+        return None if found is None else open_base(str(found), implementation)
+    return None
 
 
 # How the result is prompted

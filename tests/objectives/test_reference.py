@@ -20,8 +20,8 @@ from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.objectives.reference import (
     BelowAdapter,
     sequence_log_probabilities,
-    trains_adapter_alone,
 )
+from ftkit.recipe.objectives import is_below_adapter
 from ftkit.recipe.recipe import Quantization
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -87,7 +87,7 @@ def test_below_every_adapter_is_the_untouched_base_model(adapter: str, base: Bas
     torch.testing.assert_close(below(model), expected, rtol=1e-5, atol=0)
     assert (with_adapter(model)[:2] - expected[:2]).abs().min() > 1e-2, "the adapter is on again"
     assert expected[2] == 0, "a filler has no answer"
-    assert trains_adapter_alone(model)
+    assert is_below_adapter(recipe)
 
 
 def test_below_the_adapter_of_experts_is_the_untouched_base_model(tmp_path: Path) -> None:
@@ -99,9 +99,22 @@ def test_below_the_adapter_of_experts_is_the_untouched_base_model(tmp_path: Path
     assert (with_adapter(model)[:2] - expected[:2]).abs().min() > 1e-2
 
 
-@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
-def test_a_layer_that_is_trained_whole_is_no_base_model_any_more(
-    layer: str, base: BaseModel
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lora_modules_to_save": ["embed_tokens"]},
+        {"lora_modules_to_save": ["norm"]},
+        {"reference": "another"},
+    ],
+)
+def test_where_the_base_is_trained_too_or_is_not_meant_nothing_is_below_the_adapter(
+    keys: dict[str, Any], base: BaseModel
 ) -> None:
-    model = build(base, lora_recipe(base, lora_modules_to_save=[layer]))
-    assert not trains_adapter_alone(model)
+    recipe = lora_recipe(base, **keys)
+    assert not is_below_adapter(recipe)
+
+
+def test_layers_that_are_trained_whole_cannot_be_switched_off(base: BaseModel) -> None:
+    model = build(base, lora_recipe(base, lora_modules_to_save=["norm"]))
+    with pytest.raises(AssertionError):
+        BelowAdapter(model, nullcontext)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, write_job
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
 from runs import run_ranks
 from tiny import make_llama
 from transformers_models import make_transformers_model
@@ -199,6 +199,42 @@ def test_the_peak_of_a_rank_on_one_of_two_nodes_is_predicted_within_2_percent(
     nodes = (("devices", 2), ("num_nodes", 2), ("strategy.sharding", "HYBRID_SHARD"))
     case = Case("fsdp", "full", "32-true", (*nodes, ("train.micro_batch_size", 2)))
     assert_predicted_within_2_percent(tmp_path, 4, [case])
+
+
+OF_PAIRS = (("objective", "dpo"), *PAIRS)
+
+
+@pytest.mark.slow
+def test_the_peak_of_preference_pairs_with_their_reference_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    cases = [
+        Case("single", "lora", "32-true", (*OF_PAIRS, WHOLE_BATCH)),
+        Case("single", "lora", "bf16-mixed", (*OF_PAIRS, CHECKPOINTED)),
+        Case("single", "full", "bf16-true", OF_PAIRS),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases)
+
+
+@pytest.mark.matrix
+def test_the_peak_of_preference_pairs_on_several_ranks_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    cases = [Case(name, "lora", "32-true", OF_PAIRS) for name in ("ddp", "fsdp")]
+    cases += [Case("fsdp", "full", "32-true", OF_PAIRS)]
+    cases += [Case("deepspeed", "full", "32-true", OF_PAIRS)] * HAS_DEEPSPEED
+    assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+@pytest.mark.matrix
+@needs_deepspeed
+def test_pairs_below_an_adapter_under_zero_3_need_hardly_less_than_predicted(
+    tmp_path: Path,
+) -> None:
+    """ZeRO-3 gathers nothing ahead in a backward pass after two different forward passes."""
+    case = Case("deepspeed", "lora", "32-true", OF_PAIRS)
+    errors = errors_of_predictions(tmp_path, 2, [case], make_base(tmp_path))
+    assert 0 < errors[case] < 0.08
 
 
 EXPERTS = (("quantize", "bnb.nf4"), ("lora_experts", True), ("train.micro_batch_size", 4))

@@ -1,4 +1,7 @@
-"""Promises P1 and P2 for preference pairs, whose losses depend on a reference model."""
+"""Promises P1 and P2 for preference pairs, whose losses depend on a reference model.
+
+Below an adapter the reference is computed in every step; for all others once, before the first.
+"""
 
 import json
 import math
@@ -6,100 +9,180 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
-from tiny import make_pairs
+from rank_jobs import NO_EVALUATION, Case, Outcome, make_run, needs_deepspeed
+from tiny import make_llama, make_pairs
 
+from ftkit.objectives.reference_values import read_values
 from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
 STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
 Changes = tuple[tuple[str, Any], ...]
+Found = dict[tuple[str, ...], Outcome]
+Cases = dict[tuple[str, ...], Case]
+KINDS: dict[str, tuple[Method, Changes]] = {
+    "adapter": ("lora", ()),
+    "full": ("full", ()),
+    "whole layers": ("lora", (("lora_modules_to_save", "[embed_tokens]"),)),
+    "another model": ("lora", (("reference", "OTHER"),)),
+    "another, quantised": ("lora", (("reference", "OTHER"), ("quantize", "bnb.nf4"))),
+}
+OFTEN = ("adapter", "full")
+FEW = [kind for kind in KINDS if kind not in OFTEN]
+ALONE: Changes = (("train.micro_batch_size", 1),)
+PADDED: Changes = (("train.micro_batch_size", 5), ("train.padding_free", False))
 LAYOUTS: dict[str, Changes] = {
-    "one pair at a time": (("train.micro_batch_size", 1),),
     "two pairs": (("train.micro_batch_size", 2),),
-    "five pairs, padded": (("train.micro_batch_size", 5), ("train.padding_free", False)),
-    "a number of tokens": (
-        ("train.micro_batch_size", None),
-        ("train.micro_batch_tokens", 90),
-    ),
+    "tokens": (("train.micro_batch_size", None), ("train.micro_batch_tokens", 90)),
     "checkpointed": (("memory.activation_checkpointing", True),),
 }
-Found = dict[tuple[str, ...], Outcome]
+
+
+class Runs:
+    """Runs cases of every kind, with a reference that none finds in the cache."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._run = make_run(tmp_path_factory, "uncached_cases.py")
+        directory = tmp_path_factory.mktemp("pairs")
+        file = directory / "pairs.json"
+        file.write_text(json.dumps(make_pairs(40)))
+        self._other = str(make_llama(directory / "other", num_hidden_layers=1))
+        self._common: Changes = (
+            ("objective", "dpo"),
+            ("objective.beta", 0.5),
+            ("data.json_path", str(file)),
+            ("data.mask_prompt", None),
+            ("train.epochs", 1),
+            *NO_EVALUATION,
+            ("eval.interval", 2),
+        )
+
+    def case(self, strategy: str, kind: str, *more: tuple[str, Any], **options: Any) -> Case:
+        method, changes = KINDS[kind]
+        own = [(key, self._other if value == "OTHER" else value) for key, value in changes]
+        return Case(strategy, method, changes=(*self._common, *own, *more), **options)
+
+    def of(self, world_size: int, cases: Cases) -> Found:
+        found = self._run(world_size, list(cases.values()))
+        return {name: found[case] for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return make_run(tmp_path_factory)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Changes:
-    """What makes the recipe of all cases one of preference pairs."""
-    file = tmp_path_factory.mktemp("pairs") / "pairs.json"
-    file.write_text(json.dumps(make_pairs(40)))
-    return (
-        ("objective", "dpo"),
-        ("objective.beta", 0.5),
-        ("data.json_path", str(file)),
-        ("data.mask_prompt", None),
-        ("train.epochs", 1),
-        *NO_EVALUATION,
-        ("eval.interval", 2),
-    )
+def found(runs: Runs) -> Found:
+    """Runs of the usual kinds, by kind and what they are."""
+    single: Cases = {(kind,): runs.case("single", kind) for kind in OFTEN}
+    single |= {(kind, "half"): runs.case("single", kind, stop_after=1) for kind in OFTEN}
+    single |= {(kind, "alone"): runs.case("single", kind, *ALONE) for kind in OFTEN}
+    single |= {(kind, "padded"): runs.case("single", kind, *PADDED) for kind in OFTEN}
+    known = runs.of(1, single)
+    names = ("ddp", "fsdp", "deepspeed")
+    double: Cases = {(kind, name): runs.case(name, kind) for kind in OFTEN for name in names}
+    for kind, name in (("adapter", "deepspeed"), ("full", "fsdp")):
+        start = known[kind, "half"].out_dir
+        double[kind, name, "resumed"] = runs.case(name, kind, start=start)
+    return known | runs.of(2, double)
 
 
 @pytest.fixture(scope="module")
-def found(run: Run, pairs: Changes) -> Found:
-    """All runs, by method and what they are."""
-    single = {
-        ("lora",): Case("single", "lora", changes=pairs),
-        ("lora", "half"): Case("single", "lora", changes=pairs, stop_after=1),
-        **{("lora", name): Case("single", "lora", changes=(*pairs, *layout))
-           for name, layout in LAYOUTS.items()},
-    }  # fmt: skip
-    alone = run(1, list(single.values()))
-    known = {name: alone[case] for name, case in single.items()}
-    double = {}
-    for strategy in ("ddp", "fsdp", "deepspeed"):
-        double["lora", strategy] = Case(strategy, "lora", changes=pairs)
-        start = known["lora", "half"].out_dir
-        double["lora", strategy, "resumed"] = Case(strategy, "lora", changes=pairs, start=start)
-    in_two = run(2, list(double.values()))
-    return known | {name: in_two[case] for name, case in double.items()}
+def more(runs: Runs, found: Found) -> Found:
+    """Runs of the other kinds, layouts, and ways to resume."""
+    single: Cases = {(kind,): runs.case("single", kind) for kind in FEW}
+    single |= {(kind, "half"): runs.case("single", kind, stop_after=1) for kind in FEW}
+    for kind in OFTEN:
+        single |= {(kind, n): runs.case("single", kind, *LAYOUTS[n]) for n in LAYOUTS}
+    known = found | runs.of(1, single)
+    names = ("ddp", "fsdp", "deepspeed")
+    double: Cases = {(kind, name): runs.case(name, kind) for kind in FEW for name in names}
+    for kind in KINDS:
+        start = known[kind, "half"].out_dir
+        for name in names:
+            double[kind, name, "resumed"] = runs.case(name, kind, start=start)
+    return known | runs.of(2, double)
 
 
-def assert_same(found: Outcome, expected: Outcome) -> None:
+def assert_same(found: Outcome, expected: Outcome, within: float = 1e-5) -> None:
     assert len(expected.losses) == 3
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)
+    assert found.losses == pytest.approx(expected.losses, rel=within)
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=within)
     weights = found.weights()
     for name, tensor in expected.weights().items():
         torch.testing.assert_close(weights.pop(name), tensor, rtol=0, atol=1e-5)
     assert not weights
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", ["lora"])
-def test_the_layout_of_micro_batches_changes_nothing(
-    method: Method, layout: str, found: Found
-) -> None:
-    assert_same(found[method, layout], found[method,])
+@pytest.mark.parametrize("layout", ["alone", "padded"])
+@pytest.mark.parametrize("kind", OFTEN)
+def test_the_layout_of_micro_batches_changes_nothing(kind: str, layout: str, found: Found) -> None:
+    assert_same(found[kind, layout], found[kind,])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", ["lora"])
-def test_two_ranks_learn_as_one_does(method: Method, strategy: str, found: Found) -> None:
-    assert_same(found[method, strategy], found[method,])
+@pytest.mark.parametrize("kind", OFTEN)
+def test_two_ranks_learn_as_one_does(kind: str, strategy: str, found: Found) -> None:
+    assert_same(found[kind, strategy], found[kind,])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("method", ["lora"])
-def test_a_run_resumes_under_every_strategy(method: Method, strategy: str, found: Found) -> None:
-    assert_same(found[method, strategy, "resumed"], found[method,])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [pytest.param("adapter", "deepspeed", marks=needs_deepspeed), ("full", "fsdp")],
+)
+def test_a_run_resumes_under_another_strategy(kind: str, strategy: str, found: Found) -> None:
+    assert_same(found[kind, strategy, "resumed"], found[kind,])
 
 
-@pytest.mark.parametrize("method", ["lora"])
-def test_training_begins_at_the_reference(method: Method, found: Found) -> None:
-    losses = found[method,].losses
+@pytest.mark.parametrize("kind", OFTEN)
+def test_training_begins_at_the_reference(kind: str, found: Found) -> None:
+    losses = found[kind,].losses
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
     assert losses[-1] < losses[0] - 0.01
+
+
+def test_a_checkpoint_has_the_reference_where_a_later_session_could_not_compute_it(
+    found: Found,
+) -> None:
+    files = {kind: found[kind,].checkpoint / "reference.safetensors" for kind in OFTEN}
+    assert not files["adapter"].exists()
+    values = read_values(files["full"])
+    assert sorted(one.shape for one in values.values()) == [(8, 2), (32, 2)]
+    for strategy in ("ddp", "fsdp"):
+        others = read_values(found["full", strategy].checkpoint / "reference.safetensors")
+        for name, expected in values.items():
+            assert others.pop(name) == pytest.approx(expected, rel=1e-6)
+        assert not others
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", OFTEN)
+def test_further_layouts_change_nothing(kind: str, layout: str, more: Found) -> None:
+    assert_same(more[kind, layout], more[kind,])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", FEW)
+def test_two_ranks_learn_as_one_does_with_every_reference(
+    kind: str, strategy: str, more: Found
+) -> None:
+    assert_same(more[kind, strategy], more[kind,])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_every_kind_resumes_under_every_strategy(
+    kind: str, strategy: str, more: Found
+) -> None:
+    assert_same(more[kind, strategy, "resumed"], more[kind,])
+
+
+@pytest.mark.matrix
+def test_training_begins_elsewhere_than_at_another_model(more: Found) -> None:
+    assert more["whole layers",].losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    for kind in ("another model", "another, quantised"):
+        assert abs(more[kind,].losses[0] - math.log(2)) > 0.01

@@ -131,8 +131,8 @@ class Outcome:
 Run = Callable[[int, list[Case]], dict[Case, Outcome]]
 
 
-def make_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Gives what runs cases on a number of ranks, all in one process group."""
+def make_run(tmp_path_factory: pytest.TempPathFactory, script: str = "rank_cases.py") -> Run:
+    """Gives what runs cases on a number of ranks, all in one process group, by a script."""
     directory = tmp_path_factory.mktemp("base")
     bases = {
         tied: make_llama(directory / name, tie_word_embeddings=tied)
@@ -148,7 +148,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         for case in cases:
             out_dir = tmp_path_factory.mktemp(f"x{world_size}-{case}")
             jobs[case] = write_job(case, world_size, out_dir, bases[case.tied], data)
-        run_ranks(world_size, list(jobs.values()))
+        run_ranks(world_size, list(jobs.values()), script)
         return {case: Outcome(job.parent.parent) for case, job in jobs.items()}
 
     return run

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ftkit.data.samples.layout import FILLER, RankLayout, validation_batches
+from ftkit.data.samples.layout import FILLER, IntArray, RankLayout, validation_batches
 from ftkit.data.samples.sample_set import Sample, Samples
 from ftkit.data.samples.sampler import ElasticOrder
 
@@ -159,15 +159,36 @@ def validation_loader(
     sources = samples.sources[:limit]
     keys: list[_Key] = []
     for source in np.unique(sources).tolist():
-        numbers = np.flatnonzero(sources == source)
-        lengths = samples.widths(padding_free=layout.padding_free)[numbers]
-        for batch in validation_batches(lengths, len(numbers), layout):
-            # The layout numbers the samples of this source; the loader those of the data set.
-            found = [i if i == FILLER else int(numbers[i]) for i in batch]
+        for found in _batches(samples, np.flatnonzero(sources == source), layout):
             real = [i for i in found if i != FILLER]
             sums = {name: float(values[real].sum()) for name, values in amounts.items()}
             keys.append((found, sums, True, source))
     return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, pin_memory)
+
+
+def inference_loader(
+    samples: Samples, numbers: IntArray, layout: RankLayout
+) -> DataLoader[dict[str, Any]]:
+    """Load this rank's batches of some samples, as many on every rank.
+
+    Args:
+        samples: the data set.
+        numbers: of the samples, without repetition.
+        layout: of a batch, on this rank.
+
+    Returns:
+        Loader of what collate returns, without divisors.
+    """
+    keys: list[_Key] = [(found, {}, True, None) for found in _batches(samples, numbers, layout)]
+    return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, False)
+
+
+def _batches(samples: Samples, numbers: IntArray, layout: RankLayout) -> Iterator[list[int]]:
+    """Yield the numbers of each of this rank's batches of some samples."""
+    lengths = samples.widths(padding_free=layout.padding_free)[numbers]
+    for batch in validation_batches(lengths, len(numbers), layout):
+        # The layout numbers the samples that it was given; the loader those of the data set.
+        yield [i if i == FILLER else int(numbers[i]) for i in batch]
 
 
 _Key = tuple[list[int], Mapping[str, float], bool, int | None]

@@ -89,6 +89,16 @@ class Samples(Dataset[Sample]):
     def sources(self) -> npt.NDArray[np.int32]:
         """[samples], the number of the source that each is of."""
 
+    @property
+    @abstractmethod
+    def sets(self) -> "tuple[SampleSet, ...]":
+        """Samples of each source."""
+
+    @property
+    @abstractmethod
+    def places(self) -> IntArray:
+        """[samples], where each lies in the set of its source."""
+
 
 class SampleArrays(NamedTuple):
     """Sequences, one behind the other."""
@@ -204,6 +214,14 @@ class SampleSet(Samples):
     def sources(self) -> npt.NDArray[np.int32]:
         return np.zeros(len(self), dtype=np.int32)
 
+    @property
+    def sets(self) -> "tuple[SampleSet, ...]":
+        return (self,)
+
+    @property
+    def places(self) -> IntArray:
+        return np.arange(len(self))
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of tokens, sample boundaries and masks, whatever files they came from.
@@ -272,7 +290,7 @@ class JoinedSamples(Samples):
             sources: [samples], the number of the source of each.
             places: [samples], where it lies in that source.
         """
-        self._sets, self._sources, self._places = sets, sources, places
+        self._sets, self._sources, self._places = tuple(sets), sources, places
         (self.per_sample,) = {each.per_sample for each in sets}
 
     @classmethod
@@ -330,6 +348,14 @@ class JoinedSamples(Samples):
     def sources(self) -> npt.NDArray[np.int32]:
         return self._sources
 
+    @property
+    def sets(self) -> tuple[SampleSet, ...]:
+        return self._sets
+
+    @property
+    def places(self) -> IntArray:
+        return self._places
+
     def _gathered(self, values: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
         """[samples, ...], of values of the samples of each source."""
         starts = np.cumsum([0, *map(len, values)])
@@ -364,6 +390,14 @@ class ScoredSamples(Samples):
     @property
     def sources(self) -> npt.NDArray[np.int32]:
         return self._samples.sources
+
+    @property
+    def sets(self) -> tuple[SampleSet, ...]:
+        return self._samples.sets
+
+    @property
+    def places(self) -> IntArray:
+        return self._samples.places
 
 
 def _scored(sample: Sample) -> Sample:

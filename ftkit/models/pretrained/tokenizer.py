@@ -197,6 +197,14 @@ class Tokenizer:
         return self._named_token("bos")
 
     @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens by their text, those that were added included."""
+        if self.backend == "sentencepiece":
+            return {self.token_text(i): i for i in range(self.processor.vocab_size())}
+        vocabulary: dict[str, int] = self.processor.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    @cached_property
     def added_tokens(self) -> dict[str, int]:
         """Ids of the tokens that are only recognised where a text contains them in full."""
         if self.backend == "sentencepiece":

@@ -157,7 +157,7 @@ def test_preference_pairs_are_refused_by_name_with_what_trains_on_the_chosen_one
     row: Record, works: str
 ) -> None:
     reason = refusal(row)
-    assert says(reason, "a.jsonl, line 1 ... chosen and rejected")
+    assert says(reason, "a.jsonl, line 1 ... chosen and rejected ... --objective dpo")
     assert reason.endswith(f"try {works}.")
     words = works.split()
     options = zip(words[::2], words[1::2], strict=True)

@@ -1,0 +1,51 @@
+"""Frozen models: loaded beside the model that is trained, or before it, and sharded as it is."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.load_weights import fill
+from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.strategies.strategy import Strategy
+from ftkit.utils.progress import OnProgress
+
+
+@contextmanager
+def frozen(
+    model: LanguageModel,
+    base: BaseModel,
+    strategy: Strategy,
+    *,
+    rope_length: int,
+    seed: int,
+    adapter: Mapping[str, Tensor] | None = None,
+    progress: OnProgress,
+) -> Iterator[LanguageModel]:
+    """Load a model that only computes; every rank does, and holds its part of it.
+
+    Nothing of it is kept after the context but what the caller still refers to.
+
+    Args:
+        model: outlined, on the meta device.
+        base: the model whose weights are read.
+        strategy: connected; whether it has a model to train already makes no difference.
+        rope_length: positions of the table of rotary embeddings.
+        seed: of an adapter's initial values.
+        adapter: initial values of an adapter by our names, instead of drawn ones.
+        progress: called with (parameters filled, parameters in all).
+    """
+    model.requires_grad_(False)
+    fill(
+        model,
+        base,
+        sharding=strategy.sharding,
+        device=strategy.device,
+        rope_length=rope_length,
+        seed=seed,
+        adapter=adapter,
+        progress=progress,
+    )
+    with strategy.computing_with(model.eval()):
+        yield model

@@ -1,0 +1,344 @@
+"""The reference of a run: below the adapter, or computed once before the first step."""
+
+import dataclasses
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from safetensors import SafetensorError
+
+import ftkit
+from ftkit.checkpoint.metadata import REFERENCE
+from ftkit.data.dataset import DataSets
+from ftkit.data.samples.layout import FILLER, IntArray, RankLayout
+from ftkit.data.samples.loader import inference_loader
+from ftkit.data.samples.sample_set import Samples
+from ftkit.data.samples.sampler import ElasticOrder
+from ftkit.errors import UserError
+from ftkit.models.bodies.attention import attention_kernel, attention_path
+from ftkit.models.language_model import LanguageModel, outline, outline_plain
+from ftkit.models.lora.adapter_files import Adapter
+from ftkit.models.pretrained.base_model import BaseModel, fingerprint
+from ftkit.objectives.reference import BelowAdapter, Computed, Reference, sequence_log_probabilities
+from ftkit.objectives.reference_values import ReferenceCache, ReferenceValues, read_values
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.strategies.distributed import rank, sum_over_ranks
+from ftkit.strategies.frozen import frozen
+from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
+from ftkit.utils.accelerators.use import free_cached_memory, sum_dtype
+from ftkit.utils.console.display import Display
+from ftkit.utils.progress import OnProgress
+
+_SAMPLES_AT_ONCE = 512
+"""Samples that each rank computes before the ranks exchange what they have found."""
+_SAVED_EVERY_S = 60.0
+"""Seconds of work that an interruption may cost."""
+
+
+@dataclass(frozen=True)
+class References:
+    """The reference of every data set of a run."""
+
+    below: BelowAdapter | None
+    """The trained model without its adapter, if that is the reference."""
+    values: ReferenceValues | None
+    """Computed log-probabilities, if it is not."""
+
+    def of(self, samples: Samples) -> Reference:
+        """Reference of the samples of a data set."""
+        if self.below is not None:
+            return self.below
+        assert self.values is not None
+        return Computed(self.values.of(samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceModel:
+    """The model that log-probabilities are computed with."""
+
+    key: Mapping[str, object]
+    """What its numbers depend on; empty on ranks other than 0."""
+    load: Callable[[OnProgress], AbstractContextManager[LanguageModel]]
+    """Loads the model, which is there inside the context."""
+    layout: RankLayout
+    """Layout of its micro-batches on this rank."""
+
+
+def check_reference(base: BaseModel, other: BaseModel, max_seq_length: int) -> None:
+    """Refuse a reference model that cannot compute what the trained model does.
+
+    Args:
+        base: the trained model.
+        other: the reference.
+        max_seq_length: tokens of the longest sequence.
+
+    Raises:
+        UserError: it has other tokens, or a shorter context.
+    """
+    own, others = base.tokenizer.vocabulary, other.tokenizer.vocabulary
+    differing = next((token for token, i in own.items() if others.get(token) != i), None)
+    if differing is not None:
+        found = others.get(differing)
+        raise UserError(
+            f"reference is {other.name}, whose vocabulary differs from that of {base.name}: "
+            f"{differing!r} is token {own[differing]} there and "
+            f"{'no token' if found is None else f'token {found}'} here. Give a model with the same "
+            "tokens, such as the one that checkpoint_dir was trained from, or leave reference out."
+        )
+    if other.architecture.context_length < max_seq_length:
+        raise UserError(
+            f"reference is {other.name}, which takes {other.architecture.context_length:,} tokens, "
+            f"but sequences may have {max_seq_length:,}. Try --train.max_seq_length "
+            f"{other.architecture.context_length}."
+        )
+
+
+def reference_model(
+    base: BaseModel,
+    plan: Plan,
+    strategy: Strategy,
+    layout: RankLayout,
+    *,
+    max_seq_length: int,
+    is_own: bool,
+    adapter: Adapter | None = None,
+) -> ReferenceModel:
+    """Describe the reference of a run, without loading it.
+
+    Args:
+        base: the model whose weights are read.
+        plan: of the run.
+        strategy: of the run, connected.
+        layout: of training on this rank.
+        max_seq_length: tokens of the longest sequence.
+        is_own: whether training begins with this model, adapted and quantised by the recipe;
+            otherwise it is computed as it is, but quantised as the trained one.
+        adapter: values of an adapter with which training begins.
+    """
+    recipe, architecture = plan.recipe, base.architecture
+    traits = architecture.attention
+    kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
+    path = attention_path(
+        traits,
+        kernel,
+        padding_free=recipe.train.padding_free,
+        micro_batch_tokens=plan.micro_batch_tokens,
+    )
+    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
+    dtypes = parameter_dtype(plan), compute_dtype(plan)
+
+    def load(progress: OnProgress) -> AbstractContextManager[LanguageModel]:
+        if is_own:
+            model = outline(base, recipe, *dtypes)
+        else:
+            model = outline_plain(base, *dtypes, tied=base.tied, kind=quantize)
+        model.kernel = kernel
+        return frozen(
+            model,
+            base,
+            strategy,
+            rope_length=min(architecture.context_length, max_seq_length),
+            seed=recipe.seed,
+            adapter=None if adapter is None else adapter.tensors,
+            progress=progress,
+        )
+
+    key: dict[str, object] = {}
+    if rank() == 0:
+        key = {
+            "model": fingerprint(base),
+            "adapter": None if adapter is None else _digest(adapter),
+            "precision": plan.precision,
+            "parameters": str(parameter_dtype(plan)),
+            "quantize": quantize,
+            "version": ftkit.__version__,
+        }
+    return ReferenceModel(
+        key=key,
+        load=load,
+        layout=dataclasses.replace(layout, padding_free=path != "padded"),
+    )
+
+
+def _digest(adapter: Adapter) -> str:
+    """Checksum of an adapter's values and settings."""
+    digest = hashlib.sha256(json.dumps(adapter.changes, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(adapter.tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Samples whose log-probabilities a run needs."""
+
+    samples: Samples
+    numbers: IntArray
+    """Those that it takes."""
+
+
+def samples_of_run(
+    data: DataSets, further: Samples | None, order: ElasticOrder, validation_limit: int
+) -> list[Wanted]:
+    """List what a run trains on and validates on.
+
+    Args:
+        data: of the run.
+        further: samples of other sets to validate on.
+        order: of the steps to come.
+        validation_limit: validation samples of the data.
+    """
+    is_taken = np.zeros(len(data.train), dtype=np.bool_)
+    left = len(is_taken)
+    for step in range(order.start_step, order.total_steps):
+        taken = np.unique(order.samples(step))
+        left -= int((~is_taken[taken]).sum())
+        is_taken[taken] = True
+        if not left:
+            break
+    wanted = [Wanted(samples=data.train, numbers=np.flatnonzero(is_taken))]
+    held_out = np.arange(min(validation_limit, len(data.val)))
+    wanted.append(Wanted(samples=data.val, numbers=held_out))
+    if further is not None:
+        wanted.append(Wanted(samples=further, numbers=np.arange(len(further))))
+    return wanted
+
+
+def compute_references(
+    wanted: Sequence[Wanted],
+    model: ReferenceModel | None,
+    strategy: Strategy,
+    *,
+    known: Path | None,
+    display: Display,
+    warn: Callable[[str], None],
+) -> ReferenceValues:
+    """Compute the log-probabilities that a run needs, as far as they are not known.
+
+    Every rank calls this, once they are connected and before there is a model to train.
+
+    Args:
+        wanted: the data sets.
+        model: the reference; None: it is not on this machine.
+        strategy: of the run.
+        known: the checkpoint that the run continues from, which has those of earlier sessions.
+        display: shows progress.
+        warn: shows a warning.
+
+    Raises:
+        UserError: some are not known, and there is no model to compute them with.
+    """
+    values = ReferenceValues(one for each in wanted for one in each.samples.sets)
+    cache = ReferenceCache(model.key) if model is not None and rank() == 0 else None
+    if rank() == 0:
+        if known is not None:
+            values.add(read_values(known / REFERENCE))
+        if cache is not None:
+            cache.load_into(values)
+    values.share()
+    missing = [
+        dataclasses.replace(each, numbers=values.missing(each.samples, each.numbers))
+        for each in wanted
+    ]
+    if not any(len(each.numbers) for each in missing):
+        return values
+    if model is None:
+        count = sum(len(each.numbers) for each in missing)
+        raise UserError(
+            f"reference: the log-probabilities of {count:,} samples under the reference model are "
+            "in no checkpoint and not in the cache of this machine, and neither is the model. "
+            "Fetch it with ftkit download, and try again."
+        )
+    saving = _Saving(cache, values, warn)
+    try:
+        _compute(missing, values, model, strategy, display, saving)
+    finally:
+        saving.save()  # also of what is interrupted
+    # The model is gone; its memory is for that which is trained.
+    gc.collect()
+    free_cached_memory()
+    return values
+
+
+class _Saving:
+    """Keeps values in the cache on rank 0, now and then."""
+
+    def __init__(
+        self, cache: ReferenceCache | None, values: ReferenceValues, warn: Callable[[str], None]
+    ) -> None:
+        self._cache, self._values, self._warn = cache, values, warn
+        self._saved_at_s = time.monotonic()
+
+    def save_if_due(self) -> None:
+        if time.monotonic() - self._saved_at_s > _SAVED_EVERY_S:
+            self.save()
+            self._saved_at_s = time.monotonic()
+
+    def save(self) -> None:
+        if self._cache is None:
+            return
+        try:
+            self._cache.keep(self._values)
+        except (OSError, SafetensorError) as error:
+            self._warn(
+                f"The log-probabilities of the reference cannot be cached ({error}): another run "
+                "will compute them again."
+            )
+            self._cache = None
+
+
+def _compute(
+    missing: Sequence[Wanted],
+    values: ReferenceValues,
+    model: ReferenceModel,
+    strategy: Strategy,
+    display: Display,
+    saving: _Saving,
+) -> None:
+    total, done = sum(len(each.numbers) for each in missing), 0
+    with ExitStack() as stack:
+        with display.phase("loading the reference model") as phase:
+            network = stack.enter_context(model.load(phase.advance))
+        with display.phase("computing the reference") as phase:
+            for each in missing:
+                at_once = _SAMPLES_AT_ONCE * model.layout.world_size
+                for start in range(0, len(each.numbers), at_once):
+                    chunk = each.numbers[start : start + at_once]
+                    found = _of_samples(each.samples, chunk, network, model.layout, strategy)
+                    values.put(each.samples, chunk, found)
+                    saving.save_if_due()
+                    done += len(chunk)
+                    phase.advance(done, total)
+        strategy.sharding.reshard(network)
+
+
+def _of_samples(
+    samples: Samples,
+    numbers: IntArray,
+    model: LanguageModel,
+    layout: RankLayout,
+    strategy: Strategy,
+) -> npt.NDArray[np.float64]:
+    """Log-probabilities of some samples, computed by all ranks: [numbers, per_sample]."""
+    device, each = strategy.device, samples.per_sample
+    places = {int(number): place for place, number in enumerate(numbers)}
+    found = torch.zeros(len(numbers) * each, dtype=sum_dtype(device), device=device)
+    for batch in inference_loader(samples, numbers, layout):
+        batch = move_data_to_device(batch, device)
+        with strategy.precision.forward_context():
+            values = sequence_log_probabilities(model, batch)
+        for place, number in enumerate(batch["numbers"]):
+            if number != FILLER:
+                found[places[number // each] * each + number % each] = values[place]
+    return sum_over_ranks(found).double().cpu().numpy().reshape(-1, each)
