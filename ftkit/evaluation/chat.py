@@ -30,10 +30,15 @@ class Conversation:
         """
         self._responder = responder
         self._messages: list[Message] = []
+        """All turns so far, each a message with its answer."""
+        self._asked: list[Message] = []
+        """The turns that the newest prompt holds, and its message."""
         self.has_history = responder.prompting is not None
 
     def ask(self, text: str, longest: int) -> Tensor:
-        """Build the prompt of the next turn; the oldest turns are dropped if it is too long.
+        """Build the prompt of the next turn; the oldest turns are left out if it is too long.
+
+        The turn is part of the conversation as soon as it is answered.
 
         Args:
             text: the message.
@@ -44,26 +49,21 @@ class Conversation:
         """
         if not self.has_history:
             return self._responder.prompt_of(Question(text=text))
-        self._messages.append({"role": "user", "content": text})
+        self._asked = [*self._messages, {"role": "user", "content": text}]
         room = self._responder.context_length - longest
         while True:
-            question = Question(text=text, messages=tuple(self._messages))
+            question = Question(text=text, messages=tuple(self._asked))
             prompt = self._responder.prompt_of(question)
             # The question itself stays: if it alone is too long, `Responder.stream` refuses it.
-            if len(prompt) <= room or len(self._messages) < 3:
+            if len(prompt) <= room or len(self._asked) < 3:
                 return prompt
             # A question goes with its answer.
-            del self._messages[:2]
+            del self._asked[:2]
 
     def answered(self, text: str) -> None:
-        """Record an answer, complete or not, without surrounding space."""
+        """Record the last message and its answer, complete or not, without surrounding space."""
         if self.has_history:
-            self._messages.append({"role": "assistant", "content": text.strip()})
-
-    def forget(self) -> None:
-        """Remove the last message."""
-        if self.has_history:
-            self._messages.pop()
+            self._messages = [*self._asked, {"role": "assistant", "content": text.strip()}]
 
 
 def chat(result: Result, options: ChatOptions) -> int:
@@ -100,7 +100,6 @@ def chat(result: Result, options: ChatOptions) -> int:
             for piece in responder.stream(prompt, answer):
                 print(shown(piece), end="", flush=True)
         except UserError as error:  # too long a line
-            conversation.forget()
             _print_aside(str(error))
             continue
         except KeyboardInterrupt:
@@ -121,22 +120,34 @@ def _chat_in_json(conversation: Conversation, responder: Responder, max_new_toke
             continue
         if not line:
             return 0
-        answer = Answer()
-        try:
-            text = json.loads(line)["prompt"]
-            for _ in responder.stream(conversation.ask(text, min(max_new_tokens, 256)), answer):
-                pass
-        except (KeyError, TypeError, ValueError):
+        text = _prompt_in(line)
+        if text is None:
             _print_json(error=f'{line.strip()} is not {{"prompt": TEXT}}.')
             continue
+        answer = Answer()
+        try:
+            for _ in responder.stream(conversation.ask(text, min(max_new_tokens, 256)), answer):
+                pass
         except UserError as error:  # too long a text
-            conversation.forget()
             _print_json(error=str(error))
             continue
         except KeyboardInterrupt:
             _print_aside("(stopped)")
         conversation.answered(answer.text)
         _print_json(answer=answer.text, tokens=answer.tokens, seconds=round(answer.seconds, 3))
+
+
+def _prompt_in(line: str) -> str | None:
+    """Text of {"prompt": TEXT}; None: the line is something else."""
+    try:
+        asked = json.loads(line)
+        prompt = asked.get("prompt") if isinstance(asked, dict) else None
+        if isinstance(prompt, str):
+            prompt.encode()  # JSON may hold half a character, which no tokenizer takes
+            return prompt
+    except (ValueError, RecursionError):
+        pass
+    return None
 
 
 def _print_json(**values: object) -> None:

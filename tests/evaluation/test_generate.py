@@ -17,6 +17,7 @@ from runs import DEFAULT_SIGNALS, TIMEOUT_S
 
 from ftkit.cli.app import run
 from ftkit.evaluation.result import find_result
+from ftkit.evaluation.session import Responder
 from ftkit.recipe.recipe import Quantization
 
 
@@ -284,6 +285,9 @@ def test_chat_says_that_it_remembers_nothing_without_a_template(
     assert says(err, "no history")
 
 
+LLAMA3 = ["--prompt_style", "llama3", "--max_new_tokens", 4]
+
+
 def llama3(*turns: str) -> str:
     def said_by(role: str, text: str) -> str:
         return f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
@@ -305,15 +309,20 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(directory, max_position_embeddings=1024, initializer_range=0.3)
 
 
+def two_turns(path: Path) -> list[str]:
+    """The answers of a base model to "red" and then to "blue", which depends on the first turn."""
+    first = expected_answer(path, llama3("red"), longest=4)
+    second = expected_answer(path, llama3("red", first, "blue"), longest=4)
+    assert second != expected_answer(path, llama3("blue"), longest=4)
+    return [first, second]
+
+
 def test_chat_remembers_where_the_style_has_a_place_for_it(
     roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed(monkeypatch, "red", "blue")
-    options = ["--prompt_style", "llama3", "--max_new_tokens", 4]
-    out, err = said("chat", roomy, *options)
-    first = expected_answer(roomy, llama3("red"), longest=4)
-    second = expected_answer(roomy, llama3("red", first, "blue"), longest=4)
-    assert out == f"{first}\n{second}\n"
+    out, err = said("chat", roomy, *LLAMA3)
+    assert out == "".join(f"{answer}\n" for answer in two_turns(roomy))
     assert "no history" not in err
 
 
@@ -322,19 +331,42 @@ def test_chat_forgets_the_oldest_turns_where_room_ends(
 ) -> None:
     lines = ["word " * 60, "sun " * 60, "moon " * 60, "tree"]
     typed(monkeypatch, *lines)
-    options = ["--prompt_style", "llama3", "--max_new_tokens", 4]
-    out, _ = said("chat", roomy, *options)
+    out, _ = said("chat", roomy, *LLAMA3)
     assert len(out.splitlines()) >= len(lines)
 
 
-def test_chat_continues_after_a_line_that_is_too_long(
-    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+def test_a_line_that_is_too_long_leaves_a_chat_its_history(
+    roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    typed(monkeypatch, "word " * 300, PROMPT)
-    path = ended["lora"].out_dir
-    out, err = said("chat", path, "--max_new_tokens", 8)
-    assert out == expected_answer(path, alpaca(PROMPT)) + "\n"
+    typed(monkeypatch, "red", "word " * 1100, "blue")
+    out, err = said("chat", roomy, *LLAMA3)
+    assert out == "".join(f"{answer}\n" for answer in two_turns(roomy))
     assert "The prompt is " in err
+
+
+def test_a_line_that_is_not_its_json_leaves_a_chat_its_history(
+    roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = ['{"prompt": 5}', '{"prompt": "\\ud800"}', '{"text": "red"}', '["prompt"]', "red", "5"]
+    typed(monkeypatch, '{"prompt": "red"}', *wrong, '{"prompt": "blue"}')
+    out, _ = said("chat", roomy, *LLAMA3, "--format", "json")
+    first, second = two_turns(roomy)
+    head, *lines = [json.loads(line) for line in out.splitlines()]
+    assert head == {"history": True}
+    assert [line.get("answer") for line in lines] == [first, *[None] * len(wrong), second]
+    assert all(text in line["error"] for text, line in zip(wrong, lines[1:-1], strict=True))
+
+
+def test_an_error_of_an_answer_is_not_said_to_be_one_of_the_json(
+    roomy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Any:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Responder, "stream", broken)
+    typed(monkeypatch, '{"prompt": "red"}')
+    with pytest.raises(ValueError, match="broken"):
+        run(["chat", str(roomy), "--format", "json", "--accelerator", "cpu"])
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(roomy: Path, tmp_path: Path) -> None:
