@@ -422,3 +422,24 @@ def test_nothing_in_a_record_is_executed(tmp_path: Path) -> None:
     read({"instruction": made, "output": "!!python/object/apply:os.system [exit]"})
     refusal({"from": "function_call", "value": made})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "pairs", "one", "several"),
+    [
+        ({"text": "a"}, False, "1 document (text)", "2 documents (text)"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            True,
+            "1 preference pair of completions (prompt, chosen, rejected)",
+            "2 preference pairs of completions (prompt, chosen, rejected)",
+        ),
+    ],
+)
+def test_records_are_counted_in_words(
+    row: dict[str, Any], pairs: bool, one: str, several: str
+) -> None:
+    reader = RecordReader(preference="pairs" if pairs else None)
+    reader.records([(1, row)], str)
+    form = reader.finish("data")
+    assert (form.counted(1), form.counted(2)) == (one, several)
