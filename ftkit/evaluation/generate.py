@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.data.records.formats import FORMATS, format_of
+from ftkit.data.records.formats import FORMATS, format_of, text_of
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
@@ -124,7 +124,9 @@ def _records(options: GenerateOptions) -> list[Record]:
     try:
         # Not splitlines(), which also cuts at separators that prompts may hold.
         # utf-8-sig drops the byte order mark that editors on Windows write.
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        # Any other file, such as a pipe, is text that is not compressed.
+        text = text_of(file) if kind is not None else file.read_text(encoding="utf-8-sig")
+        lines = text.split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompts {file} cannot be read ({error}). Name a text file.") from None
     records = [{"instruction": line.strip()} for line in lines if line.strip()]

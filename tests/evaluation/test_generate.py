@@ -1,5 +1,6 @@
 """ftkit generate and ftkit chat: answers of results, as text, as JSON and as files."""
 
+import gzip
 import json
 import signal
 import subprocess
@@ -195,6 +196,15 @@ def test_prompts_come_from_records_which_need_no_output(
     first, second = answered(path, "--prompts", prompts)
     assert first["answer"] == expected_answer(path, alpaca(PROMPT, "the moon"))  # type: ignore[index]
     assert second["output"] == "c"  # type: ignore[index]
+
+
+def test_lines_of_prompts_may_be_compressed(
+    ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt.gz"
+    prompts.write_bytes(gzip.compress(f"the sun\n{PROMPT}\n".encode()))
+    entries: Any = answered(ended["lora"].out_dir, "--prompts", prompts)
+    assert [entry["instruction"] for entry in entries] == ["the sun", PROMPT]
 
 
 def test_an_answer_does_not_hang_on_the_prompts_before(
