@@ -221,6 +221,10 @@ class TransformersStorage(WeightStorage):
                 del conversions[target]
                 for result, converted in made.results(self._model).items():
                     yield self._writing.last_name(result), converted
+        if conversions:
+            # The library would leave these tensors out of the file, or convert the rest of them.
+            left = (name for made in conversions.values() for _, name, _ in made.sources)
+            raise ValueError(f"no rule of {self._architecture.name} writes {', '.join(left)}")
 
     def written_name(self, ours: str) -> str:
         return self._writing.last_name(self._writing.renamed(self._naming.theirs(ours))[0])

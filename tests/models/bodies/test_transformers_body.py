@@ -18,6 +18,7 @@ from computed import (
 )
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.core_model_loading import Chunk, WeightConverter
 from transformers_models import (
     MODELS,
     MORE_MODELS,
@@ -28,7 +29,7 @@ from transformers_models import (
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.targets import our_name
-from ftkit.models.pretrained.base_model import BaseModel, open_base, weights
+from ftkit.models.pretrained.base_model import BaseModel, open_base, storage_of, weights
 from ftkit.models.pretrained.save import save_hf
 
 ALL = [*MODELS, *(pytest.param(model, marks=pytest.mark.matrix) for model in MORE_MODELS)]
@@ -146,3 +147,17 @@ def test_training_computes_what_inference_does(tiny: Models, model: str) -> None
     _, ours = opened(tiny(model).directory)
     expected = padded_logits(ours, sequences())
     assert torch.equal(padded_logits(ours.train(), sequences()), expected)
+
+
+def test_a_parameter_that_no_rule_of_transformers_writes_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = open_base(str(make_transformers_model(tmp_path, "llama")), "transformers")
+    tensors = list(weights(base))
+    parts = ["self_attn.q_proj.weight", "self_attn.absent.weight"]
+    rule = WeightConverter("self_attn.both.weight", parts, [Chunk(dim=0)])
+    name = "ftkit.models.pretrained.transformers_storage.get_model_conversion_mapping"
+    monkeypatch.setattr(name, lambda *_, **__: [rule])
+    storage = storage_of(base.architecture, "hf")
+    with pytest.raises(ValueError, match="q_proj"):
+        list(storage.written(tensors))
