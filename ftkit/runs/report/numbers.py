@@ -72,6 +72,8 @@ class ReportNumber:
     """True if comparisons have a column of it."""
     needs_equal_work: bool = False
     """True if only runs that trained on equally many samples in one session can be compared."""
+    hides_zero: bool = False
+    """True if tables to read leave it out where it is zero in every run."""
     priority: int = LAST
     """Tables that are too narrow keep the columns of the lowest priorities."""
 
@@ -199,6 +201,7 @@ NUMBERS: tuple[ReportNumber, ...] = (
         value=lambda report: len(report.restarts),
         text=number_text,
         row="restarted",
+        hides_zero=True,
         priority=15,
     ),
     ReportNumber(
@@ -394,6 +397,7 @@ NUMBERS: tuple[ReportNumber, ...] = (
             path=f"step_memory.fullest.peak_breakdown_bytes.{part.name}",
             text=bytes_text,
             row="step memory",
+            hides_zero=True,
             priority=22 + number,
         )
         for number, part in enumerate(fields(Breakdown))

@@ -65,7 +65,7 @@ def all_columns(runs: list[ComparedRun]) -> list[Column]:
 
 def shown_columns(runs: list[ComparedRun]) -> list[Column]:
     """Return the columns of a table to read: without numbers that no run has."""
-    measured = [column for column in number_columns(runs) if any(column.values)]
+    measured = [column for column in number_columns(runs) if _says_something(column)]
     return [*name_columns(runs), *setting_columns(runs), *measured]
 
 
@@ -176,6 +176,11 @@ def distinct(texts: list[str], shorter: Callable[[str], str]) -> list[str]:
         brief if len(origins[brief]) == 1 else text
         for text, brief in zip(texts, short, strict=True)
     ]
+
+
+def _says_something(column: Column) -> bool:
+    hides_zero = column.number is not None and column.number.hides_zero
+    return any(value is not None and not (hides_zero and value == 0) for value in column.values)
 
 
 def _setting_text(value: Any) -> str:

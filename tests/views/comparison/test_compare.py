@@ -293,6 +293,16 @@ def test_scores_of_answers_are_compared_and_functions_of_one_name_distinguished(
     assert re.search(r"^close +3 +4$", two, re.MULTILINE)
 
 
+def test_a_score_of_zero_is_shown_but_not_a_count_of_zero(tmp_path: Path) -> None:
+    score = AnswerScore(name="rouge_l", samples=8, before=0.0, after=0.0)
+    for name in "ab":
+        report = make_run(tmp_path / name)
+        write_report(dataclasses.replace(report, scores=[score]), tmp_path / name)
+    shown = at_width(400, tmp_path).splitlines()[0]
+    assert "ROUGE-L" in shown
+    assert "restarts" not in shown and "exact match" not in shown
+
+
 def test_nothing_is_best_where_all_are_equal_as_shown(tmp_path: Path) -> None:
     make_run(tmp_path / "a", final_loss=0.5)
     make_run(tmp_path / "b", final_loss=0.500001)
