@@ -71,7 +71,8 @@ class RunSnapshots:
         # The server answers each request in a thread of its own.
         self._lock = threading.Lock()
         self._watchers: dict[Path, Watcher] = {}
-        self._entries: dict[Path, CheckpointEntry] = {}
+        self._entries: dict[Path, dict[Path, CheckpointEntry]] = {}
+        """Checkpoints of runs."""
         self._losses: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
         """Thinned losses of runs, with size and time of the file that they were read from."""
         self._runs: list[ComparedRun] = []
@@ -115,6 +116,7 @@ class RunSnapshots:
         for gone in self._watchers.keys() - places:
             del self._watchers[gone]
             self._losses.pop(gone, None)
+            self._entries.pop(gone, None)
 
     def _read_runs(self) -> tuple[list[ComparedRun], list[LeftOutRun]]:
         # Files at a url are copied before they are read; a local directory is read in place.
@@ -169,7 +171,9 @@ class RunSnapshots:
     def _checkpoints(self, run: RunDirectory) -> str:
         """Table of complete checkpoints, the newest first; each is read once."""
         paths = [run.store.path(step) for step in reversed(run.store.steps())]
-        entries = [self._entries.setdefault(path, entry_of(path)) for path in paths]
+        known = self._entries.get(run.path, {})
+        # Not those that were removed, whose paths may come again in a run that is made anew.
+        self._entries[run.path] = {path: known.get(path) or entry_of(path) for path in paths}
         rows = [
             (
                 f"{entry.step:,}" if entry.step is not None else "?",
@@ -180,7 +184,7 @@ class RunSnapshots:
                 else "",
                 escaped("; ".join((entry.state, *entry.problems))),
             )
-            for entry in entries
+            for entry in self._entries[run.path].values()
         ]
         heads = ("step", "written", "size", "validation loss", "state")
         return grid(heads, rows, right=(0, 2, 3)) if rows else ""

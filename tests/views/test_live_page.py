@@ -27,6 +27,7 @@ from messages import key_words, says
 from ftkit.checkpoint.store import Store
 from ftkit.cli.app import run
 from ftkit.errors import UserError
+from ftkit.runs.checkpoints import CheckpointEntry, entry_of
 from ftkit.runs.report.metrics import ValidationWriter
 from ftkit.runs.report.report import write_report
 from ftkit.runs.system_metrics import SystemWriter
@@ -280,6 +281,29 @@ class TestWhatIsTold:
         a, b = fetched(server, "/runs.json")["losses"]
         assert len(read) == (2 * 40 + 1) * 7
         assert (a["points"][-1], b["points"][-1][0]) == ([41.0, 0.25], 40.0)
+
+    def test_a_checkpoint_is_read_once_while_it_is_there(
+        self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_run(out / "a")
+        store = Store(out / "a" / "checkpoints")
+        read: list[str] = []
+
+        def entry(path: Path) -> CheckpointEntry:
+            read.append(path.name)
+            return entry_of(path)
+
+        monkeypatch.setattr("ftkit.views.live_page.entry_of", entry)
+        save(store, 10)
+        save(store, 20)
+        for _ in range(2):
+            assert fetched(server, "/run.json?run=a")["checkpoints"].count("<tr") == 3
+        assert sorted(read) == [store.path(10).name, store.path(20).name]
+        shutil.rmtree(store.path(20))
+        assert fetched(server, "/run.json?run=a")["checkpoints"].count("<tr") == 2
+        save(store, 20)
+        fetched(server, "/run.json?run=a")
+        assert read[2:] == [store.path(20).name]
 
     def test_of_many_runs_those_are_drawn_that_began_last(
         self, server: PageServer, out: Path

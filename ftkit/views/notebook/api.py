@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,7 +110,9 @@ class Run(os.PathLike[str]):
             if self._child is not None:
                 self._child.send_signal(signal.SIGINT)
             else:
-                os.kill(self._process(), signal.SIGINT)
+                # It may just have ended by itself.
+                with suppress(ProcessLookupError):
+                    os.kill(self._process(), signal.SIGINT)
         return self.wait()
 
     def __fspath__(self) -> str:

@@ -1,13 +1,16 @@
 """The Python API: in a real Jupyter kernel, and without one."""
 
 import ast
+import dataclasses
 import inspect
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ import ftkit.views.notebook.plans  # libraries set environment variables
 from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError
 from ftkit.runs.lock import Supervisor
+from ftkit.runs.report.report import write_report
 
 
 @pytest.fixture(scope="module")
@@ -350,3 +354,24 @@ def test_a_run_on_another_machine_is_not_stopped_from_here(tmp_path: Path) -> No
         (out / ".run/lock").write_text(json.dumps({"host": "elsewhere", "process": 1}))
         with pytest.raises(UserError, match="running on elsewhere"):
             ftkit.attach(out).stop()
+
+
+def test_a_run_that_ends_just_before_it_is_stopped_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    report = make_run(out, write=False)
+    note_in_ranks(out, report)
+    with ExitStack() as lock:
+        lock.enter_context(at_work(out))
+        here = dataclasses.asdict(Supervisor.here())
+        (out / ".run/lock").write_text(json.dumps(here))
+
+        def ended(*_: object) -> None:
+            write_report(report, out)
+            shutil.rmtree(out / ".run")
+            lock.close()
+            raise ProcessLookupError
+
+        monkeypatch.setattr("os.kill", ended)
+        assert ftkit.attach(out).stop().outcome == "completed"
