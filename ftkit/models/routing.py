@@ -52,7 +52,7 @@ class RouterLoss:
         counted = is_real[:, None]
         # float32 cannot count beyond 2^24.
         choices = torch.zeros(self.experts, dtype=sum_dtype(logits.device), device=logits.device)
-        choices.scatter_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten().double())
+        choices.scatter_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten().to(choices))
         return Routed(choices, (probabilities * counted).sum(0))
 
     def share(self, probabilities: Tensor, choices: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers_models import SIZES, VOCABULARY, save_random, transformers_model
 
 from ftkit.errors import UserError
-from ftkit.models import language_model
+from ftkit.models import language_model, routing
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.language_model import LanguageModel, outline, trained_router_loss
 from ftkit.models.load_weights import Whole, fill
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.routing import RouterLoss
 from ftkit.recipe.recipe import Memory, Recipe
 
 LENGTHS = (9, 14, 3)
@@ -267,3 +268,12 @@ def test_a_model_without_experts_has_no_load(tmp_path: Path) -> None:
     with model.routing.of(torch.ones(1, 3, dtype=torch.bool)):
         model(torch.zeros(1, 3, dtype=torch.long), torch.tensor([0]))
     assert model.routing.layers == [] and model.routing.load == []
+
+
+def test_choices_are_summed_where_a_device_has_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, is_real = torch.tensor([[3.0, 1.0], [1.0, 3.0], [1.0, 3.0]]), torch.tensor([1, 1, 0])
+    loss = RouterLoss(experts=2, chosen=1, coefficient=1.0)
+    for dtype in (torch.float64, torch.float32):
+        monkeypatch.setattr(routing, "sum_dtype", lambda device, dtype=dtype: dtype)
+        choices = loss.routed(logits, is_real.bool()).choices
+        assert choices.dtype == dtype and choices.tolist() == [1.0, 1.0]
