@@ -182,9 +182,10 @@ def answer_greedily(
     answers = []
     model.body.start_cache(len(prompts), room)
     try:
-        logits = model(tokens, ends, positions=places)
+        # First the whole prompts, then the newest token of each.
+        inputs, lasts, positions = tokens, ends, places
         for offset in range(room - int(lengths.max())):
-            newest = choose(logits)
+            newest = choose(model(inputs, lasts, positions=positions))
             newest = newest if apart else _broadcast_tokens(newest)
             # Finished answers go on with an end token, so that the batch keeps its shape.
             newest = newest.masked_fill(finished, ends_answer[0])
@@ -196,15 +197,15 @@ def answer_greedily(
                 finished |= _without_interest(answers, finished, goes_on)
                 if _all(finished, apart=apart):
                     break
-            logits = model(newest[:, None], rows, positions=(lengths + offset)[:, None])
+            inputs, lasts, positions = newest[:, None], rows, (lengths + offset)[:, None]
     finally:
         model.body.end_cache()
     if not answers:
         return [torch.empty(0, dtype=torch.long) for _ in prompts]
     table = torch.stack(answers, dim=1).cpu()
     # After its end, an answer consists of end tokens alone.
-    lasts = ~torch.isin(table, ends_answer.cpu())
-    return [row[: int(count)] for row, count in zip(table, lasts.sum(dim=1), strict=True)]
+    counts = (~torch.isin(table, ends_answer.cpu())).sum(dim=1)
+    return [row[: int(count)] for row, count in zip(table, counts, strict=True)]
 
 
 def _without_interest(

@@ -128,6 +128,18 @@ def answer_of_one(model: LanguageModel) -> list[int]:
     return tokens.tolist()
 
 
+def test_an_answer_takes_one_forward_pass_for_each_token(model: LanguageModel) -> None:
+    passes: list[object] = []
+    hook = model.register_forward_hook(lambda *_: passes.append(None))
+    try:
+        for longest in (1, 3):
+            passes.clear()
+            answer_greedily(model, [PROMPT], stop_ids=[-1], max_new_tokens=longest)
+            assert len(passes) == longest
+    finally:
+        hook.remove()
+
+
 def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(model: LanguageModel) -> None:
     whole = answer(model)
     stop = whole[5]
