@@ -101,7 +101,9 @@ def window_of(config: Config, settings: Settings) -> int | None:
     window: int | None = config.sliding_window_size
     family = family_of_settings(settings)
     if family is not None:
-        window = (_llama_settings(settings) | family.settings(settings))["window"]
+        fields = _llama_settings(settings) | family.settings(settings)
+        # One as long as the context limits nothing.
+        window = fields["window"] if fields["window"] != fields["block_size"] else None
     return window if window == config.block_size else None
 
 

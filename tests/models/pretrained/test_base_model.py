@@ -364,6 +364,17 @@ def test_a_model_has_no_more_positions_than_its_sliding_window(
     assert (config.block_size, config.sliding_window_size) == (24, None)
 
 
+@pytest.mark.parametrize(("window", "limit"), [(24, 24), (63, 63), (64, None), (65, None)])
+def test_a_window_as_long_as_the_context_limits_nothing(
+    window: int, limit: int | None, copy_model: Callable[[str], Path]
+) -> None:
+    directory = copy_model("mistral window")
+    edit_json(directory / "config.json", sliding_window=window, max_position_embeddings=64)
+    assert open_base(str(directory)).architecture.window == limit
+    whole = base_model.open_base(str(directory)).architecture
+    assert whole.implementation == ("litgpt" if limit is None else "transformers")
+
+
 @pytest.mark.parametrize("model", ["mistral window", "gemma2"])
 def test_a_window_of_litgpts_layout_limits_the_positions_too(
     model: str, make_model: MakeModel, tmp_path: Path
