@@ -294,13 +294,14 @@ class CpuUtilization:
 
     def start(self) -> None:
         """Begin to count."""
-        self._start = (self._seconds(), time.time())
+        # Not the time of day, which may be set back.
+        self._start = (self._seconds(), time.monotonic())
         self.started = True
 
     def mean(self) -> float:
         """Mean fraction of the threads since the start, at most 1."""
         used_s, began = self._start
-        elapsed = time.time() - began
+        elapsed = time.monotonic() - began
         return min(1.0, (self._seconds() - used_s) / (elapsed * (psutil.cpu_count() or 1)))
 
     def _seconds(self) -> float:

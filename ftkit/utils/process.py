@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -100,7 +101,7 @@ class PassingOn:
         self.received: list[signal.Signals] = []
         """Signals so far, the first one first."""
         self._numbers = numbers
-        self._passed_on = 0
+        self._waiting: deque[signal.Signals] = deque()
         self._child: subprocess.Popen[bytes] | None = None
         self._handlers = ExitStack()
 
@@ -120,12 +121,17 @@ class PassingOn:
 
     def _receive(self, number: int, _: object) -> None:
         self.received.append(signal.Signals(number))
+        self._waiting.append(signal.Signals(number))
         self._pass_on()
 
     def _pass_on(self) -> None:
-        while self._child is not None and self._passed_on < len(self.received):
-            self._passed_on += 1
-            self._child.send_signal(self.received[self._passed_on - 1])
+        while self._child is not None:
+            # In one step: another signal may come between any two, and empty the queue.
+            try:
+                number = self._waiting.popleft()
+            except IndexError:
+                return
+            self._child.send_signal(number)
 
     def _pause(self, _: int, __: object) -> None:
         if self._child is not None:

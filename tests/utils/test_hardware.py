@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ftkit.utils.hardware import HostLimit, available_host_bytes, host_limit
+from ftkit.utils.hardware import CpuUtilization, HostLimit, available_host_bytes, host_limit
 
 GIB = 2**30
 RESTING = 9223372036854771712
@@ -71,3 +71,14 @@ def test_ranks_share_what_the_machine_has_and_each_has_the_limits_of_a_process(
     assert host_limit(8, **nowhere) == HostLimit(8 * GIB, 1 * GIB)
     assert available_host_bytes(2) <= 10 * GIB
     assert available_host_bytes(8) <= 5 * GIB
+
+
+def test_use_of_the_cpu_does_not_depend_on_the_time_of_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use = CpuUtilization()
+    use.start()
+    times = SimpleNamespace(user=1e9, system=0.0, children_user=0.0, children_system=0.0)
+    monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: times)
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    assert use.mean() == 1.0

@@ -18,9 +18,10 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTAINER = re.compile(r"(?=.{3,63}$)[a-z0-9]+(?:-[a-z0-9]+)*")
 """A container: Azure's name for a bucket."""
-# Without characters that mean something else in globs, urls or file systems. 200 characters,
-# because a file name on disk has at most 255 bytes.
-_KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]{1,200}")
+# Without characters that mean something else in globs, urls or file systems.
+_KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]+")
+_MOST_PART_BYTES = 200
+"""Longest part of a key: a file name on disk has at most 255 bytes, some of them for endings."""
 
 
 def working_root() -> Path:
@@ -56,6 +57,13 @@ def local_path(text: str | os.PathLike[str]) -> Path:
             "az://CONTAINER/out/lora."
         )
     sound = all(_KEY_PART.fullmatch(part) and part not in (".", "..") for part in parts)
+    longest = max((len(os.fsencode(part)) for part in parts), default=0)
+    if longest > _MOST_PART_BYTES:
+        raise UserError(
+            f"{scheme}://{place} has {longest} bytes between two slashes, but at most "
+            f"{_MOST_PART_BYTES} are possible. Give shorter names, such as "
+            f"{scheme}://BUCKET/out/lora."
+        )
     if not _BUCKET.fullmatch(bucket) or not parts or not sound:
         raise UserError(
             f"{scheme}://{place} names no place in a bucket: after its name come one or more words "
