@@ -12,7 +12,7 @@ from ftkit import __version__
 from ftkit.cli.commands import COMMANDS_ELSEWHERE, FTKIT, Command, Group
 from ftkit.cli.parser import declared, read_options, split_line
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import open_plugin, using
+from ftkit.recipe.plugin import Plugin, open_plugin, using
 from ftkit.redaction import redacted_output
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.names import nearest
@@ -117,7 +117,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     if line.components:
         from ftkit.cli.help import print_component_help
 
-        with using(open_plugin(dict(line.values).get("plugin"))):
+        with using(_plugin(dict(line.values).get("plugin"))):
             for component, name in line.components:
                 print_component_help(component, name)
         return 0
@@ -131,9 +131,28 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
         function = _load(command.function)
     # Python may have dropped a Ctrl+C that came in the middle of an import.
     interrupts.check()
-    with using(open_plugin(getattr(arguments[-1], "plugin", None))):
+    with using(_plugin(getattr(arguments[-1], "plugin", None))):
         code: int = function(*arguments)
     return code
+
+
+def _plugin(named: str | None) -> Plugin | None:
+    """Open the plugin that --plugin names, shown while it is read; None: it names none."""
+    if named is None:
+        return None
+    # Here, because few commands need the 40 ms of rich.
+    from ftkit.utils.console.display import Display
+
+    refused: UserError
+    with (
+        Display(None, stream=sys.stderr) as display,
+        display.phase("reading the plugin", brief=True),
+    ):
+        try:
+            return open_plugin(named)
+        except UserError as error:  # which says all there is to say
+            refused = error
+    raise refused
 
 
 def _load(path: str) -> Callable[..., Any]:

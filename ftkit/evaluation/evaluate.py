@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ftkit.checkpoint.metadata import REFERENCE
+from ftkit.checkpoint.metadata import PLUGIN, REFERENCE
 from ftkit.data.dataset import HeldOut, ValidationSets, load_held_out, load_sets
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import validation_loader
@@ -31,6 +31,7 @@ from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Component, Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
@@ -39,6 +40,7 @@ from ftkit.runs.report.table import term_title, term_value_text
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid
+from ftkit.utils.progress import print_notice
 from ftkit.utils.remote.urls import display_path
 
 DEFAULT_NEW_TOKENS = 100
@@ -72,6 +74,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         # The result was trained with this template, whatever its base model comes with.
         session.loaded.base.tokenizer.chat_template = session.loaded.prompting.template.source
     objective = make_objective(recipe.objective)
+    _compare_plugins(result)
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
     longest = session.loaded.base.architecture.context_length
     if result.metadata is not None:
@@ -96,6 +99,18 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     else:
         _show(values, objective)
     return 0
+
+
+def _compare_plugins(result: Result) -> None:
+    """Show if the plugin in use is another one than that of the result's run."""
+    plugin = plugin_in_use()
+    entry = None if result.metadata is None else result.metadata.files.get(PLUGIN)
+    if plugin is not None and entry is not None and entry.sha256 != plugin.sha256:
+        print_notice(
+            f"{plugin.option} is another one than that of the run: numbers may differ from those "
+            "that it reported",
+            sys.stderr,
+        )
 
 
 def _recipe(result: Result, options: EvaluateOptions) -> Recipe:

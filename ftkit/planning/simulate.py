@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 
+from ftkit.errors import UserError
 from ftkit.models import language_model
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
@@ -37,6 +38,7 @@ from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.objectives import is_below_adapter
 from ftkit.recipe.plan import Plan, has_liger
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
@@ -55,6 +57,7 @@ from ftkit.strategies.strategy import (
     tensors_in,
 )
 from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.own_code import line_in
 
 CPU = torch.device("cpu")
 LEAST_DEPTH = 3
@@ -180,8 +183,30 @@ def _run(
         answers = recipe.eval.max_new_tokens or 0
         model.body.build_rope_cache(CPU, min(context, asked + answers))
         _pack(model)
-        peaks = _Step(model, strategy, batch, accumulates).peaks()
+        with _mistakes_of_plugin():
+            peaks = _Step(model, strategy, batch, accumulates).peaks()
         return Simulation(peaks, sizes, host.most_bytes)
+
+
+@contextmanager
+def _mistakes_of_plugin() -> Iterator[None]:
+    """Name the line of a plugin that cannot be simulated.
+
+    Raises:
+        UserError: the block failed in its code.
+    """
+    try:
+        yield
+    except Exception as error:
+        plugin = plugin_in_use()
+        line = None if plugin is None else line_in(error, plugin.file)
+        if plugin is None or line is None:
+            raise
+        raise UserError(
+            f"{plugin.option}, line {line}: {type(error).__name__}: {error}\nA plan simulates a "
+            "step on tensors without numbers: use tensor operations, and do not read a number, as "
+            "by .item() or an if on a tensor."
+        ) from error
 
 
 def _sizes(model: LanguageModel, shards: int) -> Sizes:

@@ -278,21 +278,14 @@ def open_plugin(named: str | Path | None) -> Plugin | None:
 
 def _definitions_in(plugin: Plugin) -> tuple[Defined, ...]:
     """Execute a plugin in a process of its own, and return what it defines."""
-    # Here, because all commands import this module, and few of them need the 40 ms of rich.
-    from ftkit.utils.console.display import Display
-
-    with (
-        Display(None, stream=sys.stderr) as display,
-        display.phase("reading the plugin", brief=True),
-    ):
-        answer = subprocess.run(
-            # -P: modules in the current directory do not travel with the run.
-            [sys.executable, "-P", "-m", "ftkit.training.plugin_contents"],
-            input=json.dumps(plugin.to_json()),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+    answer = subprocess.run(
+        # -P: modules in the current directory do not travel with the run.
+        [sys.executable, "-P", "-m", "ftkit.training.plugin_contents"],
+        input=json.dumps(plugin.to_json()),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     if answer.returncode or not answer.stdout:
         raise UserError(
             f"{plugin.option} ends Python with exit code {answer.returncode} when it is executed. "

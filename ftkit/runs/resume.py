@@ -27,7 +27,7 @@ from ftkit.checkpoint.store import Store, check_files, step_of, verify
 from ftkit.errors import Completed, UserError
 from ftkit.recipe.changes import recipe_changes
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.plugin import require_same_plugin
+from ftkit.recipe.plugin import plugin_in_use, require_same_plugin
 from ftkit.recipe.recipe import Method, Precision, Recipe, Train
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
@@ -326,6 +326,8 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
             f"{differing}. A run cannot change what it learns. Use the checkpoint's value of "
             "each, or start a new run: try --resume false with another --out_dir."
         )
+    if (plugin := plugin_in_use()) is not None and PLUGIN not in metadata.files:
+        changes.append(f"plugin not set -> {plugin.file}")
     return Start(
         checkpoint=checkpoint, metadata=metadata, in_place=in_place, changes=tuple(changes)
     )

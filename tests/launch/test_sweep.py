@@ -11,6 +11,7 @@ import yaml
 from command import ROOT, command_environment, command_line, start_up_of_ranks
 from compared_runs import at_work, make_run, note_in_ranks
 from messages import key_words, message_of, says
+from plugins import opened, write_documented
 from rank_jobs import HAS_DEEPSPEED
 from runs import DEFAULT_SIGNALS, rows, wait_for, watched
 
@@ -81,6 +82,18 @@ def test_names_are_directories_whatever_the_values_are(said: Callable[..., list[
     assert names[0] == "all/data.seed=1,seed=1,lora_targets=_q_proj,_v_proj_"
     assert len(set(names)) == 4
     assert all(name.count("/") == 1 for name in names)
+
+
+def test_a_plugin_is_passed_on_to_every_run(
+    said: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftkit.cli.app.open_plugin", lambda file: file and opened(Path(file)))
+    write_documented(tmp_path / "my.py", "An objective")
+    words = ("--plugin", "my.py", "--objective", "Focal", "--sweep", "objective.gamma=1,2")
+    lines = said("finetune", "--config", "r.yaml", *words, "--dry_run")
+    commands = [line for line in lines if line.startswith("  ftkit")]
+    assert len(commands) == 2
+    assert all(f"--plugin={tmp_path / 'my.py'}" in command for command in commands)
 
 
 def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(

@@ -13,11 +13,13 @@ from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.objectives.preference import Paired
 from ftkit.objectives.select import make_objective
+from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import objective_options, objective_rules
 from ftkit.recipe.own_metric import LoadedMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.plugin import Plugin, open_plugin, plugin_in_use, using
 from ftkit.recipe.recipe import Component
+from ftkit.runs.job import Job
 from ftkit.strategies.optimizers import base_learning_rate, resolve_optimizer
 
 OWN = """
@@ -239,6 +241,28 @@ def test_every_example_of_the_document_is_a_plugin(tmp_path: Path) -> None:
         assert one.kind in heading or heading == "A data set"
         kinds.add(one.kind)
     assert len(kinds) == len(documented())
+
+
+def test_the_job_of_a_run_has_the_plugin_for_ranks_on_other_hosts(
+    own: Plugin, tmp_path: Path
+) -> None:
+    keys = [("checkpoint_dir", "base"), ("objective", "Mine"), ("accelerator", "cpu")]
+    with using(own):
+        recipe = read_recipe([], keys, method="lora")
+    job = Job(
+        recipe=recipe,
+        devices=Devices(accelerator="cpu", count=1),
+        base="base",
+        command=(),
+        started_at_s=0.0,
+        plugin=own,
+    )
+    job.write(tmp_path / "job.json")
+    (tmp_path / "my.py").unlink()
+    found = Job.read(tmp_path / "job.json")
+    assert found.plugin == own
+    with using(found.plugin):
+        assert type(make_objective(found.recipe.objective)).__name__ == "Mine"
 
 
 def test_an_error_of_the_user_inside_a_plugin_keeps_its_words(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from object_servers import (
     is_write,
     writes,
 )
+from plugins import write_documented
 from rank_jobs import needs_deepspeed
 from remote_runs import Ftkit, ended, learned
 from runs import wait_for
@@ -99,6 +100,20 @@ def test_another_machine_continues_a_run_with_the_same_result(
     store = Store(copy / "checkpoints")
     assert [store.verify(step) for step in store.steps()] == [[], [], []]
     assert store.steps() == [2, 4, 5]
+
+
+@pytest.mark.slow
+def test_another_machine_takes_the_plugin_from_the_url(
+    run: Callable[..., str], tmp_path: Path
+) -> None:
+    url = "s3://bucket/plugin"
+    plugin = write_documented(tmp_path / "my.py", "An objective", "A callback")
+    said = run("a", url, "--stop_after", "2", "--objective", "Focal", "--plugin", plugin)
+    assert f"--resume auto --plugin {url}/plugin.py" in said
+    plugin.unlink()
+    words = ("--config", f"{url}/recipe.yaml", "--plugin", f"{url}/plugin.py")
+    said = run("b", url, *words, "--resume", "auto")
+    assert says(said, f"step 2 ... {url}/checkpoints/step-00000002")
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def write_documented(file: Path, *headings: str) -> Path:
 
 def opened(file: Path) -> Plugin:
     """Open a plugin as `open_plugin` does, in this process."""
-    plugin = Plugin(file=str(file), source=file.read_text(), definitions=())
+    plugin = Plugin(file=str(file.absolute()), source=file.read_text(), definitions=())
     return dataclasses.replace(plugin, definitions=tuple(definitions_in(plugin)))
 
 

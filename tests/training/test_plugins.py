@@ -157,6 +157,21 @@ def test_an_exception_in_a_plugin_names_its_line(common: list[object], tmp_path:
     assert "1 / (record.step - 2)" in log
 
 
+def test_an_objective_that_reads_numbers_trains_and_is_not_planned(
+    common: list[object], tmp_path: Path, plugin: Path
+) -> None:
+    file = tmp_path / "my.py"
+    text = write_documented(file, "An objective").read_text()
+    sums = "    def sums(self, output, batch):\n"
+    assert sums in text
+    file.write_text(text.replace(sums, f"{sums}        assert output.sum().item() <= 0\n"))
+    words = (*common, "--plugin", file, "--objective", "Focal")
+    code, said = ftkit(tmp_path, "plan", *words)
+    assert (code, says(said, "--plugin my.py, line 19 ... .item()")) == (2, True)
+    code, said = ftkit(tmp_path, "finetune", *words, "--out_dir", "out", "--train.max_steps", 1)
+    assert (code, says(said, "memory was not predicted ... line 19")) == (0, True)
+
+
 def test_a_result_answers_without_the_plugin(out_dir: Path, plugin: Path) -> None:
     words = ("generate", out_dir, "--prompt", "red", "--max_new_tokens", 2)
     code, said = ftkit(plugin.parent, *words)

@@ -70,7 +70,8 @@ def _source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
     if unused := source.unused.text:
         yield "not used", unused
     yield "template", source.template
-    yield "trained", f"{_TRAINED_WORDS[source.train_on]} (train_on {source.train_on})"
+    trained = f"{_TRAINED_WORDS[source.train_on]} (train_on {source.train_on})"
+    yield "trained", "tokens by their weights" if source.shape == "tokens" else trained
     for name, split in (("train", source.train), ("validation", source.val)):
         yield name, _used_words(split)
         for left_out in split.left_out:

@@ -128,7 +128,7 @@ class SourceNumbers:
     unused: UnusedKeys
     """Keys that the records have, and of which nothing is known."""
     shape: str
-    """instruction, completion, messages or text."""
+    """instruction, completion, messages, text or tokens."""
     template: str
     """Name of the template or style that renders its records."""
     train_on: str

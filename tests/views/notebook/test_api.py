@@ -21,6 +21,7 @@ from command import ROOT, Start, command_environment, start_up_of_ranks
 from compared_runs import at_work, make_run, note_in_ranks
 from kernels import Kernel, kernel
 from messages import says
+from plugins import write_documented
 from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for, watched
 
 import ftkit
@@ -375,3 +376,17 @@ def test_a_run_that_ends_just_before_it_is_stopped_has_ended(
 
         monkeypatch.setattr("os.kill", ended)
         assert ftkit.attach(out).stop().outcome == "completed"
+
+
+@pytest.mark.slow
+def test_a_plugin_is_an_argument_of_runs_and_plans(notebook: Kernel, directory: Path) -> None:
+    write_documented(directory / "my.py", "An objective")
+    own = 'plugin="my.py", objective="Focal"'
+    cell = notebook.run(
+        f'run = ftkit.finetune(**keys, {own}, out_dir="out/own")\n'
+        f"plan = ftkit.plan(**keys, {own})\n"
+        "print(run.outcome, (run.out_dir / 'plugin.py').exists())\n"
+        'print(plan.plan.recipe.objective["class_path"])'
+    )
+    assert cell.error is None
+    assert cell.printed == "completed True\nplugin.Focal\n"
