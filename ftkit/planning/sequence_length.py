@@ -17,7 +17,7 @@ import numpy as np
 
 from ftkit.data.dataset import SPLITS, Split, find_part
 from ftkit.data.prepare import Prepared, fit, make_renderer
-from ftkit.data.records.record import Record
+from ftkit.data.records.record import Record, has_weights
 from ftkit.data.rendering import Renderer
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.sources import data_source, validation_sets
@@ -53,7 +53,7 @@ class Longest:
     is_exact: bool = False
     """Whether this sample is the longest of all."""
     weighted: bool = False
-    """Whether a sample that was looked at has tokens with a weight other than 1."""
+    """Whether some sample has tokens with a weight other than 1."""
 
 
 def _longest_of(samples: Samples) -> Longest | None:
@@ -116,7 +116,7 @@ def longest_sample(
     largest = int(sizes[by_size_desc[0]])
     if by_bytes:
         return Longest(at_most=min(largest + _BESIDE_TEXT, max_seq_length))
-    weighted = any("weight" in record for record, _ in answered)
+    weighted = any(has_weights(record) for record, _ in answered)
     tokens = label_tokens = done_bytes = 0
     densest = 0.0
     for start in range(0, len(by_size_desc), _AT_ONCE):
@@ -135,7 +135,6 @@ def longest_sample(
         for index, rendering in zip(chunk, renderings, strict=True):
             for whole in rendering.samples:
                 densest = max(densest, len(whole.ids) / sizes[index])
-                weighted = weighted or bool(whole.weights)
                 for kept in fit(whole, max_seq_length, overlong):
                     if tokens < len(kept.ids):
                         tokens, label_tokens = len(kept.ids), kept.label_count

@@ -124,3 +124,11 @@ def test_a_prompt_that_fills_the_sample_is_not_trained_on(
     assert masked is not None and masked.at_most < 300
     whole = longest_sample(found, renderer(tokenizer, False), max_seq_length=300)
     assert whole is not None and whole.at_most == 300
+
+
+@pytest.mark.parametrize("weight", [1, 0.5])
+def test_weights_of_shorter_samples_are_known_too(tokenizer: Tokenizer, weight: float) -> None:
+    short = {"instruction": "red", "output": "blue"} | ({"weight": weight} if weight != 1 else {})
+    found = [{"instruction": "red", "output": "blue " * 20}, short]
+    longest_one = longest_sample(found, renderer(tokenizer, False), max_seq_length=64)
+    assert longest_one is not None and longest_one.weighted == (weight != 1)

@@ -21,6 +21,14 @@ class Misfit(Exception):
     """A value is not a record; the message completes a sentence that begins with its place."""
 
 
+def has_weights(record: Record) -> bool:
+    """Return whether some text of a canonical record has a weight other than 0 and 1."""
+    weights = [record.get("weight", 1), *record.get("weights", ())]
+    for message in record.get("messages", ()):
+        weights += [message.get("weight", 1), *(span[2] for span in message.get("spans", ()))]
+    return any(weight not in (0, 1) for weight in weights)
+
+
 def check_text(text: str, key: str, where: str = "") -> None:
     """Refuse text that cannot be encoded.
 

@@ -26,7 +26,15 @@ from ftkit.data.records.keys import (
     record_weight,
 )
 from ftkit.data.records.pairs import PAIR_KEYS, pair_rows
-from ftkit.data.records.record import Misfit, Record, Shape, check_text, keys_of, kind_of
+from ftkit.data.records.record import (
+    Misfit,
+    Record,
+    Shape,
+    check_text,
+    has_weights,
+    keys_of,
+    kind_of,
+)
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import Preference
 
@@ -486,15 +494,11 @@ def _is_kept(key: str, item: Any, record: Record) -> bool:
 
 def _check_unweighted(row: Mapping[str, Any], answers: Iterable[Record]) -> None:
     """Refuse weights in a preference pair."""
-    weights = [record_weight(row)]
-    for message in (message for answer in answers for message in answer.get("messages", ())):
-        weights += [message.get("weight", 1), *(span[2] for span in message.get("spans", ()))]
-    for weight in weights:
-        if weight not in (0, 1):
-            raise Refusal(
-                f" has a weight of {weight:g}, but the answers of a preference pair are compared "
-                "as wholes.\nRemove the weights, or make them 0 or 1."
-            )
+    if record_weight(row) not in (0, 1) or any(map(has_weights, answers)):
+        raise Refusal(
+            " has weights, but the answers of a preference pair are compared as wholes.\n"
+            "Remove the weights, or make them 0 or 1."
+        )
 
 
 _PAIR = (
