@@ -165,6 +165,8 @@ class Metadata:
     """The model that is fine-tuned."""
     data: DataIdentity
     """The training data."""
+    teacher: BaseIdentity | None = None
+    """The model that is learned from; None: there is none."""
     layout: Layout
     """The hardware that the checkpoint was written on."""
     versions: dict[str, str]

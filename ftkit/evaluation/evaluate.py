@@ -21,7 +21,7 @@ from ftkit.evaluation.scoring import DEFAULT_RECORDS, Score, Scoring
 from ftkit.evaluation.session import Session, start_session
 from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
-from ftkit.models.bodies.attention import attention_kernel, attention_path
+from ftkit.models.bodies.attention import attention_kernel, planned_path
 from ftkit.models.flops import attention_cost
 from ftkit.objectives.objective import Objective
 from ftkit.objectives.reference import BelowAdapter, Computed, Reference
@@ -73,7 +73,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     if result.template_directory is not None and not is_of_run:
         # The result was trained with this template, whatever its base model comes with.
         session.loaded.base.tokenizer.chat_template = session.loaded.prompting.template.source
-    objective = make_objective(recipe.objective)
+    objective = make_objective(recipe.objective).alone
     _compare_plugins(result)
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
     longest = session.loaded.base.architecture.context_length
@@ -243,12 +243,7 @@ def _measure(
     model.kernel = kernel
     # The same layout as in the run: sums in another order differ in the last digits.
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
-    path = attention_path(
-        traits,
-        kernel,
-        padding_free=plan.recipe.train.padding_free,
-        micro_batch_tokens=plan.micro_batch_tokens,
-    )
+    path = planned_path(traits, plan)
     layout = RankLayout.of(
         plan,
         padding_free=path != "padded",
@@ -265,7 +260,7 @@ def _measure(
             session.device,
             sources=sources,
             context=session.context,
-            reference=_reference(result, session, objective, samples, limit),
+            companion=_reference(result, session, objective, samples, limit),
             progress=phase.advance,
         )
         assert found is not None

@@ -14,7 +14,7 @@ from ftkit.models.generation import Context, answer_greedily
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.objective import Objective
-from ftkit.objectives.reference import Reference
+from ftkit.objectives.reference import Companion
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.use import sum_dtype
@@ -83,7 +83,7 @@ def validation_loss(
     *,
     sources: int,
     context: Context,
-    reference: Reference | None = None,
+    companion: Companion | None = None,
     stopped: Callable[[], object] = lambda: False,
     progress: OnProgress,
 ) -> Validated | None:
@@ -96,7 +96,7 @@ def validation_loss(
         device: where the model computes.
         sources: how many there are.
         context: in which it computes.
-        reference: of these samples, if the objective needs one.
+        companion: another model, for these samples, if the objective needs one.
         stopped: whether to end early; called before every tenth batch, as it is a collective.
         progress: called with (batches done, batches in all).
 
@@ -110,8 +110,8 @@ def validation_loss(
         if done % STOP_INTERVAL == 1 and stopped():
             return None
         batch = move_data_to_device(batch, device)
-        if reference is not None:
-            batch["reference"] = reference.log_probabilities(batch)
+        if companion is not None:
+            companion.add_to(batch)
         with context():
             output = model(
                 batch["input_ids"],

@@ -92,7 +92,10 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
                 # In a process of its own, for at most 60 s.
                 shortage = find_shortage(
                     dataclasses.replace(
-                        job.recipe, checkpoint_dir=job.base, devices=job.plan.devices
+                        job.recipe,
+                        checkpoint_dir=job.base,
+                        teacher=job.teacher,
+                        devices=job.plan.devices,
                     ),
                     job.devices,
                     job.command,

@@ -450,6 +450,9 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement) -> Job:
         values["base"] = str(find_or_download(base).resolve())
     if values["reference"] is not None:
         values["reference"] = str(find_or_download(values["recipe"]["reference"]).resolve())
+    teacher = values["recipe"]["teacher"]
+    if teacher is not None and not teacher.startswith("random:"):
+        values["teacher"] = str(find_or_download(teacher).resolve())
     make_reserve(run.reserve)
     # Renamed into place: ranks of this host may read it at any time.
     partial = run.job.with_name(".job.here")

@@ -270,6 +270,7 @@ def prepare_run(
         # May download gigabytes, so a run that certainly does not fit is refused before.
         base = _find_base(recipe.checkpoint_dir, recipe.method, recipe.access_token, start)
         reference = _find_reference(recipe, start)
+        teacher = _find_teacher(recipe)
         if not in_place:
             require_unclaimed(wanted, print_notice)
             place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
@@ -294,6 +295,7 @@ def prepare_run(
             devices=devices,
             base=base or str(run.base),
             reference=reference,
+            teacher=teacher,
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
             start=str(start.checkpoint) if start else None,
@@ -375,6 +377,14 @@ def _find_reference(recipe: Recipe, start: Start | None) -> str | None:
     else:
         found = find_or_download(recipe.reference, token=recipe.access_token)
     return None if found is None else str(found.resolve())
+
+
+def _find_teacher(recipe: Recipe) -> str | None:
+    """The teacher of a recipe; None: it has none."""
+    name = recipe.teacher
+    if name is None or name.startswith("random:"):
+        return name
+    return str(find_or_download(name, token=recipe.access_token).resolve())
 
 
 def _show_start(start: Start, run: RunDirectory, display: Display) -> None:

@@ -95,26 +95,26 @@ def weighted_loss_and_grad(
     return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
 
 
-def _rows_in_cache(logits: Tensor) -> int:
+def _rowsin_cache(logits: Tensor) -> int:
     return max(1, LOGITS_IN_CACHE // logits.size(1))
 
 
-def _in_cache(
+def in_cache(
     compute: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *columns: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of so few rows at once that they fit the caches of a CPU.
 
     Args:
-        compute: `loss_and_grad` or `weighted_loss_and_grad`, with its options.
+        compute: of logits and columns: sums, and the gradient of the logits.
         logits: [n, vocabulary]; overwritten.
-        columns: [n, 1] each: the labels, and their weights if it takes any.
+        columns: [n, ...] each: the labels, and what else it takes.
     """
-    rows = _rows_in_cache(logits)
+    rows = _rowsin_cache(logits)
     total = torch.zeros((), dtype=torch.float32, device=logits.device)
     parts = (column.split(rows) for column in columns)
     for part, *others in zip(logits.split(rows), *parts, strict=True):
         loss, grad = compute(part, *others)
-        total += loss
+        total = total + loss
         if grad is not part:
             part.copy_(grad)
     return total, logits
@@ -142,13 +142,14 @@ def _differentiated(
     """
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        losses = token_loss(_capped(leaf.float(), softcap), wanted.squeeze(1))
+        losses = token_loss(capped_logits(leaf.float(), softcap), wanted.squeeze(1))
         total = (losses if weights is None else losses * weights.squeeze(1)).sum()
         (grad,) = torch.autograd.grad(total, leaf)
     return total.detach().float(), grad
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def capped_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return logits within the bounds of a softcap, or as they are if there is none."""
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
@@ -194,13 +195,13 @@ class _SummedLoss(torch.autograd.Function):
         needed = tuple(trains and needs for needs in ctx.needs_input_grad[:3])
         gradients = _Gradients(rows, weight, bias, needed)
         kind = rows.device.type
-        rows, weight, bias = _cast(_autocast_dtype(kind), rows, weight, bias)
+        rows, weight, bias = _cast(autocast_dtype(kind), rows, weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         # Cast once above: autocast would cast the weight again for every piece.
         with torch.autocast(kind, enabled=False):
             for start, part, *others in _pieces(rows_at_once(len(weight)), rows, *columns):
                 loss, grad = compute(F.linear(part, weight, bias), *others)
-                total += loss
+                total = total + loss
                 gradients.add(start, part, grad, weight)
                 del grad
         ctx.gradients = gradients
@@ -208,7 +209,9 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.gradients.times(outer[0]), None, None, None
+        # Of several sums the first one is the loss.
+        factor = outer[0] if not outer[0].dim() else outer[0][0]
+        return *ctx.gradients.times(factor), None, None, None
 
 
 class _LogProbabilities(torch.autograd.Function):
@@ -230,15 +233,15 @@ class _LogProbabilities(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, bias, labels)
         ctx.softcap, ctx.on_cpu = softcap, on_cpu
         kind = rows.device.type
-        ctx.dtype = _autocast_dtype(kind)
+        ctx.dtype = autocast_dtype(kind)
         rows, weight, bias = _cast(ctx.dtype, rows, weight, bias)
         chosen = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
         with torch.autocast(kind, enabled=False):
             for start, part, wanted in _pieces(rows_at_once(len(weight)), rows, labels):
                 logits = F.linear(part, weight, bias)
-                most = _rows_in_cache(logits) if on_cpu else max(len(logits), 1)
+                most = _rowsin_cache(logits) if on_cpu else max(len(logits), 1)
                 for first, few, right in _pieces(most, logits, wanted):
-                    found = _capped(few.float(), softcap).log_softmax(1)
+                    found = capped_logits(few.float(), softcap).log_softmax(1)
                     begin = start + first
                     chosen[begin : begin + len(few)] = found.gather(1, right[:, None]).squeeze(1)
         return chosen
@@ -251,7 +254,7 @@ class _LogProbabilities(torch.autograd.Function):
         compute: Callable[..., tuple[Tensor, Tensor]]
         compute = partial(weighted_loss_and_grad, softcap=ctx.softcap)
         if ctx.on_cpu:
-            compute = partial(_in_cache, compute)
+            compute = partial(in_cache, compute)
         # A log-probability is the negative of a loss.
         columns = labels[:, None], -outer[0][:, None]
         with torch.autocast(rows.device.type, enabled=False):
@@ -268,7 +271,7 @@ def _pieces(at_once: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         yield start, *(tensor[start : start + at_once] for tensor in tensors)
 
 
-def _autocast_dtype(kind: str) -> torch.dtype | None:
+def autocast_dtype(kind: str) -> torch.dtype | None:
     """Dtype in which a type of device computes under autocast; None: without autocast."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -361,17 +364,16 @@ class SummedLoss(HeadOutput):
 
     def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
         columns = [labels] if self.weights is None else [labels, self.weights]
-        # An adapter has a forward of its own, and float16 needs the loss scale before small
-        # gradients are rounded: autograd computes those.
-        if isinstance(head.lm_head, OutputLayer) and not _in_float16(rows):
-            fused = partial(self._fused, head, [one[:, None] for one in columns], on_cpu)
-            loss: Tensor = head.lm_head(rows, fused)
-            return loss
-        return head.in_pieces(self._by_autograd(head), rows, *columns).sum()
+        if not head.fuses(rows):
+            return head.in_pieces(self._by_autograd(head), rows, *columns).sum()
+        compute = partial(self._loss_and_grad, head, on_cpu)
+        return head.summed(compute, rows, *(one[:, None] for one in columns))
 
-    def _fused(
-        self, head: "Head", columns: list[Tensor], on_cpu: bool, layer: OutputLayer, rows: Tensor
-    ) -> Tensor:
+    def _loss_and_grad(
+        self, head: "Head", on_cpu: bool, logits: Tensor, *columns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        layer = head.lm_head
+        assert isinstance(layer, OutputLayer)
         compute: Callable[..., tuple[Tensor, Tensor]]
         if self.token_loss is not None:
             compute = partial(_differentiated, self.token_loss, head.softcap)
@@ -381,12 +383,7 @@ class SummedLoss(HeadOutput):
             compute = partial(layer.loss_and_grad, softcap=head.softcap)
         if self.token_loss is None and head.smoothing:
             compute = partial(compute, smoothing=head.smoothing)
-        if on_cpu:
-            compute = partial(_in_cache, compute)
-        # Inside `forward` of an autograd function gradients are always off.
-        trains = torch.is_grad_enabled()
-        loss: Tensor = _SummedLoss.apply(rows, layer.weight, layer.bias, columns, compute, trains)
-        return loss
+        return in_cache(compute, logits, *columns) if on_cpu else compute(logits, *columns)
 
     def _by_autograd(self, head: "Head") -> Callable[..., Tensor]:
         smoothing = head.smoothing
@@ -498,6 +495,39 @@ class Head(nn.Module):
             return self._logits(rows)
         return (output or SummedLoss()).compute(self, rows, labels, on_cpu=on_cpu)
 
+    def fuses(self, rows: Tensor) -> bool:
+        """Whether `summed` can compute a loss of these rows."""
+        # An adapter has a forward of its own, and float16 needs the loss scale before small
+        # gradients are rounded: autograd computes those.
+        return isinstance(self.lm_head, OutputLayer) and not _in_float16(rows)
+
+    def summed(
+        self, compute: Callable[..., tuple[Tensor, Tensor]], rows: Tensor, *columns: Tensor
+    ) -> Tensor:
+        """Sum a loss over all rows, a few rows of logits at a time, and its gradients with it.
+
+        Args:
+            compute: called with logits, [n, vocabulary], and the columns of these rows; it returns
+                a sum over the rows, or several, of which the first one is the loss, and the
+                gradient of the logits, which it may write into them.
+            rows: [n, width], of a head that `fuses` them.
+            columns: [n, ...] each.
+
+        Returns:
+            The sums in float32, of which the first one has gradients.
+        """
+        # Inside `forward` of an autograd function gradients are always off.
+        trains = torch.is_grad_enabled()
+
+        def within(layer: OutputLayer, rows: Tensor) -> Tensor:
+            sums: Tensor = _SummedLoss.apply(
+                rows, layer.weight, layer.bias, columns, compute, trains
+            )
+            return sums
+
+        result: Tensor = self.lm_head(rows, within)
+        return result
+
     def in_pieces(self, function: Callable[..., Tensor], rows: Tensor, *columns: Tensor) -> Tensor:
         """Compute a function of the logits a few rows at a time, with gradients by autograd.
 
@@ -507,7 +537,7 @@ class Head(nn.Module):
             function: called with logits, [n, vocabulary] float32, and the columns of these rows; it
                 returns a scalar, or a tensor of n rows.
             rows: [n, width].
-            columns: [n] each.
+            columns: [n, ...] each.
 
         Returns:
             The scalars, [pieces], or the rows of all results.
@@ -528,7 +558,7 @@ class Head(nn.Module):
 
     def _logits(self, rows: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(rows).float()
-        return _capped(logits, self.softcap)
+        return capped_logits(logits, self.softcap)
 
     @property
     def smoothing(self) -> float:
@@ -538,4 +568,4 @@ class Head(nn.Module):
 
 def _in_float16(rows: Tensor) -> bool:
     """Return whether products are in float16, where small gradients need the loss scale."""
-    return (_autocast_dtype(rows.device.type) or rows.dtype) == torch.float16
+    return (autocast_dtype(rows.device.type) or rows.dtype) == torch.float16

@@ -54,6 +54,8 @@ class Objective(ABC):
     needs_reference = False
     """Whether micro-batches need `reference`: the log-probability of each sequence under the
     reference model."""
+    needs_teacher = False
+    """Whether micro-batches need what `ftkit.objectives.distillation.Teacher` adds to them."""
     is_cross_entropy = False
     """Whether exp(validation loss) is a perplexity."""
 
@@ -74,6 +76,11 @@ class Objective(ABC):
     def validated(self) -> "Objective":
         """What validation measures."""
         return self
+
+    @property
+    def alone(self) -> "Objective":
+        """What a result is measured by, where no other model is there."""
+        return self.validated
 
     def view(self, samples: Samples) -> Samples:
         """Choose what the model is given of samples: by default all tokens but the last."""

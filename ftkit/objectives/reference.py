@@ -24,8 +24,22 @@ from ftkit.utils.accelerators.use import sum_dtype
 Context = Callable[[], AbstractContextManager[object]]
 
 
-class Reference(ABC):
+class Companion(ABC):
+    """A model that is not trained, and of which an objective needs numbers."""
+
+    models: tuple[LanguageModel, ...] = ()
+    """Models that it holds in memory beside the one that is trained."""
+
+    @abstractmethod
+    def add_to(self, batch: Batch) -> None:
+        """Add what the objective needs of it to a micro-batch on its device."""
+
+
+class Reference(Companion):
     """Log-probabilities of answers under the reference model."""
+
+    def add_to(self, batch: Batch) -> None:
+        batch["reference"] = self.log_probabilities(batch)
 
     @abstractmethod
     def log_probabilities(self, batch: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ftkit.objectives.distillation import Distill
 from ftkit.objectives.objective import Objective
 from ftkit.objectives.preference import Dpo, Orpo, SimPo
 from ftkit.objectives.reward import Reward
@@ -18,6 +19,7 @@ _CLASSES: dict[str, type[Objective]] = {
     "orpo": Orpo,
     "simpo": SimPo,
     "reward": Reward,
+    "distill": Distill,
 }
 
 

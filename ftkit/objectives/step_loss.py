@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel
 from ftkit.objectives.objective import Batch, Objective
-from ftkit.objectives.reference import Reference
+from ftkit.objectives.reference import Companion
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -20,17 +20,17 @@ class StepLoss:
     """Makes the loss of each micro-batch, so that their sum is the loss of the step."""
 
     def __init__(
-        self, objective: Objective, model: LanguageModel, reference: Reference | None = None
+        self, objective: Objective, model: LanguageModel, companion: Companion | None = None
     ) -> None:
         """Prepare for the steps of a model.
 
         Args:
             objective: what is learned.
             model: its routers may add a term.
-            reference: of the training samples, if the objective needs one.
+            companion: another model, for the training samples, if the objective needs one.
         """
         self.objective, self._model, self._routing = objective, model, model.routing
-        self._reference = reference
+        self._companion = companion
         self._choices: Tensor | None = None
         """[experts]: choices of the routers in the whole step; None: it has one micro-batch."""
 
@@ -71,14 +71,14 @@ class StepLoss:
         self._choices = sum_over_ranks(self._choices)
 
     def refer(self, batch: Batch) -> None:
-        """Add what the reference model makes of a micro-batch to it.
+        """Add what the objective needs of another model to a micro-batch.
 
         Args:
             batch: on its device; outside `watching` and without noise, which are of the model that
                 is trained.
         """
-        if self._reference is not None:
-            batch["reference"] = self._reference.log_probabilities(batch)
+        if self._companion is not None:
+            self._companion.add_to(batch)
 
     def watching(self, batch: Batch) -> AbstractContextManager[None]:
         """Context for the forward and backward pass of a micro-batch."""

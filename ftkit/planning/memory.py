@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from ftkit.models.bodies.attention import attention_kernel, attention_path
+from ftkit.models.bodies.attention import common_path, planned_path
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
@@ -89,7 +89,12 @@ class PredictedMemory:
 
 
 def predict(
-    base: BaseModel, plan: Plan, batch: MicroBatchSize, *, accumulates: bool | None = None
+    base: BaseModel,
+    plan: Plan,
+    batch: MicroBatchSize,
+    *,
+    accumulates: bool | None = None,
+    teacher: BaseModel | None = None,
 ) -> PredictedMemory:
     """The memory of a plan's ranks.
 
@@ -98,9 +103,10 @@ def predict(
         plan: how.
         batch: the largest micro-batch.
         accumulates: whether it adds to gradients of others before it; None: where there are any.
+        teacher: the model that is learned from, if there is one.
     """
     accumulates = plan.accumulates if accumulates is None else accumulates
-    simulation = simulate(base, plan, batch, accumulates=accumulates)
+    simulation = simulate(base, plan, batch, accumulates=accumulates, teacher=teacher)
     strategy = make_strategy(plan)
     found = strategy.on_device(simulation)
     peaks, offloaded = found.peaks, dict(found.host)
@@ -172,7 +178,12 @@ def _unsimulated_savings(*, compiles: bool, kernels: Kernels) -> str:
 
 
 def heaviest_micro_batch(
-    base: BaseModel, plan: Plan, tokens: int, *, weighted: bool = False
+    base: BaseModel,
+    plan: Plan,
+    tokens: int,
+    *,
+    weighted: bool = False,
+    teacher: BaseModel | None = None,
 ) -> MicroBatchSize:
     """Upper bound of the micro-batches of a plan.
 
@@ -181,14 +192,11 @@ def heaviest_micro_batch(
         plan: how it is trained.
         tokens: of the longest sample.
         weighted: whether some labels have a weight other than 1.
+        teacher: another model, which computes on them too.
     """
-    traits = base.architecture.attention
-    path = attention_path(
-        traits,
-        attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
-        padding_free=plan.recipe.train.padding_free,
-        micro_batch_tokens=plan.micro_batch_tokens,
-    )
+    path = planned_path(base.architecture.attention, plan)
+    if teacher is not None:
+        path = common_path(path, planned_path(teacher.architecture.attention, plan))
     rules = objective_rules(plan.recipe.objective)
     return largest_micro_batch(
         plan.micro_batch_size * (2 if rules.preference == "pairs" else 1),
@@ -201,7 +209,7 @@ def heaviest_micro_batch(
 
 
 def predict_measured(
-    base: str, plan: Plan, measured: StepMemory, longest_sample_tokens: int
+    base: str, teacher: str | None, plan: Plan, measured: StepMemory, longest_sample_tokens: int
 ) -> StepMemory:
     """Memory that a run measured on rank 0, beside its prediction.
 
@@ -210,6 +218,7 @@ def predict_measured(
 
     Args:
         base: the base model: a directory, or random:NAME.
+        teacher: the same, of the teacher; None: there is none.
         plan: what was run.
         measured: has the micro-step that needed most, and the size of its micro-batch.
         longest_sample_tokens: of all samples to train on and to validate on.
@@ -217,8 +226,11 @@ def predict_measured(
     first = measured.ranks[0]
     model = base_for(read_blueprint(base, plan.recipe.implementation), plan.recipe.objective)
     weighted = first.micro_batch is not None and first.micro_batch.weighted
-    batch = heaviest_micro_batch(model, plan, longest_sample_tokens, weighted=weighted)
-    memory = predict(model, plan, batch)
+    beside = None if teacher is None else read_blueprint(teacher)
+    batch = heaviest_micro_batch(
+        model, plan, longest_sample_tokens, weighted=weighted, teacher=beside
+    )
+    memory = predict(model, plan, batch, teacher=beside)
     heaviest = HeaviestStep(
         peak_bytes=memory.peak_bytes,
         peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),
@@ -229,7 +241,9 @@ def predict_measured(
         accumulates = first.micro_step > 1
         # Usually the same simulation, which takes a second or more.
         if (first.micro_batch, accumulates) != (batch, plan.accumulates):
-            memory = predict(model, plan, first.micro_batch, accumulates=accumulates)
+            memory = predict(
+                model, plan, first.micro_batch, accumulates=accumulates, teacher=beside
+            )
         predicted = PredictedStep(
             peak_bytes=memory.peak_bytes,
             peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),

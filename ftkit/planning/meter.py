@@ -1,7 +1,7 @@
 """The memory meter: categories of the memory of a step, measured in a few steps of a run."""
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -107,6 +107,8 @@ class MemoryMeter:
         steps: Collection[int],
         device_peak: DevicePeak,
         on_measured: Callable[[RankStepMemory], None],
+        *,
+        beside: Sequence[nn.Module] = (),
     ) -> None:
         """Prepare.
 
@@ -116,8 +118,9 @@ class MemoryMeter:
             steps: which to measure, as numbers of steps done before.
             device_peak: memory of the device, as its allocator counts it.
             on_measured: called after a step that took more than those measured before.
+            beside: models that are not trained, whose parameters are counted too.
         """
-        self._strategy, self._model = strategy, model
+        self._strategy, self._model, self._beside = strategy, model, beside
         self._steps = steps
         self._kind = device_kind(strategy.device.type)
         self._device_peak = device_peak
@@ -202,7 +205,8 @@ class MemoryMeter:
         self._live.assign(gradients(self._parameters), "gradients")
 
     def _begin(self) -> None:
-        self._modules = list(self._model.modules())
+        models = (self._model, *self._beside)
+        self._modules = [module for each in models for module in each.modules()]
         self._parameters = list(self._model.parameters())
         self._assign_changed()
         self._live.assign(parameters(self._strategy, self._modules), "parameters")

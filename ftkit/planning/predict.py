@@ -12,11 +12,12 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.dry_run import require_trainable
 from ftkit.models.lora.adapter_files import check_adapter
-from ftkit.models.pretrained.base_model import checked_length, read_blueprint
+from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import layout_of
+from ftkit.models.pretrained.second_model import check_context, check_logits
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.planning.memory import PredictedMemory, heaviest_micro_batch, predict
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
@@ -293,6 +294,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(found, recipe.objective)
     require_trainable(base)
+    teacher = _read_teacher(recipe)
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
@@ -302,6 +304,9 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             layout = layout_of(base)
     gguf = find_gguf(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
+    if teacher is not None:
+        check_logits(base, teacher, "teacher")
+        check_context(teacher, "teacher", max_seq_length)
     length = sequence_length(
         recipe.data,
         base,
@@ -315,15 +320,15 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         rate = base_learning_rate(recipe.optimizer)
         steps = make_schedule(recipe.train, samples, rate)[0].total_steps
     weighted = length.trained is not None and length.trained.weighted
-    largest = heaviest_micro_batch(base, made, length.tokens, weighted=weighted)
-    memory = predict(base, made, largest)
+    largest = heaviest_micro_batch(base, made, length.tokens, weighted=weighted, teacher=teacher)
+    memory = predict(base, made, largest, teacher=teacher)
     least_bytes = memory.low_bytes
     in_row = largest.tokens is not None
     certain = certain_micro_batch(made, length, steps, padding_free=in_row)
     if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
         # A refusal rests only on what the run computes for certain: an assumption may be wrong, and
         # a run that is out of memory says so anyway.
-        least_bytes = predict(base, made, certain, accumulates=False).low_bytes
+        least_bytes = predict(base, made, certain, accumulates=False, teacher=teacher).low_bytes
     return Planned(
         name=name,
         plan=made,
@@ -361,6 +366,14 @@ def _reference(recipe: Recipe, samples: int | None, steps: int | None) -> Planne
         sequences=taken * each,
         kept_bytes=samples * each * _VALUE_BYTES,
     )
+
+
+def _read_teacher(recipe: Recipe) -> BaseModel | None:
+    """Describe the teacher of a recipe; None: it has none."""
+    if recipe.teacher is None:
+        return None
+    unreached = fetch_settings(recipe.teacher, token=recipe.access_token)
+    return read_blueprint(recipe.teacher, unreached=unreached)
 
 
 def _with_advice(error: UserError, recipe: Recipe) -> UserError:

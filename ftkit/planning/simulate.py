@@ -29,10 +29,12 @@ from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.flops import parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
+from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.objectives.distillation import Teacher
 from ftkit.objectives.objective import Batch
-from ftkit.objectives.reference import BelowAdapter, Computed, Reference
+from ftkit.objectives.reference import BelowAdapter, Companion, Computed
 from ftkit.objectives.select import make_objective
 from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors
@@ -40,8 +42,10 @@ from ftkit.recipe.objectives import is_below_adapter
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
+from ftkit.strategies.frozen import outline_frozen
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
+    ANOTHER_MODEL,
     PERSISTENT_ELEMENTS,
     MicroBatchSize,
     Peaks,
@@ -99,7 +103,12 @@ def largest_micro_batch(
 
 
 def simulate(
-    base: BaseModel, plan: Plan, batch: MicroBatchSize, *, accumulates: bool
+    base: BaseModel,
+    plan: Plan,
+    batch: MicroBatchSize,
+    *,
+    accumulates: bool,
+    teacher: BaseModel | None = None,
 ) -> Simulation:
     """The highest moment of each stretch of an optimizer step after the first.
 
@@ -111,14 +120,15 @@ def simulate(
         plan: how.
         batch: what a micro-step of it computes on.
         accumulates: whether the micro-step adds to gradients of others before it.
+        teacher: the model that is learned from, if there is one.
     """
     depth = base.architecture.layers
     period = int(plan.recipe.memory.activation_checkpointing) or 1
     smaller = _smaller_depth(depth, period)
     if depth <= smaller + period + 1 or _layers_differ(base, plan):
-        return _run(base, plan, batch, depth, accumulates)
+        return _run(base, plan, batch, depth, accumulates, teacher)
     depths = (smaller, smaller + period)
-    less, more = (_run(base, plan, batch, layers, accumulates) for layers in depths)
+    less, more = (_run(base, plan, batch, layers, accumulates, teacher) for layers in depths)
     steps = (depth - smaller) // period
 
     def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
@@ -154,7 +164,12 @@ def _layers_differ(base: BaseModel, plan: Plan) -> bool:
 
 
 def _run(
-    base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int, accumulates: bool
+    base: BaseModel,
+    plan: Plan,
+    batch: MicroBatchSize,
+    layers: int,
+    accumulates: bool,
+    teacher: BaseModel | None,
 ) -> Simulation:
     kernels = plan.recipe.kernels if has_liger() else "torch"
     # Fake tensors cannot look into compiled graphs; these keep less, so it is an upper bound.
@@ -168,7 +183,8 @@ def _run(
     model.routing = model.body.watch_routing(
         trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
     )
-    sizes = _sizes(model, plan.shards)
+    frozen = None if teacher is None else outline_frozen(teacher, plan)
+    sizes = _sizes(model, frozen, plan.shards)
     strategy = make_strategy(plan)
     with (
         strategy.simulated() as sharding,
@@ -183,8 +199,12 @@ def _run(
         answers = recipe.eval.max_new_tokens or 0
         model.body.build_rope_cache(CPU, min(context, asked + answers))
         _pack(model)
+        if frozen is not None:
+            sharding.allocate(frozen, CPU)
+            frozen.body.build_rope_cache(CPU, asked)
+            _pack(frozen)
         with _mistakes_of_plugin():
-            peaks = _Step(model, strategy, batch, accumulates).peaks()
+            peaks = _Step(model, strategy, sharding, batch, accumulates, frozen).peaks()
         return Simulation(peaks, sizes, host.most_bytes)
 
 
@@ -209,8 +229,9 @@ def _mistakes_of_plugin() -> Iterator[None]:
         ) from error
 
 
-def _sizes(model: LanguageModel, shards: int) -> Sizes:
+def _sizes(model: LanguageModel, teacher: LanguageModel | None, shards: int) -> Sizes:
     parameters, trained = list(model.parameters()), trainable(model)
+    frozen = [] if teacher is None else list(teacher.parameters())
 
     def pinned_bytes(parameter: nn.Parameter) -> int:
         rows = -(-parameter.shape[0] // shards)
@@ -224,8 +245,14 @@ def _sizes(model: LanguageModel, shards: int) -> Sizes:
         hidden=sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
-        pinned_bytes=sum(map(pinned_bytes, parameters)),
+        pinned_bytes=sum(map(pinned_bytes, (*parameters, *frozen))),
         pinned_trained_bytes=sum(map(pinned_bytes, trained)),
+        frozen_bytes=sum(p.numel() * p.itemsize for p in frozen),
+        frozen_elements=sum(p.numel() for p in frozen),
+        small_frozen_elements=sum(p.numel() for p in frozen if p.numel() < PERSISTENT_ELEMENTS),
+        frozen_head_bytes=0
+        if teacher is None
+        else sum(p.numel() * p.itemsize for p in teacher.head.parameters()),
     )
 
 
@@ -314,7 +341,13 @@ class _Step:
     """An optimizer step of a model on this rank, in the order of ftkit's training."""
 
     def __init__(
-        self, model: LanguageModel, strategy: Strategy, batch: MicroBatchSize, accumulates: bool
+        self,
+        model: LanguageModel,
+        strategy: Strategy,
+        sharding: Sharding,
+        batch: MicroBatchSize,
+        accumulates: bool,
+        teacher: LanguageModel | None,
     ) -> None:
         self._model, self._strategy, self._batch = model, strategy, batch
         self._plan = plan = strategy.plan
@@ -327,12 +360,15 @@ class _Step:
         """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
         self._backward = False
         objective = make_objective(plan.recipe.objective)
-        reference: Reference | None = None
-        if objective.needs_reference:
-            reference = Computed(np.zeros(batch.sequences))
+        companion: Companion | None = None
+        if teacher is not None:
+            companion = Teacher(teacher, sharding, self._computing)
+        elif objective.needs_reference:
+            companion = Computed(np.zeros(batch.sequences))
             if is_below_adapter(plan.recipe):
-                reference = BelowAdapter(model, self._computing)
-        self._step_loss = StepLoss(objective, model, reference)
+                companion = BelowAdapter(model, self._computing)
+        self._models = (model, *(companion.models if companion else ()))
+        self._step_loss = StepLoss(objective, model, companion)
         self._shares = zeros_for(self._step_loss, CPU)
         self._updates_in_backward = plan.recipe.train.optimizer_in_backward
 
@@ -341,9 +377,10 @@ class _Step:
         live, strategy = self._live, self._strategy
         optimizer = self._make_optimizer() if strategy.updates_parameters else None
         self._watch_blocks()
-        live.assign(self._model.parameters(), "parameters")
-        live.assign(self._model.buffers(), "parameters")
-        live.assign(scales(self._model), "parameters")
+        for model in self._models:
+            live.assign(model.parameters(), "parameters")
+            live.assign(model.buffers(), "parameters")
+            live.assign(scales(model), "parameters")
         with live:
             if strategy.keeps_gradient_buckets:
                 self._make_buckets()
@@ -427,6 +464,7 @@ class _Step:
             made["weights"] = weights
             del weights
         step_loss = self._step_loss
+        self._mark(ANOTHER_MODEL)
         step_loss.refer(made)
         self._mark("before the blocks")
         with step_loss.watching(made):

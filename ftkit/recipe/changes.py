@@ -26,6 +26,7 @@ KIND_OF: dict[str, Kind] = {
     "router_aux_loss_coef": "tunable",
     "objective": "fixed",
     "reference": "fixed",
+    "teacher": "hardware",  # known by its fingerprint, wherever it lies
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
     "train.global_batch_size": "tunable",
     "train.micro_batch_size": "hardware",

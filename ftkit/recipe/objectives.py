@@ -12,7 +12,7 @@ from ftkit.utils.names import nearest
 Preference = Literal["pairs", "labels"]
 """How records say which answers are better. pairs: two answers to a prompt, the better one first.
 labels: one answer, and whether it is desirable."""
-ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo", "reward"]
+ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo", "reward", "distill"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,28 @@ class RewardOptions:
     0.01 is usual."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Options of `objective: distill`."""
+
+    divergence: Literal["forward", "reverse"] = "forward"
+    """Direction of the KL divergence between teacher and student. forward: the student covers
+    whatever the teacher may say; reverse: it keeps to what the teacher finds likely."""
+    temperature: float = 1.0
+    """Number by which the logits of both are divided: above 1, unlikely tokens count more."""
+    sft_weight: float = 0.0
+    """Weight of the cross-entropy of the given answers, per token, beside the divergence."""
+
+
 ObjectiveOptions = (
-    SftOptions | DftOptions | EaftOptions | DpoOptions | OrpoOptions | SimPoOptions | RewardOptions
+    SftOptions
+    | DftOptions
+    | EaftOptions
+    | DpoOptions
+    | OrpoOptions
+    | SimPoOptions
+    | RewardOptions
+    | DistillOptions
 )
 
 
@@ -92,6 +112,8 @@ class ObjectiveRules:
     """Whether the model gives a sequence a score, and predicts no tokens."""
     needs_reference: bool = False
     """Whether the model is compared with a reference: by default itself, before training."""
+    needs_teacher: bool = False
+    """Whether another model, the teacher, computes beside the one that is trained."""
     is_smoothed: bool = False
     """Whether train.label_smoothing applies to its loss."""
 
@@ -104,6 +126,7 @@ OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
     "orpo": ObjectiveRules(options=OrpoOptions, preference="pairs"),
     "simpo": ObjectiveRules(options=SimPoOptions, preference="pairs"),
     "reward": ObjectiveRules(options=RewardOptions, preference="pairs", scores=True),
+    "distill": ObjectiveRules(options=DistillOptions, needs_teacher=True),
 }
 
 
@@ -173,8 +196,8 @@ def objective_options(objective: Component) -> ObjectiveOptions:
             continue
         default = getattr(options(), key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # beta divides, or scales everything that is learned.
-        least_excluded = key == "beta"
+        # They divide, or scale everything that is learned.
+        least_excluded = key in ("beta", "temperature")
         if not is_number or value < 0 or (least_excluded and value == 0):
             rule = "a number above 0" if least_excluded else "a number of at least 0"
             raise UserError(
@@ -213,6 +236,16 @@ def check_objective(recipe: Recipe) -> None:
         raise UserError(
             f"reference is {recipe.reference}, but objective is {name}, which compares with no "
             "other model. Try --objective dpo, or leave reference out."
+        )
+    if rules.needs_teacher and recipe.teacher is None:
+        raise UserError(
+            f"objective is {name}, which learns from another model, but teacher is not set. Try "
+            "--teacher MODEL, with the same tokenizer."
+        )
+    if recipe.teacher is not None and not rules.needs_teacher:
+        raise UserError(
+            f"teacher is {recipe.teacher}, but objective is {name}, which has no teacher. Try "
+            "--objective distill, or leave teacher out."
         )
     if not rules.scores:
         return

@@ -278,13 +278,17 @@ class Recipe:
     --data.NAME VALUE."""
     objective: Component = field(default_factory=lambda: Component(class_path="sft", init_args={}))
     """What is learned: sft, the answers of records; dft or eaft, the same, but less of what the
-    model holds for unlikely; dpo, orpo or simpo, which of the two answers of a preference pair is
-    better; reward, a score that is higher for the better answer. Options as --objective.NAME
-    VALUE."""
+    model holds for unlikely; distill, how likely a teacher holds every token of them; dpo, orpo or
+    simpo, which of the two answers of a preference pair is better; reward, a score that is higher
+    for the better answer. Options as --objective.NAME VALUE."""
     reference: str | None = None
     """The model that dpo compares with, if it is not the one with which training begins: a
     directory or name as for checkpoint_dir, with the same vocabulary. Its log-probabilities are
     computed before the first step; it is not in memory during training."""
+    teacher: str | None = None
+    """The model that distill learns from: a directory or name as for checkpoint_dir, with the same
+    tokenizer and vocabulary. It stays in memory during training, distributed as the trained model
+    is, and is not changed."""
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)

@@ -77,6 +77,8 @@ class Job:
     """The base model: a directory, or random:NAME."""
     reference: str | None = None
     """Directory of the recipe's reference model; None: it has none, or continues without it."""
+    teacher: str | None = None
+    """The teacher of distillation: a directory, or random:NAME; None: the recipe has none."""
     command: tuple[str, ...]
     """The command line, tokens removed."""
     started_at_s: float
@@ -163,6 +165,7 @@ class Job:
             "devices": dataclasses.asdict(self.devices),
             "base": self.base,
             "reference": self.reference,
+            "teacher": self.teacher,
             "command": self.command,
             "started_at_s": self.started_at_s,
             "start": self.start,
@@ -199,6 +202,7 @@ class Job:
             ),
             base=values["base"],
             reference=values["reference"],
+            teacher=values["teacher"],
             command=tuple(values["command"]),
             started_at_s=values["started_at_s"],
             start=values["start"],

@@ -44,7 +44,13 @@ from ftkit.strategies.state import (
     state_kinds,
     whole_part,
 )
-from ftkit.strategies.step_memory import Category, OnDevice, Simulation, Snapshot
+from ftkit.strategies.step_memory import (
+    ANOTHER_MODEL,
+    Category,
+    OnDevice,
+    Simulation,
+    Snapshot,
+)
 from ftkit.strategies.strategy import (
     LOSS_SCALE,
     LOSS_SCALE_AGE,
@@ -582,7 +588,8 @@ class _ZeroRank:
             "optimizer_state": share * _FP32_BYTES * (1 + self._states),  # 1: the masters
         }
         if self._options.offload_parameters and self._options.stage == 3:
-            found["parameters"] = math.ceil(self._sizes.parameter_bytes / self._world_size)
+            whole_bytes = self._sizes.parameter_bytes + self._sizes.frozen_bytes
+            found["parameters"] = math.ceil(whole_bytes / self._world_size)
         return found
 
     def during(self, name: str) -> Snapshot:
@@ -593,13 +600,20 @@ class _ZeroRank:
         # The bucket in which ranks add up gradients is never freed.
         found["gradients"] += self._bucket * self._working_bytes
         if options.stage == 3:  # a share instead of the whole, and gathered parameters on top
-            found["parameters"] -= sizes.parameter_bytes
+            whole_bytes = sizes.parameter_bytes + sizes.frozen_bytes
+            found["parameters"] -= whole_bytes
             if not options.offload_parameters:
-                found["parameters"] += math.ceil(sizes.parameter_bytes / self._world_size)
+                found["parameters"] += math.ceil(whole_bytes / self._world_size)
             average_bytes = sizes.parameter_bytes / sizes.elements
             # Small parameters stay gathered.
             found["parameters"] += round(sizes.small_elements * average_bytes)
             found["temporaries"] += round(self._gathered(name) * average_bytes)
+            if sizes.frozen_bytes:
+                average_bytes = sizes.frozen_bytes / sizes.frozen_elements
+                found["parameters"] += round(sizes.small_frozen_elements * average_bytes)
+                found["temporaries"] += round(self._gathered_frozen(name) * average_bytes)
+            if name == "loss, forward":
+                found["temporaries"] += sizes.frozen_head_bytes
         elif options.stage == 1:  # gradients stay whole until the update
             found["gradients"] += sizes.trained_bytes
         if not options.offload_optimizer:  # a share of the moments, and of the gradients
@@ -626,13 +640,22 @@ class _ZeroRank:
         # parameter. Those needed again soon enough are kept; the distance counts both ways.
         large = self._sizes.elements - self._sizes.small_elements
         ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
-        if name == "optimizer":
+        if name in ("optimizer", ANOTHER_MODEL):
             return 0
         if name == "loss, forward":  # the last buffer has been copied
             return kept
         if name == "loss, backward" or name.startswith("block -"):
             return kept if kept == large and "backward" in name else kept + ahead
         return 2 * ahead if kept < large else large + ahead * ("forward" in name)
+
+    def _gathered_frozen(self, name: str) -> int:
+        """Elements of large parameters of the other model that are gathered during a stretch."""
+        if name != ANOTHER_MODEL:
+            return 0
+        # No backward pass needs them again: only a buffer that is being filled and one that is
+        # used are there.
+        large = self._sizes.frozen_elements - self._sizes.small_frozen_elements
+        return 2 * min(_PREFETCH_ELEMENTS, large)
 
 
 _LAST = "block 0, backward"

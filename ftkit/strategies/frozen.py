@@ -5,11 +5,30 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.bodies.attention import attention_kernel
+from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.load_weights import fill
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.strategies.strategy import Strategy
+from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
 from ftkit.utils.progress import OnProgress
+
+
+def outline_frozen(base: BaseModel, plan: Plan) -> LanguageModel:
+    """Build a model that only computes, on the meta device: as it is, in the formats of a plan.
+
+    Args:
+        base: the model.
+        plan: of the run; if it quantises the trained model, this one is quantised too.
+    """
+    recipe = plan.recipe
+    kind = recipe.quantize if isinstance(recipe, LoraRecipe) else None
+    dtypes = parameter_dtype(plan), compute_dtype(plan)
+    model = outline_plain(base, *dtypes, tied=base.tied, kind=kind)
+    traits = base.architecture.attention
+    model.kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
+    return model.requires_grad_(False).eval()
 
 
 @contextmanager

@@ -197,6 +197,8 @@ class Snapshot:
         return sum(self.bytes.values())
 
 
+ANOTHER_MODEL = "another model"
+"""Stretch of a step in which another model computes, before the trained one does."""
 Peaks = dict[str, Snapshot]
 """The highest moment of each stretch of a step."""
 
@@ -220,9 +222,18 @@ class Sizes:
     small_elements: int
     """Elements of parameters below PERSISTENT_ELEMENTS, which ZeRO-3 keeps gathered."""
     pinned_bytes: int
-    """Page-locked memory for one rank's rows of all parameters, one block for each."""
+    """Page-locked memory for one rank's rows of all parameters, one block for each, with those of a
+    model beside it."""
     pinned_trained_bytes: int
     """Page-locked memory for one rank's rows of the trained parameters."""
+    frozen_bytes: int
+    """Bytes of all parameters of another model, which computes beside the trained one."""
+    frozen_elements: int
+    """Elements of its parameters."""
+    small_frozen_elements: int
+    """Elements of those below PERSISTENT_ELEMENTS."""
+    frozen_head_bytes: int
+    """Bytes of its output layer, which is whole where the loss is computed."""
 
 
 @dataclass(frozen=True)

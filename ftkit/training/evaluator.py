@@ -135,7 +135,7 @@ class Evaluator:
                 self._setup.strategy.device,
                 sources=len(self._setup.data.parts),
                 context=self._setup.strategy.precision.forward_context,
-                reference=self._setup.reference_of(samples),
+                companion=self._setup.companion_of(samples),
                 stopped=self._stopped,
                 progress=phase.advance,
             )
@@ -178,7 +178,7 @@ class Evaluator:
             self._setup.strategy.device,
             sources=len(sets.parts),
             context=self._setup.strategy.precision.forward_context,
-            reference=self._setup.reference_of(samples),
+            companion=self._setup.companion_of(samples),
             stopped=self._stopped,
             progress=progress,
         )

@@ -112,6 +112,7 @@ class Training:
         self._stop, self._loggers, self._callbacks = stop, loggers, callbacks
         self._display, self._recorder = journal.display, journal.recorder
         self._started_at_s, self._stop_after = started_at_s, stop_after
+        companion = setup.companion_of(setup.data.train)
         self._meter = MemoryMeter(
             setup.strategy,
             setup.model,
@@ -120,6 +121,7 @@ class Training:
             set() if self._recipe.compile else steps_to_measure(self._order),
             self._recorder.device_peak,
             self._recorder.on_step_memory,
+            beside=() if companion is None else companion.models,
         )
         self.signal_number: int | None = None
         """The signal that ended training, if any."""
@@ -151,7 +153,7 @@ class Training:
         setup = self._setup
         train_step = TrainStep(
             setup.model,
-            StepLoss(setup.objective, setup.model, setup.reference_of(setup.data.train)),
+            StepLoss(setup.objective, setup.model, setup.companion_of(setup.data.train)),
             setup.strategy,
             setup.schedule,
             self._recipe.train,

@@ -44,7 +44,6 @@ from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.lora.serving import serving_notice
 from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.planning.memory import predict_measured
-from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use, using
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RankDirectory
@@ -94,7 +93,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     if job.start is not None and metadata is not None:
         start = open_start(Path(job.start), metadata, job.directory.store.directory)
     device_name = [*job.devices.names, "CPU"][0]
-    setup = set_up(plan, job.base, job.reference, start, device_name, journal)
+    setup = set_up(job, start, device_name, journal)
     # A branch is a new run in every logger.
     run_ids = dict(metadata.loggers) if metadata is not None and start.in_place else {}
     loggers = make_loggers(
@@ -216,7 +215,7 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
                     _report_failure(stop.raised or failure, state)
                     raise
                 finally:
-                    _note_prediction(recorder, job.base, job.plan, display)
+                    _note_prediction(recorder, job, display)
         # Failures before the recorder exists, or of its last report. A reported one is only counted
         # once.
         except BaseException as exception:
@@ -241,7 +240,7 @@ def _report_failure(exception: BaseException, state: RankDirectory) -> None:
         _log_traceback(exception, state.run.log)
 
 
-def _note_prediction(recorder: Recorder, base: str, plan: Plan, display: Display) -> None:
+def _note_prediction(recorder: Recorder, job: Job, display: Display) -> None:
     """Add the predicted memory of the measured step to the report."""
     # In rank 0, where everything is imported already, and at the end, when nothing waits for it.
     measured, resolved = recorder.report.step_memory, recorder.report.resolved
@@ -251,7 +250,7 @@ def _note_prediction(recorder: Recorder, base: str, plan: Plan, display: Display
     assert longest is not None
     try:
         with display.phase("predicting memory", brief=True):
-            predicted = predict_measured(base, plan, measured, longest)
+            predicted = predict_measured(job.base, job.teacher, job.plan, measured, longest)
     except Exception as error:  # the report is complete without it
         recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
     else:

@@ -24,8 +24,8 @@ from ftkit.data.samples.loader import inference_loader
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.errors import UserError
-from ftkit.models.bodies.attention import attention_kernel, attention_path
-from ftkit.models.language_model import LanguageModel, outline, outline_plain
+from ftkit.models.bodies.attention import planned_path
+from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import Adapter
 from ftkit.models.pretrained.base_model import BaseModel, fingerprint
 from ftkit.objectives.reference import BelowAdapter, Computed, Reference, sequence_log_probabilities
@@ -33,7 +33,7 @@ from ftkit.objectives.reference_values import ReferenceCache, ReferenceValues, r
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.distributed import rank, sum_over_ranks
-from ftkit.strategies.frozen import frozen
+from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
 from ftkit.utils.accelerators.use import free_cached_memory, sum_dtype
 from ftkit.utils.console.display import Display
@@ -74,35 +74,6 @@ class ReferenceModel:
     """Layout of its micro-batches on this rank."""
 
 
-def check_reference(base: BaseModel, other: BaseModel, max_seq_length: int) -> None:
-    """Refuse a reference model that cannot compute what the trained model does.
-
-    Args:
-        base: the trained model.
-        other: the reference.
-        max_seq_length: tokens of the longest sequence.
-
-    Raises:
-        UserError: it has other tokens, or a shorter context.
-    """
-    own, others = base.tokenizer.vocabulary, other.tokenizer.vocabulary
-    differing = next((token for token, i in own.items() if others.get(token) != i), None)
-    if differing is not None:
-        found = others.get(differing)
-        raise UserError(
-            f"reference is {other.name}, whose vocabulary differs from that of {base.name}: "
-            f"{differing!r} is token {own[differing]} there and "
-            f"{'no token' if found is None else f'token {found}'} here. Give a model with the same "
-            "tokens, such as the one that checkpoint_dir was trained from, or leave reference out."
-        )
-    if other.architecture.context_length < max_seq_length:
-        raise UserError(
-            f"reference is {other.name}, which takes {other.architecture.context_length:,} tokens, "
-            f"but sequences may have {max_seq_length:,}. Try --train.max_seq_length "
-            f"{other.architecture.context_length}."
-        )
-
-
 def reference_model(
     base: BaseModel,
     plan: Plan,
@@ -126,23 +97,14 @@ def reference_model(
         adapter: values of an adapter with which training begins.
     """
     recipe, architecture = plan.recipe, base.architecture
-    traits = architecture.attention
-    kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
-    path = attention_path(
-        traits,
-        kernel,
-        padding_free=recipe.train.padding_free,
-        micro_batch_tokens=plan.micro_batch_tokens,
-    )
-    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
-    dtypes = parameter_dtype(plan), compute_dtype(plan)
+    path = planned_path(architecture.attention, plan)
 
     def load(progress: OnProgress) -> AbstractContextManager[LanguageModel]:
+        model = outline_frozen(base, plan)
         if is_own:
-            model = outline(base, recipe, *dtypes)
-        else:
-            model = outline_plain(base, *dtypes, tied=base.tied, kind=quantize)
-        model.kernel = kernel
+            kernel = model.kernel
+            model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+            model.kernel = kernel
         return frozen(
             model,
             base,
@@ -160,7 +122,7 @@ def reference_model(
             "adapter": None if adapter is None else _digest(adapter),
             "precision": plan.precision,
             "parameters": str(parameter_dtype(plan)),
-            "quantize": quantize,
+            "quantize": recipe.quantize if isinstance(recipe, LoraRecipe) else None,
             "version": ftkit.__version__,
         }
     return ReferenceModel(

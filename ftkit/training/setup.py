@@ -1,8 +1,8 @@
 """Set-up of a rank: everything that it needs for the first step, from the plan."""
 
 import dataclasses
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,12 @@ from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.architectures.architecture import Implementation
-from ftkit.models.bodies.attention import AttentionPath, attention_kernel, attention_path
+from ftkit.models.bodies.attention import (
+    AttentionPath,
+    attention_kernel,
+    common_path,
+    planned_path,
+)
 from ftkit.models.chat_templates.template import OF_TOKENIZER, ChatTemplate, resolve_chat_template
 from ftkit.models.dry_run import require_trainable
 from ftkit.models.flops import attention_cost, mean_flops_per_token, parameter_count
@@ -44,18 +49,22 @@ from ftkit.models.pretrained.base_model import (
 from ftkit.models.pretrained.hub import OUTLINE, find_here
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
+from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
+from ftkit.objectives.distillation import Teacher
 from ftkit.objectives.objective import Objective
-from ftkit.objectives.reference import BelowAdapter, Reference
+from ftkit.objectives.reference import BelowAdapter, Companion
 from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job
 from ftkit.runs.report.report import DataCounts, Resolved, Source
 from ftkit.runs.report.table import losses_of_data_text, summary_text
 from ftkit.strategies.distributed import rank
+from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
 from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
 from ftkit.strategies.state import bytes_per_number, state_kinds
@@ -69,7 +78,6 @@ from ftkit.strategies.strategy import (
 from ftkit.training.recorder import Recorder
 from ftkit.training.references import (
     References,
-    check_reference,
     compute_references,
     reference_model,
     samples_of_run,
@@ -148,6 +156,12 @@ class Setup:
     references: References | None = None
     """The reference of the data sets, if the objective needs one."""
     strategy: Strategy
+    teacher: Teacher | None = None
+    """The model that is learned from, if the objective needs one."""
+    teacher_identity: BaseIdentity | None = None
+    """Its identity, on rank 0."""
+    contexts: ExitStack = field(default_factory=ExitStack)
+    """Contexts in which models that are not trained compute: they end with the process."""
 
     @property
     def recipe(self) -> Recipe:
@@ -198,8 +212,10 @@ class Setup:
             start=Position(step=start.step, samples=start.samples),
         )
 
-    def reference_of(self, samples: Samples) -> Reference | None:
-        """Reference for some samples; None: the objective needs none."""
+    def companion_of(self, samples: Samples) -> Companion | None:
+        """Model that the objective needs for some samples beside the trained one, if any."""
+        if self.teacher is not None:
+            return self.teacher
         return None if self.references is None else self.references.of(samples)
 
     @cached_property
@@ -213,20 +229,11 @@ class Setup:
         return result_chat_files(self.base, self.data)
 
 
-def set_up(
-    plan: Plan,
-    base_model: str,
-    reference: str | None,
-    start: StartingPoint,
-    device_name: str,
-    journal: Journal,
-) -> Setup:
+def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -> Setup:
     """Set up this rank, up to the first step.
 
     Args:
-        plan: of the run.
-        base_model: a directory, or random:NAME.
-        reference: directory of the recipe's reference, if it has one and it is here.
+        job: of the run.
         start: the base model or a checkpoint.
         device_name: product name of the device, for the report.
         journal: for progress, a summary, and what the recipe was resolved to.
@@ -234,23 +241,23 @@ def set_up(
     Raises:
         UserError: data, adapter, checkpoint or the free disk space do not suit the recipe.
     """
-    recipe, display = plan.recipe, journal.display
+    plan, recipe, display = job.plan, job.recipe, journal.display
     train = recipe.train
 
-    base = base_for(_open_base(base_model, start, recipe.implementation), recipe.objective)
+    base = base_for(_open_base(job.base, start, recipe.implementation), recipe.objective)
     require_trainable(base)
     max_seq_length = checked_length(base, train.max_seq_length)
     traits = base.architecture.attention
     kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
-    attention = attention_path(
-        traits,
-        kernel,
-        padding_free=train.padding_free,
-        micro_batch_tokens=plan.micro_batch_tokens,
-    )
-    other = None if reference is None else open_base(reference)
+    attention = planned_path(traits, plan)
+    other = None if job.reference is None else open_base(job.reference)
     if other is not None:
-        check_reference(base, other, max_seq_length)
+        check_tokens(base, other, "reference")
+        check_context(other, "reference", max_seq_length)
+    teacher = None
+    if job.teacher is not None:
+        teacher = _open_teacher(job.teacher, base, start.metadata, max_seq_length)
+        attention = common_path(attention, planned_path(teacher.architecture.attention, plan))
     router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
 
     objective = make_objective(recipe.objective)
@@ -273,6 +280,7 @@ def set_up(
         _log_findings(data, base, max_seq_length, journal)
     # Before the model is built and filled: a mistake in the recipe shows at once.
     known = identities(recipe.checkpoint_dir, base, data, start.metadata)
+    of_teacher = None if teacher is None else _teacher_identity(recipe, teacher, start.metadata)
 
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
@@ -315,6 +323,7 @@ def set_up(
         model=model,
         objective=objective,
         strategy=strategy,
+        teacher_identity=of_teacher,
     )
     _check_checkpoints(setup, size_of(setup.directory.store.directory))
     _log_summary(setup, device_name, journal)
@@ -350,6 +359,8 @@ def set_up(
         strategy.restore_loss_scale(scalars)
         restore(model, strategy.state_view(), start.stored, scalars)
         _log_average(strategy, start.stored, display)
+    if teacher is not None:
+        setup = dataclasses.replace(setup, teacher=_load_teacher(teacher, setup, display))
     return setup
 
 
@@ -393,6 +404,65 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
         warn=journal.warn,
     )
     return References(None, values)
+
+
+# The teacher
+
+
+def _open_teacher(
+    directory: str, base: BaseModel, start: Metadata | None, max_seq_length: int
+) -> BaseModel:
+    """Open the model that is learned from, without its weights.
+
+    Raises:
+        UserError: its tokens are not those of the trained model, or its context is too short.
+    """
+    known = None if start is None else start.teacher
+    # Its fingerprint depends on the implementation, which a resumed run keeps.
+    teacher = open_base(directory, None if known is None else implementation_of(known.fingerprint))
+    check_logits(base, teacher, "teacher")
+    check_tokens(base, teacher, "teacher")
+    check_context(teacher, "teacher", max_seq_length)
+    return teacher
+
+
+def _teacher_identity(
+    recipe: Recipe, teacher: BaseModel, start: Metadata | None
+) -> BaseIdentity | None:
+    """Identity of the teacher, on rank 0.
+
+    Raises:
+        UserError: it differs from that of the checkpoint.
+    """
+    if rank() > 0:
+        return None
+    assert recipe.teacher is not None
+    found = BaseIdentity(name=recipe.teacher, fingerprint=fingerprint(teacher))
+    known = None if start is None else start.teacher
+    if start is not None and known is not None and found.fingerprint != known.fingerprint:
+        raise UserError(
+            f"teacher {recipe.teacher} is not the model that the run learned from up to step "
+            f"{start.step} ({known.name}): its weights differ. Try --teacher {known.name}, or "
+            "start a new run with another --out_dir."
+        )
+    return found
+
+
+def _load_teacher(teacher: BaseModel, setup: Setup, display: Display) -> Teacher:
+    """Load the teacher beside the trained model, distributed as that is."""
+    strategy = setup.strategy
+    with display.phase("loading the teacher") as phase:
+        model = setup.contexts.enter_context(
+            frozen(
+                outline_frozen(teacher, setup.plan),
+                teacher,
+                strategy,
+                rope_length=setup.max_seq_length,
+                seed=setup.recipe.seed,
+                progress=phase.advance,
+            )
+        )
+    return Teacher(model, strategy.sharding, strategy.precision.forward_context)
 
 
 # The starting point and the base model

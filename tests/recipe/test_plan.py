@@ -547,6 +547,8 @@ def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object
         (GPU, {"kernels": "liger", "compile": "true"}, "kernels is liger ... compile is true"),
         (GPU, {"kernels": "liger", "train__label_smoothing": 0.1}, "kernels is liger"),
         (GPU, {"objective": "dft", "train__label_smoothing": 0.1}, "objective is dft ... sft"),
+        (CPU, {"objective": "distill"}, "objective is distill ... --teacher"),
+        (CPU, {"teacher": "large"}, "teacher is large ... sft ... --objective distill"),
         (CPU, {"compile": "true", "strategy": "deepspeed"}, "compile is true ... deepspeed"),
     ],
 )

@@ -208,6 +208,8 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         recipe=recipe,
         devices=Devices(accelerator="cpu", count=2),
         base=str(base),
+        reference=recipe.reference,
+        teacher=recipe.teacher,
         command=(),
         started_at_s=time.time(),
         start=None if start is None else str(start),

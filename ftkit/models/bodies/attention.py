@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import AttentionTraits
+from ftkit.recipe.plan import Plan
 from ftkit.utils.accelerators.use import pinned
 
 AttentionPath = Literal["varlen", "sdpa per sequence", "padded"]
@@ -69,6 +70,25 @@ def attention_path(
     if padding_free is False or (padding_free is None and kernel == "sdpa"):
         return "padded"
     return "varlen" if kernel == "flash" else "sdpa per sequence"
+
+
+def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
+    """Choose the layout of micro-batches for a model's attention in a run.
+
+    Raises:
+        UserError: as `attention_path`.
+    """
+    return attention_path(
+        traits,
+        attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
+        padding_free=plan.recipe.train.padding_free,
+        micro_batch_tokens=plan.micro_batch_tokens,
+    )
+
+
+def common_path(own: AttentionPath, other: AttentionPath) -> AttentionPath:
+    """Return the layout of micro-batches that two models compute on: padded if one pads them."""
+    return "padded" if "padded" in (own, other) else own
 
 
 def attention_kernel(

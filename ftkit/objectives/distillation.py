@@ -1,0 +1,118 @@
+"""Distillation: the distributions of another model, the teacher, on given answers.
+
+Of each label token the student learns not only which it is, but how likely the teacher holds every
+token of the vocabulary in its place.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ftkit.data.samples.sample_set import Samples
+from ftkit.models.divergence import Direction, Divergence, FrozenHead, HiddenRows
+from ftkit.models.language_model import LanguageModel
+from ftkit.models.load_weights import Sharding
+from ftkit.models.loss import HeadOutput
+from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
+from ftkit.objectives.reference import Companion, Context
+from ftkit.objectives.supervised import Supervised
+
+TEACHER_HEAD, TEACHER_ROWS = "teacher_head", "teacher_rows"
+"""Keys of a micro-batch: the teacher's head, and [labels, width], the rows it takes."""
+
+
+class Distill(Objective):
+    """The mean divergence from a teacher over the label tokens of a step, in nats.
+
+    With p the distribution of the teacher over the next token and q that of the student, both of
+    logits divided by the temperature t, the divergence of a token is:
+
+    - forward: t^2 KL(p, q), the student covers whatever the teacher may say. Hinton et al. 2015,
+      https://arxiv.org/abs/1503.02531.
+    - reverse: t^2 KL(q, p), the student keeps to what the teacher finds likely. Gu et al. 2023
+      (MiniLLM), https://arxiv.org/abs/2306.08543.
+
+    On given answers both are the supervised case of Agarwal et al. 2023 (GKD),
+    https://arxiv.org/abs/2306.13649. Where tokens have weights, it is the weighted mean.
+    """
+
+    needs_teacher = True
+
+    def __init__(
+        self,
+        *,
+        divergence: Direction = "forward",
+        temperature: float = 1.0,
+        sft_weight: float = 0.0,
+    ) -> None:
+        """Choose the divergence.
+
+        Args:
+            divergence: its direction.
+            temperature: by which the logits are divided.
+            sft_weight: of the cross-entropy of the given answers beside it.
+        """
+        self._direction, self._temperature = divergence, temperature
+        self._sft_weight = sft_weight
+        divisor = "label_tokens"
+        self.terms = (Term(name=LOSS, divisor=divisor),)
+        if sft_weight:
+            self.terms += (Term(name="divergence", divisor=divisor, coefficient=None),)
+        self.terms += (Term(name="cross_entropy", divisor=divisor, coefficient=None),)
+
+    @property
+    def alone(self) -> Objective:
+        return Supervised()
+
+    def amounts(self, samples: Samples) -> Amounts:
+        return Supervised().amounts(samples)
+
+    def output(self, batch: Batch) -> HeadOutput:
+        return Divergence(
+            batch[TEACHER_HEAD],
+            batch[TEACHER_ROWS],
+            direction=self._direction,
+            temperature=self._temperature,
+            cross_entropy_weight=self._sft_weight,
+            weights=batch.get("weights"),
+        )
+
+    def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
+        loss, divergence, cross_entropy = output
+        if self._sft_weight:
+            return loss, divergence, cross_entropy
+        return loss, cross_entropy
+
+
+class Teacher(Companion):
+    """The model whose distributions are learned: it computes beside the student, batch by batch."""
+
+    # Its logits are never whole: only hidden rows of the labels are kept until the student's head
+    # computes, which then takes a few rows of both.
+
+    def __init__(self, model: LanguageModel, sharding: Sharding, context: Context) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: frozen, in evaluation mode.
+            sharding: where its parameters are.
+            context: in which it computes.
+        """
+        self.models = (model,)
+        self._model, self._sharding, self._context = model, sharding, context
+        self._head = FrozenHead(model.head, sharding.whole)
+
+    @torch.no_grad()
+    def add_to(self, batch: Batch) -> None:
+        with self._context():
+            rows = self._model(
+                batch["input_ids"],
+                batch["label_indices"],
+                batch["labels"],
+                HiddenRows(),
+                sequence_lengths=batch["sequence_lengths"],
+            )
+        # What it has gathered would stay beside the activations of the student.
+        self._sharding.reshard(self._model)
+        batch[TEACHER_HEAD], batch[TEACHER_ROWS] = self._head, rows
