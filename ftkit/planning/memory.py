@@ -199,7 +199,7 @@ def heaviest_micro_batch(
         path = common_path(path, planned_path(teacher.architecture.attention, plan))
     rules = objective_rules(plan.recipe.objective)
     return largest_micro_batch(
-        plan.micro_batch_size * (2 if rules.preference == "pairs" else 1),
+        plan.micro_batch_size * rules.sequences,
         tokens,
         padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,

@@ -302,6 +302,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             layout = "peft"
         else:
             layout = layout_of(base)
+    rules = objective_rules(recipe.objective)
     gguf = find_gguf(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     if teacher is not None:
@@ -312,7 +313,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         base,
         recipe.train.max_seq_length,
         recipe.eval.sets,
-        preference=objective_rules(recipe.objective).preference,
+        preference=rules.preference,
     )
     samples = length.train_samples
     steps = recipe.train.max_steps
@@ -344,7 +345,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         kept_bytes=base.extra_weights_bytes,
         disk_bytes=_disk_bytes(made, memory, steps, base.extra_weights_bytes) if layout else 0,
         result_layout=layout,
-        tokens_per_step=recipe.train.global_batch_size * (length.tokens - 1),
+        tokens_per_step=recipe.train.global_batch_size * rules.sequences * (length.tokens - 1),
         samples=samples,
         steps=steps,
         reference=_reference(recipe, samples, steps),
@@ -359,7 +360,7 @@ def _reference(recipe: Recipe, samples: int | None, steps: int | None) -> Planne
         return PlannedReference(in_every_step=True)
     if samples is None:
         return PlannedReference(in_every_step=False)
-    each = 2 if rules.preference == "pairs" else 1
+    each = rules.sequences
     taken = samples if steps is None else min(samples, steps * recipe.train.global_batch_size)
     return PlannedReference(
         in_every_step=False,

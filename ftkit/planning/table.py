@@ -16,6 +16,7 @@ from ftkit.models.pretrained.gguf.convert import Conversion
 from ftkit.planning.gpus import HOST
 from ftkit.planning.predict import Planned, PlannedReference
 from ftkit.planning.suggest import Change
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.step_memory import CATEGORIES
 from ftkit.utils.console.formatting import bytes_text, count_text, percent_text
@@ -195,11 +196,12 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         words = "a LitGPT directory: ftkit cannot write this architecture for Hugging Face"
         yield "result", words
     batch = train.global_batch_size
-    sequences = f"{batch:,} sequence{'s' * (batch != 1)}"
+    rules = objective_rules(planned.plan.recipe.objective)
+    samples = count_text(batch, "pair" if rules.sequences == 2 else "sequence")
     yield (
         "batch",
         (
-            f"{sequences} in a step ({_micro_steps(planned)}), at most "
+            f"{samples} in a step ({_micro_steps(planned)}), at most "
             f"{planned.tokens_per_step:,} tokens"
         ),
     )

@@ -117,6 +117,11 @@ class ObjectiveRules:
     is_smoothed: bool = False
     """Whether train.label_smoothing applies to its loss."""
 
+    @property
+    def sequences(self) -> int:
+        """Sequences of a sample."""
+        return 2 if self.preference == "pairs" else 1
+
 
 OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
     "sft": ObjectiveRules(options=SftOptions, is_smoothed=True),
