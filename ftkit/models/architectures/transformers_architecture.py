@@ -366,9 +366,22 @@ class TransformersArchitecture(Architecture):
         # Matrices are drawn; norms begin as the identity.
         if len(shape) > 1:
             return "normal"
-        if name.endswith(".bias") or (self.name.startswith("gemma") and "norm" in name):
-            return "zeros"  # Gemma's norms add one
-        return "ones"
+        if name.endswith(".bias"):
+            return "zeros"
+        return "zeros" if self._adds_one(name) else "ones"
+
+    def _adds_one(self, name: str) -> bool:
+        """Return whether one is added to a parameter of a norm, which then begins with zeros."""
+        layer, _, kind = name.rpartition(".")
+        norm: Any = self.outline.get_submodule(layer)
+        if "Norm" not in type(norm).__name__:
+            return False
+        # As transformers begins it, because a model may have norms of both kinds (Qwen3-Next).
+        begun = copy.deepcopy(norm).to_empty(device="cpu")
+        with torch.no_grad():
+            begun.get_parameter(kind).fill_(1.0)
+            self.outline._init_weights(begun)
+            return not begun.get_parameter(kind).any()
 
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, depth=layers)

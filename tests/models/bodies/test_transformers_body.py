@@ -23,10 +23,12 @@ from transformers_models import (
     MODELS,
     MORE_MODELS,
     make_transformers_model,
+    settings_of,
     transformers_model,
 )
 
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base, storage_of, weights
@@ -161,3 +163,19 @@ def test_a_parameter_that_no_rule_of_transformers_writes_is_not_left_out(
     storage = storage_of(base.architecture, "hf")
     with pytest.raises(ValueError, match="q_proj"):
         list(storage.written(tensors))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "initial"),
+    [
+        ("llama", "model.norm.weight", "ones"),
+        ("gemma2", "model.norm.weight", "zeros"),
+        ("qwen3_next", "model.norm.weight", "zeros"),
+        ("qwen3_next", "model.layers.0.linear_attn.norm.weight", "ones"),
+        ("qwen3_next", "model.layers.1.self_attn.q_norm.weight", "zeros"),
+    ],
+)
+def test_norms_of_random_models_begin_as_the_identity(model: str, name: str, initial: str) -> None:
+    settings = settings_of(model) | {"model_type": model}
+    architecture = read_transformers_architecture(settings, model)
+    assert architecture.initial(name, architecture.untied_shapes[name]) == initial
