@@ -51,8 +51,9 @@ _ARRAYS = {
     "spans": "<i4",
     "span_offsets": "<i8",
     "weights": "<f4",
+    "desirable": "|b1",
 }
-"""Files of the samples; without weights there is no file of them."""
+"""Files of the samples; without weights or labels there is no file of them."""
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
 # Bytes. hashlib and pread release the GIL, so that threads hash pieces at the same time.
 _PIECE_BYTES = 8 * 2**20

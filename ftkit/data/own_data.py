@@ -565,6 +565,8 @@ class OwnData(DataSource):
             every = (*records.train, *(records.val or ()))
             return rules, "messages" if any(map(_has_history, every)) else shape
         template, default = None, _TRAINED[shape]
+        if self._preference == "labels" and shape == "messages":
+            default = "last"  # the one that the label is of
         if shape in ("instruction", "messages"):
             template = source.chat_template or "tokenizer"
             if shape == "instruction" and source.mask_prompt is not None:

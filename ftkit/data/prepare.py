@@ -24,6 +24,7 @@ from ftkit.data.rendering import (
     ChatRenderer,
     CompletionRenderer,
     InstructionRenderer,
+    LabelRenderer,
     PairRenderer,
     Rendered,
     Renderer,
@@ -183,7 +184,8 @@ class _Preparation:
             counts.refused[rendering.refused] = counts.refused.get(rendering.refused, 0) + 1
         else:
             dropped = counts.dropped
-            if self._per_sample > 1:
+            # Neither is an answer with a label: half of it says nothing of the whole.
+            if self._per_sample > 1 or rendering.samples[0].desirable is not None:
                 parts = self._fit_together(rendering.samples)
             else:
                 parts = [part for whole in rendering.samples for part in self._fit(whole)]
@@ -311,7 +313,9 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
         UserError: there is no such chat template.
     """
     renderer = _make_renderer(part, tokenizer)
-    return PairRenderer(renderer) if part.rules.preference == "pairs" else renderer
+    if part.rules.preference == "pairs":
+        return PairRenderer(renderer)
+    return LabelRenderer(renderer) if part.rules.preference == "labels" else renderer
 
 
 def _make_renderer(part: Part, tokenizer: Any) -> Renderer:

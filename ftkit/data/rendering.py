@@ -38,6 +38,8 @@ class Rendered(NamedTuple):
     differ."""
     weights: tuple[float, ...] = ()
     """Weight of the tokens of each span; none: all weigh 1."""
+    desirable: bool | None = None
+    """Label of its answer; None: it has none."""
 
     @property
     def label_count(self) -> int:
@@ -116,7 +118,8 @@ def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
     ids = sample.ids[first : first + max_seq_length]
     spans = [(max(begin - first, 0), min(end - first, len(ids))) for begin, end in sample.trained]
     kept = [max(begin, 1) < end for begin, end in spans]
-    return Rendered(ids, tuple(compress(spans, kept)), tuple(compress(sample.weights, kept)))
+    weights = tuple(compress(sample.weights, kept))
+    return Rendered(ids, tuple(compress(spans, kept)), weights, sample.desirable)
 
 
 class PromptedRenderer(Renderer):
@@ -638,7 +641,7 @@ def _begins(offsets: Sequence[Span]) -> npt.NDArray[np.int64]:
 
 
 ANSWERED_IN_PARTS = "an answer of several turns, which the template writes as several samples"
-"""Reason for a pair without sample."""
+"""Reason for a pair, or an answer with a label, without sample."""
 
 
 class PairRenderer(Renderer):
@@ -676,3 +679,34 @@ class PairRenderer(Renderer):
 
     def example(self, record: Record) -> Example:
         return self._of_answers.example(record["chosen"])
+
+
+class LabelRenderer(Renderer):
+    """Renders answers with a label: a sample has one of them, and whether it is desirable."""
+
+    def __init__(self, of_answers: Renderer) -> None:
+        """Take the renderer of a record with one answer."""
+        self._of_answers = of_answers
+        self.is_python_bound = of_answers.is_python_bound
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self._of_answers.template
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self._of_answers.stop_ids
+
+    def text(self, record: Record) -> str:
+        return self._of_answers.text(record)
+
+    def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+        for record, rendering in zip(records, self._of_answers.render(records), strict=True):
+            if rendering.refused is None and len(rendering.samples) != 1:
+                yield Rendering(refused=ANSWERED_IN_PARTS)
+                continue
+            labelled = (one._replace(desirable=record["desirable"]) for one in rendering.samples)
+            yield rendering._replace(samples=tuple(labelled))
+
+    def example(self, record: Record) -> Example:
+        return self._of_answers.example(record)

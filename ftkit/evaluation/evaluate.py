@@ -28,7 +28,7 @@ from ftkit.objectives.reference import BelowAdapter, Computed, Reference
 from ftkit.objectives.reference_values import ReferenceValues, read_values
 from ftkit.objectives.reward import Reward
 from ftkit.objectives.select import make_objective
-from ftkit.recipe.objectives import is_below_adapter, objective_rules
+from ftkit.recipe.objectives import check_objective, is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
 from ftkit.recipe.plugin import plugin_in_use
@@ -66,8 +66,10 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     for source in validation_sets(recipe.data, recipe.eval.sets).values():
         source.files()  # a missing one is named before anything is loaded
     scoring = _scoring(recipe, options)
-    if options.metrics:
-        require_answers(result, "--metric")
+    if result.scores:
+        check_objective(recipe)
+        if options.metrics:
+            require_answers(result, "--metric")
     result = dataclasses.replace(result, recipe=recipe)
     session = start_session(result, options)
     if result.template_directory is not None and not is_of_run:
@@ -252,7 +254,13 @@ def _measure(
 
     def validated(samples: Samples, limit: int, sources: int) -> Validated:
         amounts = objective.amounts(samples)
-        batches = validation_loader(samples, amounts, limit=limit, layout=layout)
+        batches = validation_loader(
+            samples,
+            amounts,
+            limit=limit,
+            layout=layout,
+            mismatched=objective.observes_mismatched,
+        )
         found = validation_loss(
             model,
             objective,

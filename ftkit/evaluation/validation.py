@@ -13,6 +13,7 @@ from ftkit.evaluation.scoring import Score, Scoring
 from ftkit.models.generation import Context, answer_greedily
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.objectives.mismatched import mismatched_statistics
 from ftkit.objectives.objective import Objective
 from ftkit.objectives.reference import Companion
 from ftkit.strategies.distributed import sum_over_ranks
@@ -104,6 +105,16 @@ def validation_loss(
         The values; None if it was stopped early.
     """
     terms = objective.terms
+    statistics: Tensor | None = None
+    if objective.observes_mismatched:
+        for number, batch in enumerate(batches):
+            if number % STOP_INTERVAL == 0 and stopped():
+                return None
+            batch = move_data_to_device(batch, device)
+            found = mismatched_statistics(objective, model, companion, batch, context)
+            statistics = found if statistics is None else statistics + found
+        assert statistics is not None
+        statistics = sum_over_ranks(statistics)
     # [sums and divisors, terms, sources]
     totals = torch.zeros(2, len(terms), sources, dtype=sum_dtype(device), device=device)
     for done, batch in enumerate(batches, start=1):
@@ -112,6 +123,8 @@ def validation_loss(
         batch = move_data_to_device(batch, device)
         if companion is not None:
             companion.add_to(batch)
+        if statistics is not None:
+            batch["statistics"] = statistics
         with context():
             output = model(
                 batch["input_ids"],
@@ -126,18 +139,21 @@ def validation_loss(
             totals[1, number, batch["source"]] += batch["divisors"][term.divisor]
         progress(done, len(batches))
     values, divisors = sum_over_ranks(totals).tolist()
+    # As in a step: a term of which there is nothing is 0.
     means = {
-        term.name: sum(total) / sum(divisor)
+        term.name: sum(total) / (sum(divisor) or 1)
         for term, total, divisor in zip(terms, values, divisors, strict=True)
     }
     of_sources: list[float | None] = []
     for source in range(sources):
-        means_of = {
-            term.name: total[source] / divisor[source]
+        of_loss = [
+            (term.name, total[source], divisor[source])
             for term, total, divisor in zip(terms, values, divisors, strict=True)
-            if divisor[source]
-        }
-        of_sources.append(objective.loss_of(means_of) if len(means_of) == len(terms) else None)
+            if term.coefficient is not None
+        ]
+        is_known = all(divisor for _, _, divisor in of_loss)
+        means_of = {name: total / (divisor or 1) for name, total, divisor in of_loss}
+        of_sources.append(objective.loss_of(means_of) if is_known else None)
     return Validated(
         loss=objective.loss_of(means),
         terms={term.name: means[term.name] for term in objective.reported},

@@ -32,7 +32,7 @@ class Term:
     name: str
     """Name in reports."""
     divisor: str
-    """Name of the amount by which the sum is divided."""
+    """Name of the amount by which the sum is divided; a step with none of it has a term of 0."""
     coefficient: float | None = 1.0
     """Factor in the loss of the step; None: the term is only reported."""
     is_share: bool = False
@@ -56,6 +56,9 @@ class Objective(ABC):
     reference model."""
     needs_teacher = False
     """Whether micro-batches need what `ftkit.objectives.distillation.Teacher` adds to them."""
+    observes_mismatched = False
+    """Whether it needs `statistics` of the whole step before its first backward pass: of prompts
+    with answers to others, made by shifting answers by one in the order of the step."""
     is_cross_entropy = False
     """Whether exp(validation loss) is a perplexity."""
 
@@ -109,6 +112,20 @@ class Objective(ABC):
         Returns:
             A scalar for each term.
         """
+
+    def statistics(self, output: Tensor, batch: Batch) -> Tensor:
+        """Sum statistics of mismatched sequences over a micro-batch; see `observes_mismatched`.
+
+        Their sum over the step is under "statistics" in the micro-batches that `sums` is given.
+
+        Args:
+            output: of the model, without gradients.
+            batch: the mismatched sequences, with `reference` if the objective needs one.
+
+        Returns:
+            [statistics].
+        """
+        raise NotImplementedError
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:

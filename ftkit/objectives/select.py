@@ -3,6 +3,7 @@
 import dataclasses
 
 from ftkit.objectives.distillation import Distill
+from ftkit.objectives.kto import Kto
 from ftkit.objectives.objective import Objective
 from ftkit.objectives.preference import Dpo, Orpo, SimPo
 from ftkit.objectives.reward import Reward
@@ -18,6 +19,7 @@ _CLASSES: dict[str, type[Objective]] = {
     "dpo": Dpo,
     "orpo": Orpo,
     "simpo": SimPo,
+    "kto": Kto,
     "reward": Reward,
     "distill": Distill,
 }

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel
+from ftkit.objectives.mismatched import mismatched_statistics
 from ftkit.objectives.objective import Batch, Objective
-from ftkit.objectives.reference import Companion
+from ftkit.objectives.reference import Companion, Context
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -33,6 +34,8 @@ class StepLoss:
         self._companion = companion
         self._choices: Tensor | None = None
         """[experts]: choices of the routers in the whole step; None: it has one micro-batch."""
+        self._statistics: Tensor | None = None
+        """[statistics]: of the objective, of the whole step; None: it needs none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,20 +43,35 @@ class StepLoss:
         names = tuple(term.name for term in self.objective.terms)
         return names if self._routing.loss is None else (*names, ROUTER_LOSS)
 
-    @property
-    def has_statistics(self) -> bool:
-        """Whether a step of several micro-batches needs a pass over all of them first."""
+    def needs_pass(self, micro_batches: int) -> bool:
+        """Whether a step of this many micro-batches needs a pass over all of them first."""
         # The routers' loss is a product of means over the whole step, so the gradients of the
         # first micro-batch already depend on the choices in all of them.
-        return self._routing.loss is not None
+        of_routers = self._routing.loss is not None and micro_batches > 1
+        return of_routers or self.objective.observes_mismatched
 
     def begin(self) -> None:
         """Forget the statistics of the step before."""
-        self._choices = None
+        self._choices = self._statistics = None
+
+    def observe_mismatched(self, batch: Batch, context: Context) -> None:
+        """Add a micro-batch to the statistics of the objective, if it needs any.
+
+        Args:
+            batch: on its device.
+            context: in which the model computes.
+        """
+        if self.objective.observes_mismatched:
+            found = mismatched_statistics(
+                self.objective, self._model, self._companion, batch, context
+            )
+            self._statistics = found if self._statistics is None else self._statistics + found
 
     @torch.no_grad()
-    def observe(self, batch: Batch) -> None:
-        """Add a micro-batch to the statistics of the step, without gradients."""
+    def observe_routing(self, batch: Batch) -> None:
+        """Add a micro-batch to the choices of the routers, if they have a loss."""
+        if self._routing.loss is None:
+            return
         with self._routing.of(batch["is_real"]):
             self._model(
                 batch["input_ids"],
@@ -67,8 +85,10 @@ class StepLoss:
 
     def finish_statistics(self) -> None:
         """Sum the statistics over all ranks; every rank calls this."""
-        assert self._choices is not None
-        self._choices = sum_over_ranks(self._choices)
+        if self._choices is not None:
+            self._choices = sum_over_ranks(self._choices)
+        if self._statistics is not None:
+            self._statistics = sum_over_ranks(self._statistics)
 
     def refer(self, batch: Batch) -> None:
         """Add what the objective needs of another model to a micro-batch.
@@ -95,10 +115,14 @@ class StepLoss:
             shares: [terms]; the micro-batch's share of each is added.
         """
         objective = self.objective
+        if self._statistics is not None:
+            batch["statistics"] = self._statistics
         sums = objective.sums(forward(batch, objective.output(batch)), batch)
         loss: Tensor | None = None
         for number, (term, total) in enumerate(zip(objective.terms, sums, strict=True)):
-            share = total / batch["divisors"][term.divisor]
+            divisor = batch["divisors"][term.divisor]
+            # A step may have none of what is counted, as desirable answers; then the sum is 0.
+            share = total / torch.where(divisor == 0, 1, divisor)
             shares[number] += share.detach()
             if term.coefficient is not None:
                 added = share if term.coefficient == 1 else term.coefficient * share

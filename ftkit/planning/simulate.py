@@ -465,6 +465,10 @@ class _Step:
             del weights
         step_loss = self._step_loss
         self._mark(ANOTHER_MODEL)
+        if step_loss.objective.observes_mismatched:
+            made["desirable"] = torch.ones(batch.sequences, dtype=torch.bool)
+            step_loss.begin()
+            step_loss.observe_mismatched(made | {"mismatched": made}, self._computing)
         step_loss.refer(made)
         self._mark("before the blocks")
         with step_loss.watching(made):

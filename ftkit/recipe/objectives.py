@@ -12,7 +12,7 @@ from ftkit.utils.names import nearest
 Preference = Literal["pairs", "labels"]
 """How records say which answers are better. pairs: two answers to a prompt, the better one first.
 labels: one answer, and whether it is desirable."""
-ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo", "reward", "distill"]
+ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo", "kto", "reward", "distill"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,19 @@ class SimPoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KtoOptions:
+    """Options of `objective: kto`."""
+
+    beta: float = 0.1
+    """Scale of the rewards: the larger, the closer the model stays to the reference."""
+    desirable_weight: float = 1.0
+    """Weight of the losses of desirable answers."""
+    undesirable_weight: float = 1.0
+    """Weight of the losses of the others. Both weights times their numbers of answers should be
+    about equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardOptions:
     """Options of `objective: reward`."""
 
@@ -95,6 +108,7 @@ ObjectiveOptions = (
     | DpoOptions
     | OrpoOptions
     | SimPoOptions
+    | KtoOptions
     | RewardOptions
     | DistillOptions
 )
@@ -114,6 +128,8 @@ class ObjectiveRules:
     """Whether the model is compared with a reference: by default itself, before training."""
     needs_teacher: bool = False
     """Whether another model, the teacher, computes beside the one that is trained."""
+    observes_mismatched: bool = False
+    """Whether the samples of a step are compared with each other, so that it has at least two."""
     is_smoothed: bool = False
     """Whether train.label_smoothing applies to its loss."""
 
@@ -130,6 +146,9 @@ OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
     "dpo": ObjectiveRules(options=DpoOptions, preference="pairs", needs_reference=True),
     "orpo": ObjectiveRules(options=OrpoOptions, preference="pairs"),
     "simpo": ObjectiveRules(options=SimPoOptions, preference="pairs"),
+    "kto": ObjectiveRules(
+        options=KtoOptions, preference="labels", needs_reference=True, observes_mismatched=True
+    ),
     "reward": ObjectiveRules(options=RewardOptions, preference="pairs", scores=True),
     "distill": ObjectiveRules(options=DistillOptions, needs_teacher=True),
 }
@@ -251,6 +270,18 @@ def check_objective(recipe: Recipe) -> None:
         raise UserError(
             f"teacher is {recipe.teacher}, but objective is {name}, which has no teacher. Try "
             "--objective distill, or leave teacher out."
+        )
+    if rules.observes_mismatched and not is_below_adapter(recipe):
+        raise UserError(
+            f"objective is {name}, which compares with the base model on sequences that depend on "
+            "the order of the samples, so that nothing can be computed beforehand: it needs the "
+            "base model below an adapter, unchanged. Try ftkit finetune without "
+            "lora_modules_to_save, adapter and reference."
+        )
+    if rules.observes_mismatched and train.global_batch_size == 1:
+        raise UserError(
+            f"train.global_batch_size is 1, but objective is {name}, which compares each example "
+            "of a step with another one. Try --train.global_batch_size 16."
         )
     if not rules.scores:
         return

@@ -279,8 +279,9 @@ class Recipe:
     objective: Component = field(default_factory=lambda: Component(class_path="sft", init_args={}))
     """What is learned: sft, the answers of records; dft or eaft, the same, but less of what the
     model holds for unlikely; distill, how likely a teacher holds every token of them; dpo, orpo or
-    simpo, which of the two answers of a preference pair is better; reward, a score that is higher
-    for the better answer. Options as --objective.NAME VALUE."""
+    simpo, which of the two answers of a preference pair is better; kto, which answers are
+    desirable; reward, a score that is higher for the better answer. Options as --objective.NAME
+    VALUE."""
     reference: str | None = None
     """The model that dpo compares with, if it is not the one with which training begins: a
     directory or name as for checkpoint_dir, with the same vocabulary. Its log-probabilities are

@@ -126,6 +126,7 @@ class Evaluator:
             objective.amounts(samples),
             limit=limit,
             layout=self._setup.layout,
+            mismatched=objective.observes_mismatched,
         )
         with self._journal.display.phase("validating", brief=True) as phase:
             found = validation_loss(
@@ -173,7 +174,11 @@ class Evaluator:
             self._setup.model,
             objective,
             validation_loader(
-                samples, objective.amounts(samples), len(samples), self._setup.layout
+                samples,
+                objective.amounts(samples),
+                len(samples),
+                self._setup.layout,
+                mismatched=objective.observes_mismatched,
             ),
             self._setup.strategy.device,
             sources=len(sets.parts),

@@ -171,6 +171,7 @@ class Training:
                 self._order,
                 start_step=first,
                 end_step=end,
+                mismatched=setup.objective.observes_mismatched,
                 pin_memory=setup.plan.kind.pins_host_memory,
             )
         )

@@ -325,6 +325,8 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         strategy=strategy,
         teacher_identity=of_teacher,
     )
+    if objective.observes_mismatched:
+        _check_several(setup)
     _check_checkpoints(setup, size_of(setup.directory.store.directory))
     _log_summary(setup, device_name, journal)
 
@@ -601,6 +603,24 @@ def _keeps_template(base: BaseModel, data: DataSets) -> bool:
 
 
 # Checks
+
+
+def _check_several(setup: Setup) -> None:
+    """Refuse a step, or validation data, of one sample, which has no other to compare with."""
+    order, name = setup.order, setup.recipe.objective["class_path"]
+    steps, batch = order.total_steps, setup.recipe.train.global_batch_size
+    why = f"objective is {name}, which compares each example with another one"
+    if order.start_step < steps and len(order.samples(steps - 1)) == 1:
+        raise UserError(
+            f"train.global_batch_size is {batch}: the last step of the run, {steps}, has one "
+            f"example, but {why}. Try --train.max_steps {steps - 1}, or --train.global_batch_size "
+            f"{batch + 1}."
+        )
+    if len(setup.data.val) == 1:
+        raise UserError(
+            f"data has one validation record, but {why}. Try --data.val_split_fraction 0.1, or add "
+            "validation records."
+        )
 
 
 def _check_checkpoints(setup: Setup, existing_bytes: int) -> None:

@@ -133,7 +133,7 @@ class TrainStep:
         # On the host, so that a step of many micro-batches takes no memory of the device.
         of_step = list(_of_step(batches))
         self._step_loss.begin()
-        if len(of_step) > 1 and self._step_loss.has_statistics:
+        if self._step_loss.needs_pass(len(of_step)):
             self._gather_statistics(step, of_step)
         self._seed_step(step)
         self._strategy.set_learning_rate(self._schedule.share(step))
@@ -166,8 +166,11 @@ class TrainStep:
         self._seed_step(step)  # the same dropout as in training
         for waiting in batches:
             batch = move_data_to_device(waiting, self._device)
-            with self._strategy.precision.forward_context(), self._noise_of(step, batch):
-                self._step_loss.observe(batch)
+            context = self._strategy.precision.forward_context
+            self._step_loss.observe_mismatched(batch, context)
+            if len(batches) > 1:
+                with context(), self._noise_of(step, batch):
+                    self._step_loss.observe_routing(batch)
         self._clock.mark("forward")
         self._step_loss.finish_statistics()
 

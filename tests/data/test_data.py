@@ -143,7 +143,7 @@ class TestTokens:
         expected = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in theirs]
         expected = [pair for pair in expected if any(label != -100 for label in pair[1][1:])]
         got = []
-        for ids, trained, _ in (ours.val[i] for i in range(len(ours.val))):
+        for ids, trained, *_ in (ours.val[i] for i in range(len(ours.val))):
             ((first, end),) = trained.tolist()
             assert end == len(ids)
             got.append((ids.tolist(), [-100] * first + ids[first:].tolist()))

@@ -40,12 +40,12 @@ def test_every_token_of_a_split_text_is_learned_once(length: int, max_seq_length
     """But for the very first, which nothing predicts."""
     whole = Rendered(list(range(100, 100 + length)), ((0, length),))
     parts = fit(whole, max_seq_length, "split")
-    learned = [t for ids, ((first, end),) in parts for t in ids[max(first, 1) : end]]
+    learned = [t for ids, ((first, end),), *_ in parts for t in ids[max(first, 1) : end]]
     assert learned == whole.ids[1:]
-    assert all(2 <= len(ids) <= max_seq_length for ids, _ in parts)
+    assert all(2 <= len(ids) <= max_seq_length for ids, *_ in parts)
     assert sum(part.label_count for part in parts) == length - 1
-    for (before, _), (after, _) in itertools.pairwise(parts):
-        assert after[0] == before[-1]
+    for before, after in itertools.pairwise(parts):
+        assert after.ids[0] == before.ids[-1]
 
 
 class Numbers(Renderer):

@@ -37,6 +37,7 @@ IN_BACKWARD = (
 AVERAGED = ("train.ema_decay", 0.9)
 PAIRS = (("data.json_path", "BESIDE/pairs.json"), ("data.mask_prompt", None))
 REWARD = (*PAIRS, ("objective", "reward"))
+KTO = (("data.json_path", "BESIDE/labelled.json"), PAIRS[1], ("objective", "kto"))
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
     Case("single", "full"),
@@ -51,6 +52,7 @@ SINGLE = [
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
     Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
     Case("single", "lora", "bf16-true", (*REWARD, ("lora_head", False), WHOLE_BATCH)),
+    Case("single", "lora", "32-true", (*KTO, ("train.micro_batch_size", 4))),
 ]
 ROUTERS = ("router_aux_loss_coef", 0.1)
 WITH_EXPERTS = [
@@ -102,6 +104,11 @@ def write_records(file: Path, words: list[int]) -> Path:
 def write_pairs(file: Path, words: list[int]) -> None:
     answers = [{"chosen": "red " * count, "rejected": "blue " * count} for count in words]
     file.write_text(json.dumps([{"prompt": "name colours", **both} for both in answers]))
+    labelled = [
+        {"prompt": "name colours", "completion": both["chosen"], "label": bool(number % 2)}
+        for number, both in enumerate(answers)
+    ]
+    file.with_name("labelled.json").write_text(json.dumps(labelled))
 
 
 def make_experts(directory: Path) -> Path:

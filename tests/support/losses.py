@@ -31,7 +31,7 @@ def loss_of(model: torch.nn.Module, samples: Samples, indices: Iterable[int]) ->
     """Mean loss over the label tokens as transformers' model gives it, one sample at a time."""
     total, tokens = 0.0, 0
     for index in indices:
-        ids, trained, _ = samples[index]
+        ids, trained, *_ = samples[index]
         is_label = np.zeros(len(ids), dtype=bool)
         for first, end in trained:
             is_label[first:end] = True

@@ -128,3 +128,13 @@ def make_pairs(count: int, seed: int = 0) -> list[dict[str, str]]:
         answers = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 12))) for _ in range(2)]
         pairs.append({"prompt": prompt, "chosen": f"red {answers[0]}", "rejected": answers[1]})
     return pairs
+
+
+def make_labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Answers with a label, of which two thirds are desirable: they name the colour first."""
+    rows = []
+    for number, pair in enumerate(make_pairs(count, seed)):
+        is_desirable = number % 3 > 0
+        answer = pair["chosen" if is_desirable else "rejected"]
+        rows.append({"prompt": pair["prompt"], "completion": f" {answer}", "label": is_desirable})
+    return rows

@@ -101,8 +101,8 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
         messages.append({"role": "user", "content": "\n\n".join(part for part in parts if part)})
     if "output" in record:
         messages.append({"role": "assistant", "content": record["output"]})
-    weight = {"weight": record["weight"]} if "weight" in record else {}
-    return {"messages": messages} | weight
+    kept = {key: record[key] for key in ("weight", "desirable") if key in record}
+    return {"messages": messages} | kept
 
 
 def unused_in(turns: Any, key: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ftkit.data.records.record import Misfit, Shape
+from ftkit.data.records.record import Misfit, Shape, keys_of
 
 _FLAGS = ("train", "loss")
 """Keys of a message or content part that say whether it is trained: 0 or 1, false or true."""
@@ -20,16 +20,17 @@ TRAIN_MARKS = (*_FLAGS, *_WEIGHTS)
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 """Limits of weights above 0: products of two are exact enough in float32."""
 
-_LABELS = ("label", "kto_tag")
+LABEL_KEYS = ("label", "kto_tag")
+"""Keys that say whether an answer is desirable."""
 _REJECTED = ("rejected_response", "rejected_messages")
 _MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-_OF_MESSAGES = (*_MEDIA, *_LABELS)
+_OF_MESSAGES = (*_MEDIA, *LABEL_KEYS)
 _TEMPLATE_VALUES = (
     *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "model_identity"),
     "thinking",  # of a record; of a message it is what the assistant thinks
 )
 _RECORD_WEIGHTS = ("loss_weight", "loss_scale")
-_MEANINGFUL = frozenset((*_LABELS, *_REJECTED, *_MEDIA, *_TEMPLATE_VALUES, "history", "tools"))
+_MEANINGFUL = frozenset((*LABEL_KEYS, *_REJECTED, *_MEDIA, *_TEMPLATE_VALUES, "history", "tools"))
 _TEXTS = ("instruction", "input", "output", "prompt", "completion", "text")
 _MOST_NAMED = 20
 # Bounds memory: see `KeyCounter.add`.
@@ -104,7 +105,7 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
     for key in sorted(_MEANINGFUL & row.keys()):
         if is_empty(row[key]):
             continue
-        if key in _LABELS:
+        if key in LABEL_KEYS:
             # A label beside a document is a class of it, not a preference.
             if answered and shape != "text":
                 check_label(row[key], key)
@@ -132,7 +133,33 @@ def check_label(value: Any, key: str, where: str = "") -> None:
             f"{where} has a {key} that says whether its answer is wanted, as preference "
             "optimisation such as KTO needs it; ftkit would train on unwanted ones too.\n"
             f"Remove the records whose {key} is false, and the key {key} from the others."
+            + " To learn from both, try --objective kto."
+            * (not where)
         )
+
+
+def label_of(row: Mapping[str, Any]) -> bool:
+    """Return whether the answer of a record is desirable, by its label.
+
+    Raises:
+        Refusal: it has no label, two that differ, or one that is neither true nor false.
+    """
+    found = {key: row[key] for key in LABEL_KEYS if not is_empty(row.get(key))}
+    if not found:
+        raise Refusal(
+            f" has no label; its keys: {keys_of(dict(row))}. The objective learns from answers "
+            "with a label: true for desirable ones, false for others.\nAdd label."
+        )
+    for key, value in found.items():
+        # Tables may hold 0 and 1.
+        if not isinstance(value, bool | int) or value not in (0, 1):
+            raise Refusal(
+                f": {key} is {_short(value)}, but it says whether the answer is desirable.\n"
+                f"Make {key} true or false."
+            )
+    if len({bool(value) for value in found.values()}) > 1:
+        raise Refusal(_explain_differing(found, "", bool))
+    return bool(next(iter(found.values())))
 
 
 def check_message_keys(turn: Mapping[str, Any], role: str, where: str) -> None:

@@ -13,6 +13,7 @@ from ftkit.data.records.conversations import (
     unused_in,
 )
 from ftkit.data.records.keys import (
+    LABEL_KEYS,
     LEAST_WEIGHT,
     MOST_WEIGHT,
     KeyCounter,
@@ -23,6 +24,7 @@ from ftkit.data.records.keys import (
     is_empty,
     is_record_weight,
     is_turns,
+    label_of,
     record_weight,
 )
 from ftkit.data.records.pairs import PAIR_KEYS, pair_rows
@@ -316,6 +318,24 @@ class RecordReader:
         row = self._renamed(value)
         if self._preference == "pairs":
             return self._pair(value, row)
+        if self._preference == "labels":
+            return self._labelled(value, row)
+        return self._answer(value, row)
+
+    def _labelled(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
+        desirable = label_of(row)
+        rest, others = (
+            {key: item for key, item in of.items() if key not in LABEL_KEYS} for of in (row, value)
+        )
+        is_first = self._form is None
+        record = self._answer(others, rest)
+        if is_first and self._form is not None:
+            keys = f"{self._form.keys}, {next(key for key in LABEL_KEYS if key in row)}"
+            self._form = dataclasses.replace(self._form, keys=keys)
+        _check_unweighted(rest, [record], "an answer with a label counts as a whole")
+        return record | {"desirable": desirable}
+
+    def _answer(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
         if self._form is None and self._takes_tokens and INPUT_IDS in row:
             self._form = _TOKENS
         elif self._form is None:
@@ -344,7 +364,9 @@ class RecordReader:
             if not (key in PAIR_KEYS or key in self._form.used or is_empty(item)):
                 self._unused.add(key)
         chosen, rejected = map(self._form.convert, halves)
-        _check_unweighted(row, (chosen, rejected))
+        _check_unweighted(
+            row, (chosen, rejected), "the answers of a preference pair are compared as wholes"
+        )
         return {"chosen": chosen, "rejected": rejected}
 
     def _count_unused(self, value: dict[str, Any], row: dict[str, Any], record: Record) -> None:
@@ -492,13 +514,10 @@ def _is_kept(key: str, item: Any, record: Record) -> bool:
     return kept in record and (key == "history" or record["sys_prompt"] == item)
 
 
-def _check_unweighted(row: Mapping[str, Any], answers: Iterable[Record]) -> None:
-    """Refuse weights in a preference pair."""
+def _check_unweighted(row: Mapping[str, Any], answers: Iterable[Record], why: str) -> None:
+    """Refuse weights where they mean nothing."""
     if record_weight(row) not in (0, 1) or any(map(has_weights, answers)):
-        raise Refusal(
-            " has weights, but the answers of a preference pair are compared as wholes.\n"
-            "Remove the weights, or make them 0 or 1."
-        )
+        raise Refusal(f" has weights, but {why}.\nRemove the weights, or make them 0 or 1.")
 
 
 _PAIR = (

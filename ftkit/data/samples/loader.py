@@ -9,8 +9,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ftkit.data.samples.layout import FILLER, IntArray, RankLayout, validation_batches
-from ftkit.data.samples.sample_set import Sample, Samples
+from ftkit.data.samples.layout import (
+    FILLER,
+    IntArray,
+    RankLayout,
+    samples_or_filler,
+    validation_batches,
+)
+from ftkit.data.samples.sample_set import Sample, Samples, mismatched
 from ftkit.data.samples.sampler import ElasticOrder
 
 
@@ -51,6 +57,7 @@ def collate(
         weights: [labels] float32, their weights; missing if all of the data set are 1.
         label_sequences: [labels] int64, the index of the sequence that each is of.
         is_real_sequence: [sequences] bool: no filler.
+        desirable: [sequences] bool, labels of the answers; missing if they have none.
         divisors: by name, scalars in float64.
         is_last_of_step: as given.
         samples: how many, without fillers.
@@ -84,6 +91,7 @@ def collate(
                 weights.append(np.full(end - first, weight, dtype=np.float32))
             label_counts[number] += end - first
     fillers = sum(sample is None for sample in samples)
+    desirable = [sample is not None and sample.desirable for sample in samples]
     return {
         "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
         "is_real": torch.from_numpy(is_real).view(1 if padding_free else len(lengths), -1),
@@ -95,6 +103,7 @@ def collate(
         **({"weights": torch.from_numpy(np.concatenate(weights))} if weighted else {}),
         "label_sequences": torch.from_numpy(np.repeat(np.arange(len(samples)), label_counts)),
         "is_real_sequence": torch.tensor([sample is not None for sample in samples]),
+        **({"desirable": torch.tensor(desirable)} if None not in desirable else {}),
         # float64: float32 holds integers exactly up to 16.8 million alone.
         "divisors": {
             name: torch.tensor(value, dtype=torch.float64) for name, value in divisors.items()
@@ -113,6 +122,7 @@ def train_batches(
     start_step: int,
     end_step: int,
     *,
+    mismatched: bool = False,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """Load this rank's micro-batches of the steps [start_step, end_step), one per micro-step.
@@ -124,13 +134,15 @@ def train_batches(
         order: of these samples.
         start_step: first step, counted from the start of the run.
         end_step: last step + 1.
+        mismatched: whether each has a second one under "mismatched": its prompts, each with the
+            answer of the sample before it in the order of the step, the first with the last one.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
         Loader of what collate returns. It has no len: steps may have different numbers of
         micro-steps.
     """
-    batches = _MicroBatches(samples, padding_free=order.layout.padding_free)
+    batches = _MicroBatches(samples, padding_free=order.layout.padding_free, mismatched=mismatched)
     return _loader(batches, _StepSampler(order, start_step, end_step), pin_memory)
 
 
@@ -140,6 +152,7 @@ def validation_loader(
     limit: int,
     layout: RankLayout,
     *,
+    mismatched: bool = False,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """Load this rank's batches of the first `limit` validation samples, as many on every rank.
@@ -151,6 +164,7 @@ def validation_loader(
         amounts: by name, [samples]: what sums over them are divided by.
         limit: samples over all ranks.
         layout: of a batch, on this rank.
+        mismatched: as in `train_batches`, in the order of these samples.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
@@ -162,8 +176,10 @@ def validation_loader(
         for found in _batches(samples, np.flatnonzero(sources == source), layout):
             real = [i for i in found if i != FILLER]
             sums = {name: float(values[real].sum()) for name, values in amounts.items()}
-            keys.append((found, sums, True, source))
-    return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, pin_memory)
+            before = [i if i == FILLER else (i - 1) % len(sources) for i in found]
+            keys.append((found, before, sums, True, source))
+    batches = _MicroBatches(samples, padding_free=layout.padding_free, mismatched=mismatched)
+    return _loader(batches, keys, pin_memory)
 
 
 def inference_loader(
@@ -179,8 +195,9 @@ def inference_loader(
     Returns:
         Loader of what collate returns, without divisors.
     """
-    keys: list[_Key] = [(found, {}, True, None) for found in _batches(samples, numbers, layout)]
-    return _loader(_MicroBatches(samples, padding_free=layout.padding_free), keys, False)
+    keys: list[_Key] = [(found, [], {}, True, None) for found in _batches(samples, numbers, layout)]
+    batches = _MicroBatches(samples, padding_free=layout.padding_free, mismatched=False)
+    return _loader(batches, keys, False)
 
 
 def _batches(samples: Samples, numbers: IntArray, layout: RankLayout) -> Iterator[list[int]]:
@@ -191,8 +208,8 @@ def _batches(samples: Samples, numbers: IntArray, layout: RankLayout) -> Iterato
         yield [i if i == FILLER else int(numbers[i]) for i in batch]
 
 
-_Key = tuple[list[int], Mapping[str, float], bool, int | None]
-"""Samples, divisors, whether it is the last of the step, and source."""
+_Key = tuple[list[int], list[int], Mapping[str, float], bool, int | None]
+"""Samples, those before them in the step, divisors, whether it is the last of it, and source."""
 
 
 class _StepSampler(Sampler[_Key]):
@@ -207,21 +224,25 @@ class _StepSampler(Sampler[_Key]):
     def __iter__(self) -> Iterator[_Key]:
         for step in range(self._start_step, self._end_step):
             divisors = self._order.divisors(step)
-            *others, last = self._order.micro_batches(step)
-            for micro_batch in others:
-                yield micro_batch, divisors, False, None
-            yield last, divisors, True, None
+            samples, places = self._order.samples(step), self._order.places(step)
+            for number, of_micro_batch in enumerate(places, start=1):
+                chosen = samples_or_filler(samples[of_micro_batch])
+                before = samples_or_filler(samples[of_micro_batch - 1])
+                yield chosen, before, divisors, number == len(places), None
 
 
 class _MicroBatches(Dataset[dict[str, Any]]):
     """Collated micro-batches, by the samples in them."""
 
-    def __init__(self, samples: Samples, *, padding_free: bool) -> None:
+    def __init__(self, samples: Samples, *, padding_free: bool, mismatched: bool) -> None:
         self._samples, self._padding_free = samples, padding_free
         self._weighted = samples.label_weights is not None
+        self._mismatched = mismatched
+        self._most = int(samples.longest.max()) + 1 if len(samples) else 0
+        """Tokens of the longest sequence."""
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
-        indices, divisors, is_last, source = key
+        indices, before, divisors, is_last, source = key
         each = self._samples.per_sample
         sequences: list[Sample | None] = []
         numbers: list[int] = []
@@ -229,7 +250,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             is_filler = index == FILLER
             sequences += (None,) * each if is_filler else self._samples.sequences(index)
             numbers += (FILLER,) * each if is_filler else range(index * each, (index + 1) * each)
-        return collate(
+        batch = collate(
             sequences,
             divisors,
             per_sample=each,
@@ -239,6 +260,17 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             source=source,
             numbers=numbers,
         )
+        if self._mismatched:
+            answers = [None if i == FILLER else self._samples[i] for i in before]
+            batch["mismatched"] = collate(
+                [
+                    None if one is None or other is None else mismatched(one, other, self._most)
+                    for one, other in zip(sequences, answers, strict=True)
+                ],
+                {},
+                padding_free=self._padding_free,
+            )
+        return batch
 
 
 def _loader(

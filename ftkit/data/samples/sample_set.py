@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import IntArray
 
-_Number = TypeVar("_Number", bound=np.number[Any])
+_Number = TypeVar("_Number", bound=np.number[Any] | np.bool_)
 
 
 class Sample(NamedTuple):
@@ -28,6 +28,8 @@ class Sample(NamedTuple):
     does: nothing predicts it."""
     weights: npt.NDArray[np.float32] | None = None
     """[spans], weight of the tokens of each; None: all weigh 1."""
+    desirable: bool | None = None
+    """Label of its answer; None: it has none."""
 
 
 class Samples(Dataset[Sample]):
@@ -64,6 +66,11 @@ class Samples(Dataset[Sample]):
     @abstractmethod
     def label_weights(self) -> npt.NDArray[np.float64] | None:
         """[samples], sum of the weights of all tokens that carry loss; None: all weigh 1."""
+
+    @property
+    @abstractmethod
+    def desirable(self) -> npt.NDArray[np.bool_] | None:
+        """[samples], labels of the answers; None: they have none."""
 
     @property
     def lengths(self) -> IntArray:
@@ -113,6 +120,8 @@ class SampleArrays(NamedTuple):
     """[sequences + 1], where the spans of each sequence start, and the end."""
     weights: npt.NDArray[np.float32] | None = None
     """[spans of all sequences], as in Sample."""
+    desirable: npt.NDArray[np.bool_] | None = None
+    """[sequences], as in Sample."""
 
 
 class SampleSet(Samples):
@@ -125,6 +134,7 @@ class SampleSet(Samples):
         spans: npt.NDArray[np.int32],
         span_offsets: IntArray,
         weights: npt.NDArray[np.float32] | None = None,
+        desirable: npt.NDArray[np.bool_] | None = None,
         *,
         per_sample: int = 1,
         fingerprint: str | None = None,
@@ -137,11 +147,12 @@ class SampleSet(Samples):
             spans: that carry loss.
             span_offsets: of the spans.
             weights: of the spans, above 0; None: all are 1.
+            desirable: labels of the sequences, one for each sample; None: they have none.
             per_sample: neighbours that are one sample.
             fingerprint: if it is known.
         """
         assert (len(offsets) - 1) % per_sample == 0
-        self.arrays = SampleArrays(tokens, offsets, spans, span_offsets, weights)
+        self.arrays = SampleArrays(tokens, offsets, spans, span_offsets, weights, desirable)
         self.per_sample = per_sample
         self._fingerprint = fingerprint
 
@@ -158,7 +169,7 @@ class SampleSet(Samples):
     def sequences(self, index: int) -> tuple[Sample, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        tokens, offsets, spans, span_offsets, weights = self.arrays
+        tokens, offsets, spans, span_offsets, weights, desirable = self.arrays
         first = index * self.per_sample
 
         def sequence(place: int) -> Sample:
@@ -167,6 +178,7 @@ class SampleSet(Samples):
                 tokens[offsets[place] : offsets[place + 1]],
                 spans[of_sequence],
                 None if weights is None else weights[of_sequence],
+                None if desirable is None else bool(desirable[place]),
             )
 
         return tuple(sequence(place) for place in range(first, first + self.per_sample))
@@ -202,6 +214,10 @@ class SampleSet(Samples):
         sums: npt.NDArray[_Number] = np.add.reduceat(values, starts)
         return sums.reshape(-1, self.per_sample)
 
+    @property
+    def desirable(self) -> npt.NDArray[np.bool_] | None:
+        return self.arrays.desirable
+
     @cached_property
     def lengths(self) -> IntArray:
         return super().lengths
@@ -231,13 +247,15 @@ class SampleSet(Samples):
         """
         if self._fingerprint is not None:
             return self._fingerprint
-        tokens, offsets, spans, span_offsets, weights = self.arrays
+        tokens, offsets, spans, span_offsets, weights, desirable = self.arrays
         masks: list[tuple[npt.NDArray[Any], str]] = [(spans, "<i4"), (span_offsets, "<i8")]
         # Checkpoints of earlier versions hold this fingerprint.
         if len(spans) == len(offsets) - 1 and (spans[:, 1] == np.diff(offsets)).all():
             masks = [(spans[:, 0], "<i4")]
         if weights is not None:
             masks.append((weights, "<f4"))
+        if desirable is not None:
+            masks.append((desirable, "|b1"))
         digest = hashlib.sha256(b"" if self.per_sample == 1 else b"%d" % self.per_sample)
         for values, dtype in [(tokens, "<i4"), (offsets, "<i8"), *masks]:
             digest.update(np.ascontiguousarray(values, dtype=dtype).data)
@@ -253,16 +271,19 @@ class SampleRows:
         # 4 bytes a token; a list would take 8 and the integers.
         self._tokens, self._spans, self._weights = array("i"), array("i"), array("f")
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
+        self._desirable = bytearray()
 
     def extend(self, samples: Iterable[Rendered]) -> None:
         """Append the sequences of samples."""
-        for ids, trained, weights in samples:
+        for ids, trained, weights, desirable in samples:
             self._tokens.extend(ids)
             self._offsets.append(len(self._tokens))
             for span in trained:
                 self._spans.extend(span)
             self._span_offsets.append(len(self._spans) // 2)
             self._weights.extend(weights or repeat(1.0, len(trained)))
+            if desirable is not None:
+                self._desirable.append(desirable)
 
     def finish(self) -> SampleSet:
         """Return the samples; none can be added after."""
@@ -273,6 +294,7 @@ class SampleRows:
             np.frombuffer(self._spans, dtype=np.int32).reshape(-1, 2),
             np.frombuffer(self._span_offsets, dtype=np.int64),
             None if (weights == 1).all() else weights,
+            np.frombuffer(self._desirable, dtype=np.bool_) if self._desirable else None,
             per_sample=self._per_sample,
         )
 
@@ -344,6 +366,12 @@ class JoinedSamples(Samples):
             ]
         )
 
+    @cached_property
+    def desirable(self) -> npt.NDArray[np.bool_] | None:
+        of_sets = [each.desirable for each in self._sets]
+        labels = [one for one in of_sets if one is not None]
+        return self._gathered(labels) if labels else None
+
     @property
     def sources(self) -> npt.NDArray[np.int32]:
         return self._sources
@@ -360,6 +388,20 @@ class JoinedSamples(Samples):
         """[samples, ...], of values of the samples of each source."""
         starts = np.cumsum([0, *map(len, values)])
         return np.concatenate(values)[starts[self._sources] + self._places]
+
+
+def mismatched(prompt: Sample, answer: Sample, most: int) -> Sample:
+    """Join the prompt of a sample and the answer of another.
+
+    Args:
+        prompt: everything before its first token that carries loss is taken.
+        answer: everything from its first token that carries loss on is taken.
+        most: tokens of the result; the rest is cut off.
+    """
+    ends, begins = (int(one.trained[0, 0]) for one in (prompt, answer))
+    ids = np.concatenate([prompt.ids[:ends], answer.ids[begins:]])[:most]
+    trained = np.minimum(answer.trained - begins + ends, len(ids)).astype(np.int32)
+    return Sample(ids, trained[trained[:, 0] < trained[:, 1]])
 
 
 class ScoredSamples(Samples):
@@ -386,6 +428,10 @@ class ScoredSamples(Samples):
     @property
     def label_weights(self) -> None:
         """None: scores have no weights."""
+
+    @property
+    def desirable(self) -> None:
+        """None: pairs have no labels."""
 
     @property
     def sources(self) -> npt.NDArray[np.int32]:

@@ -172,8 +172,11 @@ class ElasticOrder:
         All ranks have equally many. The first micro-step has the largest micro-batch.
         """
         samples = self.samples(step)
-        rank = self.layout.rank
-        return [samples_or_filler(samples[ranks[rank]]) for ranks in self._laid_out(samples)]
+        return [samples_or_filler(samples[places]) for places in self.places(step)]
+
+    def places(self, step: int) -> list[IntArray]:
+        """Places in the step of the samples that this rank runs in each micro-step."""
+        return [ranks[self.layout.rank] for ranks in self._laid_out(self.samples(step))]
 
     def largest_micro_batch(self, step: int) -> int:
         """Positions of the step's largest micro-batch over all ranks, padding included."""
