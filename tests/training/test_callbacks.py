@@ -8,7 +8,8 @@ import pytest
 import torch
 from messages import message_of, says
 
-from ftkit.training.callbacks import CallbackState, read_state
+from ftkit.training import callbacks
+from ftkit.training.callbacks import Callback, Callbacks, CallbackState, read_state
 
 
 def test_state_of_every_kind_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -69,3 +70,38 @@ def test_states_that_differ_have_other_digests() -> None:
     digests = {CallbackState({"One": state}).digest for state in states}
     assert len(digests) == len(states)
     assert CallbackState({"One": {"a": 1}}).digest in digests
+
+
+class Counts(Callback):
+    """Has a state."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_a_state_goes_to_the_callback_of_its_name(tmp_path: Path) -> None:
+    first, second = Counts(), Counts()
+    first.count = 3
+    Callbacks({"one": first, "other": Callback()}, run=None).capture().write(tmp_path)
+    Callbacks({"one": second, "new": Counts()}, run=None).restore(tmp_path)
+    assert second.count == 3
+
+
+def test_a_state_that_differs_between_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "world_size", lambda: 2)
+    other = CallbackState({"one": {"count": 1}}).digest
+
+    def max_over_ranks(*own: int) -> list[int]:
+        return [max(pair) for pair in zip(own, (other, -other), strict=True)]
+
+    monkeypatch.setattr(callbacks, "max_over_ranks", max_over_ranks)
+    counts = Counts()
+    text = message_of(Callbacks({"one": counts}, run=None).capture)
+    assert says(text, "one ... differs between ranks ... state_dict")
+    counts.count = 1
+    assert Callbacks({"one": counts}, run=None).capture()

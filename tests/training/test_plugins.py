@@ -157,6 +157,51 @@ def test_an_exception_in_a_plugin_names_its_line(common: list[object], tmp_path:
     assert "1 / (record.step - 2)" in log
 
 
+EVENTS = """
+import ftkit
+
+class Events(ftkit.Callback):
+    events = []
+    def note(self, run, event): self.events.append(f"{event} {run.step}")
+    def on_begin(self, run): self.note(run, "begin")
+    def on_step(self, run, record): self.note(run, f"step {record.step} of {run.total_steps} at")
+    def on_validation(self, run, values): self.note(run, f"validation {sorted(values)} at")
+    def on_save(self, run): self.note(run, "save")
+    def on_end(self, run):
+        self.note(run, "end")
+        (run.out_dir / "events.txt").write_text("\\n".join(self.events))
+    def state_dict(self): return {"events": self.events}
+    def load_state_dict(self, state): self.events = state["events"] + ["loaded"]
+"""
+
+
+@pytest.mark.slow
+def test_a_callback_is_called_at_every_event_of_every_session(
+    common: list[object], tmp_path: Path
+) -> None:
+    (tmp_path / "my.py").write_text(EVENTS)
+    words = ("finetune", *common, "--plugin", "my.py", "--out_dir", "out", "--eval.exact_match", 0)
+    words += ("--train.max_steps", 4, "--eval.initial_validation", "true", "--resume", "auto")
+    code, said = ftkit(tmp_path, *words, "--stop_after", 2)
+    assert code == 0, said
+    code, said = ftkit(tmp_path, *words)
+    assert code == 0, said
+    assert (tmp_path / "out/events.txt").read_text().splitlines() == [
+        "begin 0",
+        "validation ['loss'] at 0",
+        "step 1 of 4 at 1",
+        "step 2 of 4 at 2",
+        "validation ['loss'] at 2",
+        "loaded",  # what follows a save is not in it
+        "begin 2",
+        "step 3 of 4 at 3",
+        "step 4 of 4 at 4",
+        "save 4",
+        "validation ['loss'] at 4",
+        "end 4",
+    ]
+
+
 def test_an_objective_that_reads_numbers_trains_and_is_not_planned(
     common: list[object], tmp_path: Path, plugin: Path
 ) -> None:
