@@ -21,6 +21,7 @@ from ftkit.exchange.foreign.state import (
     ForeignState,
     ParameterGroup,
     TrainedModel,
+    note_scalar,
     plain_names,
 )
 from ftkit.exchange.foreign.unpickling import Inert, load_metadata, load_torch_bytes
@@ -194,14 +195,14 @@ def distributed_state(
         if _is_state(place):
             # A tensor without dimensions is a number of all parameters, such as Adam's step.
             if tensor.shape.numel() == 1 and not tensor.shape:
-                scalars[place[-1]] = float(tensor.read())
+                note_scalar(scalars, place[-1], float(tensor.read()), first)
             else:
                 moments.setdefault(place[-1], {})[str(place[-2])] = tensor
         elif _GROUPS not in place:
             weights[str(place[-1])] = tensor
     for place, value in values.items():
         if _is_state(place) and isinstance(value, int | float):
-            scalars[place[-1]] = float(value)
+            note_scalar(scalars, place[-1], float(value), first)
     # A model alone is saved in the same format.
     if not moments:
         raise UserError(

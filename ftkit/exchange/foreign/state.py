@@ -219,6 +219,26 @@ def _check_number(key: str, value: Any) -> None:
         raise ValueError(f"{key}: {value!r:.100}")
 
 
+def note_scalar(scalars: dict[str, float], kind: str, value: float, source: Path) -> None:
+    """Add a parameter's number to those that hold for all parameters.
+
+    Args:
+        scalars: by kind, as in `ForeignState`.
+        kind: its name, such as step.
+        value: of this parameter.
+        source: that it was read from, for messages.
+
+    Raises:
+        UserError: another parameter has another number, which a checkpoint cannot hold.
+    """
+    if scalars.setdefault(kind, value) != value:
+        raise UserError(
+            f"{source} has another {kind} for each parameter ({scalars[kind]:g} and {value:g}): "
+            "some were not trained from the start. Start a new run from the weights, with "
+            "--checkpoint_dir or --adapter."
+        )
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """The model that a foreign run trains, as its own program calls its parameters."""

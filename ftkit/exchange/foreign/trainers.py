@@ -18,6 +18,7 @@ from ftkit.exchange.foreign.state import (
     ParameterGroup,
     TrainedModel,
     TrainedParameter,
+    note_scalar,
     plain_names,
 )
 from ftkit.exchange.foreign.unpickling import IN_LIGHTNING, held, load_torch_file, mapping_in
@@ -88,7 +89,7 @@ class NamedState:
                             "--adapter."
                         )
                     if is_scalar_state(value):
-                        self._note(kind, float(value), file)
+                        note_scalar(self.scalars, kind, float(value), file)
                     elif isinstance(value, Tensor):
                         moments.setdefault(kind, {})[name] = value
                     elif value is not None:
@@ -103,14 +104,6 @@ class NamedState:
                 "checkpoint again."
             )
         return moments
-
-    def _note(self, kind: str, value: float, file: Path) -> None:
-        if self.scalars.setdefault(kind, value) != value:
-            raise UserError(
-                f"{file} has another {kind} for each parameter ({self.scalars[kind]:g} and "
-                f"{value:g}): some were not trained from the start. Start a new run from the "
-                "weights, with --checkpoint_dir or --adapter."
-            )
 
 
 def groups_in(content: Any, file: Path) -> list[dict[str, Any]]:
@@ -417,8 +410,9 @@ class LitgptRun(ForeignRun):
             keys["checkpoint_dir"] = str(self.directory)
         train = self._mapping("train")
         found = {key: train[key] for key in _TAKEN if _is_number(train.get(key))}
+        # With both it stops at whichever comes first, as we do.
         if "max_steps" in found:
-            found["epochs"] = None
+            found.setdefault("epochs", None)
         # Its fine-tuning has no such key, and does not clip.
         keys["train"] = {"max_norm": None} | found
         optimizer = self._mapping(_OPTIMIZER_KEY)

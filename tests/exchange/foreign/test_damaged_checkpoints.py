@@ -13,6 +13,8 @@ import pytest
 import torch
 from command import Command
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe
+from messages import says
+from torch.distributed.checkpoint import save
 
 from ftkit.errors import UserError
 from ftkit.exchange.foreign.command import import_run
@@ -223,6 +225,17 @@ def test_impossible_content_is_one_message_and_nothing_is_written(
     said = words_of(source, tmp_path, SHALLOW if name == "distributed" else BASE)
     assert re.search(words, said), said
     assert str(tmp_path / name) in said
+
+
+def test_a_step_of_its_own_for_a_parameter_is_refused_in_distributed_files_too(
+    tmp_path: Path,
+) -> None:
+    source = tmp_path / "saved"
+    steps = {"layer": torch.tensor(3.0), "other": torch.tensor(2.0)}
+    moments = {name: {"step": step, "exp_avg": torch.zeros(2)} for name, step in steps.items()}
+    save({"optimizer": {"state": moments}}, checkpoint_id=source, no_dist=True)
+    said = words_of(source, tmp_path)
+    assert says(said, f"{source} has another step for each parameter ... new run"), said
 
 
 @pytest.mark.parametrize(

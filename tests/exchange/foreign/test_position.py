@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from foreign_checkpoints import KEPT, recipe
 from messages import says
 
@@ -14,6 +15,7 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
 from ftkit.exchange.foreign.command import import_run
 from ftkit.exchange.foreign.recipe import _accumulated
+from ftkit.exchange.foreign.trainers import LitgptRun
 from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import read_recipe
 
@@ -88,3 +90,22 @@ def test_the_accumulated_batches_follow_from_the_epoch_of_equal_data(
     step: int, epochs: float, micro_batch: int, of_epoch: int, accumulated: int | None
 ) -> None:
     assert _accumulated(step, epochs, micro_batch, of_epoch) == accumulated
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({"epochs": 2, "max_steps": 8}, (2, 8)),
+        ({"epochs": 2, "max_steps": None}, (2, None)),
+        ({"epochs": None, "max_steps": 8}, (None, 8)),
+    ],
+)
+def test_a_run_of_litgpt_ends_at_the_first_of_its_two_limits(
+    tmp_path: Path, train: Mapping[str, Any], expected: tuple[int | None, int | None]
+) -> None:
+    source = tmp_path / "step-000003"
+    shutil.copytree(KEPT / "litgpt/step-000003", source)
+    file = source / "hyperparameters.yaml"
+    file.write_text(json.dumps(yaml.safe_load(file.read_text()) | {"train": train}))
+    keys = LitgptRun(source).recipe_keys()["train"]
+    assert (keys["epochs"], keys.get("max_steps")) == expected
