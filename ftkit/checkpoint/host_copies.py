@@ -131,18 +131,6 @@ def _copied(piece: Piece, places: Any) -> Piece:
     return dataclasses.replace(piece, values=values, scales=scales)
 
 
-def copied_to_host(piece: Piece) -> Piece:
-    """Copy a piece to the host; nothing may change it meanwhile."""
-    _synchronize()
-    scales = piece.scales
-    return dataclasses.replace(
-        piece,
-        # On CPUs nothing is copied: .cpu() returns the tensor itself.
-        values=piece.values.cpu().contiguous(),
-        scales=None if scales is None else scales.cpu().contiguous(),
-    )
-
-
 def _synchronize() -> None:
     if accelerator_in_use() is not None:
         torch.accelerator.synchronize()

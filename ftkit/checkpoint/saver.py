@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ftkit.checkpoint.file_checks import describe_file
-from ftkit.checkpoint.host_copies import HostCopies, copied_to_host
+from ftkit.checkpoint.host_copies import HostCopies
 from ftkit.checkpoint.metadata import FileEntry, Metadata, receipt_name, shard_name
 from ftkit.checkpoint.shards import Piece, write_shard, write_shard_in_portions
 from ftkit.checkpoint.store import KeepEvery, Store
@@ -29,6 +30,8 @@ _PATIENCE_S = 600.0
 """Rank 0 waits this long for the shards of the others once its own files are written."""
 # Receipts are files, so rank 0 has to look for them.
 _POLL_S = 0.02
+_PORTION_BYTES = 2**20
+"""Host memory for a save that training waits for; the least that max_staged_bytes may allow."""
 MOST_FAILURES = 3
 """Training stops after so many failed saves in a row."""
 
@@ -95,7 +98,8 @@ class Saver:
         self.unstaged_bytes = 0
         """Size that the copy would have had, if it was too large."""
         self._thread: threading.Thread | None = None
-        self._finished: list[Saved] = []
+        # Filled by the thread while training takes from it.
+        self._finished: SimpleQueue[Saved] = SimpleQueue()
         self._failures: list[str] = []
         self.copies = HostCopies()
 
@@ -137,12 +141,10 @@ class Saver:
                 asynchronous = False
         if asynchronous:
             held = self.copies.take(pieces)
-        elif most is not None:
+        else:
             # The thread reads the state itself: the device must have finished the update.
             self.copies.settle()
             held = list(pieces)
-        else:
-            held = [copied_to_host(piece) for piece in pieces]
         work = threading.Thread(
             target=self._write,
             args=(metadata, held, companions, started, asynchronous),
@@ -168,7 +170,10 @@ class Saver:
 
     def finished(self) -> list[Saved]:
         """Saves that ended since the last call, on rank 0."""
-        found, self._finished = self._finished, []
+        found: list[Saved] = []
+        with suppress(Empty):
+            while True:
+                found.append(self._finished.get_nowait())
         for saved in found:
             # Only failures in a row count: one success shows that the disk works again.
             self._failures = [*self._failures, saved.error] if saved.error else []
@@ -206,10 +211,11 @@ class Saver:
             self.copies.wait()
             partial.mkdir(parents=True, exist_ok=True)
             shard = partial / shard_name(self._rank, len(self._receipts))
-            if asynchronous or self._max_staged_bytes is None:
+            if asynchronous:
                 write_shard(shard, pieces)
             else:
-                write_shard_in_portions(shard, pieces, self._max_staged_bytes)
+                # Never a second copy: the memory of the copies is held until the run ends.
+                write_shard_in_portions(shard, pieces, _PORTION_BYTES)
             # Only our own files: other ranks are writing into the same directory.
             written = [shard, *(companions(partial) if companions is not None else [])]
             for path in written:
@@ -239,7 +245,7 @@ class Saver:
             with suppress(OSError):  # the next start removes it
                 self.store.discard_partial(step)
         # Only rank 0 gets here: it reports for all ranks.
-        self._finished.append(
+        self._finished.put(
             Saved(
                 step=step,
                 path=self.store.path(step),

@@ -197,8 +197,8 @@ class Checkpoint:
     """Continue training while a checkpoint is being written, from a copy in host memory."""
     max_staged_bytes: int | None = None
     """Most bytes of host memory for the copy of an asynchronous save, on each rank. A rank that
-    would need more makes no copy: training waits while its tensors are written through a buffer of
-    this size. Empty: as much as the copy needs, see ftkit plan."""
+    would need more makes no copy: training waits while its tensors are written through a small
+    buffer. Empty: as much as the copy needs, see ftkit plan."""
 
     @property
     def best_kept(self) -> int:

@@ -10,7 +10,7 @@ from checkpoints import some_metadata
 
 from ftkit.checkpoint import host_copies
 from ftkit.checkpoint.host_copies import HostCopies
-from ftkit.checkpoint.saver import Retention, Saver
+from ftkit.checkpoint.saver import Retention, Saved, Saver
 from ftkit.checkpoint.shards import Piece, StoredState
 from ftkit.checkpoint.store import Store
 
@@ -219,9 +219,7 @@ def test_a_shard_is_written_from_complete_copies(
     queues: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, beside: bool
 ) -> None:
     monkeypatch.setattr(host_copies, "COPIES_BESIDE_TRAINING", beside)
-    retention = Retention(keep_last=1, keep_every=None, keep_best=0)
-    saver = Saver(Store(tmp_path), [tmp_path], 0, retention, asynchronous=True)
-    pieces = state()
+    saver, pieces = saver_of(tmp_path), state()
     saver.save(some_metadata(3), pieces, None, wait=False, started=0.0)
     saver.wait()
     (saved,) = saver.finished()
@@ -236,3 +234,48 @@ def test_a_shard_is_written_from_complete_copies(
             assert torch.equal(codes, live.values) and torch.equal(scales, live.scales)
     saver.release()
     assert saver.copies.size_bytes == 0
+
+
+def saver_of(directory: Path, *, asynchronous: bool = True) -> Saver:
+    retention = Retention(keep_last=1, keep_every=None, keep_best=0)
+    return Saver(Store(directory), [directory], 0, retention, asynchronous=asynchronous)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_training_waits_for_takes_no_copy_of_the_state(
+    queues: Queue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asynchronous: bool
+) -> None:
+    saver, large = saver_of(tmp_path, asynchronous=asynchronous), torch.rand(2**20)
+    saver.save(some_metadata(3), [piece("parameter/a", large)], None, wait=False, started=0.0)
+    saver.wait()
+    assert saver.copies.size_bytes == large.nbytes * asynchronous
+    copied: list[int] = []
+    to_host = torch.Tensor.cpu
+
+    def counted(self: torch.Tensor) -> torch.Tensor:
+        copied.append(self.nbytes)
+        return to_host(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    queues.work.append(lambda: large.fill_(4))
+    saver.save(some_metadata(4), [piece("parameter/a", large)], None, wait=True, started=0.0)
+    *_, saved = saver.finished()
+    assert saved.error is None
+    stored = StoredState([saved.path / "shard-00000-of-00001.safetensors"])
+    assert (stored["parameter/a"].read(0, 2**20) == 4).all(), "after the update"
+    assert max(copied) <= 2**20 and sum(copied) == large.nbytes
+    saver.release()
+
+
+def test_a_save_that_ends_while_others_are_taken_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saver, taken = saver_of(tmp_path), list[Saved]()
+
+    def made(**values: Any) -> Saved:
+        taken.extend(saver.finished())
+        return Saved(**values)
+
+    monkeypatch.setattr("ftkit.checkpoint.saver.Saved", made)
+    saver.save(some_metadata(3), state(), None, wait=True, started=0.0)
+    assert [saved.step for saved in [*taken, *saver.finished()]] == [3]

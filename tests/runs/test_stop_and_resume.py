@@ -261,7 +261,7 @@ def at_moments(directory: Path, common: list[str]) -> Sessions:
     run.stopped_at(run.go_on(), run.moment("ftkit.models.load_weights:fill"), SIGTERM)
     saving = run.moment("ftkit.checkpoint.shards:write_shard")
     run.stopped_at([*run.go_on(), "--train.save_interval", "15"], saving, CTRL_C)
-    endless = run.moment("ftkit.checkpoint.shards:write_shard", seconds=600)
+    endless = run.moment("ftkit.checkpoint.shards:write_shard_in_portions", seconds=600)
     before = run.done[-1].steps
     with run.session(run.go_on(), SLOW + endless.statements) as twice:
         twice.wait_for_steps(before + 3)

@@ -299,13 +299,13 @@ def _in_training(action: Callable[[], object]) -> None:
 def failing_shard(*steps: int) -> None:
     """The shard of this rank cannot be written at these steps."""
 
-    def write(
-        path: Path,
-        pieces: Any,
-        write: Callable[..., None] = saver_module.write_shard,  # type: ignore[attr-defined]
-    ) -> None:
-        if any(path.parent.name == f".step-{step:08}.partial" for step in steps):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write(path, pieces)
+    def failing(write: Callable[..., None]) -> Callable[..., None]:
+        def write_or_fail(path: Path, *arguments: Any) -> None:
+            if any(path.parent.name == f".step-{step:08}.partial" for step in steps):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            write(path, *arguments)
 
-    saver_module.write_shard = write  # type: ignore[attr-defined]
+        return write_or_fail
+
+    for name in ("write_shard", "write_shard_in_portions"):
+        setattr(saver_module, name, failing(getattr(saver_module, name)))
