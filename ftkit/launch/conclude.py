@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftkit.checkpoint.file_checks import mark_damaged
-from ftkit.checkpoint.metadata import read_metadata
+from ftkit.checkpoint.metadata import CheckpointError, read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.exchange.model_card import write_card
 from ftkit.launch.preflight import find_shortage, shortage_text
@@ -221,8 +221,11 @@ def _collect_output(run: RunDirectory, world_size: int) -> None:
 def _empty_report(job: Job) -> Report:
     """The report of a rank that ended before it wrote one."""
     seconds = time.time() - job.started_at_s
-    # Read only now: a checkpoint that the run began with may be deleted while it continues.
-    start = None if job.start is None else read_metadata(Path(job.start))
+    start = None
+    if job.start is not None:
+        # Another run, or the user, may have deleted it meanwhile: the report then says less.
+        with suppress(CheckpointError):
+            start = read_metadata(Path(job.start))
     phases = PhaseTimes(set_up=seconds, total=seconds)
     return dataclasses.replace(job.new_report(start), phases_s=phases)
 

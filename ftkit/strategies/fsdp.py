@@ -314,15 +314,6 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     connected = dist.is_initialized()  # inside a run of the plan
-    if not connected:
-        # torch's fake group: collectives return at once, so one process can be a rank of many.
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
-    if connected and plan.shards < plan.world_size:
-        # Inside a run with hybrid sharding, the ranks that share a model are those of a node.
-        nodes = _mesh_of_nodes(plan.accelerator, plan.num_nodes)
-        mesh = DeviceMesh.from_group(nodes.get_group("shards"), "cpu")
-    else:
-        mesh = init_device_mesh("cpu", (plan.shards,))
     talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -333,6 +324,15 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
 
     propagator: Any = ShardingPropagator
     try:
+        if not connected:
+            # torch's fake group: collectives return at once, so one process can be a rank of many.
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
+        if connected and plan.shards < plan.world_size:
+            # Inside a run with hybrid sharding, the ranks that share a model are those of a node.
+            nodes = _mesh_of_nodes(plan.accelerator, plan.num_nodes)
+            mesh = DeviceMesh.from_group(nodes.get_group("shards"), "cpu")
+        else:
+            mesh = init_device_mesh("cpu", (plan.shards,))
         for name in talk:
             # A run of the plan is connected to real ranks, which would wait for these messages.
             setattr(dist, name, lambda *_, **__: None)
@@ -342,7 +342,7 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
         propagator._propagate_tensor_meta_non_cached = propagate
         for name, function in talk.items():
             setattr(dist, name, function)
-        if not connected:
+        if not connected and dist.is_initialized():
             dist.destroy_process_group()
 
 

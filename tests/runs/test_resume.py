@@ -6,6 +6,7 @@ import fcntl
 import io
 import re
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -847,6 +848,18 @@ def test_an_interrupted_session_shows_how_to_continue(
     )
     assert text.splitlines()[-1] in (out / "run.log").read_text()
     assert read_report(out).outcome == "interrupted"
+
+
+def test_a_session_has_a_report_though_its_start_was_deleted_before_a_rank_left_one(
+    make_recipe: Callable[..., Recipe], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = save_run(make_recipe(), 5)
+    with prepared(make_recipe(resume="auto")) as job:
+        job.directory.log.touch()
+        shutil.rmtree(store.path(5))
+        assert conclude(job, []) == 1
+    assert read_report(out).outcome == "failed"
+    assert "without an error message" in capsys.readouterr().out
 
 
 def test_a_session_stopped_by_stop_after_is_not_a_failure(

@@ -237,3 +237,23 @@ def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
     assert (asked, len(done)) == ([0, 10, 20], 25)
     assert validate([False, True]) is None
     assert (asked, len(done)) == ([0, 10], 10)
+
+
+def test_a_simulation_that_fails_leaves_no_process_group(
+    bases: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one in this process would take it for the group of a run."""
+    pairs = [("checkpoint_dir", str(bases[False])), ("devices", "2"), ("strategy", "fsdp")]
+    plan = make_plan(read_recipe([], pairs, method="full"), Devices(accelerator="cpu", count=2))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no mesh")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.distributed.device_mesh.init_device_mesh", fail)
+        with pytest.raises(RuntimeError, match="no mesh"), Fsdp(plan).simulated():
+            pass
+    assert not dist.is_initialized()
+    with Fsdp(plan).simulated():
+        assert dist.get_world_size() == 2
+    assert not dist.is_initialized()
