@@ -59,21 +59,29 @@ def loss_and_grad(
     return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
 
 
+TokenWeight = Callable[[Tensor, Tensor], Tensor]
+"""Factor of the loss of each token, [n, 1], from log-probabilities, [n, vocabulary] float32, and
+labels, [n, 1]. No gradient flows through it."""
+
+
 def weighted_loss_and_grad(
     logits: Tensor,
     wanted: Tensor,
-    weights: Tensor,
+    weights: Tensor | None = None,
+    *,
     softcap: float | None,
     smoothing: float = 0.0,
+    token_weight: TokenWeight | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of weighted cross-entropies in float32, and its gradient in the dtype of the logits.
 
     Args:
         logits: [n, vocabulary]; overwritten.
         wanted: [n, 1], the labels.
-        weights: [n, 1] float32, of the labels.
+        weights: [n, 1] float32, of the labels; None: 1 each.
         softcap: bound of the logits; None: they have none.
         smoothing: share of each label that is spread evenly over the vocabulary.
+        token_weight: another factor, of what the model holds for likely.
     """
     capped = None
     if softcap:
@@ -81,6 +89,10 @@ def weighted_loss_and_grad(
         grad = torch.log_softmax(capped * softcap, 1)
     else:
         grad = torch.log_softmax(logits, 1, dtype=torch.float32)
+    if token_weight is not None:
+        factors = token_weight(grad, wanted)
+        weights = factors if weights is None else weights * factors
+    assert weights is not None
     evenly = smoothing / grad.size(1)
     losses = (smoothing - 1) * grad.gather(1, wanted)
     if smoothing:
@@ -353,14 +365,21 @@ class SummedLoss(HeadOutput):
 
     # No dataclass: Fabric would look into it, and convert the weights to the dtype of the model.
 
-    def __init__(self, weights: Tensor | None = None, token_loss: TokenLoss | None = None) -> None:
+    def __init__(
+        self,
+        weights: Tensor | None = None,
+        token_loss: TokenLoss | None = None,
+        token_weight: TokenWeight | None = None,
+    ) -> None:
         """Choose the loss.
 
         Args:
             weights: [n] float32, factors of the tokens' losses; None: 1 each.
             token_loss: of each token; None: cross-entropy, with the head's label smoothing.
+            token_weight: another factor of each cross-entropy, which needs no memory of its own.
         """
-        self.weights, self.token_loss = weights, token_loss
+        assert token_loss is None or token_weight is None
+        self.weights, self.token_loss, self.token_weight = weights, token_loss, token_weight
 
     def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
         columns = [labels] if self.weights is None else [labels, self.weights]
@@ -377,8 +396,10 @@ class SummedLoss(HeadOutput):
         compute: Callable[..., tuple[Tensor, Tensor]]
         if self.token_loss is not None:
             compute = partial(_differentiated, self.token_loss, head.softcap)
-        elif self.weights is not None:
-            compute = partial(weighted_loss_and_grad, softcap=head.softcap)
+        elif self.weights is not None or self.token_weight is not None:
+            compute = partial(
+                weighted_loss_and_grad, softcap=head.softcap, token_weight=self.token_weight
+            )
         else:
             compute = partial(layer.loss_and_grad, softcap=head.softcap)
         if self.token_loss is None and head.smoothing:
@@ -389,12 +410,15 @@ class SummedLoss(HeadOutput):
         smoothing = head.smoothing
 
         def summed(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-            if self.token_loss is None and weights is None:
+            if self.token_loss is None and self.token_weight is None and weights is None:
                 return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
             if self.token_loss is None:
                 each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
             else:
                 each = self.token_loss(logits, labels)
+            if self.token_weight is not None:
+                log_probabilities = logits.detach().log_softmax(1)
+                each = each * self.token_weight(log_probabilities, labels[:, None]).squeeze(1)
             return (each if weights is None else each * weights).sum()
 
         return summed

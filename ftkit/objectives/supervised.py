@@ -4,41 +4,37 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
-from ftkit.models.loss import HeadOutput, SummedLoss, TokenLoss
+from ftkit.models.loss import HeadOutput, SummedLoss, TokenWeight
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
 
 EAFT_TOKENS = 20
 """Likeliest tokens whose entropy EAFT takes."""
 
 
-def dft_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token times its own probability, as it is without gradient.
+def own_probability(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """Return the probability of each label, [n, 1].
 
     Args:
-        logits: [n, vocabulary].
-        labels: [n].
+        log_probabilities: [n, vocabulary].
+        labels: [n, 1].
     """
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return losses * torch.exp(-losses.detach())
+    return log_probabilities.gather(1, labels).exp()
 
 
-def eaft_loss(logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
-    """Cross-entropy of each token times the entropy of the likeliest tokens, without gradient.
+def likeliest_entropy(log_probabilities: Tensor, _: Tensor, alpha: float) -> Tensor:
+    """Return the entropy of the likeliest tokens at each label, [n, 1].
 
     Args:
-        logits: [n, vocabulary].
-        labels: [n].
+        log_probabilities: [n, vocabulary].
         alpha: exponent of the entropy, which is 1 where these tokens are equally likely.
     """
-    count = min(EAFT_TOKENS, logits.size(1))
-    likeliest = logits.detach().topk(count, dim=1).values.log_softmax(1)
-    entropy = -(likeliest.exp() * likeliest).sum(1) / math.log(count)
-    return F.cross_entropy(logits, labels, reduction="none") * entropy**alpha
+    count = min(EAFT_TOKENS, log_probabilities.size(1))
+    likeliest = log_probabilities.topk(count, dim=1).values.log_softmax(1)
+    entropy = -(likeliest.exp() * likeliest).sum(1, keepdim=True) / math.log(count)
+    return entropy**alpha
 
 
 class Supervised(Objective):
@@ -49,14 +45,14 @@ class Supervised(Objective):
 
     terms = (Term(name=LOSS, divisor="label_tokens"),)
     is_cross_entropy = True
-    _token_loss: TokenLoss | None = None
+    _token_weight: TokenWeight | None = None
 
     def amounts(self, samples: Samples) -> Amounts:
         weights = samples.label_weights
         return {"label_tokens": samples.label_counts if weights is None else weights}
 
     def output(self, batch: Batch) -> HeadOutput:
-        return SummedLoss(batch.get("weights"), self._token_loss)
+        return SummedLoss(batch.get("weights"), token_weight=self._token_weight)
 
     def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
         return (output,)
@@ -75,7 +71,7 @@ class Dft(Supervised):
     """
 
     def __init__(self) -> None:
-        self._token_loss = dft_loss
+        self._token_weight = own_probability
 
 
 class Eaft(Supervised):
@@ -88,4 +84,4 @@ class Eaft(Supervised):
 
     def __init__(self, *, alpha: float = 1.0) -> None:
         """Choose the exponent of the entropy; 0: plain cross-entropy."""
-        self._token_loss = partial(eaft_loss, alpha=alpha)
+        self._token_weight = partial(likeliest_entropy, alpha=alpha)

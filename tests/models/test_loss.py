@@ -232,6 +232,10 @@ def focal_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return -((1 - chosen.exp()) ** 2) * chosen
 
 
+def improbability(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    return 1 - log_probabilities.gather(1, labels).exp()
+
+
 def wrapped(head: Any) -> Any:
     """A head whose output layer has a forward of its own, as under an adapter."""
     head.lm_head = WrappedLayer(head.lm_head)
@@ -251,7 +255,9 @@ class WrappedLayer(nn.Module):
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("on_cpu", [False, True])
-@pytest.mark.parametrize("case", ["weights", "smoothing", "own loss", "log-probabilities"])
+@pytest.mark.parametrize(
+    "case", ["weights", "smoothing", "own loss", "own weight", "log-probabilities"]
+)
 def test_other_outputs_and_their_gradients_are_those_of_the_definition(
     case: str, softcap: float | None, on_cpu: bool, adapted: bool
 ) -> None:
@@ -268,13 +274,19 @@ def test_other_outputs_and_their_gradients_are_those_of_the_definition(
         if case == "own loss":
             return (focal_loss(logits, labels) * weights).sum()
         each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        if case == "own weight":
+            each = each * (1 - (-each.detach()).exp())
         return (each * weights).sum()
 
     def computed(head: Any, hidden: Tensor) -> Tensor:
         if case == "log-probabilities":
             chosen = head(hidden, places, labels, LogProbabilities(), on_cpu=on_cpu)
             return (chosen * weights).sum()
-        output = SummedLoss(weights, focal_loss if case == "own loss" else None)
+        output = SummedLoss(
+            weights,
+            focal_loss if case == "own loss" else None,
+            improbability if case == "own weight" else None,
+        )
         result: Tensor = head(hidden, places, labels, output, on_cpu=on_cpu)
         return result
 
@@ -292,7 +304,13 @@ def test_other_outputs_and_their_gradients_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize(
-    "output", [SummedLoss(torch.empty(0)), SummedLoss(None, focal_loss), LogProbabilities()]
+    "output",
+    [
+        SummedLoss(torch.empty(0)),
+        SummedLoss(None, focal_loss),
+        SummedLoss(None, None, improbability),
+        LogProbabilities(),
+    ],
 )
 def test_other_outputs_without_labels_give_gradients_of_zero(output: HeadOutput) -> None:
     head = make_head(bias=True)
