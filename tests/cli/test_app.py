@@ -36,13 +36,14 @@ OWN = [
     "metric",
     "trust_task_code",
     "quiet",
+    "plugin",
 ]
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
     *(f"data.{field.name}" for field in dataclasses.fields(OwnDataOptions)),
     *(f"strategy.{field.name}" for field in dataclasses.fields(FsdpOptions)),
     *(f"strategy.{field.name}" for field in dataclasses.fields(DeepSpeedOptions)),
-    *("data.help", "optimizer.help", "strategy.help"),
+    *("data.help", "objective.help", "optimizer.help", "strategy.help"),
 ]
 CHECKPOINTS = ["list", "show", "verify", "clean", "diff"]
 
