@@ -1,0 +1,229 @@
+"""A reference that is not below an adapter is computed once: what is kept, and found again."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from messages import says
+from rank_jobs import NO_EVALUATION, Outcome
+from tiny import make_llama, make_pairs
+
+from ftkit.checkpoint.metadata import read_metadata
+from ftkit.cli.app import run as run_command
+from ftkit.errors import UserError
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.objectives.objective import Batch
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.recipe import Method
+from ftkit.runs.job import Job, StopAfter
+from ftkit.training import references
+from ftkit.training.loop import StopRequest
+from ftkit.training.rank import run_job
+from ftkit.training.recorder import Recorder
+from ftkit.training.references import check_reference
+from ftkit.training.setup import Journal
+from ftkit.utils.console.display import Display
+
+PAIRS = 40
+HELD_OUT = 8
+TrainPairs = Callable[..., Outcome]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_llama(tmp_path / "base")
+
+
+@pytest.fixture
+def train(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> TrainPairs:
+    """Trains on pairs in this process, with a cache for this test alone."""
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps(make_pairs(PAIRS)))
+
+    def train_(method: Method, name: str, start: Outcome | None = None, **keys: Any) -> Outcome:
+        values = {
+            "checkpoint_dir": str(base),
+            "out_dir": str(tmp_path / name),
+            "precision": "32-true",
+            "accelerator": "cpu",
+            "objective": "dpo",
+            "data": "JSON",
+            "data.json_path": str(file),
+            "data.val_split_fraction": HELD_OUT / PAIRS,
+            "train.global_batch_size": 8,
+            "train.micro_batch_size": 4,
+            "train.lr_warmup_steps": 0,
+            "train.epochs": 1,
+            "optimizer.lr": 3e-3,
+            **dict(NO_EVALUATION),
+            "eval.final_validation": True,
+        }
+        if method == "lora":
+            values["lora_dropout"] = 0
+        steps = keys.pop("stop_after", None)
+        values |= {key.replace("__", "."): value for key, value in keys.items()}
+        recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=method)
+        job = Job(
+            recipe=with_adapter(recipe),
+            devices=Devices(accelerator="cpu", count=1),
+            base=str(base if start is None else start.checkpoint / "base"),
+            reference=recipe.reference,
+            command=(),
+            started_at_s=time.time(),
+            start=None if start is None else str(start.checkpoint),
+            stop_after=None if steps is None else StopAfter(steps=steps),
+        )
+        metadata = None if start is None else read_metadata(start.checkpoint)
+        state = job.directory.rank(0)
+        state.path.mkdir(parents=True)
+        with (
+            Display(job.directory.path) as display,
+            Recorder(
+                job.new_report(metadata),
+                state,
+                job.plan,
+                started_at_s=job.started_at_s,
+                start=metadata,
+            ) as recorder,
+        ):
+            run_job(job, metadata, StopRequest(), Journal(display, recorder))
+        return Outcome(job.directory.path)
+
+    return train_
+
+
+class Computed:
+    """Counts the sequences that are computed, and interrupts when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sequences, self.most = 0, math.inf
+        self._compute = references.sequence_log_probabilities  # type: ignore[attr-defined]
+        monkeypatch.setattr(references, "sequence_log_probabilities", self)
+        monkeypatch.setattr(references, "_SAMPLES_AT_ONCE", 4)
+
+    def __call__(self, model: Any, batch: Batch) -> torch.Tensor:
+        if self.sequences >= self.most:
+            raise KeyboardInterrupt
+        found: torch.Tensor = self._compute(model, batch)
+        self.sequences += len(found)
+        return found
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Computed:
+    return Computed(monkeypatch)
+
+
+def test_an_interrupted_computation_goes_on_where_it_was(
+    train: TrainPairs, computed: Computed
+) -> None:
+    computed.most = 20
+    with pytest.raises(KeyboardInterrupt):
+        train("full", "interrupted")
+    done = computed.sequences
+    assert done == 24
+    computed.most, computed.sequences = math.inf, 0
+    found = train("full", "again")
+    assert computed.sequences == 2 * PAIRS - done
+    assert found.losses[0] == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_the_model_that_an_adapter_makes_is_the_reference_of_its_further_training(
+    train: TrainPairs, computed: Computed
+) -> None:
+    first = train("lora", "first")
+    assert not computed.sequences, "below the adapter there is nothing to compute before"
+    assert first.losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert first.losses[-1] < math.log(2) - 0.001
+    second = train("lora", "second", adapter=str(first.out_dir / "final"))
+    assert computed.sequences == 2 * PAIRS
+    assert second.losses[0] == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_a_reference_with_other_tokens_or_a_shorter_context_is_refused(tmp_path: Path) -> None:
+    base = open_base(str(make_llama(tmp_path / "base")))
+    check_reference(base, open_base(str(make_llama(tmp_path / "same", hidden_size=32))), 256)
+    short = open_base(str(make_llama(tmp_path / "short", max_position_embeddings=64)))
+    with pytest.raises(UserError) as refused:
+        check_reference(base, short, 65)
+    assert says(
+        str(refused.value), "reference is short ... 64 tokens ... --train.max_seq_length 64"
+    )
+    other = make_llama(tmp_path / "other")
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["Ġmoon"], vocabulary["Ġtree"] = vocabulary["Ġtree"], vocabulary["Ġmoon"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError) as refused:
+        check_reference(base, open_base(str(other)), 256)
+    assert says(str(refused.value), "reference is other ... vocabulary differs")
+
+
+@pytest.mark.slow
+def test_only_what_a_run_takes_is_computed_and_a_longer_run_adds_the_rest(
+    train: TrainPairs, computed: Computed
+) -> None:
+    limits = {"eval__max_iters": 1, "eval__final_validation": False}
+    train("full", "short", train__max_steps=1, train__global_batch_size=4, **limits)
+    assert computed.sequences == 2 * (4 + 4), "a step, and as many samples to validate on"
+    computed.sequences = 0
+    train("full", "longer", train__max_steps=3, train__global_batch_size=4, **limits)
+    assert computed.sequences == 2 * 8
+    computed.sequences = 0
+    train("full", "same", train__max_steps=3, train__global_batch_size=4, **limits)
+    assert not computed.sequences
+
+
+@pytest.mark.slow
+def test_a_run_resumes_where_base_model_and_cache_are_gone(
+    train: TrainPairs, computed: Computed, base: Path, tmp_path: Path
+) -> None:
+    whole = train("full", "whole")
+    half = train("full", "half", stop_after=2)
+    base.rename(tmp_path / "gone")
+    (tmp_path / "cache/reference").rename(tmp_path / "gone/reference")
+    computed.sequences = 0
+    resumed = train("full", "resumed", start=half)
+    assert not computed.sequences
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps(make_pairs(5, seed=1)))
+    with pytest.raises(UserError) as refused:
+        train("full", "more", start=half, eval__sets={"more": str(more)})
+    assert says(str(refused.value), "reference ... 5 samples ... ftkit download")
+
+
+@pytest.mark.slow
+def test_noise_on_embeddings_is_of_the_sequence_and_not_of_the_reference(
+    train: TrainPairs,
+) -> None:
+    noisy = {"train__neftune_noise_alpha": 20.0}
+    one, four = (
+        train("lora", f"by-{size}", train__micro_batch_size=size, **noisy) for size in (1, 4)
+    )
+    assert four.losses == pytest.approx(one.losses, rel=1e-5)
+    assert abs(one.losses[0] - math.log(2)) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_evaluating_a_result_gives_the_validation_loss_of_its_run(
+    method: Method, train: TrainPairs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = train(method, "run")
+    outcome.complete()
+    capsys.readouterr()
+    arguments = ["evaluate", str(outcome.out_dir), "--accelerator", "cpu", "--format", "json"]
+    assert run_command([*arguments, "--exact_match", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(outcome.validation_losses[-1], rel=1e-5)
+    assert found["terms"]["accuracy"] >= 0.5
