@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.language_model import LanguageModel
+from ftkit.models.lora.targets import is_adapter
 
 
 def parameter_count(model: LanguageModel) -> int:
@@ -26,7 +27,11 @@ def _weights_in(layer: nn.Linear) -> int:
 
 
 def flops_per_token(
-    model: LanguageModel, *, attention_length: float, label_fraction: float
+    model: LanguageModel,
+    *,
+    attention_length: float,
+    label_fraction: float,
+    refers_below_adapter: bool = False,
 ) -> float:
     """Floating-point operations of one training step, per token.
 
@@ -41,13 +46,15 @@ def flops_per_token(
         attention_length: length of the sequence of a token, averaged over tokens: the sum of the
             squared lengths over the sum of the lengths.
         label_fraction: share of the tokens that carry loss.
+        refers_below_adapter: whether there is one more forward pass, without the adapter.
     """
     architecture, of_each = model.architecture, model.architecture.attention
+    more = 2 if refers_below_adapter else 0
     # PaLM counts 12 for whole attention; causal attention needs half of the scores.
-    attention = 6 * architecture.layers * of_each.heads * of_each.head_size * attention_length
+    of_scores = architecture.layers * of_each.heads * of_each.head_size * attention_length
     share = architecture.expert_share
-    of_head = _matrix_flops(model.head, share) * label_fraction
-    return attention + _matrix_flops(model.body, share) + of_head
+    of_head = _matrix_flops(model.head, share, more) * label_fraction
+    return (6 + more) * of_scores + _matrix_flops(model.body, share, more) + of_head
 
 
 def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
@@ -65,24 +72,25 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
     return with_one / matrices - 1
 
 
-def _matrix_flops(module: nn.Module, expert_share: float) -> float:
-    """Operations of the matrices of a module, for one token."""
+def _matrix_flops(module: nn.Module, expert_share: float, more: int) -> float:
+    """Operations of the matrices of a module, for one token; `more` for those of the base."""
     total = 0.0
     for name, part in module.named_modules():
+        of_pass = 0 if is_adapter(name) else more
         if isinstance(part, nn.Linear):
             # Whole words: every token passes the shared experts, which have other names.
             share = expert_share if "experts" in name.split(".") else 1.0
-            total += _weights_in(part) * share * _factor(part.weight)
+            total += _weights_in(part) * share * (_factor(part.weight) + of_pass)
         else:  # the matrices of experts are stacked
             # A Conv1d of a state-space model has three dimensions too, but no experts.
             share = 1.0 if isinstance(part, nn.Conv1d) else expert_share
             packed = packed_in(part)
             for kind, parameter in part.named_parameters(recurse=False):
                 if kind in packed:
-                    total += packed[kind].numbers * share * _factor(parameter)
+                    total += packed[kind].numbers * share * (_factor(parameter) + of_pass)
                 # An embedding has two dimensions, and is looked up, not multiplied.
                 elif parameter.ndim == 3:
-                    total += parameter.numel() * share * _factor(parameter)
+                    total += parameter.numel() * share * (_factor(parameter) + of_pass)
     return total
 
 
@@ -96,6 +104,8 @@ def mean_flops_per_token(
     lengths: npt.NDArray[np.int64],
     label_counts: npt.NDArray[np.int64],
     repetitions: npt.NDArray[np.float64] | float = 1.0,
+    *,
+    refers_below_adapter: bool = False,
 ) -> float:
     """Floating-point operations per token, averaged over the tokens of an epoch.
 
@@ -104,10 +114,12 @@ def mean_flops_per_token(
         lengths: [samples], tokens of each sample.
         label_counts: [samples], tokens of each that carry loss.
         repetitions: [samples] or one for all, how often an epoch contains each.
+        refers_below_adapter: see `flops_per_token`.
     """
     tokens = (lengths * repetitions).sum()
     return flops_per_token(
         model,
         attention_length=float((lengths.astype(float) ** 2 * repetitions).sum() / tokens),
         label_fraction=float((label_counts * repetitions).sum() / tokens),
+        refers_below_adapter=refers_below_adapter,
     )

@@ -6,6 +6,7 @@ computation can go on where it was interrupted, and a longer run computes only w
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -135,7 +136,7 @@ class ReferenceCache:
         self._directory.mkdir(parents=True, exist_ok=True)
         for name, found in values.items():
             file = self._file(name)
-            partial = file.with_suffix(".partial")
+            partial = file.with_name(f".{file.name}.{os.getpid()}")  # others may write it too
             tensors = {"log_probabilities": torch.from_numpy(found)}
             save_tensors(tensors, partial, {_CHECKSUM: _digest(found)})
             partial.replace(file)

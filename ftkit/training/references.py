@@ -300,7 +300,9 @@ def _of_samples(
         batch = move_data_to_device(batch, device)
         with strategy.precision.forward_context():
             values = sequence_log_probabilities(model, batch)
-        for place, number in enumerate(batch["numbers"]):
-            if number != FILLER:
-                found[places[number // each] * each + number % each] = values[place]
+        real = [(place, n) for place, n in enumerate(batch["numbers"]) if n != FILLER]
+        own = [places[number // each] * each + number % each for _, number in real]
+        found[torch.tensor(own, dtype=torch.long, device=device)] = values[
+            torch.tensor([place for place, _ in real], dtype=torch.long, device=device)
+        ]
     return sum_over_ranks(found).double().cpu().numpy().reshape(-1, each)

@@ -733,7 +733,13 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
     samples_per_epoch = setup.data.samples_per_epoch
     journal.recorder.expect(
         samples_per_epoch,
-        mean_flops_per_token(model, train.lengths, train.label_counts, setup.data.repetitions),
+        mean_flops_per_token(
+            model,
+            train.lengths,
+            train.label_counts,
+            setup.data.repetitions,
+            refers_below_adapter=setup.objective.needs_reference and is_below_adapter(recipe),
+        ),
         model.routing,
     )
     resolved = Resolved(

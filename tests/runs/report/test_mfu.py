@@ -121,6 +121,10 @@ def test_weights_that_are_not_trained_take_four() -> None:
     adapters = LAYERS * 2 * 8 * WIDTH
     found = flops_per_token(model, attention_length=0, label_fraction=1)
     assert found == 4 * (BLOCKS + HEAD) + 6 * adapters
+    referring = flops_per_token(
+        model, attention_length=100, label_fraction=1, refers_below_adapter=True
+    )
+    assert referring == 6 * (BLOCKS + HEAD) + 6 * adapters + 8 * LAYERS * WIDTH * 100
 
 
 def test_attention_counts_the_square_of_every_length() -> None:
