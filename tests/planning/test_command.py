@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from messages import key_words, says
-from tiny import make_records
+from tiny import make_pairs, make_records
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
@@ -346,6 +346,29 @@ def test_steps_are_known_where_the_data_is(tmp_path: Path) -> None:
     assert (found.samples, found.steps) == (48, 6)
     assert planned().steps is None
     assert planned(train__max_steps=7).steps == 7
+
+
+def test_a_plan_says_what_the_reference_of_pairs_costs(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps(make_pairs(20)))
+    keys: dict[str, object] = {
+        "objective": "dpo",
+        "data": "JSON",
+        "data__json_path": str(file),
+        "data__val_split_fraction": 0.2,
+        "train__global_batch_size": 5,
+        "train__max_steps": 2,
+        "train__epochs": None,
+    }
+    full = planned(**keys)
+    assert full.reference is not None and not full.reference.in_every_step
+    assert full.reference.sequences == 2 * 5 * 2, "of the pairs that two steps take"
+    assert full.reference.kept_bytes == 16 * 2 * 8
+    assert says(plain_text(plan_table(full), 200), "reference ... before the first step ... third")
+    below = planned(**keys, lora_r=8)
+    assert below.reference is not None and below.reference.in_every_step
+    assert below.as_dict()["reference"]["sequences"] is None
+    assert planned().reference is None
 
 
 def test_a_gpu_is_given_by_name_or_by_size() -> None:

@@ -549,6 +549,7 @@ def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object
         (GPU, {"objective": "dft", "train__label_smoothing": 0.1}, "objective is dft ... sft"),
         (CPU, {"objective": "distill"}, "objective is distill ... --teacher"),
         (CPU, {"teacher": "large"}, "teacher is large ... sft ... --objective distill"),
+        (GPU, {"objective": "orpo", "reference": "a/b"}, "reference is a/b ... orpo ... dpo"),
         (CPU, {"compile": "true", "strategy": "deepspeed"}, "compile is true ... deepspeed"),
     ],
 )
