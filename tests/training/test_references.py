@@ -17,6 +17,7 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.cli.app import run as run_command
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import open_base
+from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.objectives.objective import Batch
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
@@ -27,7 +28,6 @@ from ftkit.training import references
 from ftkit.training.loop import StopRequest
 from ftkit.training.rank import run_job
 from ftkit.training.recorder import Recorder
-from ftkit.training.references import check_reference
 from ftkit.training.setup import Journal
 from ftkit.utils.console.display import Display
 
@@ -150,10 +150,10 @@ def test_the_model_that_an_adapter_makes_is_the_reference_of_its_further_trainin
 
 def test_a_reference_with_other_tokens_or_a_shorter_context_is_refused(tmp_path: Path) -> None:
     base = open_base(str(make_llama(tmp_path / "base")))
-    check_reference(base, open_base(str(make_llama(tmp_path / "same", hidden_size=32))), 256)
+    check_tokens(base, open_base(str(make_llama(tmp_path / "same", hidden_size=32))), "reference")
     short = open_base(str(make_llama(tmp_path / "short", max_position_embeddings=64)))
     with pytest.raises(UserError) as refused:
-        check_reference(base, short, 65)
+        check_context(short, "reference", 65)
     assert says(
         str(refused.value), "reference is short ... 64 tokens ... --train.max_seq_length 64"
     )
@@ -164,7 +164,7 @@ def test_a_reference_with_other_tokens_or_a_shorter_context_is_refused(tmp_path:
     vocabulary["Ġmoon"], vocabulary["Ġtree"] = vocabulary["Ġtree"], vocabulary["Ġmoon"]
     file.write_text(json.dumps(content))
     with pytest.raises(UserError) as refused:
-        check_reference(base, open_base(str(other)), 256)
+        check_tokens(base, open_base(str(other)), "reference")
     assert says(str(refused.value), "reference is other ... vocabulary differs")
 
 
