@@ -3,9 +3,11 @@
 Fixed keys decide what is learned, tunable ones how it is learned, all others time and memory.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.parsing import to_dict
 from ftkit.recipe.recipe import Recipe
 
@@ -150,7 +152,8 @@ def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
     lines: dict[Kind, list[str]] = {"fixed": [], "tunable": [], "hardware": []}
     for key in {**before, **after}:  # in the order of the recipe
         old, new = before.get(key), after.get(key)
-        if old == new:
+        other_objective = before["objective"] != after["objective"]
+        if old == new or (other_objective and key.startswith("objective.")):
             continue
         kind = _kind(key)
         if key == "optimizer" and not carries_over(str(old), str(new)):
@@ -190,11 +193,11 @@ def _kind(key: str) -> Kind:
         return "fixed" if is_fixed else "hardware"
     if key.startswith("eval.sets."):
         return KIND_OF["eval.sets"]
-    return KIND_OF["optimizer" if head == "optimizer" else key]
+    return KIND_OF[head if head in ("optimizer", "objective") else key]
 
 
 def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """Values by dotted keys; those of `optimizer` and `data` are their class paths."""
+    """Values by dotted keys; those of `optimizer`, `objective` and `data` are class paths."""
     for name, value in to_dict(recipe).items():
         if name == "data":
             yield "data", value["class_path"]
@@ -202,6 +205,10 @@ def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
         elif name == "optimizer":
             yield name, value["class_path"]
             yield from ((f"optimizer.{key}", v) for key, v in value["init_args"].items())
+        elif name == "objective":
+            yield name, value["class_path"]
+            options = _objective_options(value["class_path"]) | value["init_args"]
+            yield from ((f"objective.{key}", v) for key, v in options.items())
         elif isinstance(value, dict) and name not in KIND_OF:
             plain = {key: item for key, item in value.items() if (name, key) != ("eval", "sets")}
             yield from ((f"{name}.{key}", item) for key, item in plain.items())
@@ -210,6 +217,12 @@ def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     for name, entry in (recipe.eval.sets or {}).items():
         is_path = isinstance(entry, dict) and entry.keys() == {"path"}
         yield f"eval.sets.{name}", entry["path"] if is_path else entry
+
+
+def _objective_options(name: str) -> dict[str, Any]:
+    """Defaults of the options of an objective; {} for a plugin's own, which may not be here."""
+    known: Any = OBJECTIVES.get(name)  # type: ignore[call-overload]
+    return {} if known is None else dataclasses.asdict(known.options())
 
 
 def _data_values(recipe: Recipe) -> dict[str, Any]:

@@ -86,10 +86,20 @@ def test_a_checkpoint_of_a_version_without_a_key_continues() -> None:
         ({"train__max_seq_length": 512}, "train.max_seq_length not set -> 512"),
         ({"train__tie_embeddings": "true"}, "train.tie_embeddings not set -> true"),
         ({"optimizer": "SGD"}, "optimizer torch.optim.AdamW -> torch.optim.SGD"),
+        ({"objective": "dpo", "objective__beta": 0.2}, "objective sft -> dpo"),
+        ({"reference": "some/model"}, "reference not set -> some/model"),
     ],
 )
 def test_keys_that_decide_what_is_trained_are_fixed(keys: dict[str, Any], line: str) -> None:
     assert refused(recipe(), recipe(**keys)) == [line]
+
+
+def test_options_of_an_objective_are_fixed_and_a_default_may_be_written_out() -> None:
+    saved = recipe(objective="dpo")
+    assert refused(saved, recipe(objective="dpo", objective__beta=0.2)) == [
+        "objective.beta 0.1 -> 0.2"
+    ]
+    assert refused(saved, recipe(objective="dpo", objective__beta=0.1)) == []
 
 
 def test_every_fixed_key_that_differs_is_named() -> None:
