@@ -25,6 +25,7 @@ class Kto(Objective):
     is one number for the step, however the step is split.
     """
 
+    preference = "labels"
     needs_reference = True
     observes_mismatched = True
     terms = (

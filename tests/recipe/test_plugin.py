@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.objectives.preference import Paired
 from ftkit.objectives.select import make_objective
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import objective_options, objective_rules
+from ftkit.recipe.objectives import OBJECTIVES, objective_options, objective_rules
 from ftkit.recipe.own_metric import LoadedMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.plugin import Plugin, open_plugin, plugin_in_use, using
@@ -203,6 +203,17 @@ def test_an_objective_is_made_with_its_options(own: Plugin) -> None:
         assert says(negative, "--plugin my.py: Mine ... ValueError: weight below 0 (line 12)")
         unfinished = message_of(make_objective, component("plugin.Unfinished"))
         assert says(unfinished, "Unfinished lacks output, sums")
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "reward"])
+def test_an_objective_derived_from_ftkits_own_has_its_rules(name: str, tmp_path: Path) -> None:
+    base = type(make_objective(component(name)))
+    source = f"from {base.__module__} import {base.__name__} as _B\nclass Mine(_B): pass\n"
+    with using(plugin_of(tmp_path, source)):
+        rules = objective_rules(component("plugin.Mine"))
+    known = OBJECTIVES[name]
+    for field in ("preference", "needs_reference", "needs_teacher", "observes_mismatched"):
+        assert getattr(rules, field) == getattr(known, field), field
 
 
 def test_an_optimizer_is_found_with_its_arguments(own: Plugin) -> None:
