@@ -15,6 +15,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from types import ModuleType, NoneType
 from typing import Any, Literal, Union, get_args
 
 from ftkit.errors import UserError
+from ftkit.utils.files import write_json
 from ftkit.utils.json_values import from_json
 from ftkit.utils.names import nearest
 from ftkit.utils.own_code import execute, line_in, parse
@@ -278,20 +280,20 @@ def open_plugin(named: str | Path | None) -> Plugin | None:
 
 def _definitions_in(plugin: Plugin) -> tuple[Defined, ...]:
     """Execute a plugin in a process of its own, and return what it defines."""
-    answer = subprocess.run(
+    # Files and not pipes: the plugin may print, or leave processes behind.
+    with tempfile.TemporaryDirectory() as directory:
+        given, answer = Path(directory) / "plugin.json", Path(directory) / "contents.json"
+        write_json(given, plugin.to_json())
         # -P: modules in the current directory do not travel with the run.
-        [sys.executable, "-P", "-m", "ftkit.training.plugin_contents"],
-        input=json.dumps(plugin.to_json()),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if answer.returncode or not answer.stdout:
+        words = [sys.executable, "-P", "-m", "ftkit.training.plugin_contents"]
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        code = subprocess.run([*words, given, answer], **quiet, check=False).returncode
+        found = json.loads(answer.read_bytes()) if answer.exists() else None
+    if found is None:
         raise UserError(
-            f"{plugin.option} ends Python with exit code {answer.returncode} when it is executed. "
-            "Correct it, or leave out --plugin."
+            f"{plugin.option} ends Python with exit code {code} when it is executed. Correct it, "
+            "or leave out --plugin."
         )
-    found = json.loads(answer.stdout)
     if "error" in found:
         raise UserError(found["error"])
     definitions: tuple[Defined, ...] = from_json(tuple[Defined, ...], found["definitions"])

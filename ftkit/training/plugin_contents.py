@@ -1,18 +1,18 @@
-"""What a plugin defines, in a process of its own: `python -m ftkit.training.plugin_contents`.
+"""What a plugin defines, in a process of its own.
 
-Reads a `Plugin` without definitions as JSON from standard input, executes it, and writes what it
-defines, or why it cannot be used, to standard output.
+`python -m ftkit.training.plugin_contents PLUGIN.json CONTENTS.json` reads a `Plugin` without
+definitions, executes it, and writes what it defines, or why it cannot be used.
 """
 
 import dataclasses
 import gc
 import inspect
 import json
-import os
 import sys
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ftkit.utils.imports import postpone_modules, silence_libraries, without_hub_kernels
@@ -32,6 +32,7 @@ from ftkit.objectives.objective import Objective
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
 from ftkit.recipe.plugin import METRIC_ARGUMENTS, Defined, Kind, OwnOption, Plugin
 from ftkit.training.callbacks import Callback
+from ftkit.utils.files import write_json
 from ftkit.utils.json_values import is_secret
 
 _BASES: dict[type, Kind] = {
@@ -164,16 +165,14 @@ def _accepted(hint: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     return tuple(kinds), tuple(choices)
 
 
-def _answer(text: str) -> dict[str, Any]:
+def _contents(values: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = definitions_in(Plugin.from_json(json.loads(text)))
+        found = definitions_in(Plugin.from_json(values))
     except UserError as error:
         return {"error": str(error)}
     return {"definitions": [dataclasses.asdict(one) for one in found]}
 
 
 if __name__ == "__main__":
-    # What the plugin prints, also from C, must not mix with the answer.
-    with os.fdopen(os.dup(1), "w") as _answers:
-        os.dup2(2, 1)
-        _answers.write(json.dumps(_answer(sys.stdin.read())))
+    _given, _answer = map(Path, sys.argv[1:])
+    write_json(_answer, _contents(json.loads(_given.read_bytes())))

@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command import ROOT, command_environment, command_line
+from command import ROOT, command_environment, command_line, start_up_of_ranks
 from hosts import IMPATIENT, STORE, Host, network
 from messages import says
 from object_servers import INTERNAL, Bucket, Proxy, behind_proxy, is_write
+from plugins import write_documented
 from runs import TIMEOUT_S, Process, command_of, losses, losses_of_one, rows, wait_for, watched
 
 from ftkit.checkpoint.store import Store
@@ -172,6 +173,31 @@ def test_two_hosts_without_a_shared_disk_make_one_run_at_a_url_and_one_of_them_c
     assert losses(copy) == pytest.approx(alone, rel=1e-5)
     store = Store(copy / "checkpoints")
     assert {step: store.verify(step) for step in store.steps()} == {4: [], 8: [], 12: []}
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+def test_ranks_on_another_host_get_the_plugin_with_their_job(
+    hosts: tuple[Host, Host], reached: Proxy, bucket: Bucket, common: list[str], tmp_path: Path
+) -> None:
+    file = write_documented(tmp_path / "my.py", "An objective")
+    keys = KEYS | {"train__max_steps": 4, "plugin": file, "objective": "Focal"}
+    words = command_of(f"{URL}/plugin", common, **keys, strategy="ddp")
+    # After each supervisor has read it, and before any rank starts.
+    removed = f"import os\nos.unlink({str(file)!r}) if os.path.exists({str(file)!r}) else None\n"
+    start_up = start_up_of_ranks(tmp_path, removed)
+    started = []
+    for host in hosts:
+        variables = variables_of(host, reached, tmp_path) | {"PYTHONPATH": f"{ROOT}:{start_up}"}
+        started.append(host.torchrun(words, hosts[0].address, nnodes="2", restarts=0, **variables))
+    ended = [end(process) for process in started]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert not file.exists()
+    copy = bucket.fetch("plugin", tmp_path / "copy")
+    file = write_documented(file, "An objective")
+    assert (copy / "plugin.py").read_text() == file.read_text()
+    alone = losses_of_one(tmp_path, common, **keys)
+    assert losses(copy) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.slow
