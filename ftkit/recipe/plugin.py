@@ -285,9 +285,12 @@ def _definitions_in(plugin: Plugin) -> tuple[Defined, ...]:
         given, answer = Path(directory) / "plugin.json", Path(directory) / "contents.json"
         write_json(given, plugin.to_json())
         # -P: modules in the current directory do not travel with the run.
-        words = [sys.executable, "-P", "-m", "ftkit.training.plugin_contents"]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        code = subprocess.run([*words, given, answer], **quiet, check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-P", "-m", "ftkit.training.plugin_contents", given, answer],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        ).returncode
         found = json.loads(answer.read_bytes()) if answer.exists() else None
     if found is None:
         raise UserError(

@@ -15,7 +15,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import Report, read_report
 from ftkit.training.callbacks import read_state
 
-WITHIN = 0.05
+WITHIN = 0.02
 """Relative error of the predicted memory of a step."""
 OWN = ("--objective", "Focal", "--objective.gamma", "1.5", "--optimizer", "Lion")
 KEYS = {
