@@ -35,6 +35,7 @@ from ftkit.recipe.recipe import (
     MicroBatchKey,
     Recipe,
 )
+from ftkit.strategies.frozen import outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
@@ -88,6 +89,9 @@ class PlannedReference:
     """Sequences to train on that are computed before the first step, at most; None: not known."""
     kept_bytes: int | None = None
     """Bytes that their log-probabilities take in the cache, and in each checkpoint."""
+    other_bytes: int | None = None
+    """Bytes of another model's weights, over all ranks that share it; they are there before
+    training alone. None: it is the model with which training begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +298,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(found, recipe.objective)
     require_trainable(base)
-    teacher = _read_teacher(recipe)
+    teacher, other = (_read_other(recipe, name) for name in (recipe.teacher, recipe.reference))
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
@@ -308,6 +312,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     if teacher is not None:
         check_logits(base, teacher, "teacher")
         check_context(teacher, "teacher", max_seq_length)
+    if other is not None:
+        check_context(other, "reference", max_seq_length)
     length = sequence_length(
         recipe.data,
         base,
@@ -348,33 +354,38 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         tokens_per_step=recipe.train.global_batch_size * rules.sequences * (length.tokens - 1),
         samples=samples,
         steps=steps,
-        reference=_reference(recipe, samples, steps),
+        reference=_reference(made, samples, steps, other),
     )
 
 
-def _reference(recipe: Recipe, samples: int | None, steps: int | None) -> PlannedReference | None:
+def _reference(
+    made: Plan, samples: int | None, steps: int | None, other: BaseModel | None
+) -> PlannedReference | None:
+    recipe = made.recipe
     rules = objective_rules(recipe.objective)
     if not rules.needs_reference:
         return None
     if is_below_adapter(recipe):
         return PlannedReference(in_every_step=True)
-    if samples is None:
-        return PlannedReference(in_every_step=False)
-    each = rules.sequences
-    taken = samples if steps is None else min(samples, steps * recipe.train.global_batch_size)
+    sequences = kept_bytes = other_bytes = None
+    if samples is not None:
+        taken = samples if steps is None else min(samples, steps * recipe.train.global_batch_size)
+        sequences = taken * rules.sequences
+        kept_bytes = samples * rules.sequences * _VALUE_BYTES
+    if other is not None:
+        weights = outline_frozen(other, made).parameters()
+        other_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
     return PlannedReference(
-        in_every_step=False,
-        sequences=taken * each,
-        kept_bytes=samples * each * _VALUE_BYTES,
+        in_every_step=False, sequences=sequences, kept_bytes=kept_bytes, other_bytes=other_bytes
     )
 
 
-def _read_teacher(recipe: Recipe) -> BaseModel | None:
-    """Describe the teacher of a recipe; None: it has none."""
-    if recipe.teacher is None:
+def _read_other(recipe: Recipe, name: str | None) -> BaseModel | None:
+    """Describe a second model of a recipe; None: it has none."""
+    if name is None:
         return None
-    unreached = fetch_settings(recipe.teacher, token=recipe.access_token)
-    return read_blueprint(recipe.teacher, unreached=unreached)
+    unreached = fetch_settings(name, token=recipe.access_token)
+    return read_blueprint(name, unreached=unreached)
 
 
 def _with_advice(error: UserError, recipe: Recipe) -> UserError:

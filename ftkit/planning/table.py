@@ -222,6 +222,9 @@ def _reference_text(reference: PlannedReference, recipe: Recipe) -> str:
     # A step computes a gradient for each input, and in full fine-tuning one for each weight.
     share = "a third" if recipe.method == "full" else "half"
     words = f"computed once before the first step, in about {share} of the time of an epoch"
+    if reference.other_bytes is not None:
+        loaded = f"{bytes_text(reference.other_bytes)} of weights"
+        words = f"{recipe.reference}, {loaded}, loaded and computed once before the first step"
     if reference.sequences is None or reference.kept_bytes is None:
         return words
     sequences = f"{reference.sequences:,} sequences to train on at most"

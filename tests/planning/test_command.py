@@ -365,6 +365,11 @@ def test_a_plan_says_what_the_reference_of_pairs_costs(tmp_path: Path) -> None:
     assert full.reference.sequences == 2 * 5 * 2, "of the pairs that two steps take"
     assert full.reference.kept_bytes == 16 * 2 * 8
     assert says(plain_text(plan_table(full), 200), "reference ... before the first step ... third")
+    assert full.reference.other_bytes is None
+    other = planned(**keys, lora_r=8, reference="random:pythia-31m", precision="bf16-true")
+    assert other.reference is not None and other.reference.other_bytes is not None
+    assert 2 * 30e6 < other.reference.other_bytes < 2 * 32e6
+    assert says(plain_text(plan_table(other), 200), "reference ... pythia-31m ... of weights")
     below = planned(**keys, lora_r=8)
     assert below.reference is not None and below.reference.in_every_step
     assert below.as_dict()["reference"]["sequences"] is None
