@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType, NoneType
-from typing import Any, Literal, Union, get_args
+from typing import Any, Literal, Union
 
 from ftkit.errors import UserError
 from ftkit.utils.files import write_json
@@ -35,7 +35,6 @@ from ftkit.utils.remote.urls import display_path, is_url, local_path
 PACKAGE = "plugin"
 """Package of class paths in recipes: plugin.NAME."""
 Kind = Literal["objective", "optimizer", "data", "callback", "metric", "logger"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 METRIC_ARGUMENTS = ("answer", "expected", "record")
 """Arguments of a metric, by which it is recognised."""
 _MOST_BYTES = 2**20

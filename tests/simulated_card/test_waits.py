@@ -33,7 +33,8 @@ EVERY_STEP = {
     "synchronize device training/step.py:_record": 1,  # before events are read
 }
 AMONG_RANKS = EVERY_STEP | {
-    "to_host pageable strategies/distributed.py:broadcast_ints": 1,  # whether a signal asks to end
+    # Whether a signal or a callback asks to end.
+    "to_host pageable strategies/distributed.py:max_over_ranks": 1,
 }
 NORM = {"item item strategies/strategy.py:gradient_norm": 1}  # shown and logged
 FSDP_NORM, ZERO_NORM = (
