@@ -128,13 +128,13 @@ def test_batches_come_from_pinned_memory(machine: OnCard, place: str) -> None:
 
 COLLECTIVES = {
     "single": {},
-    # Gradients in one bucket, in the last micro-step; the step's numbers; a signal of rank 0.
-    "ddp": {"allreduce": 2, "broadcast": 1},
+    # Gradients in one bucket, in the last micro-step; the step's numbers; signals and stops.
+    "ddp": {"allreduce": 3},
     # Two blocks and the rest, in two micro-steps: gathered for the forward pass, the blocks again
     # for the backward pass, gradients of each reduced; the norm, and the same numbers.
-    "fsdp": {"allgather_base": 12, "reduce_scatter_base": 6, "allreduce": 2, "broadcast": 1},
+    "fsdp": {"allgather_base": 12, "reduce_scatter_base": 6, "allreduce": 3},
     # Gradients in each micro-step, the norm, and the updated parts; and the same numbers.
-    "ZeRO-2": {"allreduce": 4, "allgather_base": 1, "broadcast": 1},
+    "ZeRO-2": {"allreduce": 5, "allgather_base": 1},
 }
 
 
