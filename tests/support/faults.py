@@ -20,6 +20,7 @@ import witness
 from ftkit.checkpoint import saver as saver_module
 from ftkit.checkpoint.saver import Saver
 from ftkit.launch import preflight, ranks
+from ftkit.objectives.step_loss import StepLoss
 from ftkit.training import rank as training_rank
 from ftkit.training.recorder import Recorder
 from ftkit.training.step import TrainStep
@@ -199,14 +200,14 @@ def on_card(
 
 def reads_a_number_in_each_micro_step() -> None:
     """A line that makes the host wait for the device, such as slips in with a print."""
-    loss_of = TrainStep._scaled_loss
+    loss_of = StepLoss.of_micro_batch
 
-    def reading(self: TrainStep, batch: Any) -> Any:
-        loss = loss_of(self, batch)
+    def reading(self: StepLoss, *arguments: Any) -> Any:
+        loss = loss_of(self, *arguments)
         loss.item()
         return loss
 
-    TrainStep._scaled_loss = reading
+    StepLoss.of_micro_batch = reading
 
 
 def killed_in_training() -> None:
@@ -236,14 +237,14 @@ def out_of_memory(where: str, words: str | None = None) -> None:
     if where == "optimizer":
         torch.optim.Optimizer.__init__ = fail
         return
-    loss_of = TrainStep._scaled_loss
+    loss_of = StepLoss.of_micro_batch
 
-    def failing(self: TrainStep, batch: Any) -> Any:
-        loss = loss_of(self, batch)
+    def failing(self: StepLoss, *arguments: Any) -> Any:
+        loss = loss_of(self, *arguments)
         loss.register_hook(fail)
         return loss
 
-    TrainStep._scaled_loss = failing
+    StepLoss.of_micro_batch = failing
 
 
 def ended_by_a_library(exit_summary: str) -> None:
