@@ -14,7 +14,7 @@ from local_tasks import ALL as LOCAL_TASKS
 from local_tasks import write_tasks
 from plugins import documented, opened, write_documented
 from runs import TIMEOUT_S
-from tiny import make_data
+from tiny import make_data, make_labelled, make_pairs
 
 import ftkit.planning.command  # noqa: F401 (libraries set environment variables)
 from ftkit.cli.app import run
@@ -108,7 +108,7 @@ def test_a_command_line_in_a_document_is_understood(
 
 BASES = ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "TinyLlama/TinyLlama_v1.1")
 BASES += tuple(f"openlm-research/open_llama_{size}" for size in ("3b", "7b", "13b"))
-"""Models that documents and recipes name."""
+"""Models that documents and recipes name, beside MODEL."""
 DATA = {"class_path": "JSON", "init_args": {"json_path": "my.json", "mask_prompt": True}}
 SMALL = {
     "train": {"max_steps": 2, "global_batch_size": 8, "lr_warmup_steps": 1, "max_seq_length": 200},
@@ -134,12 +134,15 @@ def make_place(place: Path, tiny_base: Path) -> None:
     """A directory as the reader has it, but with small models, few data and short recipes."""
     for name in BASES:
         shutil.copytree(tiny_base, place / "checkpoints" / name)
+    shutil.copytree(tiny_base, place / "MODEL")
     kept = ROOT / "tests/exchange/foreign/checkpoints"
     shutil.copytree(kept / "gpt-neox", place / "neox")
     shutil.copytree(kept / "base", place / "neox-hf")
     make_data(place / "my.json", 20)
     chat = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)
+    for name, rows in (("pairs", make_pairs(20)), ("labelled", make_labelled(40))):
+        (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     metric = "def names_found(answer, expected, record):\n    return expected in answer\n"
     (place / "metrics.py").write_text(metric)
     write_documented(place / "my.py", *documented())
@@ -152,7 +155,8 @@ def make_place(place: Path, tiny_base: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         recipe = yaml.safe_load(source.read_text())
         if "runs" not in recipe:
-            recipe["data"] = DATA
+            if "objective" not in recipe:  # which needs records of its own
+                recipe["data"] = DATA
             for part, values in SMALL.items():
                 recipe[part] = recipe.get(part, {}) | values
         else:
