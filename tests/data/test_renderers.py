@@ -142,7 +142,7 @@ class TestData:
         return load_data(data, tokenizer, 1000)
 
     def text(self, loaded: Any, tokenizer: Tokenizer) -> str:
-        ids, spans, _ = loaded.val[0]
+        ids, spans, *_ = loaded.val[0]
         decode = tokenizer.processor.decode
         return "|".join(
             decode(ids[first:end].tolist(), skip_special_tokens=False) for first, end in spans

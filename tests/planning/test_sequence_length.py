@@ -47,7 +47,7 @@ def lengths(found: list[dict[str, str]], tokenizer: Any, most: int, mask: bool) 
     ]
     return [
         min(len(ids), most)
-        for ids, ((first, _),), _ in whole
+        for ids, ((first, _),), *_ in whole
         if max(first, 1) < min(len(ids), most)
     ]
 
