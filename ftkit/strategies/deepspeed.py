@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Rows
+from ftkit.models.lora.layers import lora_layers
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Component
 from ftkit.recipe.strategies import DeepSpeedOptions
@@ -81,6 +82,22 @@ _CATEGORIES: tuple[tuple[str, Category], ...] = (
     ("lp_param", "parameters"),
 )
 """Category of an attribute of DeepSpeed's optimizer by a part of its name; the first match wins."""
+
+
+def _register_adapter(model: nn.Module) -> None:
+    """Let each adapted layer gather the adapter's matrices, which it multiplies by itself.
+
+    DeepSpeed finds that out in the first pass that uses them. If a pass without the adapter came
+    first, as that of a reference does, it refuses the next one, which is not as it was traced.
+    """
+    import deepspeed
+
+    for _, layer in lora_layers(model):
+        matrices = [*layer.lora_A.values(), *layer.lora_B.values()]
+        if layer.lora_magnitude_vector:  # DoRA takes the norms of the sum of both
+            matrices.append(layer.get_base_layer())
+        for matrix in matrices:
+            deepspeed.zero.register_external_parameter(layer, matrix.weight)
 
 
 class _OnAnyDevice(DeepSpeedStrategy):
@@ -167,6 +184,8 @@ class DeepSpeed(Strategy):
         self._model, self._trained = model, trainable(model)
         if self.averages is not None:  # stored with the moments, of the same flat slices
             self.averages = self._zero.optimizer.state
+        if self._options.stage == 3:
+            _register_adapter(model)
         # DeepSpeed has cast the rotary tables together with the parameters.
         model.body.build_rope_cache(self.device, model.body.max_length)
         self._note_rates()

@@ -55,6 +55,8 @@ class Runs:
             ("train.epochs", 1),
             *NO_EVALUATION,
             ("eval.interval", 2),
+            # The first pass of all is then one without the adapter.
+            ("eval.initial_validation", True),
         )
 
     def case(self, strategy: str, kind: str, *more: tuple[str, Any], **options: Any) -> Case:
