@@ -103,7 +103,7 @@ def samples_with_labels(count: int) -> SampleSet:
 
 def shifted(batch: dict[str, Any]) -> list[tuple[int, int]]:
     """Samples whose prompt, and whose answer, a micro-batch of rows has beside each other."""
-    found = []
+    found: list[Any] = []
     batch = batch["mismatched"]
     for ids in batch["input_ids"].flatten().split(list(batch["lengths"])):
         if batch["is_real_sequence"][len(found)]:

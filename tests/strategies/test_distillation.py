@@ -52,7 +52,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(run: Run, teacher: Path) -> Found:
     """All runs, by the divergence and what they are."""
     known: Found = {}
-    single, double = {}, {}
+    single: dict[tuple[str, ...], Case] = {}
+    double: dict[tuple[str, ...], Case] = {}
     for name, options in OPTIONS.items():
         changes = (
             ("objective", "distill"),

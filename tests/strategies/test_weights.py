@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Files of the same records: without weights, with equal ones, and with different ones."""
     directory = tmp_path_factory.mktemp("data")
     records = make_records(60)
-    weights = {
+    weights: dict[str, list[float]] = {
         "plain": [1] * len(records),
         "equal": [0.5] * len(records),
         "different": [WEIGHTS[i % len(WEIGHTS)] for i in range(len(records))],

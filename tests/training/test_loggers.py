@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import check_loggers_installed
-from ftkit.recipe.recipe import LoggerName, Recipe
+from ftkit.recipe.recipe import Recipe
 from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers
 
 
@@ -29,7 +29,7 @@ def make(logger: str, out_dir: Path, **more: str) -> Recipe:
 
 def loggers_of(
     recipe: Recipe, *, start_step: int = 0, run_ids: dict[str, str]
-) -> dict[LoggerName, Logger]:
+) -> dict[str, Logger]:
     return make_loggers(
         recipe.extra_loggers, recipe.out_dir, recipe.log, start_step=start_step, run_ids=run_ids
     )

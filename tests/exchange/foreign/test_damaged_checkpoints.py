@@ -14,7 +14,7 @@ import torch
 from command import Command
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe
 from messages import says
-from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ftkit.errors import UserError
 from ftkit.exchange.foreign.command import import_run
