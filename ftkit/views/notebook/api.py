@@ -109,10 +109,10 @@ class Run(os.PathLike[str]):
         if self._look().at_work:
             if self._child is not None:
                 self._child.send_signal(signal.SIGINT)
-            else:
+            elif (process := self._process()) is not None:
                 # It may just have ended by itself.
                 with suppress(ProcessLookupError):
-                    os.kill(self._process(), signal.SIGINT)
+                    os.kill(process, signal.SIGINT)
         return self.wait()
 
     def __fspath__(self) -> str:
@@ -130,12 +130,20 @@ class Run(os.PathLike[str]):
     def _look(self) -> RunState:
         return look(short(self.out_dir))
 
-    def _process(self) -> int:
+    def _process(self) -> int | None:
+        """Process of the supervisor; None: the run has just ended.
+
+        Raises:
+            UserError: it is running on another machine.
+        """
+        while (supervisor := Supervisor.of(self.out_dir)) is None:
+            # The lock names nobody for a moment at the start, and after the end.
+            if not self._look().at_work:
+                return None
+            time.sleep(_POLL_S)
         # A process id means something on its own host only.
-        supervisor = Supervisor.of(self.out_dir)
-        if supervisor is None or supervisor.host != Supervisor.here().host:
-            where = "another machine" if supervisor is None else supervisor.host
-            raise UserError(f"{self.out_dir} is running on {where}. Stop it there.")
+        if supervisor.host != Supervisor.here().host:
+            raise UserError(f"{self.out_dir} is running on {supervisor.host}. Stop it there.")
         return supervisor.process
 
     def _follow(self, place: display.OutputPlace, signals: PassingOn) -> "Run":

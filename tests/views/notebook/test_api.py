@@ -357,8 +357,9 @@ def test_a_run_on_another_machine_is_not_stopped_from_here(tmp_path: Path) -> No
             ftkit.attach(out).stop()
 
 
+@pytest.mark.parametrize("during", ["os.kill", "ftkit.views.notebook.api.Supervisor.of"])
 def test_a_run_that_ends_just_before_it_is_stopped_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     report = make_run(out, write=False)
@@ -372,9 +373,10 @@ def test_a_run_that_ends_just_before_it_is_stopped_has_ended(
             write_report(report, out)
             shutil.rmtree(out / ".run")
             lock.close()
-            raise ProcessLookupError
+            if during == "os.kill":
+                raise ProcessLookupError
 
-        monkeypatch.setattr("os.kill", ended)
+        monkeypatch.setattr(during, ended)
         assert ftkit.attach(out).stop().outcome == "completed"
 
 
