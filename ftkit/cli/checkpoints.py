@@ -31,6 +31,7 @@ from ftkit.recipe.options import (
     DiffOptions,
 )
 from ftkit.recipe.parsing import read_keys
+from ftkit.redaction import REMOVED
 from ftkit.runs.checkpoints import (
     CheckpointEntry,
     RunCheckpoints,
@@ -56,6 +57,7 @@ from ftkit.utils.console.formatting import (
 )
 from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.files import remove
+from ftkit.utils.json_values import for_json, is_secret
 from ftkit.utils.remote.urls import display_path
 
 _ANY_WIDTH = 1000
@@ -233,7 +235,8 @@ def compare_recipes(options: DiffOptions) -> int:
                 "a": display_path(directories[0]),
                 "b": display_path(directories[1]),
                 "differences": [
-                    {"key": key, "a": left.get(key), "b": right.get(key)} for key in different
+                    {"key": key, "a": _shown(key, left), "b": _shown(key, right)}
+                    for key in different
                 ],
             }
         )
@@ -242,7 +245,7 @@ def compare_recipes(options: DiffOptions) -> int:
         return _print(*heads, "their recipes are equal")
     table = _table("field", "A", "B")
     for key in different:
-        values = (Text(printable(_value_text(recipe.get(key)))) for recipe in (left, right))
+        values = (Text(printable(_value_text(_shown(key, recipe)))) for recipe in (left, right))
         table.add_row(Text(printable(key), "cyan"), *values)
     return _print(*heads, table)
 
@@ -313,6 +316,12 @@ def _recipe_of(directory: Path) -> dict[str, Any]:
     if problem := checks.problem_of(directory, RECIPE, expected):
         raise UserError(f"{problem} Name another checkpoint.")
     return read_keys(directory / RECIPE)
+
+
+def _shown(key: str, recipe: dict[str, Any]) -> Any:
+    """A value of a recipe without the tokens and passwords that somebody may have written there."""
+    value = recipe.get(key)
+    return REMOVED if value is not None and is_secret(key) else for_json(value)
 
 
 # --- Showing them ---------------------------------------------------------------------------------

@@ -629,6 +629,21 @@ def test_diff_shows_the_fields_that_differ(
     }
 
 
+def test_diff_shows_no_tokens_and_passwords(
+    said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
+) -> None:
+    for name, secret in (("a", "1234"), ("b", "5678")):
+        recipe = RECIPE + f"access_token: t-{secret}\ndata.path: s3://me:{secret}@host/x\n"
+        save(store_of(Path(name)), 1, FILES | {"recipe.yaml": recipe.encode()})
+    _, out = said("diff", "a", "b")
+    found = values("diff", "a", "b")["differences"]
+    assert {one["key"]: (one["a"], one["b"]) for one in found} == {
+        "access_token": ("***", "***"),
+        "data.path": ("s3://***@host/x", "s3://***@host/x"),
+    }
+    assert "access_token" in out and "1234" not in out and "5678" not in out
+
+
 def test_diff_takes_checkpoints_too_and_says_that_nothing_differs(
     said: Callable[..., tuple[int, str]], values: Callable[..., Any], out_dir: Path
 ) -> None:
