@@ -3,6 +3,7 @@
 Answers go to standard output; everything else to standard error.
 """
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,8 @@ def chat(result: Result, options: ChatOptions) -> int:
     require_answers(result, "ftkit chat")
     responder = Responder(start_session(result, options), options)
     conversation = Conversation(responder)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text must not end the chat
+        sys.stdin.reconfigure(errors="surrogateescape")
     if options.format == "json":
         return _chat_in_json(conversation, responder, options.max_new_tokens)
     if responder.notice is not None:
@@ -92,6 +95,11 @@ def chat(result: Result, options: ChatOptions) -> int:
         print_notice("Ctrl+C stops an answer, Ctrl+D ends", sys.stderr)
     for line in _lines():
         if not line.strip():
+            continue
+        if not _is_text(line):
+            _print_aside(
+                f"This line is not text in {sys.stdin.encoding}. Convert it, as iconv does."
+            )
             continue
         answer = Answer()
         try:
@@ -122,7 +130,8 @@ def _chat_in_json(conversation: Conversation, responder: Responder, max_new_toke
             return 0
         text = _prompt_in(line)
         if text is None:
-            _print_json(error=f'{line.strip()} is not {{"prompt": TEXT}}.')
+            shown = line.strip().encode(errors="backslashreplace").decode()
+            _print_json(error=f'{shown} is not {{"prompt": TEXT}}.')
             continue
         answer = Answer()
         try:
@@ -142,12 +151,21 @@ def _prompt_in(line: str) -> str | None:
     try:
         asked = json.loads(line)
         prompt = asked.get("prompt") if isinstance(asked, dict) else None
-        if isinstance(prompt, str):
-            prompt.encode()  # JSON may hold half a character, which no tokenizer takes
+        # JSON may hold half a character, which no tokenizer takes.
+        if isinstance(prompt, str) and _is_text(prompt):
             return prompt
     except (ValueError, RecursionError):
         pass
     return None
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a text holds whole characters alone, as tokenizers take them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _print_json(**values: object) -> None:

@@ -1,6 +1,7 @@
 """ftkit generate and ftkit chat: answers of results, as text, as JSON and as files."""
 
 import gzip
+import io
 import json
 import signal
 import subprocess
@@ -377,6 +378,24 @@ def test_an_error_of_an_answer_is_not_said_to_be_one_of_the_json(
     typed(monkeypatch, '{"prompt": "red"}')
     with pytest.raises(ValueError, match="broken"):
         run(["chat", str(roomy), "--format", "json", "--accelerator", "cpu"])
+
+
+def test_a_line_that_is_not_text_leaves_a_chat_its_history(
+    roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chat(*options: str, write: bytes) -> tuple[str, str]:
+        lines = b"".join(write % text + b"\n" for text in (b"red", b"\xff", b"blue"))
+        stdin = io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8")
+        monkeypatch.setattr("sys.stdin", stdin)
+        return said("chat", roomy, *LLAMA3, *options)
+
+    first, second = two_turns(roomy)
+    out, err = chat(write=b"%s")
+    assert out == f"{first}\n{second}\n" and "utf-8" in err
+    out, _ = chat("--format", "json", write=b'{"prompt": "%s"}')
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line.get("answer") for line in lines[1:]] == [first, None, second]
+    assert "udcff" in lines[2]["error"]
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(roomy: Path, tmp_path: Path) -> None:
