@@ -3,40 +3,57 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ftkit.checkpoint.metadata import PLUGIN, REFERENCE
+from ftkit.checkpoint.metadata import PLUGIN
 from ftkit.data.dataset import HeldOut, ValidationSets, load_held_out, load_sets
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import validation_loader
-from ftkit.data.samples.sample_set import Samples
 from ftkit.data.sources import validation_sets
 from ftkit.errors import UserError
+from ftkit.evaluation.loading import base_of, open_result
+from ftkit.evaluation.prompting import prompting_of
+from ftkit.evaluation.references import (
+    ReferenceModel,
+    References,
+    Wanted,
+    compute_references,
+    missing_from,
+    reference_model,
+    stored_values,
+)
 from ftkit.evaluation.result import Result, require_answers
 from ftkit.evaluation.scorer import Scorer
 from ftkit.evaluation.scoring import DEFAULT_RECORDS, Score, Scoring
-from ftkit.evaluation.session import Session, start_session
+from ftkit.evaluation.session import Session, plan_session, start_session
 from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, planned_path
 from ftkit.models.flops import attention_cost
-from ftkit.objectives.objective import Objective
-from ftkit.objectives.reference import BelowAdapter, Computed, Reference
-from ftkit.objectives.reference_values import ReferenceValues, read_values
+from ftkit.models.lora.adapter_files import read_adapter
+from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.models.pretrained.second_model import check_context, check_tokens
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.objectives.objective import Objective, checked_amounts
+from ftkit.objectives.reference import BelowAdapter
+from ftkit.objectives.reference_values import ReferenceValues
 from ftkit.objectives.reward import Reward
 from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import check_objective, is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
+from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import Component, Recipe
+from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.table import term_title, term_value_text
+from ftkit.strategies.strategy import Strategy, make_strategy
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid
@@ -71,21 +88,30 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         if options.metrics:
             require_answers(result, "--metric")
     result = dataclasses.replace(result, recipe=recipe)
-    session = start_session(result, options)
+    plan_session(result, options)  # a device that is not here is refused before data are read
+    base = open_result(result, options.base)
     if result.template_directory is not None and not is_of_run:
         # The result was trained with this template, whatever its base model comes with.
-        session.loaded.base.tokenizer.chat_template = session.loaded.prompting.template.source
+        base.tokenizer.chat_template = prompting_of(result, base).template.source
     objective = make_objective(recipe.objective).alone
     _compare_plugins(result)
     given = {key.removeprefix("data.").removeprefix("init_args.") for key, _ in options.data}
-    longest = session.loaded.base.architecture.context_length
+    longest = base.architecture.context_length
     if result.metadata is not None:
         longest = result.metadata.max_seq_length
     longest = recipe.train.max_seq_length or longest
-    held_out, sets = _held_out(recipe, session, longest, given)
-    most = recipe.eval.max_iters * recipe.train.global_batch_size
+    held_out, sets = _held_out(recipe, base.tokenizer, longest, given)
+    wanted = _validated_samples(recipe, objective, held_out, sets)
+    references = None
+    if objective.needs_reference and not is_below_adapter(recipe):
+        references = References(None, _reference_values(result, options, base, longest, wanted))
+    session = start_session(result, options)
+    if objective.needs_reference and references is None:
+        references = References(BelowAdapter(session.loaded.model, session.context), None)
     with Display(None, stream=sys.stderr) as display:
-        measured = _measure(result, session, objective, held_out, sets, most, scoring, display)
+        measured = _measure(
+            session, base.tokenizer, objective, held_out, sets, wanted, references, scoring, display
+        )
     values = {
         "result": result.name,
         "directory": display_path(result.directory),
@@ -156,7 +182,7 @@ def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
 
 
 def _held_out(
-    recipe: Recipe, session: Session, max_seq_length: int, given: set[str]
+    recipe: Recipe, tokenizer: Tokenizer, max_seq_length: int, given: set[str]
 ) -> tuple[HeldOut, ValidationSets]:
     """Read the records to evaluate on; `given` are the options of the data that are set for it."""
     with (
@@ -167,7 +193,6 @@ def _held_out(
         def advance(_: str, done: int, total: int) -> None:
             phase.advance(done, total)
 
-        tokenizer = session.loaded.base.tokenizer
         preference = objective_rules(recipe.objective).preference
         held_out = load_held_out(
             recipe.data,
@@ -198,49 +223,106 @@ def _base_name(result: Result, session: Session) -> str:
     return session.loaded.base.name
 
 
-def _reference(
-    result: Result, session: Session, objective: Objective, samples: Samples, limit: int
-) -> Reference | None:
-    """Reference for the first `limit` of some samples; None: the objective needs none."""
-    if not objective.needs_reference:
-        return None
-    if result.recipe is not None and is_below_adapter(result.recipe):
-        return BelowAdapter(session.loaded.model, session.context)
-    values = ReferenceValues(samples.sets)
+def _validated_samples(
+    recipe: Recipe, objective: Objective, held_out: HeldOut, sets: ValidationSets
+) -> list[Wanted]:
+    """List what is measured: samples of the data, and those of the sets if there are any."""
+    most = recipe.eval.max_iters * recipe.train.global_batch_size
+    samples = objective.view(held_out.samples)
+    wanted = [Wanted(samples=samples, numbers=np.arange(min(most, len(samples))))]
+    if sets.parts:
+        joined = objective.view(sets.samples(most))
+        wanted.append(Wanted(samples=joined, numbers=np.arange(len(joined))))
+    return wanted
+
+
+def _reference_values(
+    result: Result,
+    options: EvaluateOptions,
+    base: BaseModel,
+    max_seq_length: int,
+    wanted: Sequence[Wanted],
+) -> ReferenceValues:
+    """Log-probabilities under the reference: from the run's checkpoints, else computed.
+
+    Raises:
+        UserError: some have to be computed, and the reference is not here or is another model.
+    """
     store = RunDirectory(result.directory.parent).store
     newest = store.newest()
     # A checkpoint, what lies in one, or the result of a run that has some.
     places = [result.directory, result.directory.parent]
-    for place in places if newest is None else [*places, store.path(newest)]:
-        values.add(read_values(place / REFERENCE))
-    if missing := len(values.missing(samples, np.arange(limit))):
+    places += [] if newest is None else [store.path(newest)]
+    values = stored_values(wanted, places)
+    missing = sum(len(each.numbers) for each in missing_from(values, wanted))
+    if not missing:
+        return values
+    plan, quantize = plan_session(result, options)
+    if isinstance(plan.recipe, LoraRecipe):
+        plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, quantize=quantize))
+    strategy = make_strategy(plan)
+    try:
+        model = _reference_model(result, options, base, max_seq_length, plan, strategy)
+    except UserError as error:
         raise UserError(
-            f"{result.name} learned by comparing with the model that it began as, whose "
-            f"log-probabilities of {missing:,} of {limit:,} samples are in none of its "
-            "checkpoints. Evaluate it on the data of its run: leave --data and --max_iters out."
+            f"{error}\n"
+            f"It is needed as the reference of {result.name}, for {missing:,} samples whose "
+            "log-probabilities its checkpoints do not have. Samples of the run need no reference: "
+            "leave --data, --sets and --max_iters out."
+        ) from None
+    with Display(None, stream=sys.stderr) as display:
+        # Before the result is loaded: two models are never in memory.
+        return compute_references(
+            wanted, model, strategy, known=places, display=display, warn=display.warning
         )
-    return Computed(values.of(samples))
+
+
+def _reference_model(
+    result: Result,
+    options: EvaluateOptions,
+    base: BaseModel,
+    max_seq_length: int,
+    plan: Plan,
+    strategy: Strategy,
+) -> ReferenceModel:
+    """Describe the reference of the result's run; it is not loaded."""
+    recipe, adapter = plan.recipe, None
+    if recipe.reference is not None:
+        reference = open_base(recipe.reference)
+        check_tokens(base, reference, "reference")
+        check_context(reference, "reference", max_seq_length)
+    else:
+        reference = base_of(result, options.base, "--base")
+        if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
+            adapter = read_adapter(recipe.adapter, reference)
+    path = planned_path(reference.architecture.attention, plan)
+    return reference_model(
+        reference,
+        plan,
+        strategy,
+        RankLayout.of(plan, padding_free=path != "padded", attention_cost=0),
+        max_seq_length=max_seq_length,
+        is_own=recipe.reference is None,
+        adapter=adapter,
+    )
 
 
 def _measure(
-    result: Result,
     session: Session,
+    tokenizer: Tokenizer,
     objective: Objective,
     held_out: HeldOut,
     sets: ValidationSets,
-    most: int,
+    wanted: Sequence[Wanted],
+    references: References | None,
     scoring: Scoring,
     display: Display,
 ) -> dict[str, Any]:
-    """Measure in the order and with the batches of a run, so that the numbers are equal.
-
-    `most` is the limit of samples, of the data and of each set.
-    """
-    model, base = session.loaded.model, session.loaded.base
-    samples = objective.view(held_out.samples)
-    limit = min(most, len(samples))
+    """Measure in the order and with the batches of a run, so that the numbers are equal."""
+    model, base, plan = session.loaded.model, session.loaded.base, session.plan
+    of_data, *of_sets = wanted
+    samples, limit = of_data.samples, len(of_data.numbers)
     traits = base.architecture.attention
-    plan = session.plan
     kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
     model.kernel = kernel
     # The same layout as in the run: sums in another order differ in the last digits.
@@ -252,12 +334,11 @@ def _measure(
         attention_cost=attention_cost(model, label_fraction=label_fraction),
     )
 
-    def validated(samples: Samples, limit: int, sources: int) -> Validated:
-        amounts = objective.amounts(samples)
+    def validated(one: Wanted, sources: int) -> Validated:
         batches = validation_loader(
-            samples,
-            amounts,
-            limit=limit,
+            one.samples,
+            checked_amounts(objective, one.samples),
+            limit=len(one.numbers),
             layout=layout,
             mismatched=objective.observes_mismatched,
         )
@@ -268,31 +349,29 @@ def _measure(
             session.device,
             sources=sources,
             context=session.context,
-            companion=_reference(result, session, objective, samples, limit),
+            companion=None if references is None else references.of(one.samples),
             progress=phase.advance,
         )
         assert found is not None
         return found
 
     with display.phase("validating", brief=True) as phase:
-        of_data = validated(samples, limit, len(held_out.parts))
-        losses = dict(zip(held_out.names, of_data.of_sources, strict=True))
+        measured = validated(of_data, len(held_out.parts))
+        losses = dict(zip(held_out.names, measured.of_sources, strict=True))
         if len(held_out.parts) == 1:
             losses = {}
-        if sets.parts:
-            joined = objective.view(sets.samples(most))
-            of_sets = validated(joined, len(joined), len(sets.parts))
-            losses |= zip(sets.names, of_sets.of_sources, strict=True)
+        for one in of_sets:
+            losses |= zip(sets.names, validated(one, len(sets.parts)).of_sources, strict=True)
     questions = held_out.questions[: scoring.records]
     scores: list[Score] = []
     if questions:
         with display.phase(f"answering {len(questions)} records", brief=True) as phase:
             found = answer_scores(
                 model,
-                base.tokenizer,
+                tokenizer,
                 questions,
                 scoring,
-                batch_size=session.plan.sequences_of(int(samples.lengths.max())),
+                batch_size=plan.sequences_of(int(samples.lengths.max())),
                 context=session.context,
                 progress=phase.advance,
             )
@@ -302,9 +381,9 @@ def _measure(
     return {
         "records": limit,
         "label_tokens": int(samples.label_counts[:limit].sum()),
-        "loss": of_data.loss,
-        "perplexity": perplexity(of_data.loss) if objective.is_cross_entropy else None,
-        "terms": of_data.terms,
+        "loss": measured.loss,
+        "perplexity": perplexity(measured.loss) if objective.is_cross_entropy else None,
+        "terms": measured.terms,
         **({"losses": losses} if losses else {}),
         "exact_match": match and {"records": match.records, "share": match.mean},
         "scores": [_score_values(score) for score in scores if score is not match],

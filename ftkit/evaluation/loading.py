@@ -110,7 +110,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
         return dataclasses.replace(found, tied=not has_head)
     if result.kind == "model":
         return open_base(str(result.directory))
-    return _base_of(result, base, option)
+    return base_of(result, base, option)
 
 
 def with_extra_weights(
@@ -129,11 +129,20 @@ def with_extra_weights(
     """
     if base.rest or not base.architecture.rest_shapes:
         return base
-    return dataclasses.replace(base, rest=_base_of(result, directory, option).rest)
+    return dataclasses.replace(base, rest=base_of(result, directory, option).rest)
 
 
-def _base_of(result: Result, base: str | None, option: str) -> BaseModel:
-    """Open the model that a result was made from."""
+def base_of(result: Result, base: str | None, option: str) -> BaseModel:
+    """Open the model that a result was made from.
+
+    Args:
+        result: an adapter, or a checkpoint of a full fine-tune.
+        base: where the base model is, if not where the run had it.
+        option: of the command line, by which that is given.
+
+    Raises:
+        UserError: it is not there, or is not the one that the result was made from.
+    """
     name = base or result.base
     if name is None:
         raise UserError(

@@ -42,11 +42,11 @@ class Session:
     """Context manager for every call of the model."""
 
 
-def start_session(result: Result, options: UseOptions) -> Session:
-    """Load a result; standard error shows progress if that takes long.
+def plan_session(result: Result, options: UseOptions) -> tuple[Plan, Quantization | None]:
+    """Choose device, precision and quantization, and set the arithmetic of this process.
 
     Raises:
-        UserError: something is missing, does not fit together, or is too large for the device.
+        UserError: this machine does not support them.
     """
     accelerator = None if options.accelerator == "auto" else options.accelerator
     plan = plan_use(result, accelerator, options.precision)
@@ -56,6 +56,16 @@ def start_session(result: Result, options: UseOptions) -> Session:
         quantize = None if options.quantize == "none" else options.quantize
     set_arithmetic(deterministic=plan.recipe.deterministic)
     silence_libraries()
+    return plan, quantize
+
+
+def start_session(result: Result, options: UseOptions) -> Session:
+    """Load a result; standard error shows progress if that takes long.
+
+    Raises:
+        UserError: something is missing, does not fit together, or is too large for the device.
+    """
+    plan, quantize = plan_session(result, options)
     device = make_device(plan.accelerator)
     with (
         Display(None, stream=sys.stderr) as display,

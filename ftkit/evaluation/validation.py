@@ -14,7 +14,7 @@ from ftkit.models.generation import Context, answer_greedily
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.mismatched import mismatched_statistics
-from ftkit.objectives.objective import Objective
+from ftkit.objectives.objective import Objective, checked_sums
 from ftkit.objectives.reference import Companion
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
@@ -133,7 +133,7 @@ def validation_loss(
                 objective.output(batch),
                 sequence_lengths=batch["sequence_lengths"],
             )
-            sums = objective.sums(output, batch)
+            sums = checked_sums(objective, output, batch)
         for number, (term, value) in enumerate(zip(terms, sums, strict=True)):
             totals[0, number, batch["source"]] += value
             totals[1, number, batch["source"]] += batch["divisors"][term.divisor]

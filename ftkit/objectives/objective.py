@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
+from ftkit.errors import UserError
 from ftkit.models.loss import HeadOutput
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -126,6 +127,71 @@ class Objective(ABC):
             [statistics].
         """
         raise NotImplementedError
+
+
+def check_terms(objective: Objective) -> None:
+    """Refuse an objective whose terms make no loss.
+
+    Raises:
+        UserError: it has none, two of one name, or none that counts in the loss.
+    """
+    name, terms = type(objective).__name__, tuple(getattr(objective, "terms", ()))
+    names = [term.name for term in terms if isinstance(term, Term)]
+    if len(names) < len(terms) or not terms:
+        raise UserError(
+            f"{name}.terms is {terms!r}, but must be the terms of the loss. "
+            'Try terms = (ftkit.Term(name="loss", divisor="label_tokens"),).'
+        )
+    if len({*names}) < len(names):
+        raise UserError(f"{name}.terms has two terms of one name: {', '.join(names)}. Rename one.")
+    if all(term.coefficient is None for term in terms):
+        raise UserError(
+            f"{name}.terms has no term with a coefficient, so there is no loss. Leave out "
+            "coefficient=None of one."
+        )
+
+
+def checked_amounts(objective: Objective, samples: Samples) -> Amounts:
+    """Count what the terms of an objective are divided by.
+
+    Raises:
+        UserError: a divisor of a term is missing, or is no number for each sample.
+    """
+    name, amounts = type(objective).__name__, objective.amounts(samples)
+    for term in objective.terms:
+        found = amounts.get(term.divisor)
+        if np.shape(found) != (len(samples),):
+            what = "is missing" if found is None else f"has the shape {np.shape(found)}"
+            raise UserError(
+                f"{name}.amounts: {term.divisor}, by which the term {term.name} is divided, "
+                f"{what}; it returns {', '.join(amounts) or 'nothing'}. Return an array of "
+                f"{len(samples)} numbers, one for each sample."
+            )
+    return amounts
+
+
+def checked_sums(objective: Objective, output: Tensor, batch: Batch) -> Sequence[Tensor]:
+    """Sum the terms of an objective over a micro-batch.
+
+    Raises:
+        UserError: there is not one scalar tensor for each term.
+    """
+    name, sums = type(objective).__name__, objective.sums(output, batch)
+    if not isinstance(sums, tuple | list) or len(sums) != len(objective.terms):
+        count = len(sums) if isinstance(sums, tuple | list) else "no tuple"
+        raise UserError(
+            f"{name}.sums returns {count}, but there are {len(objective.terms)} terms: "
+            f"{', '.join(term.name for term in objective.terms)}. Return a tuple with one sum for "
+            "each."
+        )
+    for term, value in zip(objective.terms, sums, strict=True):
+        if not isinstance(value, Tensor) or value.ndim:
+            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise UserError(
+                f"{name}.sums: the sum of the term {term.name} is no scalar tensor, but {found}. "
+                "Sum a tensor, without .item()."
+            )
+    return sums
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:

@@ -4,7 +4,7 @@ import dataclasses
 
 from ftkit.objectives.distillation import Distill
 from ftkit.objectives.kto import Kto
-from ftkit.objectives.objective import Objective
+from ftkit.objectives.objective import Objective, check_terms
 from ftkit.objectives.preference import Dpo, Orpo, SimPo
 from ftkit.objectives.reward import Reward
 from ftkit.objectives.supervised import Dft, Eaft, Supervised
@@ -36,5 +36,6 @@ def make_objective(objective: Component) -> Objective:
         plugin, defined = own
         made = plugin.make("objective", defined.name, **objective["init_args"])
         assert isinstance(made, Objective)
+        check_terms(made)
         return made
     return _CLASSES[objective["class_path"]](**dataclasses.asdict(options))

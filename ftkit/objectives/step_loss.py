@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel
 from ftkit.objectives.mismatched import mismatched_statistics
-from ftkit.objectives.objective import Batch, Objective
+from ftkit.objectives.objective import Batch, Objective, checked_sums
 from ftkit.objectives.reference import Companion, Context
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
@@ -117,7 +117,7 @@ class StepLoss:
         objective = self.objective
         if self._statistics is not None:
             batch["statistics"] = self._statistics
-        sums = objective.sums(forward(batch, objective.output(batch)), batch)
+        sums = checked_sums(objective, forward(batch, objective.output(batch)), batch)
         loss: Tensor | None = None
         for number, (term, total) in enumerate(zip(objective.terms, sums, strict=True)):
             divisor = batch["divisors"][term.divisor]

@@ -17,6 +17,7 @@ from ftkit.evaluation.validation import (
     answer_scores,
     validation_loss,
 )
+from ftkit.objectives.objective import checked_amounts
 from ftkit.runs.report.answers import (
     AnsweredExample,
     AnswerScore,
@@ -123,7 +124,7 @@ class Evaluator:
         samples, objective = self._setup.data.val, self._setup.objective.validated
         batches = validation_loader(
             samples,
-            objective.amounts(samples),
+            checked_amounts(objective, samples),
             limit=limit,
             layout=self._setup.layout,
             mismatched=objective.observes_mismatched,
@@ -175,7 +176,7 @@ class Evaluator:
             objective,
             validation_loader(
                 samples,
-                objective.amounts(samples),
+                checked_amounts(objective, samples),
                 len(samples),
                 self._setup.layout,
                 mismatched=objective.observes_mismatched,

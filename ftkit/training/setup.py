@@ -24,6 +24,12 @@ from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.errors import UserError
+from ftkit.evaluation.references import (
+    References,
+    compute_references,
+    reference_model,
+    samples_of_run,
+)
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.bodies.attention import (
@@ -52,7 +58,7 @@ from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.objectives.distillation import Teacher
-from ftkit.objectives.objective import Objective
+from ftkit.objectives.objective import Objective, checked_amounts
 from ftkit.objectives.reference import BelowAdapter, Companion
 from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
@@ -76,12 +82,6 @@ from ftkit.strategies.strategy import (
     updated_dtype,
 )
 from ftkit.training.recorder import Recorder
-from ftkit.training.references import (
-    References,
-    compute_references,
-    reference_model,
-    samples_of_run,
-)
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import percent_text
 
@@ -198,7 +198,7 @@ class Setup:
         samples, start = self.data.train, self.start
         return ElasticOrder(
             samples.widths(padding_free=self.layout.padding_free),
-            self.objective.amounts(samples),
+            checked_amounts(self.objective, samples),
             epochs=self.data.epochs(self.recipe.seed),
             global_batch_size=self.recipe.train.global_batch_size,
             total_samples=sample_budget(
@@ -401,7 +401,7 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
         samples_of_run(setup.data, further, setup.order, limit),
         model,
         strategy,
-        known=start.directory,
+        known=() if start.directory is None else (start.directory,),
         display=journal.display,
         warn=journal.warn,
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
+    from ftkit.evaluation import references
     from ftkit.objectives.reference_values import ReferenceCache
     from ftkit.strategies.frozen import frozen
-    from ftkit.training import references
     from ftkit.training.step import TrainStep
 
     prepare = TrainStep.__init__

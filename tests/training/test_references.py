@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from tiny import make_llama, make_pairs
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.cli.app import run as run_command
 from ftkit.errors import UserError
+from ftkit.evaluation import references
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.objectives.objective import Batch
@@ -24,7 +26,7 @@ from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import Method
 from ftkit.runs.job import Job, StopAfter
-from ftkit.training import references
+from ftkit.runs.report.metrics import read_validation
 from ftkit.training.loop import StopRequest
 from ftkit.training.rank import run_job
 from ftkit.training.recorder import Recorder
@@ -227,3 +229,56 @@ def test_evaluating_a_result_gives_the_validation_loss_of_its_run(
     found = json.loads(capsys.readouterr().out)
     assert found["loss"] == pytest.approx(outcome.validation_losses[-1], rel=1e-5)
     assert found["terms"]["accuracy"] >= 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "saved modules", "further lora", "another"])
+def test_evaluating_on_other_pairs_computes_their_reference(
+    kind: str,
+    train: TrainPairs,
+    computed: Computed,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys: dict[str, Any] = {"data__val_split_fraction": None}
+    if kind == "saved modules":
+        keys |= {"lora_modules_to_save": ["lm_head"]}
+    elif kind == "further lora":
+        keys |= {"adapter": str(train("lora", "first").out_dir / "final")}
+    elif kind == "another":
+        keys |= {"reference": str(make_llama(tmp_path / "another", hidden_size=32))}
+    for name, seed in (("own", 1), ("others", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.json").write_text(json.dumps(make_pairs(16)))
+        (tmp_path / name / "val.json").write_text(json.dumps(make_pairs(6, seed=seed)))
+    method: Method = "full" if kind in ("full", "another") else "lora"
+    own, others = (
+        train(method, f"on-{name}", data__json_path=str(tmp_path / name), **keys)
+        for name in ("own", "others")
+    )
+    own.complete()
+    shutil.rmtree(tmp_path / "cache/reference")
+    computed.sequences = 0
+    words = ["evaluate", str(own.out_dir), "--accelerator", "cpu", "--format", "json"]
+    words += ["--exact_match", "0", "--data", "JSON"]
+    words += ["--data.json_path", str(tmp_path / "others/val.json")]
+
+    def evaluated(*more: str) -> dict[str, float]:
+        capsys.readouterr()
+        assert run_command([*words, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {"val_loss": found["loss"]} | {f"val_{k}": v for k, v in found["terms"].items()}
+
+    # Both runs are trained on the same pairs.
+    row = read_validation(others.out_dir / "validation.csv")[-1]
+    expected = {name: value for name, value in row.items() if name in evaluated()}
+    assert len(expected) == 5
+    assert evaluated() == pytest.approx(expected, rel=1e-4)
+    assert computed.sequences == 2 * 6, "once: then they are in the cache"
+    if kind == "full":
+        moved = base.rename(tmp_path / "moved")
+        with pytest.raises(UserError) as refused:
+            run_command(words)
+        assert says(str(refused.value), str(base), "--base PATH", "reference ... 6 samples")
+        assert evaluated("--base", str(moved)) == pytest.approx(expected, rel=1e-4)

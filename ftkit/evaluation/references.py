@@ -1,11 +1,11 @@
-"""The reference of a run: below the adapter, or computed once before the first step."""
+"""The reference of a run: below the adapter, or computed once, before there is another model."""
 
 import dataclasses
 import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,11 +143,11 @@ def _digest(adapter: Adapter) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Samples whose log-probabilities a run needs."""
+    """Samples whose log-probabilities are needed."""
 
     samples: Samples
     numbers: IntArray
-    """Those that it takes."""
+    """Those that are taken."""
 
 
 def samples_of_run(
@@ -177,42 +177,60 @@ def samples_of_run(
     return wanted
 
 
+def stored_values(wanted: Sequence[Wanted], checkpoints: Iterable[Path]) -> ReferenceValues:
+    """Read the log-probabilities of some samples that checkpoints hold.
+
+    Args:
+        wanted: the data sets.
+        checkpoints: their directories; those without any are passed over.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be read.
+    """
+    values = ReferenceValues(one for each in wanted for one in each.samples.sets)
+    for directory in checkpoints:
+        values.add(read_values(directory / REFERENCE))
+    return values
+
+
+def missing_from(values: ReferenceValues, wanted: Sequence[Wanted]) -> list[Wanted]:
+    """Return the samples of each data set whose log-probabilities are not known."""
+    return [
+        dataclasses.replace(each, numbers=values.missing(each.samples, each.numbers))
+        for each in wanted
+    ]
+
+
 def compute_references(
     wanted: Sequence[Wanted],
     model: ReferenceModel | None,
     strategy: Strategy,
     *,
-    known: Path | None,
+    known: Iterable[Path],
     display: Display,
     warn: Callable[[str], None],
 ) -> ReferenceValues:
-    """Compute the log-probabilities that a run needs, as far as they are not known.
+    """Compute the log-probabilities that are needed and not known.
 
-    Every rank calls this, once they are connected and before there is a model to train.
+    Every rank calls this, once they are connected and before another model is loaded.
 
     Args:
         wanted: the data sets.
         model: the reference; None: it is not on this machine.
-        strategy: of the run.
-        known: the checkpoint that the run continues from, which has those of earlier sessions.
+        strategy: of the ranks.
+        known: directories of checkpoints, which have those of earlier sessions.
         display: shows progress.
         warn: shows a warning.
 
     Raises:
         UserError: some are not known, and there is no model to compute them with.
     """
-    values = ReferenceValues(one for each in wanted for one in each.samples.sets)
+    values = stored_values(wanted, known if rank() == 0 else ())
     cache = ReferenceCache(model.key) if model is not None and rank() == 0 else None
-    if rank() == 0:
-        if known is not None:
-            values.add(read_values(known / REFERENCE))
-        if cache is not None:
-            cache.load_into(values)
+    if cache is not None:
+        cache.load_into(values)
     values.share()
-    missing = [
-        dataclasses.replace(each, numbers=values.missing(each.samples, each.numbers))
-        for each in wanted
-    ]
+    missing = missing_from(values, wanted)
     if not any(len(each.numbers) for each in missing):
         return values
     if model is None:
@@ -227,7 +245,7 @@ def compute_references(
         _compute(missing, values, model, strategy, display, saving)
     finally:
         saving.save()  # also of what is interrupted
-    # The model is gone; its memory is for that which is trained.
+    # The model is gone; its memory is for the next one.
     gc.collect()
     free_cached_memory()
     return values

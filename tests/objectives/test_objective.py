@@ -1,0 +1,87 @@
+"""What an objective of one's own may leave out: each mistake is named before a step is lost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import message_of, says
+from torch import Tensor
+
+from ftkit.data.rendering import Rendered
+from ftkit.data.samples.sample_set import Samples, SampleSet
+from ftkit.models.loss import HeadOutput, LogProbabilities
+from ftkit.objectives.objective import (
+    Amounts,
+    Batch,
+    Objective,
+    Term,
+    check_terms,
+    checked_amounts,
+    checked_sums,
+)
+
+SAMPLES = SampleSet.of([Rendered([1, 2, 3], ((1, 3),))] * 4)
+LOSS = Term(name="loss", divisor="label_tokens")
+OTHER = Term(name="other", divisor="label_tokens", coefficient=None)
+
+
+class Own(Objective):
+    """Terms, amounts and sums as they are given."""
+
+    def __init__(self, terms: Any = (LOSS,), amounts: Any = None, sums: Any = None) -> None:
+        self.terms, self._amounts, self._sums = terms, amounts, sums
+
+    def amounts(self, samples: Samples) -> Amounts:
+        counts: Amounts = {"label_tokens": samples.label_counts}
+        return counts if self._amounts is None else self._amounts
+
+    def output(self, batch: Batch) -> HeadOutput:
+        return LogProbabilities()
+
+    def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = (output.sum(),) if self._sums is None else self._sums
+        return found
+
+
+@pytest.mark.parametrize(
+    ("terms", "words"),
+    [
+        ((), ("Own.terms is ()", "ftkit.Term(")),
+        (("loss",), ("Own.terms", "'loss'", "ftkit.Term(")),
+        ((LOSS, LOSS), ("Own.terms", "loss, loss", "Rename")),
+        ((OTHER,), ("Own.terms", "coefficient=None")),
+    ],
+)
+def test_terms_make_a_loss(terms: Any, words: tuple[str, ...]) -> None:
+    assert says(message_of(check_terms, Own(terms)), *words)
+    check_terms(Own((LOSS, OTHER)))
+
+
+@pytest.mark.parametrize(
+    ("amounts", "words"),
+    [
+        ({}, ("Own.amounts", "label_tokens", "missing", "nothing")),
+        ({"tokens": np.ones(4)}, ("Own.amounts", "label_tokens", "missing", "tokens")),
+        ({"label_tokens": 8}, ("Own.amounts", "label_tokens", "()", "4 numbers")),
+        ({"label_tokens": np.ones((4, 2))}, ("Own.amounts", "(4, 2)", "4 numbers")),
+    ],
+)
+def test_every_divisor_is_a_number_of_each_sample(amounts: Any, words: tuple[str, ...]) -> None:
+    assert says(message_of(checked_amounts, Own(amounts=amounts), SAMPLES), *words)
+    assert checked_amounts(Own(), SAMPLES)["label_tokens"].tolist() == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("sums", "words"),
+    [
+        (torch.tensor(1.0), ("Own.sums", "no tuple", "1 terms: loss")),
+        ((torch.tensor(1.0),) * 2, ("Own.sums returns 2", "1 terms: loss")),
+        ((1.0,), ("Own.sums", "loss", "float", "without .item()")),
+        ((torch.ones(3),), ("Own.sums", "loss", "[3]")),
+    ],
+)
+def test_there_is_one_sum_for_each_term(sums: Any, words: tuple[str, ...]) -> None:
+    assert says(message_of(checked_sums, Own(sums=sums), torch.ones(3), {}), *words)
+    assert checked_sums(Own(), torch.ones(3), {})[0] == 3
