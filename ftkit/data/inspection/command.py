@@ -233,6 +233,7 @@ def _split(prepared: Prepared, limit: int) -> SplitNumbers:
         tokens=counts.tokens,
         trained_tokens=counts.label_tokens,
         weights=_weights(prepared.samples),
+        desirable=_desirable(prepared.samples),
         lost_tokens=counts.lost_tokens,
         lengths=lengths_of(prepared.whole_lengths, limit),
     )
@@ -244,6 +245,10 @@ def _weights(samples: SampleSet) -> Weights | None:
         return None
     mean = sums.sum() / samples.label_counts.sum()
     return Weights(least=float(weights.min()), most=float(weights.max()), mean=float(mean))
+
+
+def _desirable(samples: SampleSet) -> int | None:
+    return None if samples.desirable is None else int(samples.desirable.sum())
 
 
 def _duplicates(evidence: Evidence) -> Duplicates:
@@ -300,6 +305,7 @@ def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> Iterator[Show
             source=part.source.name,
             number=number,
             answer=answer,
+            desirable=sample.desirable,
             shared=_shared(first, sample) if answer == "rejected" else 0,
             ids=ids,
             texts=texts,

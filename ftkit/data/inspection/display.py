@@ -80,6 +80,9 @@ def _source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
                 yield "", f"such as {shortened(visible(left_out.example), _EXAMPLE_WIDTH)}"
         if split.samples:
             yield "", _token_words(split)
+        if split.desirable is not None:
+            others = split.samples - split.desirable
+            yield "", f"{split.desirable:,} desirable answers, {others:,} undesirable"
     if source.per_epoch != source.train.samples:
         yield "epoch", f"takes {source.per_epoch:,} of its samples"
 
@@ -135,7 +138,9 @@ def _duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
 def _sample_title(sample: ShownSample, seen: Inspection) -> str:
     """Title of a sample: its number, its source and its trained tokens."""
     source = f" of {visible(sample.source)}" if len(seen.sources) > 1 else ""
-    noun, answer = ("pair", f", {sample.answer}") if sample.answer else ("sample", "")
+    noun = "pair" if sample.answer else "sample"
+    label = {None: "", True: ", desirable", False: ", undesirable"}[sample.desirable]
+    answer = f", {sample.answer}" if sample.answer else label
     return (
         f"training {noun} {sample.number:,}{source}{answer}: {len(sample.ids):,} tokens, "
         f"{sum(sample.trained):,} trained"

@@ -377,6 +377,22 @@ def equal_answers(evidence: Evidence, part: LoadedPart) -> Finding | None:
     )
 
 
+def one_label(evidence: Evidence) -> Finding | None:
+    """All answers have the same label, so nothing says what distinguishes good ones."""
+    labels = evidence.data.train.desirable
+    if labels is None or len({*labels.tolist()}) > 1:
+        return None
+    label, other = ("desirable", "false") if labels[0] else ("undesirable", "true")
+    return Finding(
+        kind="one_label",
+        severity="warning",
+        text=f"All {len(labels):,} training answers are {label}, so there is nothing to learn that "
+        "distinguishes them from others.",
+        advice=f"Add answers whose label is {other}"
+        + (", or learn from these with --objective sft." if labels[0] else "."),
+    )
+
+
 def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """The base model has its own chat template, but is trained with another one."""
     own = evidence.tokenizer.chat_template
@@ -397,7 +413,7 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 REPORTED_BY_COUNTS = ("nothing_trained", "many_cut")
 """Findings that a run reports with the counts of its records."""
-_CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (train_in_validation,)
+_CHECKS: Sequence[Callable[[Evidence], Finding | None]] = (train_in_validation, one_label)
 """Checks of the data as a whole."""
 _PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
     no_end_of_turn,

@@ -16,6 +16,7 @@ FindingKind = Literal[
     "many_cut",
     "train_in_validation",
     "equal_answers",
+    "one_label",
     "template_not_used",
 ]
 Severity = Literal["warning", "notice"]
@@ -110,6 +111,8 @@ class SplitNumbers:
     """Tokens that carry loss."""
     weights: Weights | None
     """Their weights; None: all are 1."""
+    desirable: int | None
+    """Samples whose answer is labelled desirable; None: answers have no labels."""
     lost_tokens: int
     """Tokens that are cut off, dropped or skipped."""
     lengths: Lengths | None
@@ -169,6 +172,8 @@ class ShownSample:
     """Number among the training samples of its source, from 0."""
     answer: Answer | None
     """Which answer of a preference pair it is; None: samples are no pairs."""
+    desirable: bool | None
+    """Label of the answer; None: it has none."""
     shared: int
     """First tokens of a rejected answer that are those of the chosen one: the prompt of both."""
     ids: list[int]

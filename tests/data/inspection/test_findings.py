@@ -399,6 +399,22 @@ def test_pairs_with_the_same_answer_twice_are_counted(model: Path, tmp_path: Pat
     assert not look(model, write_records(data, pairs(40, equal=0)), **keys).findings
 
 
+@pytest.mark.parametrize(("labels", "remedy"), [([True], "false"), ([False], "true"), ([1, 0], "")])
+def test_answers_with_one_label_alone_are_a_finding(
+    model: Path, tmp_path: Path, labels: list[bool], remedy: str
+) -> None:
+    rows = [row | {"label": labels[i % len(labels)]} for i, row in enumerate(questions(40))]
+    seen = look(model, write_records(tmp_path / "labelled.jsonl", rows), objective="kto", show=1)
+    assert kinds(seen) == ({"one_label"} if remedy else set())
+    if remedy:
+        assert says(only(seen, "one_label").advice, f"label is {remedy}")
+    numbers = seen.sources[0].train
+    assert numbers.desirable == {"false": 38, "true": 0}.get(remedy, numbers.desirable)
+    shown = seen.samples[0]
+    label = labels[int(re.search(r"number (\d+)", "".join(shown.texts))[1]) % len(labels)]
+    assert shown.desirable is bool(label)
+
+
 def test_system_messages_of_pairs_are_looked_for(model: Path, tmp_path: Path) -> None:
     data = write_records(tmp_path / "pairs.jsonl", pairs(40, equal=0, system="Be brief."))
     template = tmp_path / "own.jinja"

@@ -42,7 +42,7 @@ LENGTHS = Lengths(
 SPLIT = SplitNumbers(
     records=12, used=10, left_out=[LeftOut(reason="no output", records=2, example='{"a": 1}')],
     samples=10, truncated=2, dropped=0, split=0, split_by_turn=0,
-    tokens=50, trained_tokens=20, weights=None, lost_tokens=32,
+    tokens=50, trained_tokens=20, weights=None, desirable=None, lost_tokens=32,
     lengths=LENGTHS,
 )  # fmt: skip
 SOURCE = SourceNumbers(
@@ -54,13 +54,19 @@ HOSTILE = "\x1b[31m<script>alert(1)</script>\x07\u202e"
 
 
 def make_sample(
-    texts: Sequence[str], trained: str, *, answer: Answer | None = None, shared: int = 0
+    texts: Sequence[str],
+    trained: str,
+    *,
+    answer: Answer | None = None,
+    desirable: bool | None = None,
+    shared: int = 0,
 ) -> ShownSample:
     """A sample whose tokens are trained where there is an x, and with weight 0.5 at a 2."""
     return ShownSample(
         source="chats",
         number=4,
         answer=answer,
+        desirable=desirable,
         shared=shared,
         ids=list(range(len(texts))),
         texts=list(texts),
@@ -116,6 +122,19 @@ def test_both_answers_of_a_pair_follow_their_prompt() -> None:
     ]
     page = inspection_page(make_inspection(chosen, rejected))
     assert page.count(">Red<") == 1 and "4 tokens of the prompt, as above" in page
+
+
+def test_the_label_of_an_answer_is_beside_its_number() -> None:
+    prompt, answer = ["<|user|>", "Red", "?", "\n"], ["Yes", "<|end|>"]
+    samples = [make_sample(prompt + answer, "....xx", desirable=label) for label in (True, False)]
+    numbers = dataclasses.replace(SPLIT, desirable=7)
+    source = dataclasses.replace(SOURCE, train=numbers)
+    seen = dataclasses.replace(make_inspection(*samples), sources=[source])
+    text, page = plain_text(InspectionText(seen)), inspection_page(seen)
+    for shown in (text, page):
+        assert says(shown, "7 desirable ... 3 undesirable")
+        assert "training sample 4, desirable: 6 tokens, 2 trained" in shown
+        assert "training sample 4, undesirable: 6 tokens" in shown
 
 
 def test_tokens_of_one_weight_share_brackets() -> None:
