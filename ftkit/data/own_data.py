@@ -548,7 +548,7 @@ class OwnData(DataSource):
     def _rules(self, source: _SourceOptions, records: RecordSet) -> tuple[Rules, Shape]:
         """Choose the rendering rules of a source, and the shape that is rendered."""
         shape = records.form.shape
-        _check_meant(source, self._options, records)
+        _check_meant(source, self._options, records, self._preference)
         rules = Rules(
             reasoning=self._options.reasoning,
             overlong=self._options.overlong or ("split" if shape == "text" else "truncate"),
@@ -589,12 +589,20 @@ def _has_history(record: Record) -> bool:
     return "history" in record.get("chosen", record)
 
 
-def _check_meant(source: _SourceOptions, options: OwnDataOptions, records: RecordSet) -> None:
+def _check_meant(
+    source: _SourceOptions,
+    options: OwnDataOptions,
+    records: RecordSet,
+    preference: Preference | None,
+) -> None:
     """Refuse options that have no effect on records of this shape."""
     shape, refused = records.form.shape, {}
     if shape != "instruction":
-        instead = "Set train_on (assistant, last or all) instead, and remove {key}"
-        refused = {"mask_prompt": instead, "prompt_style": "Remove {key}"}
+        refused["prompt_style"] = "Remove {key}"
+        # Of completions that are compared, answers alone are trained in any case.
+        if not (preference and shape == "completion" and source.mask_prompt):
+            instead = "Set train_on (assistant, last or all) instead, and remove {key}"
+            refused["mask_prompt"] = instead
     if shape == "messages":
         refused["prompt_style"] = "Set chat_template instead, and remove {key}"
     if shape in ("completion", "text", "tokens"):

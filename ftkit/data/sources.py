@@ -13,7 +13,7 @@ from ftkit.data.public_sets import PUBLIC_SETS, STREAMING, PublicSource
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import Preference
-from ftkit.recipe.plugin import own_name
+from ftkit.recipe.plugin import own_name, own_names
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import column_name, nearest
 
@@ -54,9 +54,10 @@ def data_source(data: Component, *, preference: Preference | None = None) -> Dat
             )
     if package == "ftkit.data" and name in _OWN:
         return _OWN[name].of(data)
-    near = nearest(name, KINDS) or OWN_DATA.removeprefix("--data ")
+    known = [*KINDS, *own_names("data")]
+    near = nearest(name, known) or OWN_DATA.removeprefix("--data ")
     raise UserError(
-        f"data is {class_path}, but it has to be one of {', '.join(KINDS)}, or a class of "
+        f"data is {class_path}, but it has to be one of {', '.join(known)}, or a class of "
         f"--plugin FILE.py.\nTry --data {near}."
     )
 
@@ -104,15 +105,23 @@ def validation_sets(
     return {name: one.of_preference(preference) for name, one in made.items()}
 
 
-def check_data(data: Component, sets: Mapping[str, Any] | None = None) -> None:
+def check_data(
+    data: Component,
+    sets: Mapping[str, Any] | None = None,
+    *,
+    preference: Preference | None = None,
+) -> None:
     """Refuse data whose names, values or files are wrong, before anything is read.
 
     Args:
         data: of a recipe.
         sets: further ones to validate on, eval.sets.
+        preference: how its records say which answers are better; None: they do not.
 
     Raises:
-        UserError: unknown class or key, value out of range, or a missing file.
+        UserError: unknown class or key, value out of range, a missing file, or data without
+            preferences.
     """
-    for source in (data_source(data), *validation_sets(data, sets).values()):
+    made = data_source(data, preference=preference)
+    for source in (made, *validation_sets(data, sets).values()):
         source.files()

@@ -150,7 +150,7 @@ class DataSource(ABC):
             UserError: they do not.
         """
         raise UserError(
-            f"data is {type(self).__name__}, which has no preference {preference}, but the "
+            f"data is {self.parts()[0].name}, which has no preference {preference}, but the "
             f"objective learns from {preference}.\nTry {OWN_DATA}."
         )
 

@@ -25,7 +25,9 @@ from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out
 from ftkit.launch.preflight import require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
+from ftkit.models.pretrained.hub_errors import naming
 from ftkit.recipe.devices import find_devices
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
@@ -221,7 +223,8 @@ def prepare_run(
     if (url := url_of(recipe.out_dir)) is not None:
         require_provider(url.partition(":")[0])
     check_plugin(recipe)
-    check_data(recipe.data, recipe.eval.sets)
+    preference = objective_rules(recipe.objective).preference
+    check_data(recipe.data, recipe.eval.sets, preference=preference)
     find_tasks(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
     requested = recipe
     devices = find_devices(
@@ -372,10 +375,11 @@ def _find_reference(recipe: Recipe, start: Start | None) -> str | None:
     """The reference model of a recipe; None: it has none, or a checkpoint has what it computed."""
     if recipe.reference is None:
         return None
-    if start is not None:  # it is needed for further samples alone, and may be gone
-        found = find_here(recipe.reference)
-    else:
-        found = find_or_download(recipe.reference, token=recipe.access_token)
+    with naming("reference"):
+        if start is not None:  # it is needed for further samples alone, and may be gone
+            found = find_here(recipe.reference)
+        else:
+            found = find_or_download(recipe.reference, token=recipe.access_token)
     return None if found is None else str(found.resolve())
 
 
@@ -384,7 +388,8 @@ def _find_teacher(recipe: Recipe) -> str | None:
     name = recipe.teacher
     if name is None or name.startswith("random:"):
         return name
-    return str(find_or_download(name, token=recipe.access_token).resolve())
+    with naming("teacher"):
+        return str(find_or_download(name, token=recipe.access_token).resolve())
 
 
 def _show_start(start: Start, run: RunDirectory, display: Display) -> None:

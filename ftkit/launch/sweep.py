@@ -15,6 +15,7 @@ from typing import Literal
 from ftkit.data.sources import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
 from ftkit.recipe.devices import find_devices
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import CompareOptions, SweepOptions
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import FINETUNE
@@ -143,7 +144,8 @@ def _check(run: SweepRun) -> None:
     """Raise a UserError with the name of a run that cannot start on these devices."""
     recipe = run.recipe()
     try:
-        check_data(recipe.data, recipe.eval.sets)
+        preference = objective_rules(recipe.objective).preference
+        check_data(recipe.data, recipe.eval.sets, preference=preference)
         # An automatic micro-batch takes a prediction of seconds, which each run makes itself.
         if recipe.train.auto_key is None:
             make_plan(recipe, find_devices(recipe.accelerator, recipe.devices))

@@ -15,6 +15,7 @@ from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
+from ftkit.models.pretrained.hub_errors import naming
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.second_model import check_context, check_logits
@@ -288,7 +289,8 @@ def _place(recipe: Recipe, gpu: Gpu | None) -> _Place:
 
 def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> Planned:
     """Make the plan of a recipe at a place."""
-    check_data(recipe.data, recipe.eval.sets)
+    rules = objective_rules(recipe.objective)
+    check_data(recipe.data, recipe.eval.sets, preference=rules.preference)
     gpu = place.gpu
     try:
         made = make_plan(recipe, place.devices)
@@ -298,7 +300,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(found, recipe.objective)
     require_trainable(base)
-    teacher, other = (_read_other(recipe, name) for name in (recipe.teacher, recipe.reference))
+    teacher = _read_other(recipe, recipe.teacher, "teacher")
+    other = _read_other(recipe, recipe.reference, "reference")
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
@@ -306,7 +309,6 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             layout = "peft"
         else:
             layout = layout_of(base)
-    rules = objective_rules(recipe.objective)
     gguf = find_gguf(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     if teacher is not None:
@@ -380,12 +382,13 @@ def _reference(
     )
 
 
-def _read_other(recipe: Recipe, name: str | None) -> BaseModel | None:
-    """Describe a second model of a recipe; None: it has none."""
+def _read_other(recipe: Recipe, name: str | None, key: str) -> BaseModel | None:
+    """Describe a second model of a recipe, under a key; None: it has none."""
     if name is None:
         return None
-    unreached = fetch_settings(name, token=recipe.access_token)
-    return read_blueprint(name, unreached=unreached)
+    with naming(key):
+        unreached = fetch_settings(name, token=recipe.access_token)
+        return read_blueprint(name, unreached=unreached)
 
 
 def _with_advice(error: UserError, recipe: Recipe) -> UserError:

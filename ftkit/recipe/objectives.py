@@ -1,11 +1,12 @@
 """Objectives without torch: their names, options, and what they need of data and model."""
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import own_class, own_name
+from ftkit.recipe.plugin import own_class, own_name, own_names, plugin_in_use
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest
 
@@ -165,10 +166,11 @@ def objective_rules(objective: Component) -> ObjectiveRules:
         _, defined = own
         return ObjectiveRules(options=defined.options_class, **defined.rules)
     if name not in OBJECTIVES:
-        near = nearest(str(name), OBJECTIVES) or "sft"
+        known = [*OBJECTIVES, *own_names("objective")]
+        of_plugins = "" if plugin_in_use() else "; one of your own needs --plugin FILE.py"
         raise UserError(
-            f"objective is {name!r}, but must be one of: {', '.join(OBJECTIVES)}; one of your own "
-            f"needs --plugin FILE.py. Try --objective {near}."
+            f"objective is {name!r}, but must be one of: {', '.join(known)}{of_plugins}. "
+            f"Try --objective {nearest(str(name), known) or 'sft'}."
         )
     return OBJECTIVES[name]
 
@@ -208,7 +210,9 @@ def objective_options(objective: Component) -> ObjectiveOptions:
     for key, value in given.items():
         if key not in kinds:
             known = f"It takes {', '.join(kinds)}." if kinds else "It takes none; remove it."
-            raise UserError(f"objective.{key} is not an option of {name}. {known}")
+            near = nearest(str(key), kinds)
+            hint = f" Did you mean --objective.{near}?" if near else ""
+            raise UserError(f"objective.{key} is not an option of {name}. {known}{hint}")
         if get_origin(kinds[key]) is Literal:
             choices = get_args(kinds[key])
             if value not in choices:
@@ -222,7 +226,8 @@ def objective_options(objective: Component) -> ObjectiveOptions:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # They divide, or scale everything that is learned.
         least_excluded = key in ("beta", "temperature")
-        if not is_number or value < 0 or (least_excluded and value == 0):
+        is_in_range = is_number and (value > 0 if least_excluded else value >= 0)
+        if not is_in_range or not math.isfinite(value):  # NaN is in no range
             rule = "a number above 0" if least_excluded else "a number of at least 0"
             raise UserError(
                 f"objective.{key} is {value!r}, but must be {rule}. "

@@ -319,6 +319,12 @@ def own_path(field: str, name: str) -> str | None:
     return f"{PACKAGE}.{name}" if is_own else None
 
 
+def own_names(kind: Kind) -> list[str]:
+    """Names of a kind that the plugin in use defines."""
+    plugin = plugin_in_use()
+    return [] if plugin is None else [one.name for one in plugin.of_kind(kind)]
+
+
 def own_class(kind: Kind, class_path: str) -> tuple[Plugin, Defined] | None:
     """The plugin in use and its class of a class path; None: the path is not of a plugin.
 

@@ -65,7 +65,8 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
         raise UserError(
             f"{plugin.option} defines nothing that ftkit uses: no subclass of ftkit.Objective, "
             "ftkit.Callback, torch.optim.Optimizer or lightning's Logger, no data set with "
-            f"__len__ and __getitem__, no metric of ({', '.join(METRIC_ARGUMENTS)})."
+            f"__len__ and __getitem__, no metric of ({', '.join(METRIC_ARGUMENTS)}). Define one, "
+            "whose name does not begin with _, or leave out --plugin."
         )
     for one in found:
         if (

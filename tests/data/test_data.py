@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from messages import key_words, says
+from messages import key_words, message_of, says
 from orders import make_elastic_order
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -24,6 +24,7 @@ from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils import embedded
 
@@ -404,6 +405,12 @@ class TestChecks:
     @pytest.mark.parametrize("package", ["", "litgpt.data."])
     def test_map_style_modules_of_litgpt_are_accepted(self, package: str, name: str) -> None:
         check_data(Component(class_path=package + name, init_args={}))
+
+    @pytest.mark.parametrize("preference", ["pairs", "labels"])
+    def test_modules_of_litgpt_have_no_preferences(self, preference: Preference) -> None:
+        data = Component(class_path="litgpt.data.Alpaca", init_args={})
+        message = message_of(check_data, data, preference=preference)
+        assert says(message, f"data is Alpaca ... no preference {preference}", "--data JSON")
 
     @pytest.mark.parametrize(
         ("class_path", "message"),

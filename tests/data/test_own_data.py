@@ -17,6 +17,7 @@ from ftkit.data.sources import data_source
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.recipe.objectives import Preference
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Component
 
@@ -168,6 +169,26 @@ def test_an_option_that_means_nothing_for_the_records_is_refused(
 ) -> None:
     text, _, advice = refusal(path=write("a.jsonl", ROWS[shape]), **options).partition("\n")
     assert says(text, reason) and says(advice, works)
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("preference", "row"), [("pairs", PAIR), ("labels", ROWS["completion"] | {"label": True})]
+)
+def test_of_answers_that_are_compared_prompts_are_never_trained(
+    preference: Preference, row: Record
+) -> None:
+    path = write("a.jsonl", row)
+
+    def read(**options: Any) -> Part:
+        source = data_source(of(path=path, **options)).of_preference(preference)
+        (found,) = source.parts()
+        return found.read()
+
+    assert read().rules.train_on == read(mask_prompt=True).rules.train_on == "last"
+    assert says(message_of(read, mask_prompt=False), "data.mask_prompt is False", "train_on")
 
 
 def test_an_empty_option_counts_as_not_set() -> None:

@@ -36,7 +36,7 @@ class Mine(Supervised):
             raise ValueError("weight below 0")
 
 class Compared(_Dpo):
-    def __init__(self, needed: str): pass
+    def __init__(self, needed: str): super().__init__()
 
 class Unfinished(ftkit.Objective):
     def amounts(self, samples): return {}
@@ -164,6 +164,17 @@ def test_nothing_that_a_recipe_names_is_executed(name: str, use: Any, own: Plugi
             assert says(message_of(use, chosen), "--plugin FILE.py")
         assert plugin_in_use() is own
     assert plugin_in_use() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "use", "written", "meant"),
+    [("objective", objective_rules, "Mein", "Mine"), ("data", data_source, "Row", "Rows")],
+)
+def test_a_misspelt_class_of_the_plugin_is_suggested(
+    name: str, use: Any, written: str, meant: str, own: Plugin
+) -> None:
+    with using(own):
+        assert says(message_of(use, component(written)), written, f"--{name} {meant}")
 
 
 def test_the_key_plugin_of_a_recipe_is_refused() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftkit.data.records.conversations import CONVERSATION_KEYS
-from ftkit.data.records.keys import is_empty
+from ftkit.data.records.keys import LABEL_KEYS, is_empty
 from ftkit.data.records.record import Misfit, keys_of, kind_of
 
 Row = dict[str, Any]
@@ -49,14 +49,30 @@ def pair_rows(row: Mapping[str, Any]) -> tuple[Row, Row]:
         row = {**row, "prompt": row["input"]["messages"]}
         del row["input"]
     for names in _NAMES:
-        if all(not is_empty(row.get(name)) for name in names):
-            chosen, rejected = (row[name] for name in names)
+        chosen, rejected = (row.get(name) for name in names)
+        # An empty text is an answer, which is left out and counted like any empty answer.
+        are_texts = isinstance(chosen, str) and isinstance(rejected, str) and (chosen or rejected)
+        if are_texts or not (is_empty(chosen) or is_empty(rejected)):
             rest = {key: value for key, value in row.items() if key not in names}
             return _with_answers(rest, chosen, rejected)
     for key in _REJECTED:
         if not is_empty(row.get(key)):
             return _beside_conversation(row, key)
-    raise Misfit(f" is no preference pair; its keys: {keys_of(dict(row))}. {_RULE}\nCorrect it.")
+    raise _no_pair(row)
+
+
+def _no_pair(row: Mapping[str, Any]) -> Misfit:
+    names = next((names for names in _NAMES if any(name in row for name in names)), ())
+    lacking = next((name for name in names if is_empty(row.get(name))), None)
+    why, advice = "", "Add chosen and rejected"
+    if lacking is not None:
+        why = f": {lacking} is {'empty' if lacking in row else 'missing'}"
+        advice = f"Add {lacking}, or remove the record"
+    elif any(key in row for key in LABEL_KEYS):
+        advice = "To learn from answers with a label, try --objective kto"
+    return Misfit(
+        f" is no preference pair{why}; its keys: {keys_of(dict(row))}. {_RULE}\n{advice}."
+    )
 
 
 def _with_answers(rest: Row, chosen: Any, rejected: Any) -> tuple[Row, Row]:

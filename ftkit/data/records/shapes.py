@@ -323,6 +323,8 @@ class RecordReader:
         return self._answer(value, row)
 
     def _labelled(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
+        if _is_preference(row):
+            raise Refusal(_PAIR.format("answers with a label"))
         desirable = label_of(row)
         rest, others = (
             {key: item for key, item in of.items() if key not in LABEL_KEYS} for of in (row, value)
@@ -403,13 +405,14 @@ class RecordReader:
             read = ", ".join(f"{ours} from {theirs}" for ours, theirs in self._columns.items())
             text, _, advice = str(misfit).partition("\n")
             return f"{text} data.columns takes {read}.\nCorrect data.columns. {advice}"
+        if self._form is None or self._preference == "pairs":
+            return str(misfit)
         try:
             other = recognise(value, {}, answered=True)
             other.convert(value)
         # Any value may be tried here, also one that no check has seen.
         except (Misfit, AttributeError, TypeError):
             return str(misfit)
-        assert self._form is not None
         return (
             f" is {_article(other)}, but the first record is {_article(self._form)}.\n"
             "Give each kind as a source of its own: data.sources."
@@ -521,16 +524,16 @@ def _check_unweighted(row: Mapping[str, Any], answers: Iterable[Record], why: st
 
 
 _PAIR = (
-    " is a preference pair (chosen and rejected), but the objective learns from one answer.\n"
+    " is a preference pair (chosen and rejected), but the objective learns from {}.\n"
     "To learn which of the two is better, try --objective dpo."
 )
 
 
 def _explain_preference(row: dict[str, Any]) -> str:
-    chosen = row["chosen"]
+    chosen, pair = row["chosen"], _PAIR.format("one answer")
     if isinstance(chosen, dict):
         return (
-            f"{_PAIR} To train only on the chosen answers, put each into the messages of its "
+            f"{pair} To train only on the chosen answers, put each into the messages of its "
             "record, and remove chosen and rejected."
         )
     if isinstance(chosen, list):
@@ -544,7 +547,7 @@ def _explain_preference(row: dict[str, Any]) -> str:
         works = f"{question} --data.columns.output chosen"
     else:
         works = "--data.columns.text chosen"
-    return f"{_PAIR} To train only on the chosen answers, try {works}."
+    return f"{pair} To train only on the chosen answers, try {works}."
 
 
 def _explain_unknown(row: dict[str, Any]) -> str:

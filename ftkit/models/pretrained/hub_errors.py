@@ -2,13 +2,27 @@
 
 import errno
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import litgpt_is_installed
 from ftkit.utils.names import nearest
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Have messages about a model name the key of the recipe that it stands under.
+
+    Raises:
+        UserError: as in the block.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("checkpoint_dir", key)) from error
 
 
 def http_library() -> ModuleType:

@@ -55,6 +55,11 @@ def test_labels_of_other_programs_are_read(name: str, desirable: bool) -> None:
             ["chosen", "--objective dpo"],
             id="a pair",
         ),
+        pytest.param(
+            {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+            ["chosen", "label", "--objective dpo"],
+            id="a pair without one",
+        ),
         pytest.param(COMPLETION | {"label": True, "loss_weight": 0.5}, ["weights"], id="weight"),
     ],
 )

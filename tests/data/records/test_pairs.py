@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from messages import message_of, says
 
 from ftkit.data.records.pairs import pair_rows
 from ftkit.data.records.record import Misfit
+from ftkit.data.records.shapes import RecordReader
 
 USER = {"role": "user", "content": "2 + 2?"}
 RIGHT = {"role": "assistant", "content": "4"}
@@ -23,6 +25,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"chosen": "What is 2 + 2? It is 4.", "rejected": "What is 2 + 2? It is 5."},
         {"prompt": "What is 2 + 2? It is", "completion": " 4."},
         {"prompt": "What is 2 + 2? It is", "completion": " 5."},
+    ),
+    "an empty text": (
+        {"prompt": "2 + 2?", "chosen": " 4", "rejected": ""},
+        {"prompt": "2 + 2?", "completion": " 4"},
+        {"prompt": "2 + 2?", "completion": ""},
     ),
     "conversations": (
         {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
@@ -98,6 +105,11 @@ def test_other_keys_stay_in_both_rows() -> None:
     ("row", "words"),
     [
         ({"prompt": "2 + 2?", "completion": "4"}, ("prompt, completion", "rejected")),
+        ({"prompt": "2 + 2?", "completion": "4", "label": True}, ("--objective kto",)),
+        ({"prompt": "2 + 2?", "chosen": "4"}, ("rejected is missing", "Add rejected")),
+        ({"prompt": "2 + 2?", "chosen": None, "rejected": "5"}, ("chosen is empty",)),
+        ({"prompt": [USER], "chosen": [RIGHT], "rejected": []}, ("rejected is empty",)),
+        ({"prompt": "2 + 2?", "chosen": "", "rejected": ""}, ("chosen is empty",)),
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": [WRONG]}, ("a text", "a list")),
         ({"prompt": [USER], "chosen": "4", "rejected": "5"}, ("prompt", "lists of messages")),
         ({"chosen": "Four.", "rejected": "Five."}, ("no prompt", "Add it")),
@@ -110,3 +122,13 @@ def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], words: tuple[str,
     with pytest.raises(Misfit) as caught:
         pair_rows(row)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_records_of_another_kind_among_pairs_are_refused_as_what_they_are(place: int) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}]
+    rows.insert(place, {"instruction": "2 + 2?", "output": "4"})
+    reader = RecordReader(preference="pairs")
+    message = message_of(reader.records, enumerate(rows), str)
+    assert message.startswith(f"{place} is no preference pair")
+    assert says(message, "instruction, output", "Add chosen and rejected")
