@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ftkit.data.rendering import ChatRenderer
+from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.models.chat_templates.sandbox import DATE
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE, text_template
 from ftkit.models.pretrained.tokenizer import Tokenizer

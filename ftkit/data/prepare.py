@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import (
     NO_OUTPUT,
     NO_TEXT,
     NO_TOKEN,
     UNKNOWN_TOKEN,
-    ChatRenderer,
     CompletionRenderer,
     InstructionRenderer,
     LabelRenderer,

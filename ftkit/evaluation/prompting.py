@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ftkit.data.rendering import ChatRenderer
+from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result

@@ -14,7 +14,7 @@ from tiny import WORDS, make_llama
 from transformers import AutoTokenizer
 
 from ftkit.cli.app import run
-from ftkit.data.rendering import ChatRenderer
+from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import find_result
 from ftkit.models.chat_templates.template import resolve_chat_template

@@ -10,8 +10,9 @@ import pytest
 from chats import CONVERSATIONS, random_conversation, said, write_chat_tokenizer
 from families import FAMILIES
 
+from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.record import Record
-from ftkit.data.rendering import ChatRenderer, Rendered
+from ftkit.data.rendering import Rendered
 from ftkit.models.chat_templates.template import NAMED, ChatTemplate, resolve_chat_template
 from ftkit.models.chat_templates.turns import (
     CHANGED,
