@@ -108,7 +108,7 @@ def print_component_help(component: str, name: str) -> None:
     """
     parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=Help)
     if not name:
-        names = ", ".join(_component_names(component))
+        names = ", ".join(_listed(component, known) for known in _component_names(component))
         parser.description = f"--{component} takes one of: {names}."
         parser.epilog = f"--{component}.help NAME shows the keys of one."
     elif not _add_component_keys(parser, component, name):
@@ -260,6 +260,12 @@ def _component_names(component: str) -> list[str]:
     return [*(one.name for one in own if one.kind == component), *_known_names(component)]
 
 
+def _listed(component: str, name: str) -> str:
+    """A name in the list of all, with what an objective of it learns."""
+    learned = OBJECTIVES.get(name) if component == "objective" else None
+    return name if learned is None else f"{name} ({learned.summary})"
+
+
 def _known_names(component: str) -> list[str]:
     if component == "data":
         return list(KINDS)
@@ -287,7 +293,7 @@ def _component_class(component: str, name: str) -> type:
         rules = RULES.get("single" if name == "auto" else name)
         found = rules.options if rules else None
     elif component == "objective":
-        learned = OBJECTIVES.get(name)  # type: ignore[call-overload]
+        learned = OBJECTIVES.get(name)
         found = learned.options if learned else None
     elif component == "data":
         short = name.removeprefix("litgpt.data.").removeprefix("ftkit.data.")

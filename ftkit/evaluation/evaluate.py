@@ -38,11 +38,10 @@ from ftkit.models.lora.adapter_files import read_adapter
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.objectives.objective import Objective, checked_amounts
+from ftkit.objectives.objective import Objective, checked_amounts, make_objective
 from ftkit.objectives.reference import BelowAdapter
 from ftkit.objectives.reference_values import ReferenceValues
 from ftkit.objectives.reward import Reward
-from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import check_objective, is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides

@@ -1,5 +1,6 @@
-"""The interface of an objective, and its terms."""
+"""The interface of an objective, its terms, and the objective that a recipe names."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from torch import Tensor
 from ftkit.data.samples.sample_set import Samples
 from ftkit.errors import UserError
 from ftkit.models.loss import HeadOutput
+from ftkit.recipe.objectives import OBJECTIVES, objective_options
+from ftkit.recipe.plugin import own_class
+from ftkit.recipe.recipe import Component
 from ftkit.utils.accelerators.use import sum_dtype
 
 Batch = dict[str, Any]
@@ -127,6 +131,24 @@ class Objective(ABC):
             [statistics].
         """
         raise NotImplementedError
+
+
+def make_objective(objective: Component) -> Objective:
+    """Make the objective of a recipe.
+
+    Raises:
+        UserError: unknown objective or option, or a value out of its range.
+    """
+    name, options = objective["class_path"], objective_options(objective)
+    if (own := own_class("objective", name)) is not None:
+        plugin, defined = own
+        made = plugin.make("objective", defined.name, **options)
+        assert isinstance(made, Objective)
+        check_terms(made)
+        return made
+    module, _, class_name = OBJECTIVES[name].class_path.rpartition(".")
+    built_in: Objective = getattr(importlib.import_module(module), class_name)(**options)
+    return built_in
 
 
 def check_terms(objective: Objective) -> None:

@@ -33,9 +33,8 @@ from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.objectives.distillation import Teacher
-from ftkit.objectives.objective import Batch
+from ftkit.objectives.objective import Batch, make_objective
 from ftkit.objectives.reference import BelowAdapter, Companion, Computed
-from ftkit.objectives.select import make_objective
 from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.objectives import is_below_adapter

@@ -1,5 +1,6 @@
 """Objectives without torch: their names, options, and what they need of data and model."""
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from ftkit.utils.names import nearest
 Preference = Literal["pairs", "labels"]
 """How records say which answers are better. pairs: two answers to a prompt, the better one first.
 labels: one answer, and whether it is desirable."""
-ObjectiveName = Literal["sft", "dft", "eaft", "dpo", "orpo", "simpo", "kto", "reward", "distill"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,25 +102,10 @@ class DistillOptions:
     """Weight of the cross-entropy of the given answers, per token, beside the divergence."""
 
 
-ObjectiveOptions = (
-    SftOptions
-    | DftOptions
-    | EaftOptions
-    | DpoOptions
-    | OrpoOptions
-    | SimPoOptions
-    | KtoOptions
-    | RewardOptions
-    | DistillOptions
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveRules:
     """Rules of an objective, known before torch is loaded."""
 
-    options: type[ObjectiveOptions]
-    """Its options, which are the keys below `objective`."""
     preference: Preference | None = None
     """How its records say which answers are better; None: they do not."""
     scores: bool = False
@@ -140,19 +125,77 @@ class ObjectiveRules:
         return 2 if self.preference == "pairs" else 1
 
 
-OBJECTIVES: dict[ObjectiveName, ObjectiveRules] = {
-    "sft": ObjectiveRules(options=SftOptions, is_smoothed=True),
-    "dft": ObjectiveRules(options=DftOptions),
-    "eaft": ObjectiveRules(options=EaftOptions),
-    "dpo": ObjectiveRules(options=DpoOptions, preference="pairs", needs_reference=True),
-    "orpo": ObjectiveRules(options=OrpoOptions, preference="pairs"),
-    "simpo": ObjectiveRules(options=SimPoOptions, preference="pairs"),
-    "kto": ObjectiveRules(
-        options=KtoOptions, preference="labels", needs_reference=True, observes_mismatched=True
+@dataclass(frozen=True, kw_only=True)
+class BuiltInObjective(ObjectiveRules):
+    """An objective that ftkit has without a plugin."""
+
+    summary: str
+    """What is learned, as a part of a sentence."""
+    class_path: str
+    """Module and class that make it: imported only where it is used, because it needs torch."""
+    options: type[Any]
+    """Its options, the keys below `objective`, which are the arguments of its class."""
+
+
+OBJECTIVES = {
+    "sft": BuiltInObjective(
+        summary="the answers of records",
+        class_path="ftkit.objectives.supervised.Supervised",
+        options=SftOptions,
+        is_smoothed=True,
     ),
-    "reward": ObjectiveRules(options=RewardOptions, preference="pairs", scores=True),
-    "distill": ObjectiveRules(options=DistillOptions, needs_teacher=True),
+    "dft": BuiltInObjective(
+        summary="the answers of records; unlikely tokens weigh less",
+        class_path="ftkit.objectives.supervised.Dft",
+        options=DftOptions,
+    ),
+    "eaft": BuiltInObjective(
+        summary="the answers of records; tokens of which the model is sure weigh less",
+        class_path="ftkit.objectives.supervised.Eaft",
+        options=EaftOptions,
+    ),
+    "dpo": BuiltInObjective(
+        summary="which of two answers is better, compared with a reference",
+        class_path="ftkit.objectives.preference.Dpo",
+        options=DpoOptions,
+        preference="pairs",
+        needs_reference=True,
+    ),
+    "orpo": BuiltInObjective(
+        summary="the better of two answers, and the odds of both",
+        class_path="ftkit.objectives.preference.Orpo",
+        options=OrpoOptions,
+        preference="pairs",
+    ),
+    "simpo": BuiltInObjective(
+        summary="which of two answers is better, by a margin and without a reference",
+        class_path="ftkit.objectives.preference.SimPo",
+        options=SimPoOptions,
+        preference="pairs",
+    ),
+    "kto": BuiltInObjective(
+        summary="which answers are desirable, without another one to compare with",
+        class_path="ftkit.objectives.kto.Kto",
+        options=KtoOptions,
+        preference="labels",
+        needs_reference=True,
+        observes_mismatched=True,
+    ),
+    "reward": BuiltInObjective(
+        summary="a score that is higher for the better of two answers",
+        class_path="ftkit.objectives.reward.Reward",
+        options=RewardOptions,
+        preference="pairs",
+        scores=True,
+    ),
+    "distill": BuiltInObjective(
+        summary="how likely a teacher holds every token of answers",
+        class_path="ftkit.objectives.distillation.Distill",
+        options=DistillOptions,
+        needs_teacher=True,
+    ),
 }
+"""Objectives by name. A new one is a row and its options here, and its class."""
 
 
 def objective_rules(objective: Component) -> ObjectiveRules:
@@ -164,7 +207,7 @@ def objective_rules(objective: Component) -> ObjectiveRules:
     name: Any = objective["class_path"]
     if (own := own_class("objective", name)) is not None:
         _, defined = own
-        return ObjectiveRules(options=defined.options_class, **defined.rules)
+        return ObjectiveRules(**defined.rules)
     if name not in OBJECTIVES:
         known = [*OBJECTIVES, *own_names("objective")]
         of_plugins = "" if plugin_in_use() else "; one of your own needs --plugin FILE.py"
@@ -194,18 +237,20 @@ def is_below_adapter(recipe: Recipe) -> bool:
     return recipe.adapter is None and not recipe.lora_modules_to_save
 
 
-def objective_options(objective: Component) -> ObjectiveOptions:
-    """Return the options of a recipe's objective, checked.
+def objective_options(objective: Component) -> dict[str, Any]:
+    """Return the options of a recipe's objective, checked, with defaults of those it does not give.
+
+    Those of a plugin's own have their defaults in its class.
 
     Raises:
         UserError: unknown objective or option, or a value out of its range.
     """
     name, given = objective["class_path"], objective["init_args"]
-    options = objective_rules(objective).options
+    objective_rules(objective)  # there is one of this name
     if (own := own_class("objective", name)) is not None:
         own[1].check_options(given)
-        own_options: ObjectiveOptions = options(**given)
-        return own_options
+        return dict(given)
+    options = OBJECTIVES[name].options
     kinds = get_type_hints(options)
     for key, value in given.items():
         if key not in kinds:
@@ -244,7 +289,7 @@ def objective_options(objective: Component) -> ObjectiveOptions:
             f"objective.label_noise is {noise}, but objective.loss is {loss}, which does not use "
             "it. Try --objective.loss conservative."
         )
-    return options(**given)
+    return dataclasses.asdict(options(**given))
 
 
 def check_objective(recipe: Recipe) -> None:

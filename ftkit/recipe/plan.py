@@ -15,6 +15,7 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import check_objective
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
+    LOGGER_PACKAGES,
     Eval,
     Kernels,
     LoggerName,
@@ -36,14 +37,6 @@ from ftkit.recipe.strategies import (
 from ftkit.utils.accelerators.kinds import HOST_KIND, DeviceKind, device_kind
 from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.remote.urls import display_path, url_of
-
-_PACKAGE_OF: dict[LoggerName, str] = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow-skinny",
-    "trackio": "trackio",
-}
-"""The package to install for a logger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,7 +549,7 @@ def check_loggers_installed(names: Iterable[LoggerName]) -> None:
         if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"logger_name has {name}, but it is not installed. Try pip install "
-                f"{_PACKAGE_OF[name]}, or --logger_name csv."
+                f"{LOGGER_PACKAGES.get(name, name)}, or --logger_name csv."
             )
 
 

@@ -15,6 +15,8 @@ Method = Literal["full", "lora"]
 Kernels = Literal["auto", "torch", "liger"]
 AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
+LOGGER_PACKAGES: dict[LoggerName, str] = {"mlflow": "mlflow-skinny"}
+"""Package to install for a logger, if its name is not that of the logger."""
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
@@ -277,11 +279,8 @@ class Recipe:
     """Training data: a map-style module of litgpt.data, or JSON with --data.path FILE; options as
     --data.NAME VALUE."""
     objective: Component = field(default_factory=lambda: Component(class_path="sft", init_args={}))
-    """What is learned: sft, the answers of records; dft or eaft, the same, but less of what the
-    model holds for unlikely; distill, how likely a teacher holds every token of them; dpo, orpo or
-    simpo, which of the two answers of a preference pair is better; kto, which answers are
-    desirable; reward, a score that is higher for the better answer. Options as --objective.NAME
-    VALUE."""
+    """What is learned: sft, the answers of records, or another objective, such as dpo, which of two
+    answers is better; --objective.help lists them. Options as --objective.NAME VALUE."""
     reference: str | None = None
     """The model that dpo compares with, if it is not the one with which training begins: a
     directory or name as for checkpoint_dir, with the same vocabulary. Its log-probabilities are

@@ -156,8 +156,8 @@ class Evaluator:
         if objective.is_cross_entropy:
             parts.append(f"perplexity {perplexity(loss):.3g}")
         parts += [
-            term_text(name, known.validation_last, is_share=known.is_share)
-            for name, known in self._journal.recorder.report.terms.items()
+            term_text(term.name, found.terms[term.name], is_share=term.is_share)
+            for term in objective.reported
         ]
         parts += [f"{name} {of_set:.4f}" for name, of_set in of_sets.items()]
         self._journal.display.message(", ".join(parts))

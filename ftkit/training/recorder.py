@@ -13,7 +13,7 @@ import torch
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.models.routing import Routing
-from ftkit.objectives.select import make_objective
+from ftkit.objectives.objective import make_objective
 from ftkit.planning.meter import DevicePeak
 from ftkit.recipe.plan import Plan
 from ftkit.runs.directory import RankDirectory
@@ -114,16 +114,18 @@ class Recorder:
         self._sets = SourceMeter.from_carried(sets, before.get("sets"), least=1)
         after, sources = start.step if start else None, tuple(self._sources.sources)
         self._objective = make_objective(plan.recipe.objective)
-        terms = tuple(term.name for term in self._objective.reported)
         self._metrics = MetricsWriter(
-            tables.metrics, after_step=after, sources=sources, terms=terms
+            tables.metrics,
+            after_step=after,
+            sources=sources,
+            terms=tuple(term.name for term in self._objective.reported),
         )
         sources += sets
         self._validation = ValidationWriter(
             tables.validation,
             after_step=after,
             sources=sources,
-            terms=terms,
+            terms=tuple(term.name for term in self._objective.validated.reported),
             is_cross_entropy=self._objective.is_cross_entropy,
         )
         of_terms = from_json(dict[str, TermValues], before.get("terms") or {})

@@ -58,9 +58,8 @@ from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.objectives.distillation import Teacher
-from ftkit.objectives.objective import Objective, checked_amounts
+from ftkit.objectives.objective import Objective, checked_amounts, make_objective
 from ftkit.objectives.reference import BelowAdapter, Companion
-from ftkit.objectives.select import make_objective
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe

@@ -224,6 +224,7 @@ def test_the_function_of_a_command_exists(name: str) -> None:
         (["--optimizer.help", "AdamW"], "--optimizer.betas [NUMBER,NUMBER] Coefficients used"),
         (["--optimizer.help", "AdamW"], "--optimizer.lr NUMBER Learning rate"),
         (["--optimizer.help", "bitsandbytes.optim.AdamW8bit"], "Default: [0.9, 0.999]."),
+        (["--objective.help"], "--objective takes one of: sft (the answers of records), dft ("),
         (["--strategy.help"], "--strategy takes one of: auto, single, ddp, fsdp, deepspeed."),
         (["--strategy.help", "fsdp"], "--strategy.cpu_offload {true,false} Keep parameters,"),
         (["--strategy.help", "deepspeed"], "--strategy.stage {1,2,3} ZeRO stage"),

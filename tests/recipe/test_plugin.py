@@ -11,10 +11,10 @@ from plugins import documented, opened, plugin_of
 
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
+from ftkit.objectives.objective import make_objective
 from ftkit.objectives.preference import Paired
-from ftkit.objectives.select import make_objective
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import OBJECTIVES, ObjectiveName, objective_options, objective_rules
+from ftkit.recipe.objectives import OBJECTIVES, objective_options, objective_rules
 from ftkit.recipe.own_metric import LoadedMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.plugin import Plugin, open_plugin, plugin_in_use, using
@@ -217,9 +217,7 @@ def test_an_objective_is_made_with_its_options(own: Plugin) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "reward"])
-def test_an_objective_derived_from_ftkits_own_has_its_rules(
-    name: ObjectiveName, tmp_path: Path
-) -> None:
+def test_an_objective_derived_from_ftkits_own_has_its_rules(name: str, tmp_path: Path) -> None:
     base = type(make_objective(component(name)))
     source = f"from {base.__module__} import {base.__name__} as _B\nclass Mine(_B): pass\n"
     with using(plugin_of(tmp_path, source)):
