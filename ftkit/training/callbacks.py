@@ -23,7 +23,8 @@ from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Recipe
 from ftkit.runs.report.meters import StepRecord
 from ftkit.strategies.distributed import broadcast_text, max_over_ranks, rank, world_size
-from ftkit.training.setup import Journal, Setup
+from ftkit.training.journal import Journal
+from ftkit.training.setup import Setup
 from ftkit.utils.safetensors_files import save_tensors
 
 FILE_NAME = "callbacks.safetensors"
@@ -183,18 +184,6 @@ class Patience(Callback):
             )
 
 
-def own_callbacks() -> dict[str, Callback]:
-    """Make the callbacks of the plugin in use, by name.
-
-    Raises:
-        UserError: one cannot be made.
-    """
-    plugin = plugin_in_use()
-    if plugin is None:
-        return {}
-    return {one.name: plugin.make("callback", one.name) for one in plugin.of_kind("callback")}
-
-
 class Callbacks:
     """The callbacks of a run."""
 
@@ -271,6 +260,31 @@ class Callbacks:
         for name, state in read_state(directory).items():
             if name in self._callbacks:
                 self._callbacks[name].load_state_dict(state)
+
+
+def make_callbacks(
+    setup: Setup, journal: Journal, log: Callable[[dict[str, float], int], None]
+) -> Callbacks:
+    """Make the callbacks of a run: those of the plugin in use, and what its recipe asks for.
+
+    Args:
+        setup: of this rank; if it starts from a checkpoint, they get the state that this has.
+        journal: for messages and measurements.
+        log: sends values of a step to the loggers.
+
+    Raises:
+        UserError: one of the plugin cannot be made.
+    """
+    found: dict[str, Callback] = {}
+    if (plugin := plugin_in_use()) is not None:
+        defined = plugin.of_kind("callback")
+        found = {one.name: plugin.make("callback", one.name) for one in defined}
+    if (patience := setup.recipe.eval.patience) is not None:
+        found["patience"] = Patience(patience, journal)
+    callbacks = Callbacks(found, RunView(setup, journal, log))
+    if setup.start.directory is not None:
+        callbacks.restore(setup.start.directory)
+    return callbacks
 
 
 class CallbackState:

@@ -38,7 +38,8 @@ from ftkit.runs.report.metrics import loss_columns, read_validation
 from ftkit.runs.report.report import ChosenResult
 from ftkit.strategies.distributed import broadcast_ints, rank
 from ftkit.training.callbacks import CallbackState
-from ftkit.training.setup import Journal, Setup
+from ftkit.training.journal import Journal
+from ftkit.training.setup import Setup
 from ftkit.utils.console.formatting import bytes_text, duration_text, parse_duration, utc_now
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import launcher_starts_again

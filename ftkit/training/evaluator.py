@@ -29,8 +29,9 @@ from ftkit.runs.report.answers import (
 from ftkit.runs.report.metrics import loss_column, perplexity, term_column
 from ftkit.runs.report.table import term_text
 from ftkit.strategies.distributed import rank
+from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
-from ftkit.training.setup import Journal, Setup, result_stop_ids, result_template
+from ftkit.training.setup import Setup, result_stop_ids, result_template
 from ftkit.utils.console.formatting import number_text, percent_text
 from ftkit.utils.progress import OnProgress
 

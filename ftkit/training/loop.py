@@ -17,8 +17,9 @@ from ftkit.strategies.distributed import broadcast_ints, max_over_ranks, rank
 from ftkit.training.callbacks import Callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
+from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
-from ftkit.training.setup import Journal, Setup
+from ftkit.training.setup import Setup
 from ftkit.training.step import TrainStep
 
 

@@ -50,13 +50,15 @@ from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank, world_size
 from ftkit.strategies.strategy import set_arithmetic
-from ftkit.training.callbacks import Callbacks, Patience, RunView, own_callbacks
+from ftkit.training.callbacks import make_callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
+from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers, make_loggers, own_loggers
 from ftkit.training.loop import Interrupted, NonFiniteLoss, StopRequest, Training
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import Journal, Setup, StartingPoint, open_start, set_up
+from ftkit.training.setup import Setup, set_up
+from ftkit.training.start import StartingPoint, open_start
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
 from ftkit.utils.own_code import line_in
@@ -120,7 +122,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         stop,
         journal,
         started_loggers,
-        _callbacks(setup, journal, started_loggers),
+        make_callbacks(setup, journal, started_loggers.log),
         started_at_s=job.started_at_s,
         stop_after=job.stop_after,
     )
@@ -141,17 +143,6 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
             journal.warn(refused)
         recorder.saved(setup.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)
-
-
-def _callbacks(setup: Setup, journal: Journal, loggers: Loggers) -> Callbacks:
-    """Make the callbacks of a run, with the state that its checkpoint has of them."""
-    found = own_callbacks()
-    if (patience := setup.recipe.eval.patience) is not None:
-        found["patience"] = Patience(patience, journal)
-    callbacks = Callbacks(found, RunView(setup, journal, loggers.log))
-    if setup.start.directory is not None:
-        callbacks.restore(setup.start.directory)
-    return callbacks
 
 
 def _save_result(setup: Setup, out: Path) -> None:

@@ -1,16 +1,13 @@
 """Set-up of a rank: everything that it needs for the first step, from the plan."""
 
 import dataclasses
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from ftkit.checkpoint.metadata import (
     BaseIdentity,
-    CheckpointError,
-    DamagedPart,
     DataIdentity,
     Metadata,
 )
@@ -18,8 +15,6 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
-from ftkit.data.inspection.findings import REPORTED_BY_COUNTS, Evidence, findings
-from ftkit.data.prepare import Counts
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder, Position
@@ -31,7 +26,6 @@ from ftkit.evaluation.references import (
     samples_of_run,
 )
 from ftkit.evaluation.validation import EvaluatedWeights
-from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.bodies.attention import (
     AttentionPath,
     attention_kernel,
@@ -50,9 +44,7 @@ from ftkit.models.pretrained.base_model import (
     fingerprint,
     implementation_of,
     open_base,
-    open_without_weights,
 )
-from ftkit.models.pretrained.hub import OUTLINE, find_here
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
@@ -66,8 +58,8 @@ from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
-from ftkit.runs.report.report import DataCounts, Resolved, Source
-from ftkit.runs.report.table import losses_of_data_text, summary_text
+from ftkit.runs.report.report import Resolved
+from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
@@ -80,54 +72,9 @@ from ftkit.strategies.strategy import (
     parameter_dtype,
     updated_dtype,
 )
-from ftkit.training.recorder import Recorder
+from ftkit.training.journal import Journal, log_data_summary, log_findings, log_sets_summary
+from ftkit.training.start import StartingPoint, identities, local_base, open_base_model
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.formatting import percent_text
-
-_MOST_SHOWN = 40
-"""Characters of a data path in a message; of a longer one only the last part is shown."""
-
-
-@dataclass(frozen=True)
-class Journal:
-    """Output of a rank: messages and progress on the display, measurements in the report."""
-
-    display: Display
-    recorder: Recorder
-
-    def warn(self, text: str) -> None:
-        """Show a warning and add it to the report."""
-        self.display.warning(text)
-        self.recorder.warn(text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartingPoint:
-    """Where training begins: the base model, or a checkpoint."""
-
-    metadata: Metadata | None = None
-    """Metadata of the checkpoint; None: training begins with the base model."""
-    stored: StoredState | None = None
-    """Training state of the checkpoint."""
-    directory: Path | None = None
-    """Directory of the checkpoint."""
-    in_place: bool = False
-    """Whether the checkpoint belongs to this run, and not to one from which it branches off."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps already done."""
-        return self.metadata.step if self.metadata else 0
-
-    @property
-    def samples(self) -> int:
-        """Samples already consumed: the position in the data."""
-        return self.metadata.samples if self.metadata else 0
-
-    @property
-    def is_validated(self) -> bool:
-        """Whether the validation loss of this state is known."""
-        return self.metadata is not None and self.metadata.validation_loss is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +190,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     plan, recipe, display = job.plan, job.recipe, journal.display
     train = recipe.train
 
-    base = base_for(_open_base(job.base, start, recipe.implementation), recipe.objective)
+    base = base_for(open_base_model(job.base, start, recipe.implementation), recipe.objective)
     require_trainable(base)
     max_seq_length = checked_length(base, train.max_seq_length)
     traits = base.architecture.attention
@@ -276,7 +223,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     log_data_summary(data, journal)
     log_sets_summary(sets, journal)
     if rank() == 0:
-        _log_findings(data, base, max_seq_length, journal)
+        log_findings(data, base, max_seq_length, journal)
     # Before the model is built and filled: a mistake in the recipe shows at once.
     known = identities(recipe.checkpoint_dir, base, data, start.metadata)
     of_teacher = None if teacher is None else _teacher_identity(recipe, teacher, start.metadata)
@@ -380,7 +327,7 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
     if recipe.reference is None:
         base = setup.base
         if not base.has_weights:  # what a checkpoint has of it
-            base = _local_base(recipe.checkpoint_dir, base.architecture.implementation)
+            base = local_base(recipe.checkpoint_dir, base.architecture.implementation)
         if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
             adapter = read_adapter(recipe.adapter, setup.base)
     model = None
@@ -466,113 +413,6 @@ def _load_teacher(teacher: BaseModel, setup: Setup, display: Display) -> Teacher
     return Teacher(model, strategy.sharding, strategy.precision.forward_context)
 
 
-# The starting point and the base model
-
-
-def open_start(checkpoint: Path, metadata: Metadata, own: Path) -> StartingPoint:
-    """Open the checkpoint that a run continues from.
-
-    Args:
-        checkpoint: its directory.
-        metadata: read from it.
-        own: directory of the checkpoints of the run itself.
-
-    Raises:
-        DamagedPart: a file of the checkpoint is damaged.
-        UserError: it cannot be read.
-    """
-    try:
-        stored = StoredState.in_checkpoint(checkpoint, metadata)
-    except DamagedPart:  # the supervisor may try an earlier checkpoint
-        raise
-    except CheckpointError as error:
-        raise UserError(
-            f"{error} Take an earlier checkpoint with --resume STEP; ftkit checkpoints list "
-            "shows those there are."
-        ) from error
-    return StartingPoint(
-        metadata=metadata,
-        stored=stored,
-        directory=checkpoint,
-        in_place=checkpoint.resolve().parent == own.resolve(),
-    )
-
-
-def _open_base(
-    directory: str, start: StartingPoint, implementation: Implementation | None
-) -> BaseModel:
-    if start.metadata is None:
-        return open_base(directory, implementation)
-    if (Path(directory) / OUTLINE).is_file():  # written by the checkpoint, which has the weights
-        return open_without_weights(Path(directory))
-    # Tensors of a checkpoint have the names of the implementation that wrote it.
-    known = implementation_of(start.metadata.base.fingerprint)
-    if implementation not in (None, known):
-        raise UserError(
-            f"model_implementation is {implementation}, but the checkpoint of step {start.step} "
-            f"was made with {known}, whose names its tensors have. Try --model_implementation "
-            f"{known}."
-        )
-    return open_base(directory, known)
-
-
-def identities(
-    checkpoint_dir: str, base: BaseModel, data: DataSets, start: Metadata | None
-) -> tuple[BaseIdentity, DataIdentity]:
-    """Identities of base model and data; only rank 0 computes them, other ranks get empty ones.
-
-    Args:
-        checkpoint_dir: name of the base model in the recipe.
-        base: its files, or what a checkpoint has of it.
-        data: tokenized.
-        start: metadata of the checkpoint that the run continues from.
-
-    Raises:
-        UserError: they differ from those of the checkpoint.
-    """
-    if rank() > 0:
-        return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
-    if not base.has_weights:
-        assert start is not None
-        known = implementation_of(start.base.fingerprint)
-        of_base = _local_identity(checkpoint_dir, known) or start.base
-    else:
-        of_base = BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
-    if start is not None and of_base.fingerprint != start.base.fingerprint:
-        raise UserError(
-            f"checkpoint_dir {checkpoint_dir} is not the model that the checkpoint of step "
-            f"{start.step} was made from ({start.base.name}): its weights differ. Give that model, "
-            "or start a new run with another --out_dir."
-        )
-    epoch = data.samples_per_epoch
-    of_data = DataIdentity(fingerprint=data.fingerprint, train_samples=epoch)
-    if start is not None and of_data != start.data:
-        raise UserError(
-            f"data: these are not the training samples that the checkpoint of step {start.step} "
-            f"has learned from ({epoch:,} now, {start.data.train_samples:,} then; their "
-            "text, masks or order differ). Continue with the same data and prompt style, or start "
-            "a new run with another --out_dir."
-        )
-    return of_base, of_data
-
-
-def _local_identity(checkpoint_dir: str, implementation: Implementation) -> BaseIdentity | None:
-    """Identity of a base model that is not needed any more, if all of it is on this machine."""
-    with suppress(UserError):
-        base = _local_base(checkpoint_dir, implementation)
-        if base is not None:
-            return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
-    return None
-
-
-def _local_base(checkpoint_dir: str, implementation: Implementation) -> BaseModel | None:
-    """The base model, if all of it is on this machine."""
-    with suppress(UserError):
-        found = find_here(checkpoint_dir)
-        return None if found is None else open_base(str(found), implementation)
-    return None
-
-
 # How the result is prompted
 
 
@@ -656,74 +496,6 @@ def _check_checkpoints(setup: Setup, existing_bytes: int) -> None:
 
 
 # Messages and the report
-
-
-def log_data_summary(data: DataSets, journal: Journal) -> None:
-    """Report the records and samples of each source, and show which ones are not trained on."""
-    sources = {}
-    for part, take in zip(data.parts, data.takes, strict=True):
-        counts = {str(split): _report_counts(one.counts) for split, one in part.splits.items()}
-        sources[part.source.name] = Source(data=counts, samples_per_epoch=take)
-        of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
-        where = part.source.where
-        shown = where if len(where) <= _MOST_SHOWN else Path(where).name
-        journal.display.message(f"data of {shown}: {part.part.summary}")
-        for split, known in counts.items():
-            if text := losses_of_data_text(known):
-                journal.display.message(f"{split} data{of_source}: {text}{_lost_text(known)}")
-        for notice in part.notices:
-            journal.warn(notice)
-    of_all = {str(split): _report_counts(counts) for split, counts in data.counts.items()}
-    journal.recorder.on_data(of_all, sources)
-
-
-def log_sets_summary(sets: ValidationSets, journal: Journal) -> None:
-    """Report the records and samples of each set, and show which ones are left out."""
-    counts = {}
-    for part in sets.parts:
-        name, known = part.source.name, _report_counts(part.splits["val"].counts)
-        counts[name] = Source(data={"val": known})
-        journal.display.message(f"set {name}: {part.part.summary}")
-        if text := losses_of_data_text(known):
-            journal.display.message(f"set {name}: {text}{_lost_text(known)}")
-        for notice in part.notices:
-            journal.warn(notice)
-    journal.recorder.on_sets(counts)
-
-
-def _log_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal: Journal) -> None:
-    """Show problems of the data, except for those that its counts already show."""
-    evidence = Evidence(
-        data=data,
-        tokenizer=base.tokenizer,
-        end_ids=end_tokens(base.tokenizer_directory),
-        max_seq_length=max_seq_length,
-        model_context=base.architecture.context_length,
-    )
-    for finding in findings(evidence):
-        if finding.kind in REPORTED_BY_COUNTS:
-            continue
-        if finding.severity == "warning":
-            journal.warn(finding.words)
-        else:
-            journal.display.message(f"notice: {finding.words}")
-
-
-def _report_counts(counts: Counts) -> DataCounts:
-    known = {field.name for field in dataclasses.fields(DataCounts)}
-    values = {name: value for name, value in vars(counts).items() if name in known}
-    return DataCounts(**values, lost_fraction=counts.lost_fraction)
-
-
-def _lost_text(counts: DataCounts) -> str:
-    """Share of the tokens that are lost because samples are too long, and the key to change."""
-    if not counts.skipped_no_labels + counts.truncated + counts.dropped + counts.split:
-        return ""
-    return (
-        f"; the longest sample has {counts.longest_tokens:,} tokens, "
-        f"{percent_text(counts.lost_fraction or 0.0)} of all tokens are lost "
-        "(train.max_seq_length decides that; of JSON data, data.overlong too)"
-    )
 
 
 def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:

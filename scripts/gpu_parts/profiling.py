@@ -53,10 +53,10 @@ def _train(scene: Scene) -> None:
     from ftkit.recipe.devices import find_devices
     from ftkit.recipe.parsing import read_recipe
     from ftkit.runs.job import Job
+    from ftkit.training.journal import Journal
     from ftkit.training.loop import StopRequest
     from ftkit.training.rank import run_job
     from ftkit.training.recorder import Recorder
-    from ftkit.training.setup import Journal
     from ftkit.utils.console.display import Display
 
     out = scene.directory / "out"

@@ -25,7 +25,7 @@ from ftkit.recipe.options import UseOptions
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job
 from ftkit.training import rank, setup
-from ftkit.training.setup import Journal
+from ftkit.training.journal import Journal
 
 STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
 TWO_RANKS = [

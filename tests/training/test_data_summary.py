@@ -11,7 +11,7 @@ from ftkit.data.dataset import load_data
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component
 from ftkit.runs.report.report import DataCounts, Source
-from ftkit.training.setup import log_data_summary
+from ftkit.training.journal import log_data_summary
 from ftkit.utils.console.formatting import percent_text
 
 

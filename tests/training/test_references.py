@@ -27,10 +27,10 @@ from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import Method
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.report.metrics import read_validation
+from ftkit.training.journal import Journal
 from ftkit.training.loop import StopRequest
 from ftkit.training.rank import run_job
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import Journal
 from ftkit.utils.console.display import Display
 
 PAIRS = 40

@@ -35,10 +35,11 @@ from ftkit.runs.report.report import Report
 from ftkit.strategies.optimizers import clip_gradients
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import Strategy
+from ftkit.training.journal import Journal
 from ftkit.training.loop import NonFiniteLoss, StopRequest
 from ftkit.training.rank import _explain, run_job
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import Journal, identities
+from ftkit.training.start import identities
 from ftkit.training.step import TrainStep
 from ftkit.utils.console.display import Display
 

@@ -61,7 +61,8 @@ from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.state import PARAMETER, state_kinds
 from ftkit.strategies.strategy import compute_dtype, parameter_dtype
 from ftkit.training.checkpointing import write_companions
-from ftkit.training.setup import identities, result_chat_files
+from ftkit.training.setup import result_chat_files
+from ftkit.training.start import identities
 from ftkit.utils.confinement import checked_size, extend_limits, without_limits
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
