@@ -13,9 +13,9 @@ from ftkit.evaluation.scoring import Score, Scoring
 from ftkit.models.generation import Context, answer_greedily
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.objectives.mismatched import mismatched_statistics
 from ftkit.objectives.objective import Objective, checked_sums
 from ftkit.objectives.reference import Companion
+from ftkit.objectives.step_loss import mismatched_statistics
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.use import sum_dtype
