@@ -8,14 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftkit.models.loss import (
-    Head,
-    HeadOutput,
-    OutputLayer,
-    autocast_dtype,
-    capped_logits,
-    in_cache,
-)
+from ftkit.models.loss import Head, HeadOutput, OutputLayer, autocast_dtype
+from ftkit.models.token_losses import capped_logits, in_cache
 
 Direction = Literal["forward", "reverse"]
 

@@ -11,158 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ftkit.models.token_losses import (
+    TokenLoss,
+    TokenWeight,
+    capped_logits,
+    differentiated,
+    in_cache,
+    loss_and_grad,
+    rows_in_cache,
+    weighted_loss_and_grad,
+)
+
 LOGITS_AT_ONCE = 2**25
 """Number of logits held at once (128 MiB in float32), within the two limits below."""
 FEWEST_ROWS, MOST_ROWS = 512, 1024
 """Limits of the positions at once. With fewer, a GPU spends longer on reading the weight than on
 multiplying; more are not faster, and slower on CPUs, whose caches they do not fit."""
-LOGITS_IN_CACHE = 2**20
-"""Number of logits that a CPU turns into probabilities at once: 4 MiB in float32, which fit its
-caches. Larger pieces took 2 to 4 times as long: 600 rows of 32,000 took 31 instead of 13 ms in
-float32, and 53 instead of 14 in bfloat16."""
 
 
 def rows_at_once(vocabulary: int) -> int:
     """Positions whose logits exist at the same time."""
     return min(max(LOGITS_AT_ONCE // vocabulary, FEWEST_ROWS), MOST_ROWS)
-
-
-def loss_and_grad(
-    logits: Tensor, wanted: Tensor, softcap: float | None, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy in float32, and its gradient in the dtype of the logits.
-
-    Args:
-        logits: [n, vocabulary]; overwritten.
-        wanted: [n, 1], the labels.
-        softcap: bound of the logits; None: they have none.
-        smoothing: share of each label that is spread evenly over the vocabulary.
-    """
-    capped = None
-    if softcap:
-        capped = torch.tanh(logits.float() / softcap)
-        grad = torch.log_softmax(capped * softcap, 1)
-    else:
-        grad = torch.log_softmax(logits, 1, dtype=torch.float32)
-    # `grad` holds log-probabilities until exp_() below turns it into the gradient, in place.
-    loss = -grad.gather(1, wanted).sum()
-    if smoothing:
-        evenly = smoothing / grad.size(1)
-        loss = (1 - smoothing) * loss - evenly * grad.sum()
-        grad.exp_().sub_(evenly)
-        grad.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
-    else:
-        grad.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=grad.dtype))
-    if capped is not None:
-        # Derivative of softcap * tanh(x / softcap).
-        grad.mul_(1 - capped.square_())
-    return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
-
-
-TokenWeight = Callable[[Tensor, Tensor], Tensor]
-"""Factor of the loss of each token, [n, 1], from log-probabilities, [n, vocabulary] float32, and
-labels, [n, 1]. No gradient flows through it."""
-
-
-def weighted_loss_and_grad(
-    logits: Tensor,
-    wanted: Tensor,
-    weights: Tensor | None = None,
-    *,
-    softcap: float | None,
-    smoothing: float = 0.0,
-    token_weight: TokenWeight | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sum of weighted cross-entropies in float32, and its gradient in the dtype of the logits.
-
-    Args:
-        logits: [n, vocabulary]; overwritten.
-        wanted: [n, 1], the labels.
-        weights: [n, 1] float32, of the labels; None: 1 each.
-        softcap: bound of the logits; None: they have none.
-        smoothing: share of each label that is spread evenly over the vocabulary.
-        token_weight: another factor, of what the model holds for likely.
-    """
-    capped = None
-    if softcap:
-        capped = torch.tanh(logits.float() / softcap)
-        grad = torch.log_softmax(capped * softcap, 1)
-    else:
-        grad = torch.log_softmax(logits, 1, dtype=torch.float32)
-    if token_weight is not None:
-        factors = token_weight(grad, wanted)
-        weights = factors if weights is None else weights * factors
-    assert weights is not None
-    evenly = smoothing / grad.size(1)
-    losses = (smoothing - 1) * grad.gather(1, wanted)
-    if smoothing:
-        losses -= evenly * grad.sum(1, keepdim=True)
-    # As in `loss_and_grad`: log-probabilities become the gradient in place.
-    grad.exp_().sub_(evenly)
-    grad.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
-    grad.mul_(weights)
-    if capped is not None:
-        grad.mul_(1 - capped.square_())
-    loss = (losses * weights).sum()
-    return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
-
-
-def _rowsin_cache(logits: Tensor) -> int:
-    return max(1, LOGITS_IN_CACHE // logits.size(1))
-
-
-def in_cache(
-    compute: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *columns: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the loss of so few rows at once that they fit the caches of a CPU.
-
-    Args:
-        compute: of logits and columns: sums, and the gradient of the logits.
-        logits: [n, vocabulary]; overwritten.
-        columns: [n, ...] each: the labels, and what else it takes.
-    """
-    rows = _rowsin_cache(logits)
-    total = torch.zeros((), dtype=torch.float32, device=logits.device)
-    parts = (column.split(rows) for column in columns)
-    for part, *others in zip(logits.split(rows), *parts, strict=True):
-        loss, grad = compute(part, *others)
-        total = total + loss
-        if grad is not part:
-            part.copy_(grad)
-    return total, logits
-
-
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""Loss of each token in nats, [n], from its logits, [n, vocabulary] float32, and labels, [n]."""
-
-
-def _differentiated(
-    token_loss: TokenLoss,
-    softcap: float | None,
-    logits: Tensor,
-    wanted: Tensor,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Summed loss of any kind, and its gradient by autograd.
-
-    Args:
-        token_loss: of each token.
-        softcap: bound of the logits; None: they have none.
-        logits: [n, vocabulary].
-        wanted: [n, 1], the labels.
-        weights: [n, 1] float32, of the labels; None: 1 each.
-    """
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        losses = token_loss(capped_logits(leaf.float(), softcap), wanted.squeeze(1))
-        total = (losses if weights is None else losses * weights.squeeze(1)).sum()
-        (grad,) = torch.autograd.grad(total, leaf)
-    return total.detach().float(), grad
-
-
-def capped_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return logits within the bounds of a softcap, or as they are if there is none."""
-    return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
 class OutputLayer(nn.Linear):
@@ -251,7 +120,7 @@ class _LogProbabilities(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             for start, part, wanted in _pieces(rows_at_once(len(weight)), rows, labels):
                 logits = F.linear(part, weight, bias)
-                most = _rowsin_cache(logits) if on_cpu else max(len(logits), 1)
+                most = rows_in_cache(logits) if on_cpu else max(len(logits), 1)
                 for first, few, right in _pieces(most, logits, wanted):
                     found = capped_logits(few.float(), softcap).log_softmax(1)
                     begin = start + first
@@ -361,7 +230,10 @@ class HeadOutput(ABC):
 
 
 class SummedLoss(HeadOutput):
-    """The sum of the tokens' losses: a scalar in nats, float32."""
+    """The sum of the tokens' losses: a scalar in nats, float32.
+
+    With a z-loss, [3]: the sums of the loss, of cross-entropies, and of squared logarithms of Z.
+    """
 
     # No dataclass: Fabric would look into it, and convert the weights to the dtype of the model.
 
@@ -370,6 +242,7 @@ class SummedLoss(HeadOutput):
         weights: Tensor | None = None,
         token_loss: TokenLoss | None = None,
         token_weight: TokenWeight | None = None,
+        z_loss: float = 0.0,
     ) -> None:
         """Choose the loss.
 
@@ -377,14 +250,16 @@ class SummedLoss(HeadOutput):
             weights: [n] float32, factors of the tokens' losses; None: 1 each.
             token_loss: of each token; None: cross-entropy, with the head's label smoothing.
             token_weight: another factor of each cross-entropy, which needs no memory of its own.
+            z_loss: coefficient of (log Z)^2 beside each cross-entropy, Z the sum of exp(logits).
         """
-        assert token_loss is None or token_weight is None
+        assert sum((token_loss is not None, token_weight is not None, z_loss > 0)) <= 1
         self.weights, self.token_loss, self.token_weight = weights, token_loss, token_weight
+        self.z_loss = z_loss
 
     def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
         columns = [labels] if self.weights is None else [labels, self.weights]
         if not head.fuses(rows):
-            return head.in_pieces(self._by_autograd(head), rows, *columns).sum()
+            return head.in_pieces(self._by_autograd(head), rows, *columns).sum(0)
         compute = partial(self._loss_and_grad, head, on_cpu)
         return head.summed(compute, rows, *(one[:, None] for one in columns))
 
@@ -395,10 +270,13 @@ class SummedLoss(HeadOutput):
         assert isinstance(layer, OutputLayer)
         compute: Callable[..., tuple[Tensor, Tensor]]
         if self.token_loss is not None:
-            compute = partial(_differentiated, self.token_loss, head.softcap)
-        elif self.weights is not None or self.token_weight is not None:
+            compute = partial(differentiated, self.token_loss, head.softcap)
+        elif self.weights is not None or self.token_weight is not None or self.z_loss:
             compute = partial(
-                weighted_loss_and_grad, softcap=head.softcap, token_weight=self.token_weight
+                weighted_loss_and_grad,
+                softcap=head.softcap,
+                token_weight=self.token_weight,
+                z_loss=self.z_loss,
             )
         else:
             compute = partial(layer.loss_and_grad, softcap=head.softcap)
@@ -410,7 +288,8 @@ class SummedLoss(HeadOutput):
         smoothing = head.smoothing
 
         def summed(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-            if self.token_loss is None and self.token_weight is None and weights is None:
+            is_plain = self.token_loss is None and self.token_weight is None and not self.z_loss
+            if is_plain and weights is None:
                 return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
             if self.token_loss is None:
                 each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
@@ -419,6 +298,10 @@ class SummedLoss(HeadOutput):
             if self.token_weight is not None:
                 log_probabilities = logits.detach().log_softmax(1)
                 each = each * self.token_weight(log_probabilities, labels[:, None]).squeeze(1)
+            if self.z_loss:
+                squares = logits.logsumexp(1) ** 2
+                sums = torch.stack([each + self.z_loss * squares, each, squares], dim=1)
+                return sums if weights is None else sums * weights[:, None]
             return (each if weights is None else each * weights).sum()
 
         return summed

@@ -7,7 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
-from ftkit.models.loss import HeadOutput, SummedLoss, TokenWeight
+from ftkit.models.loss import HeadOutput, SummedLoss
+from ftkit.models.token_losses import TokenWeight
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
 
 EAFT_TOKENS = 20
@@ -41,21 +42,38 @@ class Supervised(Objective):
     """The mean cross-entropy over the label tokens of a step, in nats.
 
     Where tokens have weights, the weighted mean: sum(weight x loss) / sum(weights).
+
+    A z-loss is a coefficient times the mean of (log Z)^2 beside it, with Z the sum of exp(logits),
+    by which the softmax divides: it keeps logits from drifting. Chowdhery et al. 2022 (PaLM),
+    https://arxiv.org/abs/2204.02311.
     """
 
-    terms = (Term(name=LOSS, divisor="label_tokens"),)
+    terms: tuple[Term, ...] = (Term(name=LOSS, divisor="label_tokens"),)
     is_cross_entropy = True
     _token_weight: TokenWeight | None = None
+    _z_loss = 0.0
+
+    def __init__(self, *, z_loss: float = 0.0) -> None:
+        """Choose the coefficient of the z-loss; 0: there is none."""
+        self._z_loss = z_loss
+        if z_loss:
+            # The loss is the sum of both, which has one gradient: each is only reported.
+            self.terms += tuple(
+                Term(name=name, divisor="label_tokens", coefficient=None)
+                for name in ("cross_entropy", "z_loss")
+            )
 
     def amounts(self, samples: Samples) -> Amounts:
         weights = samples.label_weights
         return {"label_tokens": samples.label_counts if weights is None else weights}
 
     def output(self, batch: Batch) -> HeadOutput:
-        return SummedLoss(batch.get("weights"), token_weight=self._token_weight)
+        return SummedLoss(
+            batch.get("weights"), token_weight=self._token_weight, z_loss=self._z_loss
+        )
 
     def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
-        return (output,)
+        return tuple(output) if self._z_loss else (output,)
 
     @property
     def validated(self) -> Objective:

@@ -20,6 +20,10 @@ labels: one answer, and whether it is desirable."""
 class SftOptions:
     """Options of `objective: sft`."""
 
+    z_loss: float = 0.0
+    """Coefficient of the mean of (log Z)^2 beside the cross-entropy, with Z the sum of exp(logits)
+    of a token: it keeps logits from drifting; 1e-4 is usual."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DftOptions:

@@ -225,6 +225,7 @@ def test_the_function_of_a_command_exists(name: str) -> None:
         (["--optimizer.help", "AdamW"], "--optimizer.lr NUMBER Learning rate"),
         (["--optimizer.help", "bitsandbytes.optim.AdamW8bit"], "Default: [0.9, 0.999]."),
         (["--objective.help"], "--objective takes one of: sft (the answers of records), dft ("),
+        (["--objective.help", "sft"], "--objective.z_loss NUMBER Coefficient"),
         (["--strategy.help"], "--strategy takes one of: auto, single, ddp, fsdp, deepspeed."),
         (["--strategy.help", "fsdp"], "--strategy.cpu_offload {true,false} Keep parameters,"),
         (["--strategy.help", "deepspeed"], "--strategy.stage {1,2,3} ZeRO stage"),

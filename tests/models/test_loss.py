@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.models import loss as loss_module
+from ftkit.models import token_losses
 from ftkit.models.loss import (
     Head,
     HeadOutput,
@@ -28,7 +29,7 @@ WIDTH, VOCABULARY, ROWS = 16, 50, 23
 def _few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "FEWEST_ROWS", 4)
     monkeypatch.setattr(loss_module, "MOST_ROWS", 8)
-    monkeypatch.setattr(loss_module, "LOGITS_IN_CACHE", 3 * VOCABULARY)
+    monkeypatch.setattr(token_losses, "LOGITS_IN_CACHE", 3 * VOCABULARY)
 
 
 def make_head(softcap: float | None = None, *, bias: bool = False) -> Any:
@@ -256,7 +257,7 @@ class WrappedLayer(nn.Module):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("on_cpu", [False, True])
 @pytest.mark.parametrize(
-    "case", ["weights", "smoothing", "own loss", "own weight", "log-probabilities"]
+    "case", ["weights", "smoothing", "z-loss", "own loss", "own weight", "log-probabilities"]
 )
 def test_other_outputs_and_their_gradients_are_those_of_the_definition(
     case: str, softcap: float | None, on_cpu: bool, adapted: bool
@@ -264,7 +265,7 @@ def test_other_outputs_and_their_gradients_are_those_of_the_definition(
     hidden, places, labels = make_batch()
     generator = torch.Generator().manual_seed(2)
     weights = torch.rand(ROWS, generator=generator)
-    smoothing = 0.1 if case == "smoothing" else 0.0
+    smoothing = 0.1 if case in ("smoothing", "z-loss") else 0.0
 
     def expected(head: Any, hidden: Tensor) -> Tensor:
         rows = head.lm_head(hidden.flatten(0, 1)[places]).float()
@@ -274,6 +275,10 @@ def test_other_outputs_and_their_gradients_are_those_of_the_definition(
         if case == "own loss":
             return (focal_loss(logits, labels) * weights).sum()
         each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        if case == "z-loss":
+            squares = logits.logsumexp(1) ** 2
+            sums = torch.stack([each + 0.1 * squares, each, squares])
+            return (sums * weights).sum(1)
         if case == "own weight":
             each = each * (1 - (-each.detach()).exp())
         return (each * weights).sum()
@@ -286,6 +291,7 @@ def test_other_outputs_and_their_gradients_are_those_of_the_definition(
             weights,
             focal_loss if case == "own loss" else None,
             improbability if case == "own weight" else None,
+            0.1 if case == "z-loss" else 0.0,
         )
         result: Tensor = head(hidden, places, labels, output, on_cpu=on_cpu)
         return result
@@ -297,7 +303,7 @@ def test_other_outputs_and_their_gradients_are_those_of_the_definition(
         head = wrapped(head) if adapted else head
         leaf = hidden.clone().requires_grad_()
         loss = compute(head, leaf)
-        (loss * 0.125).backward()
+        (loss.reshape(-1)[0] * 0.125).backward()  # of several sums, the first is the loss
         found.append([loss.detach(), leaf.grad, *(p.grad for p in head.parameters())])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -39,7 +39,7 @@ def loss_and_gradient(
         batch["weights"] = weights[places]
     head.zero_grad()
     output = head(HIDDEN, places, batch["labels"], objective.output(batch))
-    (total,) = objective.sums(output, batch)
+    total = objective.sums(output, batch)[0]
     (total / divisor).backward()
     (weight,) = head.parameters()
     assert weight.grad is not None
@@ -69,6 +69,8 @@ def plain_loss(objective: str, logits: Tensor) -> Tensor:
     """
     log_probabilities = logits.log_softmax(1)
     losses = -log_probabilities.gather(1, TARGETS[:, None]).squeeze(1)
+    if objective == "z-loss":
+        return losses + 0.1 * logits.exp().sum(1).log() ** 2
     if objective == "dft":
         return losses * (-losses).exp().detach()
     top = log_probabilities.detach().exp().sort(dim=1, descending=True).values[:, :20]
@@ -77,7 +79,12 @@ def plain_loss(objective: str, logits: Tensor) -> Tensor:
     return losses * (entropy if objective == "eaft" else entropy**3)
 
 
-ADAPTED: dict[str, Objective] = {"dft": Dft(), "eaft": Eaft(), "eaft, alpha 3": Eaft(alpha=3)}
+ADAPTED: dict[str, Objective] = {
+    "dft": Dft(),
+    "eaft": Eaft(),
+    "eaft, alpha 3": Eaft(alpha=3),
+    "z-loss": Supervised(z_loss=0.1),
+}
 
 
 @pytest.mark.parametrize("name", ADAPTED)
@@ -106,6 +113,18 @@ def test_without_its_exponent_eaft_is_cross_entropy() -> None:
 @pytest.mark.parametrize("objective", ADAPTED.values())
 def test_adapted_losses_are_validated_by_cross_entropy(objective: Objective) -> None:
     assert type(objective.validated) is Supervised
+    assert not objective.validated.reported
+
+
+def test_a_z_loss_is_reported_beside_the_cross_entropy_and_without_its_coefficient() -> None:
+    head, objective, places = make_head(), Supervised(z_loss=0.1), torch.arange(LABELS)
+    output = head(HIDDEN, places, TARGETS, objective.output({}))
+    sums = torch.stack(list(objective.sums(output, {}))).tolist()
+    found = dict(zip((term.name for term in objective.terms), sums, strict=True))
+    assert found["cross_entropy"] == pytest.approx(float(head(HIDDEN, places, TARGETS)))
+    assert found["loss"] == pytest.approx(found["cross_entropy"] + 0.1 * found["z_loss"])
+    assert objective.loss_of(found) == found["loss"]
+    assert not Supervised().reported
 
 
 @pytest.mark.parametrize("weight", [0.5, 3.0])

@@ -1,9 +1,11 @@
 """Promise P1 with weights and adapted losses: ranks and micro-batches never change what is learned.
 
-Weights are of records; `dft` weighs each token by its own probability besides.
+Weights are of records; `dft` weighs each token by its own probability besides, and a z-loss is a
+second number of each token.
 """
 
 import json
+from typing import Any
 
 import pytest
 from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
@@ -44,19 +46,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return files
 
 
-def case(strategy: str, file: str, micro_batch_size: int, objective: str = "sft") -> Case:
-    keys = {
-        "data.json_path": file,
-        "train.micro_batch_size": micro_batch_size,
-        "objective": objective,
-    }
-    return Case(strategy, "lora", changes=(*keys.items(), *VALIDATED))
+Changes = tuple[tuple[str, Any], ...]
+LOSSES: dict[str, Changes] = {
+    "different": (),
+    "dft": (("objective", "dft"),),
+    "z-loss": (("objective.z_loss", 0.01),),
+}
+"""Losses of data with different weights, and what chooses them."""
+
+
+def case(strategy: str, file: str, micro_batch_size: int, changes: Changes = ()) -> Case:
+    keys = {"data.json_path": file, "train.micro_batch_size": micro_batch_size}
+    return Case(strategy, "lora", changes=(*keys.items(), *changes, *VALIDATED))
 
 
 @pytest.fixture(scope="module")
 def single(run: Run, data: dict[str, str]) -> dict[str, Outcome]:
     cases = {name: case("single", file, 5) for name, file in data.items()}
-    cases["dft"] = case("single", data["different"], 5, "dft")
+    cases |= {name: case("single", data["different"], 5, one) for name, one in LOSSES.items()}
     outcomes = run(1, list(cases.values()))
     return {name: outcomes[one] for name, one in cases.items()}
 
@@ -84,6 +91,16 @@ def test_an_adapted_loss_is_smaller_and_validated_by_cross_entropy(
     assert adapted.validation_losses[-1] < adapted.validation_losses[0]
 
 
+def test_a_z_loss_is_reported_for_each_step_and_no_part_of_validations(
+    single: dict[str, Outcome],
+) -> None:
+    columns = ("loss", "cross_entropy", "z_loss")
+    loss, cross_entropy, z_loss = (float(single["z-loss"].rows[0][name] or 0) for name in columns)
+    assert cross_entropy == pytest.approx(single["different"].losses[0], rel=1e-6)
+    assert loss == pytest.approx(cross_entropy + 0.01 * z_loss, rel=1e-6)
+    assert single["z-loss"].validation_losses[0] == single["different"].validation_losses[0]
+
+
 @pytest.mark.parametrize(
     ("strategy", "micro_batch_size"),
     [
@@ -100,8 +117,8 @@ def test_two_ranks_learn_the_same_from_weights(
     micro_batch_size: int,
 ) -> None:
     cases = {
-        name: case(strategy, data["different"], micro_batch_size, objective)
-        for name, objective in (("different", "sft"), ("dft", "dft"))
+        name: case(strategy, data["different"], micro_batch_size, changes)
+        for name, changes in LOSSES.items()
     }
     outcomes = run(2, list(cases.values()))
     for name, of_two in cases.items():

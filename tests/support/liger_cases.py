@@ -19,7 +19,7 @@ from ftkit.models import liger
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.loss import loss_and_grad
+from ftkit.models.token_losses import loss_and_grad
 from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 
