@@ -170,7 +170,6 @@ ONE_OF_EACH_KIND = {
     "Muon, ddp x2 to single",
     "fsdp on 2 nodes to fsdp x2",
     "in backward, single to fsdp x2",
-    "8-bit in backward to after it, single",
     "dropout, deepspeed x2",
     "bf16-true, fsdp x2",
     "Adafactor, single to ddp x2",
@@ -181,7 +180,6 @@ ONE_OF_EACH_KIND = {
     "tied, fsdp x2 to deepspeed x2",
     "average alone, single to deepspeed x2",
     "average, 8-bit, single to fsdp x2",
-    "average, in backward, fsdp x2 to single",
 }
 
 

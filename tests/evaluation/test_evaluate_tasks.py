@@ -20,6 +20,7 @@ def values(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     return values_from(capsys)
 
 
+@pytest.mark.slow
 def test_a_run_its_adapter_and_the_merged_model_say_the_same(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_limit_on_host_memory_is_named(
     assert missing.predicted_for and missing.predicted_for.endswith("tokens: the longest sample")
 
 
+@pytest.mark.slow
 def test_runs_that_would_fit_are_listed_as_command_lines(
     run: Callable[..., tuple[Attempt, Report]],
 ) -> None:

@@ -171,6 +171,7 @@ def change(name: str, damage: Damage) -> Callable[[Bucket, str], None]:
 
 
 SLOW = pytest.mark.slow
+MATRIX = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(
@@ -191,9 +192,14 @@ SLOW = pytest.mark.slow
             pytest.param(change(name, damage), in_small_blocks, (), "start", id=word, marks=SLOW)
             for name, damage, word in (
                 (SHARD, OF_ANOTHER_SIZE[0], "cut"),
+                ("base/config.json", flipped, "companion"),
+            )
+        ),
+        *(
+            pytest.param(change(name, damage), in_small_blocks, (), "start", id=word, marks=MATRIX)
+            for name, damage, word in (
                 (SHARD, OF_ANOTHER_SIZE[1], "extended"),
                 ("metadata.json", flipped, "metadata"),
-                ("base/config.json", flipped, "companion"),
             )
         ),
     ],

@@ -118,6 +118,7 @@ def installed(version: str, wheel: Path, place: Path) -> Path:
     return place / "bin/ftkit"
 
 
+@pytest.mark.slow
 def test_the_archives_hold_what_the_package_needs_and_no_tests(released: tuple[str, Path]) -> None:
     said, out = released
     name = f"ftkit-{ftkit.__version__}"
@@ -146,6 +147,7 @@ def test_the_archives_hold_what_the_package_needs_and_no_tests(released: tuple[s
     assert said.splitlines()[-1].startswith("  twine upload ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_wheel_explains_itself_in_a_bare_environment(
     version: str, released: tuple[str, Path], tmp_path: Path

@@ -92,36 +92,41 @@ CASES = {
     "LoRA": lora(ONE, fast=True),
     "QLoRA": lora(ONE, NF4, fast=True),
     "full": full(ONE, fast=True),
-    "DoRA": lora(ONE, ("--lora_variant", "dora"), fast=True),
-    "PiSSA": lora(ONE, ("--lora_init", "pissa")),
+    "DoRA": lora(ONE, ("--lora_variant", "dora")),
+    "PiSSA": lora(ONE, ("--lora_init", "pissa"), matrix=True),
     "OLoRA": lora(ONE, ("--lora_init", "olora"), matrix=True),
     "PiSSA, bf16-true": lora(ONE, BF16, ("--lora_init", "pissa"), within=ROUNDED, matrix=True),
     "rank-stabilised": lora(ONE, ("--lora_variant", "rslora"), matrix=True),
     "LoRA+ with whole layers": lora(
-        ONE, BF16, TRAINED_WHOLE, ("--lora_plus_ratio", "16"), within=ROUNDED
+        ONE, BF16, TRAINED_WHOLE, ("--lora_plus_ratio", "16"), within=ROUNDED, matrix=True
     ),
-    "DoRA, nf4, bf16-mixed": lora(ONE, MIXED, NF4, ("--lora_variant", "dora"), within=ROUNDED),
+    "DoRA, nf4, bf16-mixed": lora(
+        ONE, MIXED, NF4, ("--lora_variant", "dora"), within=ROUNDED, matrix=True
+    ),
     "nf4-dq, bf16-true": lora(ONE, BF16, NF4_DQ, within=ROUNDED, matrix=True),
-    "fp4-dq": lora(ONE, FP4_DQ),
+    "fp4-dq": lora(ONE, FP4_DQ, matrix=True),
     "int8, bf16-true": lora(ONE, BF16, INT8, within=ROUNDED, matrix=True),
     "LoRA, 16-mixed, dropout": lora(ONE, FP16, ("--lora_dropout", "0.1"), within=None),
-    "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto")),
+    "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto"), matrix=True),
     # One card: precisions and optimizers.
     "full, bf16-true": full(ONE, BF16, within=ROUNDED),
     "full, in rows without flash attention": full(ONE, ("--train.padding_free", "true")),
     "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
     "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true", matrix=True),
-    "checkpointed in host memory": full(ONE, OFFLOADED),
+    "checkpointed in host memory": full(ONE, OFFLOADED, matrix=True),
     "updates in the backward pass": full(ONE, IN_BACKWARD, OFFLOADED),
     "Muon": full(ONE, optimizer("Muon", "1e-3"), within=ROUNDED),
     "AdamW8bit": full(ONE, EIGHT_BIT, within=ROUNDED),
-    "LAMB8bit": full(ONE, optimizer("bitsandbytes.optim.LAMB8bit", "1e-3"), within=ROUNDED),
+    "LAMB8bit": full(
+        ONE, optimizer("bitsandbytes.optim.LAMB8bit", "1e-3"), within=ROUNDED, matrix=True
+    ),
     "SGD": full(ONE, SGD),
     "saved while training waits": full(
         ONE,
         MIXED,
         ("--checkpoint.asynchronous", "false", "--train.save_interval", "2"),
         within=ROUNDED,
+        matrix=True,
     ),
     "random weights, fp4-dq": lora(
         ONE,
@@ -129,6 +134,7 @@ CASES = {
         ("--checkpoint_dir", "random:pythia-14m", "--train.max_seq_length", "64"),
         ("--train.max_steps", "2"),
         within=None,
+        matrix=True,
     ),
     # DDP.
     "DDP, LoRA": lora(DDP, fast=True),
@@ -137,8 +143,8 @@ CASES = {
     "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED),
     # FSDP.
     "FSDP, full": full(FSDP, fast=True),
-    "FSDP, QLoRA": lora(FSDP, NF4_DQ, MIXED, within=ROUNDED, fast=True),
-    "FSDP, bf16-mixed": full(FSDP, MIXED, within=ROUNDED),
+    "FSDP, QLoRA": lora(FSDP, NF4_DQ, MIXED, within=ROUNDED),
+    "FSDP, bf16-mixed": full(FSDP, MIXED, within=ROUNDED, matrix=True),
     "FSDP that keeps parameters": full(
         FSDP, BF16, CHECKPOINTED, ("--strategy.sharding", "SHARD_GRAD_OP"), within=1e-2
     ),
@@ -149,8 +155,8 @@ CASES = {
         FSDP, NF4, MIXED, ("--strategy.cpu_offload", "true"), within=ROUNDED, matrix=True
     ),
     "FSDP, AdamW8bit": full(FSDP, BF16, EIGHT_BIT, within=1e-2),
-    "FSDP, DoRA": lora(FSDP, MIXED, ("--lora_variant", "dora"), within=ROUNDED),
-    "FSDP, PiSSA": lora(FSDP, BF16, ("--lora_init", "pissa"), within=1e-2),
+    "FSDP, DoRA": lora(FSDP, MIXED, ("--lora_variant", "dora"), within=ROUNDED, matrix=True),
+    "FSDP, PiSSA": lora(FSDP, BF16, ("--lora_init", "pissa"), within=1e-2, matrix=True),
     # DeepSpeed.
     "ZeRO-3, LoRA": lora(ZERO_3, ON_CARD, fast=True),
     "ZeRO-3, full, bf16-mixed": full(ZERO_3, MIXED, within=ROUNDED),
@@ -159,7 +165,7 @@ CASES = {
         ZERO_3, BF16, ("--strategy.offload_parameters", "true"), within=1e-2
     ),
     "ZeRO-3, on the card": full(ZERO_3, BF16, ON_CARD, within=1e-2, matrix=True),
-    "ZeRO-3, QLoRA": lora(ZERO_3, BF16, NF4_DQ, CHECKPOINTED, within=ROUNDED),
+    "ZeRO-3, QLoRA": lora(ZERO_3, BF16, NF4_DQ, CHECKPOINTED, within=ROUNDED, matrix=True),
     "ZeRO-2, LoRA": lora(ZERO_3, BF16, ("--strategy.stage", "2"), within=ROUNDED),
     "ZeRO-1, full": full(ZERO_3, BF16, ON_CARD, ("--strategy.stage", "1"), within=1e-2),
 }

@@ -225,10 +225,13 @@ QUICK = {
     "fsdp, tied, LoRA",
     "ZeRO-3, tied",
     "fsdp, checkpointed",
-    "fsdp, tokens",
     "ZeRO-2 with offload, tokens",
 }
 REPEATS = {
+    "ZeRO-1 with an average",
+    "ZeRO-2 with offload, LoRA",
+    "fsdp, every 2nd checkpointed",
+    "ZeRO-3 without offload",
     "fsdp that adds up once in a step, tied",
     "ZeRO-2 with SGD",
     "ddp, padded",

@@ -46,7 +46,7 @@ def kind(
 @pytest.mark.parametrize(
     ("command", "words", "within"),
     [
-        pytest.param("finetune", ONE, 1e-6, id="LoRA"),
+        pytest.param("finetune", ONE, 1e-6, id="LoRA", marks=pytest.mark.slow),
         pytest.param("finetune_full", ONE, 1e-6, id="full", marks=pytest.mark.slow),
         pytest.param("finetune_full", DDP, 1e-6, id="DDP"),
         pytest.param("finetune_full", FSDP, 1e-6, id="FSDP"),
