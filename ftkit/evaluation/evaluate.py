@@ -28,7 +28,7 @@ from ftkit.evaluation.references import (
 )
 from ftkit.evaluation.result import Result, require_answers
 from ftkit.evaluation.scorer import Scorer
-from ftkit.evaluation.scoring import DEFAULT_RECORDS, Score, Scoring
+from ftkit.evaluation.scoring import DEFAULT_RECORDS, EXACT_MATCH, Score, Scoring
 from ftkit.evaluation.session import Session, plan_session, start_session
 from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
@@ -47,7 +47,7 @@ from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
+from ftkit.recipe.recipe import METRICS, Component, LoraRecipe, Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
@@ -157,8 +157,7 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
         ("eval.sets", sets),
         ("train.micro_batch_size", options.micro_batch_size),
         ("eval.max_iters", options.max_iters),
-        ("eval.exact_match", options.exact_match),
-        ("eval.rouge_l", options.rouge_l),
+        *((f"eval.{name}", getattr(options, name)) for name in METRICS),
         ("eval.max_new_tokens", options.max_new_tokens),
     ]
     given = [(key, str(value)) for key, value in data_keys if value is not None]
@@ -168,13 +167,12 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
 def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:
     """Choose the metrics of answers."""
     settings = recipe.eval
-    exact_match = settings.exact_match
+    records = settings.metrics
     answers = not objective_rules(recipe.objective).scores
-    if options.exact_match is None and not exact_match and answers:
-        exact_match = DEFAULT_RECORDS
+    if options.exact_match is None and not records[EXACT_MATCH] and answers:
+        records[EXACT_MATCH] = DEFAULT_RECORDS
     return Scoring(
-        exact_match=exact_match,
-        rouge_l=settings.rouge_l,
+        records,
         own=options.metrics,
         max_new_tokens=settings.max_new_tokens or DEFAULT_NEW_TOKENS,
     )

@@ -52,9 +52,8 @@ class Scoring:
 
     def __init__(
         self,
+        built_in: Mapping[str, int],
         *,
-        exact_match: int,
-        rouge_l: int,
         own: Sequence[OwnMetric],
         max_new_tokens: int,
         executes: bool = True,
@@ -62,8 +61,7 @@ class Scoring:
         """Choose the metrics.
 
         Args:
-            exact_match: records to score by exact match.
-            rouge_l: records to score by ROUGE-L.
+            built_in: records to score by each of ftkit's metrics.
             own: metrics of one's own, for as many records as the others, or 100.
             max_new_tokens: most tokens of an answer that is scored as a whole.
             executes: whether this rank computes metrics of one's own; the others answer alone.
@@ -71,19 +69,20 @@ class Scoring:
         Raises:
             UserError: a metric of one's own cannot be executed.
         """
-        own_records = (max(exact_match, rouge_l) or DEFAULT_RECORDS) if own else 0
-        self.exact_match = exact_match
+        own_records = (max(built_in.values()) or DEFAULT_RECORDS) if own else 0
+        self.exact_match = built_in[EXACT_MATCH]
         """Records to score by exact match."""
-        self.records = max(exact_match, rouge_l, own_records)
+        self.records = max(*built_in.values(), own_records)
         """Records to answer."""
         # Exact match needs an answer up to its first mistake, the others need all of it.
-        self.whole_records = max(rouge_l, own_records)
+        whole = (records for name, records in built_in.items() if name != EXACT_MATCH)
+        self.whole_records = max(*whole, own_records)
         """Records whose answers are generated to their end."""
         self.max_new_tokens = max_new_tokens
         """Most tokens of an answer that is generated to its end."""
         metrics = [
-            Metric(name=EXACT_MATCH, records=exact_match, score=_equal),
-            Metric(name="rouge_l", records=rouge_l, score=_rouge_l),
+            Metric(name=name, records=records, score=_SCORES[name])
+            for name, records in built_in.items()
         ]
         for metric in map(LoadedMetric, own if executes else ()):
             metrics.append(
@@ -134,3 +133,10 @@ def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> 
         for place, other in enumerate(second):
             row.append(before[place] + 1 if word == other else max(before[place + 1], row[place]))
     return row[-1]
+
+
+_SCORES: dict[str, Callable[[str, str, Mapping[str, Any], int], float]] = {
+    EXACT_MATCH: _equal,
+    "rouge_l": _rouge_l,
+}
+"""Functions of ftkit's metrics, `ftkit.recipe.recipe.METRICS`."""

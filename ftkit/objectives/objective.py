@@ -182,8 +182,9 @@ def checked_amounts(objective: Objective, samples: Samples) -> Amounts:
     name, amounts = type(objective).__name__, objective.amounts(samples)
     for term in objective.terms:
         found = amounts.get(term.divisor)
-        if np.shape(found) != (len(samples),):
-            what = "is missing" if found is None else f"has the shape {np.shape(found)}"
+        shape = None if found is None else np.shape(found)
+        if shape != (len(samples),):
+            what = "is missing" if shape is None else f"has the shape {shape}"
             raise UserError(
                 f"{name}.amounts: {term.divisor}, by which the term {term.name} is divided, "
                 f"{what}; it returns {', '.join(amounts) or 'nothing'}. Return an array of "

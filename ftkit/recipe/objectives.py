@@ -340,8 +340,7 @@ def check_objective(recipe: Recipe) -> None:
     if not rules.scores:
         return
     settings: list[tuple[str, Any, Any]] = [
-        ("eval.exact_match", evaluation.exact_match, 0),
-        ("eval.rouge_l", evaluation.rouge_l, 0),
+        *((f"eval.{name}", records, 0) for name, records in evaluation.metrics.items()),
         ("eval.tasks", evaluation.tasks or None, None),
         ("train.tie_embeddings", train.tie_embeddings or None, None),
     ]

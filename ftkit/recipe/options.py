@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from ftkit.errors import UserError
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import Override
-from ftkit.recipe.recipe import AcceleratorKey, Precision, Quantization
+from ftkit.recipe.recipe import METRICS, AcceleratorKey, Precision, Quantization
 from ftkit.utils.console.formatting import SIZE_UNITS, parse_size
 
 OutputFormat = Literal["table", "json"]
@@ -498,8 +498,7 @@ class EvaluateOptions(PluginOptions, UseOptions, ResultOptions):
             "data": bool(self.data),
             "sets": self.sets is not None,
             "max_iters": self.max_iters is not None,
-            "exact_match": self.exact_match is not None,
-            "rouge_l": self.rouge_l is not None,
+            **{name: getattr(self, name) is not None for name in METRICS},
             "metric": bool(self.metric),
             "max_new_tokens": self.max_new_tokens is not None,
         }

@@ -299,8 +299,7 @@ def check_ranges(recipe: Recipe) -> None:
         ("eval.patience", evaluation.patience, 1),
         ("eval.max_iters", evaluation.max_iters, 1),
         ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
-        ("eval.exact_match", evaluation.exact_match, 0),
-        ("eval.rouge_l", evaluation.rouge_l, 0),
+        *((f"eval.{name}", records, 0) for name, records in evaluation.metrics.items()),
         ("eval.limit", evaluation.limit, 1),
         ("eval.num_fewshot", evaluation.num_fewshot, 0),
         ("eval.evaluate_example", evaluation.evaluate_example, 0),
@@ -342,12 +341,14 @@ def check_ranges(recipe: Recipe) -> None:
             "checkpoint.result is best, but checkpoint.save is false: no checkpoint is kept. "
             "Try --checkpoint.save true, or --checkpoint.result last."
         )
-    if evaluation.rouge_l and not evaluation.max_new_tokens:
-        raise UserError(
-            f"eval.rouge_l is {evaluation.rouge_l}, but eval.max_new_tokens is "
-            f"{'empty' if evaluation.max_new_tokens is None else 0}: how long may answers be? "
-            "Try --eval.max_new_tokens 100."
-        )
+    for name, records in evaluation.metrics.items():
+        # Exact match ends an answer with its first mistake.
+        if name != "exact_match" and records and not evaluation.max_new_tokens:
+            raise UserError(
+                f"eval.{name} is {records}, but eval.max_new_tokens is "
+                f"{'empty' if evaluation.max_new_tokens is None else 0}: how long may answers be? "
+                "Try --eval.max_new_tokens 100."
+            )
     example = evaluation.evaluate_example
     if isinstance(example, str) and example not in ("first", "random"):
         raise UserError(

@@ -114,6 +114,10 @@ class Train:
         return dataclasses.replace(self, micro_batch_size=value)
 
 
+METRICS = ("exact_match", "rouge_l")
+"""Metrics of answers: keys of `Eval`, and options of `ftkit evaluate`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Eval:
     """When and how to evaluate on the validation data."""
@@ -155,6 +159,11 @@ class Eval:
     """Examples in each prompt of a task. Default: as the task defines."""
     apply_chat_template: bool = False
     """Format the prompts of tasks with the chat template of the run. Default: plain text."""
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        """Records to answer for each metric, by its name."""
+        return {name: getattr(self, name) for name in METRICS}
 
 
 @dataclass(frozen=True, kw_only=True)

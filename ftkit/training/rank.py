@@ -84,8 +84,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     set_arithmetic(deterministic=recipe.deterministic)
     take_device(make_device(plan.accelerator))
     scoring = Scoring(
-        exact_match=recipe.eval.exact_match,
-        rouge_l=recipe.eval.rouge_l,
+        recipe.eval.metrics,
         own=job.metrics,
         max_new_tokens=recipe.eval.max_new_tokens or 0,
         executes=rank() == 0,  # the user's own metrics run once

@@ -17,6 +17,7 @@ from ftkit.evaluation.scoring import Scoring, rouge_l
 from ftkit.evaluation.validation import answer_scores
 from ftkit.models import generation
 from ftkit.recipe.own_metric import own_metrics
+from ftkit.recipe.recipe import METRICS
 
 PROMPT = [0, 20, 30, 40, 50]
 
@@ -58,15 +59,16 @@ def means(
     *,
     batch_size: int = 2,
     own: Sequence[str] = (),
+    max_new_tokens: int = 4,
     **records: int,
 ) -> dict[str, float]:
     """The scores of answers to one prompt, of which so many things are expected."""
-    wanted: dict[str, Any] = {"exact_match": 0, "rouge_l": 0, "max_new_tokens": 4} | records
+    built_in = dict.fromkeys(METRICS, 0) | records
     scores = answer_scores(
         loaded.model,
         loaded.base.tokenizer,
         [Example(PROMPT, text, frozenset({stop}), {"expected": text}, "") for text in expected],
-        Scoring(**wanted, own=own_metrics(own)),
+        Scoring(built_in, own=own_metrics(own), max_new_tokens=max_new_tokens),
         batch_size=batch_size,
         context=nullcontext,
         progress=lambda *_: None,

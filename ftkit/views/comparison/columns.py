@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.recipe import METRICS
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import score_text
 from ftkit.runs.report.metrics import loss_column, term_column
@@ -126,7 +127,7 @@ def _compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
         if number.key == "validation_loss":
             yield from _term_numbers(runs)
             yield from _source_numbers(runs)
-        elif number.key == "rouge_l":
+        elif number.key == METRICS[-1]:
             yield from _own_metrics(runs)
             yield from _task_numbers(runs)
 
