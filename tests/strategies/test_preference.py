@@ -20,12 +20,17 @@ STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
 Changes = tuple[tuple[str, Any], ...]
 Found = dict[tuple[str, ...], Outcome]
 Cases = dict[tuple[str, ...], Case]
+DPO: Changes = (("objective", "dpo"), ("objective.beta", 0.5))
 KINDS: dict[str, tuple[Method, Changes]] = {
-    "adapter": ("lora", ()),
-    "full": ("full", ()),
-    "whole layers": ("lora", (("lora_modules_to_save", "[embed_tokens]"),)),
-    "another model": ("lora", (("reference", "OTHER"),)),
-    "another, quantised": ("lora", (("reference", "OTHER"), ("quantize", "bnb.nf4"))),
+    "adapter": ("lora", DPO),
+    "full": ("full", DPO),
+    "orpo": ("full", (("objective", "orpo"), ("objective.weight", 0.5))),
+    "simpo": ("lora", (("objective", "simpo"),)),
+    "per token, with SFT": ("lora", (*DPO, ("objective.loss", "ipo"), ("objective.sft_weight", 1))),
+    "robust": ("lora", (*DPO, ("objective.loss", "robust"), ("objective.label_noise", 0.1))),
+    "whole layers": ("lora", (*DPO, ("lora_modules_to_save", "[embed_tokens]"))),
+    "another model": ("lora", (*DPO, ("reference", "OTHER"))),
+    "another, quantised": ("lora", (*DPO, ("reference", "OTHER"), ("quantize", "bnb.nf4"))),
 }
 OFTEN = ("adapter", "full")
 FEW = [kind for kind in KINDS if kind not in OFTEN]
@@ -48,8 +53,6 @@ class Runs:
         file.write_text(json.dumps(make_pairs(40)))
         self._other = str(make_llama(directory / "other", num_hidden_layers=1))
         self._common: Changes = (
-            ("objective", "dpo"),
-            ("objective.beta", 0.5),
             ("data.json_path", str(file)),
             ("data.mask_prompt", None),
             ("train.epochs", 1),
@@ -95,7 +98,9 @@ def more(runs: Runs, found: Found) -> Found:
     """Runs of the other kinds, layouts, and ways to resume."""
     single: Cases = {(kind,): runs.case("single", kind) for kind in FEW}
     single |= {(kind, "half"): runs.case("single", kind, stop_after=1) for kind in FEW}
-    for kind in OFTEN:
+    single |= {(kind, "alone"): runs.case("single", kind, *ALONE) for kind in FEW}
+    single |= {(kind, "padded"): runs.case("single", kind, *PADDED) for kind in FEW}
+    for kind in KINDS:
         single |= {(kind, n): runs.case("single", kind, *LAYOUTS[n]) for n in LAYOUTS}
     known = found | runs.of(1, single)
     names = ("ddp", "fsdp", "deepspeed")
@@ -159,8 +164,13 @@ def test_a_checkpoint_has_the_reference_where_a_later_session_could_not_compute_
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", OFTEN)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *((kind, layout) for kind in OFTEN for layout in LAYOUTS),
+        *((kind, layout) for kind in FEW for layout in ("alone", "padded", *LAYOUTS)),
+    ],
+)
 def test_further_layouts_change_nothing(kind: str, layout: str, more: Found) -> None:
     assert_same(more[kind, layout], more[kind,])
 
@@ -168,9 +178,7 @@ def test_further_layouts_change_nothing(kind: str, layout: str, more: Found) -> 
 @pytest.mark.matrix
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", FEW)
-def test_two_ranks_learn_as_one_does_with_every_reference(
-    kind: str, strategy: str, more: Found
-) -> None:
+def test_two_ranks_learn_as_one_does_for_every_kind(kind: str, strategy: str, more: Found) -> None:
     assert_same(more[kind, strategy], more[kind,])
 
 
