@@ -370,7 +370,7 @@ def load_data(
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
-        UserError: the data cannot be had, are not what they should be, or no sample is left.
+        UserError: the data cannot be read, are not what they should be, or no sample is left.
     """
     source = data_source(data, preference=preference)
     parts = _load(source, tokenizer, max_seq_length, SPLITS, progress)
@@ -407,7 +407,7 @@ def load_held_out(
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
-        UserError: the data cannot be had, are not what they should be, or no sample is left.
+        UserError: the data cannot be read, are not what they should be, or no sample is left.
     """
     source = data_source(data, preference=preference).for_evaluation(given)
     parts = _load(source, tokenizer, max_seq_length, ("val",), progress)
@@ -435,7 +435,7 @@ def load_sets(
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
-        UserError: a set cannot be had, is not what it should be, or has no sample left.
+        UserError: a set cannot be read, is not what it should be, or has no sample left.
     """
     parts: list[LoadedPart] = []
     for name, source in validation_sets(data, sets, preference=preference).items():

@@ -38,7 +38,7 @@ class PluginData(OwnData):
         source = cls.without_files(defined.name, others)
         source._plugin, source._defined = plugin, defined
         source._options_of_class = {k: v for k, v in init_args.items() if k in names}
-        source._taken_whole = names
+        source._taken_whole = names  # other options are other data, as another path is
         return source
 
     def parts(self) -> tuple[PartSource, ...]:
@@ -46,6 +46,7 @@ class PluginData(OwnData):
         # Only its records say what is in it.
         return (dataclasses.replace(part, name=self._defined.name, content=None),)
 
+    # No files: nothing to look for before the start, and to hash for the cache.
     def _found(self, source: Any) -> DataFiles:
         return DataFiles(train=(), val=())
 
@@ -74,7 +75,7 @@ class PluginData(OwnData):
         """Items of the data set by their number.
 
         Raises:
-            UserError: an item cannot be had.
+            UserError: an item cannot be read.
         """
         made = self._plugin.make("data", self._defined.name, **self._options_of_class, **options)
         number = 0
@@ -92,6 +93,7 @@ class PluginData(OwnData):
 
 def _plain(item: Any) -> Any:
     """An item with lists instead of its tensors and numpy arrays."""
+    # Not by their types: neither library has to be imported for it.
     if not isinstance(item, Mapping):
         return item
     return {

@@ -39,6 +39,7 @@ from ftkit.utils.accelerators.use import free_cached_memory, sum_dtype
 from ftkit.utils.console.display import Display
 from ftkit.utils.progress import OnProgress
 
+# Each exchange sums an array over all ranks: many samples, so that they seldom wait for each other.
 _SAMPLES_AT_ONCE = 512
 """Samples that each rank computes before the ranks exchange what they have found."""
 _SAVED_EVERY_S = 60.0
@@ -116,7 +117,8 @@ def reference_model(
         )
 
     key: dict[str, object] = {}
-    if rank() == 0:
+    if rank() == 0:  # the only one that reads and writes the cache
+        # Whatever changes a digit. Strategy, devices and micro-batches do not, beyond rounding.
         key = {
             "model": fingerprint(base),
             "adapter": None if adapter is None else _digest(adapter),
@@ -161,6 +163,7 @@ def samples_of_run(
         order: of the steps to come.
         validation_limit: validation samples of the data.
     """
+    # A run of a few steps takes a part of its data; all of them would be a pass for nothing.
     is_taken = np.zeros(len(data.train), dtype=np.bool_)
     left = len(is_taken)
     for step in range(order.start_step, order.total_steps):
@@ -311,6 +314,7 @@ def _of_samples(
     strategy: Strategy,
 ) -> npt.NDArray[np.float64]:
     """Log-probabilities of some samples, computed by all ranks: [numbers, per_sample]."""
+    # Ranks put their values into an array of zeros, whose sum over all ranks has every value.
     device, each = strategy.device, samples.per_sample
     places = {int(number): place for place, number in enumerate(numbers)}
     found = torch.zeros(len(numbers) * each, dtype=sum_dtype(device), device=device)

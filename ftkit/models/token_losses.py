@@ -68,7 +68,7 @@ def weighted_loss_and_grad(
         weights: [n, 1] float32, of the labels; None: 1 each.
         softcap: bound of the logits; None: they have none.
         smoothing: share of each label that is spread evenly over the vocabulary.
-        token_weight: another factor, of what the model holds for likely.
+        token_weight: another factor, computed from the log-probabilities of the model.
         z_loss: coefficient of the squared logarithm of Z, by which the softmax divides.
     """
     capped = None

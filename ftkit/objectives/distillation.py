@@ -1,7 +1,7 @@
 """Distillation: the distributions of another model, the teacher, on given answers.
 
-Of each label token the student learns not only which it is, but how likely the teacher holds every
-token of the vocabulary in its place.
+For each label token the student learns the teacher's probabilities of all tokens of the vocabulary,
+and not only which token is written there.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class Distill(Objective):
     With p the distribution of the teacher over the next token and q that of the student, both of
     logits divided by the temperature t, the divergence of a token is:
 
-    - forward: t^2 KL(p, q), the student covers whatever the teacher may say. Hinton et al. 2015,
-      https://arxiv.org/abs/1503.02531.
+    - forward: t^2 KL(p, q), the student covers everything that the teacher may say. Hinton et al.
+      2015, https://arxiv.org/abs/1503.02531.
     - reverse: t^2 KL(q, p), the student keeps to what the teacher finds likely. Gu et al. 2023
       (MiniLLM), https://arxiv.org/abs/2306.08543.
 
@@ -86,7 +86,7 @@ class Distill(Objective):
 
 
 class Teacher(Companion):
-    """The model whose distributions are learned: it computes beside the student, batch by batch."""
+    """The model whose distributions are learned; it computes each batch beside the student."""
 
     # Its logits are never whole: only hidden rows of the labels are kept until the student's head
     # computes, which then takes a few rows of both.

@@ -65,6 +65,7 @@ class Kto(Objective):
 
     def statistics(self, output: Tensor, batch: Batch) -> Tensor:
         real = batch["is_real_sequence"]
+        # Sums and no mean: they are added over micro-batches and ranks before they are divided.
         ratios = (sequence_sums(output, batch) - batch["reference"]) * real
         return torch.stack([ratios.sum(), real.sum().to(ratios.dtype)])
 
@@ -78,6 +79,7 @@ class Kto(Objective):
         weights = torch.where(desirable, *self._weights)
         losses = weights * (1 - torch.sigmoid(self._beta * distance))
         with torch.no_grad():
+            # A tie is half right: before the first step all of them are.
             right = (distance > 0).to(losses.dtype) + 0.5 * (distance == 0)
             rewards = self._beta * ratios
             reported = (right, rewards * desirable, rewards * ~desirable, point.expand_as(rewards))

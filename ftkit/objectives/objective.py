@@ -82,12 +82,12 @@ class Objective(ABC):
 
     @property
     def validated(self) -> "Objective":
-        """What validation measures."""
+        """The objective that validation measures: by default this one."""
         return self
 
     @property
     def alone(self) -> "Objective":
-        """What a result is measured by, where no other model is there."""
+        """The objective that measures a result without other models, such as a teacher."""
         return self.validated
 
     def view(self, samples: Samples) -> Samples:
@@ -199,6 +199,7 @@ def checked_sums(objective: Objective, output: Tensor, batch: Batch) -> Sequence
     Raises:
         UserError: there is not one scalar tensor for each term.
     """
+    # Shapes and types alone: a value would make the host wait for the device in every step.
     name, sums = type(objective).__name__, objective.sums(output, batch)
     if not isinstance(sums, tuple | list) or len(sums) != len(objective.terms):
         count = len(sums) if isinstance(sums, tuple | list) else "no tuple"
@@ -227,6 +228,7 @@ def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
     Returns:
         [sequences], in the dtype of sums.
     """
+    # In float64 where there is one: a difference of two sums of hundreds of nats is what counts.
     kind = sum_dtype(values.device)
     sums = torch.zeros(len(batch["lengths"]), dtype=kind, device=values.device)
     return sums.index_add(0, batch["label_sequences"], values.to(kind))

@@ -35,6 +35,7 @@ class ReferenceValues:
 
     def __init__(self, sets: Iterable[SampleSet]) -> None:
         """Begin without values."""
+        # By fingerprint: the same answers in another file, or in another mixture, have the same.
         self._sets = {one.fingerprint: one for one in sets}
         self._values = {
             name: np.full((len(one), one.per_sample), np.nan) for name, one in self._sets.items()
@@ -136,7 +137,8 @@ class ReferenceCache:
         self._directory.mkdir(parents=True, exist_ok=True)
         for name, found in values.items():
             file = self._file(name)
-            partial = file.with_name(f".{file.name}.{os.getpid()}")  # others may write it too
+            # Renamed once it is whole: other runs may read or write it at the same time.
+            partial = file.with_name(f".{file.name}.{os.getpid()}")
             tensors = {"log_probabilities": torch.from_numpy(found)}
             save_tensors(tensors, partial, {_CHECKSUM: _digest(found)})
             partial.replace(file)

@@ -209,6 +209,7 @@ def objective_rules(objective: Component) -> ObjectiveRules:
         UserError: there is no objective of this name.
     """
     name: Any = objective["class_path"]
+    # Known without executing it here: `ftkit.training.plugin_contents` has looked at the class.
     if (own := own_class("objective", name)) is not None:
         _, defined = own
         return ObjectiveRules(**defined.rules)

@@ -166,7 +166,7 @@ class Plugin:
         return execute(self.source.encode(), self.file, name, self.option)
 
     def of_kind(self, kind: Kind) -> list[Defined]:
-        """What it defines of a kind."""
+        """Return the classes and functions of a kind that it defines."""
         return [one for one in self.definitions if one.kind == kind]
 
     def find(self, kind: Kind, name: str) -> Defined:
@@ -320,7 +320,7 @@ def own_path(field: str, name: str) -> str | None:
 
 
 def own_names(kind: Kind) -> list[str]:
-    """Names of a kind that the plugin in use defines."""
+    """Return the names of a kind that the plugin in use defines."""
     plugin = plugin_in_use()
     return [] if plugin is None else [one.name for one in plugin.of_kind(kind)]
 

@@ -36,11 +36,11 @@ class Train:
     """Length of the training, batch sizes and learning rate."""
 
     global_batch_size: int = 16
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks; preference pairs count as one."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Most sequences per forward pass on one rank. Affects time and memory, never the loss. auto:
-    as many as are predicted to fit in the free memory of the device. Default: 1, or with
-    micro_batch_tokens as many as fit in it."""
+    """Most sequences (or preference pairs) per forward pass on one rank. Affects time and memory,
+    never the loss. auto: as many as are predicted to fit in the free memory of the device. Default:
+    1, or with micro_batch_tokens as many as fit in it."""
     micro_batch_tokens: int | Literal["auto"] | None = None
     """Most tokens per forward pass on one rank, in rows without padding: a step takes as many
     forward passes as its sequences need, and a longer sequence gets one of its own. Affects time

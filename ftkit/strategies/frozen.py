@@ -22,6 +22,7 @@ def outline_frozen(base: BaseModel, plan: Plan) -> LanguageModel:
         base: the model.
         plan: of the run; if it quantises the trained model, this one is quantised too.
     """
+    # The recipe's quantization saves memory for this model as much as for the trained one.
     recipe = plan.recipe
     kind = recipe.quantize if isinstance(recipe, LoraRecipe) else None
     dtypes = parameter_dtype(plan), compute_dtype(plan)

@@ -36,7 +36,7 @@ _JSON_TYPES = (type(None), bool, int, float, str)
 
 
 class RunView:
-    """The run of a callback: what it may look at, and what it may ask for."""
+    """The run of a callback: its settings, position and model, and requests to log or to stop."""
 
     def __init__(
         self, setup: Setup, journal: Journal, log: Callable[[dict[str, float], int], None]
@@ -44,7 +44,7 @@ class RunView:
         """Wrap a run that is set up; `log` sends values of a step to its loggers."""
         self._setup, self._journal, self._log = setup, journal, log
         self.stop_reason: str | None = None
-        """Reason of the first stop that was asked for on this rank."""
+        """Reason of the first stop that a callback on this rank requested."""
 
     @property
     def recipe(self) -> Recipe:
@@ -161,7 +161,7 @@ class Patience(Callback):
     # Without state of its own: a checkpoint has the losses for the report.
 
     def __init__(self, patience: int, journal: Journal) -> None:
-        """Prepare.
+        """Take the limit, and the report that has the losses.
 
         Args:
             patience: validations in a row without a lower loss.
@@ -197,9 +197,15 @@ class Callbacks:
         self._callbacks, self._run = dict(callbacks), run
 
     def on_begin(self) -> None:
-        """Call all before the first step of a session."""
+        """Call all before the first step of a session.
+
+        Raises:
+            UserError: as `capture`.
+        """
         for callback in self._callbacks.values():
             callback.on_begin(self._run)
+        # A state that cannot be saved shows now, and not with the first checkpoint.
+        self.capture()
 
     def on_step(self, record: StepRecord) -> None:
         """Call all after a step."""
@@ -229,7 +235,7 @@ class Callbacks:
         return 0 if self._run.stop_reason is None else world_size() - rank()
 
     def reason(self, most: int) -> str:
-        """Reason of the stop that was asked for on the lowest rank; every rank calls this.
+        """Reason of the stop that the lowest rank requested; every rank calls this.
 
         Args:
             most: the highest `asks` of all ranks, above 0.
@@ -300,6 +306,11 @@ class CallbackState:
         values: dict[str, dict[str, Any]] = {}
         arrays: dict[str, list[str]] = {}
         for name, state in states.items():
+            if not isinstance(state, Mapping):
+                raise UserError(
+                    f"callback {name}: state_dict returns {state!r}, but must return a dictionary. "
+                    "Return {} if it keeps nothing."
+                )
             for key, value in state.items():
                 if isinstance(value, torch.Tensor | np.ndarray):
                     tensor = torch.as_tensor(value).detach().to("cpu", copy=True).contiguous()

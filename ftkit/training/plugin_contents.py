@@ -1,4 +1,4 @@
-"""What a plugin defines, in a process of its own.
+"""Finds what a plugin defines, in a process of its own.
 
 `python -m ftkit.training.plugin_contents PLUGIN.json CONTENTS.json` reads a `Plugin` without
 definitions, executes it, and writes what it defines, or why it cannot be used.

@@ -1,7 +1,7 @@
 """Callbacks: their state in a checkpoint."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 from messages import message_of, says
 
 from ftkit.training import callbacks
-from ftkit.training.callbacks import Callback, Callbacks, CallbackState, read_state
+from ftkit.training.callbacks import Callback, Callbacks, CallbackState, RunView, read_state
 
 
 def test_state_of_every_kind_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -54,6 +54,20 @@ def test_callbacks_without_state_leave_no_file(tmp_path: Path) -> None:
 def test_what_a_checkpoint_cannot_hold_is_refused(value: object) -> None:
     text = message_of(CallbackState, {"One": {"key": value}})
     assert says(text, "One ... 'key' ... JSON values ... tensors")
+
+
+def test_a_state_is_a_dictionary() -> None:
+    text = message_of(CallbackState, {"One": None})
+    assert says(text, "callback One ... None ... dictionary")
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step() -> None:
+    class Forgetful(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    callbacks = Callbacks({"Forgetful": Forgetful()}, cast(RunView, None))
+    assert says(message_of(callbacks.on_begin), "Forgetful ... 'seen' of type set")
 
 
 def test_states_that_differ_have_other_digests() -> None:

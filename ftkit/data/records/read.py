@@ -87,7 +87,7 @@ def read_hub(
         preference: how records say which answers are better; None: they do not.
 
     Raises:
-        UserError: the data set cannot be had, or a record does not fit.
+        UserError: the data set cannot be read, or a record does not fit.
     """
     data, reader = HubData(name), RecordReader(columns, preference=preference)
 
