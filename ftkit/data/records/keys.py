@@ -133,7 +133,7 @@ def check_label(value: Any, key: str, where: str = "") -> None:
             f"{where} has a {key} that says whether its answer is wanted, as preference "
             "optimisation such as KTO needs it; ftkit would train on unwanted ones too.\n"
             f"Remove the records whose {key} is false, and the key {key} from the others."
-            + " To learn from both, try --objective kto."
+            + " To learn from both, train with --objective kto."
             * (not where)
         )
 
@@ -343,7 +343,7 @@ def _refuse_rejected(row: Mapping[str, Any], key: str) -> None:
     ours = "messages" if wanted.startswith("conversation") else wanted
     raise Refusal(
         f" has a rejected answer ({key}), but the objective learns from one answer.\n"
-        "To learn which of the two is better, try --objective dpo. To train only on "
+        "To learn which of the two is better, train with --objective dpo. To train only on "
         f"{wanted}, try --data.columns.{ours} {wanted}."
     )
 

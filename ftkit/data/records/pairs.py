@@ -69,7 +69,7 @@ def _no_pair(row: Mapping[str, Any]) -> Misfit:
         why = f": {lacking} is {'empty' if lacking in row else 'missing'}"
         advice = f"Add {lacking}, or remove the record"
     elif any(key in row for key in LABEL_KEYS):
-        advice = "To learn from answers with a label, try --objective kto"
+        advice = "To learn from answers with a label, train with --objective kto"
     return Misfit(
         f" is no preference pair{why}; its keys: {keys_of(dict(row))}. {_RULE}\n{advice}."
     )

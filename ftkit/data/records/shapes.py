@@ -525,7 +525,7 @@ def _check_unweighted(row: Mapping[str, Any], answers: Iterable[Record], why: st
 
 _PAIR = (
     " is a preference pair (chosen and rejected), but the objective learns from {}.\n"
-    "To learn which of the two is better, try --objective dpo."
+    "To learn which of the two is better, train with --objective dpo."
 )
 
 

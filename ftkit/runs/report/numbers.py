@@ -72,6 +72,8 @@ class ReportNumber:
     """True if comparisons have a column of it."""
     needs_equal_work: bool = False
     """True if only runs that trained on equally many samples in one session can be compared."""
+    is_of_objective: bool = False
+    """True if only runs whose validation measures the same objective can be compared."""
     hides_zero: bool = False
     """True if tables to read leave it out where it is zero in every run."""
     priority: int = LAST
@@ -218,6 +220,7 @@ NUMBERS: tuple[ReportNumber, ...] = (
         path="validation_loss",
         text=loss_text,
         better="lower",
+        is_of_objective=True,
         row="validation",
         priority=5,
     ),

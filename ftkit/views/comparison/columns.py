@@ -1,5 +1,6 @@
 """Columns of a comparison: settings that differ and numbers of reports, and which are best."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -224,12 +225,23 @@ def _best(runs: list[ComparedRun], number: ReportNumber) -> frozenset[int]:
         work = {report.progress and report.progress.samples for report in reports}
         if len(work) > 1 or any(report.resumed for report in reports):
             return frozenset()
+    if number.is_of_objective and len({_validated(runs[i].report) for i in rivals}) > 1:
+        return frozenset()
     pick = min if number.better == "lower" else max
     winner = pick(rivals, key=lambda i: rivals[i])
     texts = {i: number.text_in(runs[i].report) for i in rivals}
     # As shown: two losses that read the same are equally good.
     best = frozenset(i for i in rivals if texts[i] == texts[winner])
     return frozenset() if len(best) == len(rivals) else best
+
+
+def _validated(report: Report) -> str:
+    """Objective that the validation of a run measures, with its options."""
+    objective = report.recipe.get("objective") or {"class_path": "sft"}
+    # All of these are validated by plain cross-entropy, whatever they train.
+    if objective["class_path"] in ("sft", "dft", "eaft"):
+        return "cross-entropy"
+    return json.dumps(objective, sort_keys=True)
 
 
 def _default_order(run: ComparedRun) -> tuple[int, float, float, str]:
@@ -250,6 +262,7 @@ def _source_numbers(runs: list[ComparedRun]) -> list[ReportNumber]:
             value=_loss_on(name),
             text=loss_text,
             better="lower",
+            is_of_objective=True,
             priority=6,
         )
         for name in dict.fromkeys(name for run in runs for name in _losses(run.report))

@@ -339,6 +339,28 @@ def test_runs_that_ended_well_come_first_by_validation_loss_and_equal_ones_by_sp
     assert names(tmp_path) == ["fast", "slow", "worse", "failed"]
 
 
+DPO = {"class_path": "dpo", "init_args": {}}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "compares"),
+    [
+        (None, {"class_path": "dft", "init_args": {}}, True),
+        (DPO, DPO, True),
+        (None, DPO, False),
+        (DPO, DPO | {"init_args": {"beta": 0.5}}, False),
+    ],
+)
+def test_validation_losses_of_other_objectives_do_not_compare(
+    one: dict[str, Any] | None, other: dict[str, Any], compares: bool, tmp_path: Path
+) -> None:
+    objectives = {"low": one, "high": other}
+    for name, loss in (("low", 0.4), ("high", 0.6)):
+        keys = {} if objectives[name] is None else {"objective": objectives[name]}
+        make_run(tmp_path / name, final_loss=loss, **keys)
+    assert ("validation_loss" in best(tmp_path)["low"]) is compares
+
+
 @pytest.mark.parametrize(
     ("key", "order"),
     [
