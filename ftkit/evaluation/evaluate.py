@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ from ftkit.recipe.objectives import check_objective, is_below_adapter, objective
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
 from ftkit.recipe.plan import Plan
-from ftkit.recipe.plugin import plugin_in_use
+from ftkit.recipe.plugin import own_name, plugin_in_use
 from ftkit.recipe.recipe import METRICS, Component, LoraRecipe, Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
@@ -79,6 +80,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         require_answers(result, "--tasks")
         return _evaluate_tasks(result, options)
     recipe, is_of_run = _recipe(result, options), result.recipe is not None
+    _require_plugin(result, recipe)
     for source in validation_sets(recipe.data, recipe.eval.sets).values():
         source.files()  # a missing one is named before anything is loaded
     scoring = _scoring(recipe, options)
@@ -126,6 +128,25 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     else:
         _show(values, objective)
     return 0
+
+
+def _require_plugin(result: Result, recipe: Recipe) -> None:
+    """Refuse a recipe with classes of a plugin if there is none, naming that of the run."""
+    classes = [component["class_path"] for component in (recipe.objective, recipe.data)]
+    own = next(filter(own_name, classes), None)
+    file = next(
+        (
+            place / PLUGIN
+            for place in (result.directory, result.directory.parent)
+            if (place / PLUGIN).is_file()
+        ),
+        None,
+    )
+    if own is not None and file is not None and plugin_in_use() is None:
+        raise UserError(
+            f"{result.name} is of a run with {own}, which its plugin defines, and nothing that a "
+            f"run holds is executed by itself. Try --plugin {shlex.quote(display_path(file))}"
+        )
 
 
 def _compare_plugins(result: Result) -> None:

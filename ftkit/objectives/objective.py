@@ -202,18 +202,19 @@ def checked_sums(objective: Objective, output: Tensor, batch: Batch) -> Sequence
     # Shapes and types alone: a value would make the host wait for the device in every step.
     name, sums = type(objective).__name__, objective.sums(output, batch)
     if not isinstance(sums, tuple | list) or len(sums) != len(objective.terms):
-        count = len(sums) if isinstance(sums, tuple | list) else "no tuple"
+        count = f"{len(sums)} sums" if isinstance(sums, tuple | list) else "no tuple"
+        terms = ", ".join(term.name for term in objective.terms)
         raise UserError(
-            f"{name}.sums returns {count}, but there are {len(objective.terms)} terms: "
-            f"{', '.join(term.name for term in objective.terms)}. Return a tuple with one sum for "
-            "each."
+            f"{name}.sums returns {count}, but its terms are: {terms}. Return a tuple with one sum "
+            "for each."
         )
     for term, value in zip(objective.terms, sums, strict=True):
         if not isinstance(value, Tensor) or value.ndim:
-            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value)
+            is_tensor = isinstance(value, Tensor)
+            found = f"of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
             raise UserError(
-                f"{name}.sums: the sum of the term {term.name} is no scalar tensor, but {found}. "
-                "Sum a tensor, without .item()."
+                f"{name}.sums: the sum of the term {term.name} has to be a scalar tensor, but is "
+                f"{found}. Sum a tensor, without .item()."
             )
     return sums
 

@@ -6,6 +6,7 @@ whether keys of recipes may stand beside them. The string below a field is its `
 
 import dataclasses
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -380,6 +381,7 @@ class AnswerOptions(UseOptions):
                 "--temperature 0.8 with it."
             )
         self._check_prompting()
+        _check_text("system", self.system)
         if self.seed >= 2**63:
             raise UserError(f"--seed is {self.seed}, but must be below 2**63. Try --seed 1337.")
 
@@ -394,6 +396,17 @@ class AnswerOptions(UseOptions):
             named.append("--system")
         if len(named) > 1:
             raise UserError(f"{named[0]} and {named[1]} exclude each other. Leave one of them out.")
+
+
+def _check_text(key: str, value: str | None) -> None:
+    """Refuse bytes of a command line that are not text: no tokenizer takes them."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"--{key} is not text in {sys.getfilesystemencoding()}: character {error.start + 1} is "
+            f"{(value or '')[error.start]!a}. Convert it, as iconv does."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,6 +431,8 @@ class GenerateOptions(AnswerOptions, ResultOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_text("prompt", self.prompt)
+        _check_text("input", self.input)
         if (self.prompt is None) == (self.prompts is None):
             what = "is missing" if self.prompt is None else "and --prompts exclude each other"
             raise UserError(

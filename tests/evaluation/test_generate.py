@@ -237,6 +237,9 @@ def test_a_file_of_answers_is_only_replaced_with_overwrite(
     ("options", "words"),
     [
         (["--prompt", "a", "--prompts", "b"], "exclude each other"),
+        (["--prompt", "red \udcff"], "--prompt is not text in utf-8: character 5"),
+        (["--prompt", "a", "--input", "\udcff"], "--input is not text"),
+        (["--prompt", "a", "--system", "\udcff"], "--system is not text"),
         (["--prompts", "none.txt"], "--prompts none.txt"),
         (["--prompt", "a", "--out", "none/a"], "there is no directory none"),
         (["--prompt", "a", "--raw", "--input", "b"], "Leave out --input or --raw"),

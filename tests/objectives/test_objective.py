@@ -76,8 +76,8 @@ def test_every_divisor_is_a_number_of_each_sample(amounts: Any, words: tuple[str
 @pytest.mark.parametrize(
     ("sums", "words"),
     [
-        (torch.tensor(1.0), ("Own.sums", "no tuple", "1 terms: loss")),
-        ((torch.tensor(1.0),) * 2, ("Own.sums returns 2", "1 terms: loss")),
+        (torch.tensor(1.0), ("Own.sums", "no tuple", "terms are: loss")),
+        ((torch.tensor(1.0),) * 2, ("Own.sums returns 2", "terms are: loss")),
         ((1.0,), ("Own.sums", "loss", "float", "without .item()")),
         ((torch.ones(3),), ("Own.sums", "loss", "[3]")),
     ],

@@ -222,4 +222,4 @@ def test_a_result_answers_without_the_plugin(out_dir: Path, plugin: Path) -> Non
     code, said = ftkit(plugin.parent, *words)
     assert code == 0, said
     code, said = ftkit(plugin.parent, "evaluate", out_dir)
-    assert (code, says(said, "plugin.Focal ... --plugin FILE.py")) == (2, True)
+    assert (code, says(said, f"plugin.Focal ... --plugin {out_dir}", "plugin.py")) == (2, True)
