@@ -21,7 +21,7 @@ OPTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("dpo2", {}, ("objective is 'dpo2'", "simpo", "--objective dpo")),
     ("dpo", {"bta": 1}, ("objective.bta", "label_noise", "--objective.beta")),
     ("orpo", {"beta": 1}, ("objective.beta", "orpo", "weight")),
-    ("sft", {"beta": 1}, ("objective.beta", "sft", "remove it")),
+    ("dft", {"beta": 1}, ("objective.beta", "dft", "remove it")),
     ("dpo", {"loss": "sigmoyd"}, ("objective.loss is 'sigmoyd'", "--objective.loss sigmoid")),
     *(
         ("dpo", {"beta": value}, (f"objective.beta is {shown}", "above 0", "--objective.beta 0.1"))
@@ -33,7 +33,8 @@ OPTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     *(
         (name, {key: value}, (f"objective.{key}", f"--objective.{key} {default}"))
         for name, key, default in (
-            ("dpo", "sft_weight", "0"), ("orpo", "weight", "0.1"), ("simpo", "margin", "0.5"),
+            ("sft", "z_loss", "0"), ("dpo", "sft_weight", "0"), ("orpo", "weight", "0.1"),
+            ("simpo", "margin", "0.5"),
             ("kto", "desirable_weight", "1"), ("kto", "undesirable_weight", "1"),
             ("reward", "center_weight", "0"), ("eaft", "alpha", "1"),
             ("distill", "temperature", "1"), ("distill", "sft_weight", "0"),
