@@ -305,3 +305,49 @@ def test_a_row_of_unequal_sequences_is_predicted_from_its_size_and_its_longest(
     assert batch.sequences == 8 and batch.positions == LENGTH - 1
     assert 8 * 75 < batch.tokens < 8 * (LENGTH - 1)
     assert abs(error_in(memory)) < 0.02
+
+
+def make_base_and_teacher(directory: Path) -> Path:
+    make_llama(
+        directory / "teacher",
+        hidden_size=384,
+        intermediate_size=512,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        vocab_size=1000,
+    )
+    return make_base(directory)
+
+
+def distilled(directory: Path) -> tuple[tuple[str, Any], ...]:
+    return ("objective", "distill"), ("teacher", str(directory / "teacher"))
+
+
+@pytest.mark.slow
+def test_the_peak_with_a_teacher_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    keys = distilled(tmp_path)
+    cases = [
+        Case("single", "full", "32-true", (*keys, WHOLE_BATCH)),
+        Case("single", "lora", "bf16-mixed", (*keys, CHECKPOINTED)),
+        Case("single", "lora", "bf16-true", (*keys, ("quantize", "bnb.nf4"), ("lora_head", True))),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_teacher)
+
+
+@pytest.mark.matrix
+def test_the_peak_with_a_teacher_on_several_ranks_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    keys = distilled(tmp_path)
+    cases = [
+        Case("ddp", "lora", "32-true", keys),
+        Case("fsdp", "full", "32-true", keys),
+        Case("fsdp", "lora", "bf16-true", (*keys, CHECKPOINTED)),
+    ]
+    zero_3 = ("strategy.stage", 3)
+    if HAS_DEEPSPEED:
+        cases += [
+            Case("deepspeed", "full", "32-true", (*keys, zero_3)),
+            Case("deepspeed", "lora", "bf16-true", (*keys, zero_3)),
+        ]
+    assert_predicted_within_2_percent(tmp_path, 2, cases, make_base_and_teacher)
