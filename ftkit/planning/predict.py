@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ftkit.data.records.hub import as_owner_of
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
@@ -316,13 +317,14 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         check_context(teacher, "teacher", max_seq_length)
     if other is not None:
         check_context(other, "reference", max_seq_length)
-    length = sequence_length(
-        recipe.data,
-        base,
-        recipe.train.max_seq_length,
-        recipe.eval.sets,
-        preference=rules.preference,
-    )
+    with as_owner_of(recipe.data_token):
+        length = sequence_length(
+            recipe.data,
+            base,
+            recipe.train.max_seq_length,
+            recipe.eval.sets,
+            preference=rules.preference,
+        )
     samples = length.train_samples
     steps = recipe.train.max_steps
     if samples is not None:

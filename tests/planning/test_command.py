@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -374,6 +375,26 @@ def test_a_plan_says_what_the_reference_of_pairs_costs(tmp_path: Path) -> None:
     assert below.reference is not None and below.reference.in_every_step
     assert below.as_dict()["reference"]["sequences"] is None
     assert planned().reference is None
+
+
+@pytest.mark.parametrize("before", [None, "of the environment"])
+def test_data_are_read_with_the_access_token_of_the_recipe(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = []
+
+    def read(*arguments: Any, **more: Any) -> SequenceLength:
+        tokens.append(os.environ.get("HF_TOKEN"))
+        return sequence_length(*arguments, **more)
+
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    if before is not None:
+        monkeypatch.setenv("HF_TOKEN", before)
+    monkeypatch.setattr("ftkit.planning.predict.sequence_length", read)
+    keys = [("checkpoint_dir", MODEL), ("train.max_seq_length", "64")]
+    plan_files((), [*keys, ("access_token", "hf_secret")])
+    assert tokens == ["hf_secret"]
+    assert os.environ.get("HF_TOKEN") == before
 
 
 def test_a_gpu_is_given_by_name_or_by_size() -> None:

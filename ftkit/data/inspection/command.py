@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -44,6 +42,7 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
     Weights,
 )
 from ftkit.data.prepare import Prepared  # noqa: E402
+from ftkit.data.records.hub import as_owner_of  # noqa: E402
 from ftkit.data.samples.sample_set import Sample, SampleSet  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
 from ftkit.models.pretrained.hub import (  # noqa: E402
@@ -135,11 +134,10 @@ def inspect_data(
     base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)
     directory = base.tokenizer_directory
     if find_gguf(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
-        directory = find_or_download(recipe.checkpoint_dir)
+        directory = find_or_download(recipe.checkpoint_dir, token=recipe.access_token)
     tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
     limit = checked_length(base, recipe.train.max_seq_length)
-    # Readers of hub data take $HF_TOKEN, as in a run.
-    with _as_owner_of(recipe.data_token):
+    with as_owner_of(recipe.data_token):
         preference = objective_rules(recipe.objective).preference
         data = load_data(recipe.data, tokenizer, limit, preference=preference, progress=progress)
     evidence = Evidence(
@@ -178,22 +176,6 @@ def _tokenizer(directory: Path, checkpoint_dir: str) -> Tokenizer:
             f"{directory}, or try ftkit download {checkpoint_dir}."
         )
     return Tokenizer(directory)
-
-
-@contextmanager
-def _as_owner_of(token: str | None) -> Iterator[None]:
-    """Set $HF_TOKEN to this token, as in the ranks of a run; None leaves it."""
-    before = os.environ.get("HF_TOKEN")
-    if token is not None:
-        os.environ["HF_TOKEN"] = token
-    try:
-        yield
-    finally:
-        # As it was: this also runs inside a notebook, which goes on.
-        if token is not None and before is None:
-            del os.environ["HF_TOKEN"]
-        elif token is not None and before is not None:
-            os.environ["HF_TOKEN"] = before
 
 
 def _whole_lengths(parts: Sequence[LoadedPart]) -> np.ndarray:

@@ -1,7 +1,9 @@
 """Data sets of the Hugging Face hub, by the datasets library; no code of a hub is ever run."""
 
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,25 @@ class HubName:
     split: str | None = None
     """Split to train on; None: train."""
     revision: str | None = None
+
+
+@contextmanager
+def as_owner_of(token: str | None) -> Iterator[None]:
+    """Read data with this Hugging Face token, as the ranks of a run do; None: with $HF_TOKEN.
+
+    Readers take it from the environment, also those of a plugin.
+    """
+    before = os.environ.get("HF_TOKEN")
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        # As it was: this also runs inside a notebook, which goes on.
+        if token is not None and before is None:
+            del os.environ["HF_TOKEN"]
+        elif token is not None and before is not None:
+            os.environ["HF_TOKEN"] = before
 
 
 class HubData:
