@@ -1,5 +1,8 @@
 """FLOPs and parameter counts of the model."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch.nn as nn
@@ -8,6 +11,41 @@ from torch import Tensor
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.targets import is_adapter
+from ftkit.recipe.objectives import is_below_adapter, objective_rules
+from ftkit.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherPasses:
+    """Forward passes of a step beside the one that is trained on, over as many tokens."""
+
+    of_model: int = 0
+    """Those of the whole model."""
+    below_adapter: int = 0
+    """Those of the model without its adapter."""
+    of_other: LanguageModel | None = None
+    """Another model, outlined or filled, which makes one; None: there is none."""
+
+
+ONLY_TRAINING = FurtherPasses()
+
+
+def further_passes(recipe: Recipe, teacher: LanguageModel | None = None) -> FurtherPasses:
+    """Return the passes that the objective of a recipe needs.
+
+    Args:
+        recipe: of the run.
+        teacher: the model that is learned from, if there is one.
+    """
+    rules = objective_rules(recipe.objective)
+    # The mismatched sequences of a step are as many as its own, and about as long.
+    mismatched = int(rules.observes_mismatched)
+    refers = rules.needs_reference and is_below_adapter(recipe)
+    return FurtherPasses(
+        of_model=mismatched,
+        below_adapter=1 + mismatched if refers else 0,
+        of_other=teacher,
+    )
 
 
 def parameter_count(model: LanguageModel) -> int:
@@ -31,7 +69,7 @@ def flops_per_token(
     *,
     attention_length: float,
     label_fraction: float,
-    refers_below_adapter: bool = False,
+    further: FurtherPasses = ONLY_TRAINING,
 ) -> float:
     """Floating-point operations of one training step, per token.
 
@@ -46,15 +84,54 @@ def flops_per_token(
         attention_length: length of the sequence of a token, averaged over tokens: the sum of the
             squared lengths over the sum of the lengths.
         label_fraction: share of the tokens that carry loss.
-        refers_below_adapter: whether there is one more forward pass, without the adapter.
+        further: passes beside the one that is trained on.
     """
+
+    def of_step(name: str, weight: Tensor) -> int:
+        passes = further.of_model + (0 if is_adapter(name) else further.below_adapter)
+        # A frozen weight needs no gradient of its own, which is a third of the operations.
+        return (6 if weight.requires_grad else 4) + 2 * passes
+
+    lengths = attention_length, label_fraction
+    passes = further.of_model + further.below_adapter
+    found = _flops(model, of_step, 6 + 2 * passes, *lengths)
+    if further.of_other is not None:
+        found += forward_flops_per_token(
+            further.of_other, attention_length=attention_length, label_fraction=label_fraction
+        )
+    return found
+
+
+def forward_flops_per_token(
+    model: LanguageModel, *, attention_length: float, label_fraction: float
+) -> float:
+    """Floating-point operations of a forward pass alone, per token.
+
+    Args:
+        model: outlined or filled.
+        attention_length: see `flops_per_token`.
+        label_fraction: share of the tokens for which the output layer is computed.
+    """
+    return _flops(model, lambda *_: 2, 2, attention_length, label_fraction)
+
+
+_PerWeight = Callable[[str, Tensor], int]
+"""Operations for each weight of a matrix and token, by the matrix and the name of its layer."""
+
+
+def _flops(
+    model: LanguageModel,
+    per_weight: _PerWeight,
+    per_score: int,
+    attention_length: float,
+    label_fraction: float,
+) -> float:
     architecture, of_each = model.architecture, model.architecture.attention
-    more = 2 if refers_below_adapter else 0
-    # PaLM counts 12 for whole attention; causal attention needs half of the scores.
+    # PaLM counts 12 for whole attention in training; causal attention needs half of the scores.
     of_scores = architecture.layers * of_each.heads * of_each.head_size * attention_length
     share = architecture.expert_share
-    of_head = _matrix_flops(model.head, share, more) * label_fraction
-    return (6 + more) * of_scores + _matrix_flops(model.body, share, more) + of_head
+    of_head = _matrix_flops(model.head, share, per_weight) * label_fraction
+    return per_score * of_scores + _matrix_flops(model.body, share, per_weight) + of_head
 
 
 def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
@@ -72,31 +149,25 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
     return with_one / matrices - 1
 
 
-def _matrix_flops(module: nn.Module, expert_share: float, more: int) -> float:
-    """Operations of the matrices of a module, for one token; `more` for those of the base."""
+def _matrix_flops(module: nn.Module, expert_share: float, per_weight: _PerWeight) -> float:
+    """Operations of the matrices of a module, for one token."""
     total = 0.0
     for name, part in module.named_modules():
-        of_pass = 0 if is_adapter(name) else more
         if isinstance(part, nn.Linear):
             # Whole words: every token passes the shared experts, which have other names.
             share = expert_share if "experts" in name.split(".") else 1.0
-            total += _weights_in(part) * share * (_factor(part.weight) + of_pass)
+            total += _weights_in(part) * share * per_weight(name, part.weight)
         else:  # the matrices of experts are stacked
             # A Conv1d of a state-space model has three dimensions too, but no experts.
             share = 1.0 if isinstance(part, nn.Conv1d) else expert_share
             packed = packed_in(part)
             for kind, parameter in part.named_parameters(recurse=False):
                 if kind in packed:
-                    total += packed[kind].numbers * share * (_factor(parameter) + of_pass)
+                    total += packed[kind].numbers * share * per_weight(name, parameter)
                 # An embedding has two dimensions, and is looked up, not multiplied.
                 elif parameter.ndim == 3:
-                    total += parameter.numel() * share * (_factor(parameter) + of_pass)
+                    total += parameter.numel() * share * per_weight(name, parameter)
     return total
-
-
-def _factor(weight: Tensor) -> int:
-    # A frozen weight needs no gradient of its own, which is a third of the operations.
-    return 6 if weight.requires_grad else 4
 
 
 def mean_flops_per_token(
@@ -105,7 +176,7 @@ def mean_flops_per_token(
     label_counts: npt.NDArray[np.int64],
     repetitions: npt.NDArray[np.float64] | float = 1.0,
     *,
-    refers_below_adapter: bool = False,
+    further: FurtherPasses = ONLY_TRAINING,
 ) -> float:
     """Floating-point operations per token, averaged over the tokens of an epoch.
 
@@ -114,12 +185,12 @@ def mean_flops_per_token(
         lengths: [samples], tokens of each sample.
         label_counts: [samples], tokens of each that carry loss.
         repetitions: [samples] or one for all, how often an epoch contains each.
-        refers_below_adapter: see `flops_per_token`.
+        further: see `flops_per_token`.
     """
     tokens = (lengths * repetitions).sum()
     return flops_per_token(
         model,
         attention_length=float((lengths.astype(float) ** 2 * repetitions).sum() / tokens),
         label_fraction=float((label_counts * repetitions).sum() / tokens),
-        refers_below_adapter=refers_below_adapter,
+        further=further,
     )

@@ -1,6 +1,7 @@
 """Frozen models: loaded beside the model that is trained, or before it, and sharded as it is."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -30,6 +31,16 @@ def outline_frozen(base: BaseModel, plan: Plan) -> LanguageModel:
     traits = base.architecture.attention
     model.kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
     return model.requires_grad_(False).eval()
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, wherever they are."""
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def bytes_on_rank(model: LanguageModel, plan: Plan) -> int:
+    """Bytes of a frozen model's weights that each rank holds: all of them, or a share."""
+    return math.ceil(bytes_of(model.parameters()) / plan.shards)
 
 
 @contextmanager

@@ -34,7 +34,12 @@ from ftkit.models.bodies.attention import (
 )
 from ftkit.models.chat_templates.template import OF_TOKENIZER, ChatTemplate, resolve_chat_template
 from ftkit.models.dry_run import require_trainable
-from ftkit.models.flops import attention_cost, mean_flops_per_token, parameter_count
+from ftkit.models.flops import (
+    attention_cost,
+    further_passes,
+    mean_flops_per_token,
+    parameter_count,
+)
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
 from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
@@ -61,7 +66,7 @@ from ftkit.runs.job import Job
 from ftkit.runs.report.report import Resolved
 from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.frozen import frozen, outline_frozen
+from ftkit.strategies.frozen import bytes_on_rank, frozen, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
 from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
 from ftkit.strategies.state import bytes_per_number, state_kinds
@@ -104,6 +109,8 @@ class Setup:
     strategy: Strategy
     teacher: Teacher | None = None
     """The model that is learned from, if the objective needs one."""
+    teacher_outline: LanguageModel | None = None
+    """The same on the meta device, until it is loaded."""
     teacher_identity: BaseIdentity | None = None
     """Its identity, on rank 0."""
     contexts: ExitStack = field(default_factory=ExitStack)
@@ -252,6 +259,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     # On the meta device: the whole model never exists on a rank, which fills only its own part.
     with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+        teacher_outline = None if teacher is None else outline_frozen(teacher, plan)
     model.kernel = kernel
     model.routing = model.body.watch_routing(router_loss)
 
@@ -269,6 +277,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         model=model,
         objective=objective,
         strategy=strategy,
+        teacher_outline=teacher_outline,
         teacher_identity=of_teacher,
     )
     if objective.observes_mismatched:
@@ -398,11 +407,12 @@ def _teacher_identity(
 
 def _load_teacher(teacher: BaseModel, setup: Setup, display: Display) -> Teacher:
     """Load the teacher beside the trained model, distributed as that is."""
-    strategy = setup.strategy
+    strategy, outlined = setup.strategy, setup.teacher_outline
+    assert outlined is not None
     with display.phase("loading the teacher") as phase:
         model = setup.contexts.enter_context(
             frozen(
-                outline_frozen(teacher, setup.plan),
+                outlined,
                 teacher,
                 strategy,
                 rope_length=setup.max_seq_length,
@@ -509,12 +519,16 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
             train.lengths,
             train.label_counts,
             setup.data.repetitions,
-            refers_below_adapter=setup.objective.needs_reference and is_below_adapter(recipe),
+            further=further_passes(recipe, setup.teacher_outline),
         ),
         model.routing,
     )
+    teacher = setup.teacher_outline
     resolved = Resolved(
         base_model=setup.base.name,
+        teacher=None if teacher is None else recipe.teacher,
+        teacher_parameters=None if teacher is None else parameter_count(teacher),
+        teacher_rank_bytes=None if teacher is None else bytes_on_rank(teacher, plan),
         accelerator=plan.accelerator,
         device=device_name,
         devices=plan.devices,

@@ -252,6 +252,8 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
         share = percent_text(resolved.trainable_parameters / resolved.parameters)
         trained, every = map(number_text, (resolved.trainable_parameters, resolved.parameters))
         yield "parameters", f"{trained} of {every} trained ({share})"
+    if resolved.teacher:
+        yield "teacher", _teacher_text(resolved)
     if resolved.kept_bytes:
         yield "kept", f"{bytes_text(resolved.kept_bytes)} of parts other than the language model"
     device = resolved.device or resolved.accelerator
@@ -442,11 +444,24 @@ def summary_text(resolved: Resolved, method: str) -> str:
         f"{method} fine-tuning of {resolved.base_model}: "
         f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
         f"{resolved.precision} on {resolved.device}\n"
+        f"{_teacher_line(resolved)}"
         f"{_kept_line(resolved)}"
         f"{count_text(resolved.total_steps or 0, 'step')} of "
         f"{count_text(resolved.global_batch_size or 0, 'sample')} "
         f"({_micro_steps(resolved)}), "
         f"{resolved.samples_per_epoch:,} samples per epoch"
+    )
+
+
+def _teacher_line(resolved: Resolved) -> str:
+    return f"teacher: {_teacher_text(resolved)}\n" if resolved.teacher else ""
+
+
+def _teacher_text(resolved: Resolved) -> str:
+    assert resolved.teacher_parameters is not None and resolved.teacher_rank_bytes is not None
+    return (
+        f"{resolved.teacher}, {resolved.teacher_parameters:,} parameters, "
+        f"{bytes_text(resolved.teacher_rank_bytes)} on each rank"
     )
 
 

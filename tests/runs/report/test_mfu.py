@@ -12,7 +12,12 @@ from recorders import make_recorder, train
 
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.sample_set import SampleSet
-from ftkit.models.flops import flops_per_token, mean_flops_per_token
+from ftkit.models.flops import (
+    ONLY_TRAINING,
+    flops_per_token,
+    further_passes,
+    mean_flops_per_token,
+)
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.routing import Routing
@@ -121,10 +126,35 @@ def test_weights_that_are_not_trained_take_four() -> None:
     adapters = LAYERS * 2 * 8 * WIDTH
     found = flops_per_token(model, attention_length=0, label_fraction=1)
     assert found == 4 * (BLOCKS + HEAD) + 6 * adapters
-    referring = flops_per_token(
-        model, attention_length=100, label_fraction=1, refers_below_adapter=True
+
+
+@pytest.mark.parametrize(
+    ("objective", "of_base", "of_adapter"), [("sft", 4, 6), ("dpo", 6, 6), ("kto", 10, 8)]
+)
+def test_forward_passes_of_a_reference_and_on_mismatched_sequences_count(
+    objective: str, of_base: int, of_adapter: int
+) -> None:
+    keys = {"lora_r": "8", "lora_query": "true", "lora_key": "false", "lora_value": "false"}
+    model = make_model("lora", **keys)
+    pairs = [("checkpoint_dir", "random:pythia-14m"), ("objective", objective)]
+    recipe = read_recipe([], pairs, method="lora")
+    found = flops_per_token(
+        model, attention_length=100, label_fraction=1, further=further_passes(recipe)
     )
-    assert referring == 6 * (BLOCKS + HEAD) + 6 * adapters + 8 * LAYERS * WIDTH * 100
+    adapters, scores = LAYERS * 2 * 8 * WIDTH, LAYERS * WIDTH * 100
+    expected = of_base * (BLOCKS + HEAD) + of_adapter * adapters + (of_base + 2) * scores
+    assert found == expected
+
+
+def test_the_forward_pass_of_a_teacher_counts() -> None:
+    """Two operations for each weight, trained or not, and a third of those of attention."""
+    pairs = [("checkpoint_dir", "random:pythia-14m"), ("objective", "distill")]
+    recipe = read_recipe([], pairs, method="full")
+    model, lengths = make_model("full"), {"attention_length": 100, "label_fraction": 0.5}
+    alone = flops_per_token(model, **lengths)
+    found = flops_per_token(model, **lengths, further=further_passes(recipe, model))
+    assert found == pytest.approx(alone * 4 / 3)
+    assert further_passes(recipe, None) == ONLY_TRAINING
 
 
 def test_attention_counts_the_square_of_every_length() -> None:
