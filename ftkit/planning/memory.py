@@ -8,7 +8,7 @@ from ftkit.models.bodies.attention import common_path, planned_path
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
-from ftkit.planning.simulate import CPU, largest_micro_batch, simulate
+from ftkit.planning.simulate import CPU, largest_micro_batch, simulate, simulate_alone
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import Kernels, LoraRecipe
@@ -157,6 +157,41 @@ def predict(
     )
 
 
+def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
+    """Memory of each rank while a model computes log-probabilities, before there is another one.
+
+    Args:
+        base: the model; its weights are not read.
+        plan: of the run.
+        tokens: of the longest sample.
+
+    Returns:
+        Bytes on the device that are certainly needed, and those that may be; on CPUs, of host
+        memory.
+    """
+    is_row = planned_path(base.architecture.attention, plan) != "padded"
+    least = largest_micro_batch(1, 2, padding_free=is_row)
+    # More than in training: all samples are one step, so no micro-batch is cut short.
+    most = largest_micro_batch(
+        plan.micro_batch_size * objective_rules(plan.recipe.objective).sequences,
+        tokens,
+        padding_free=is_row,
+        most_tokens=plan.micro_batch_tokens,
+    )
+
+    def needed(batch: MicroBatchSize) -> tuple[int, int]:
+        found = make_strategy(plan).on_device(simulate_alone(base, plan, batch))
+        peak_bytes = max(peak.total_bytes for peak in found.peaks.values())
+        if plan.accelerator != HOST_KIND:
+            low, _, high = _device_bytes(peak_bytes + gpus.WORKSPACE_BYTES, plan)
+            return low, high
+        peak_bytes += sum(found.host.values())
+        high = _CPU_PROCESS_BYTES + round(peak_bytes * (1 + _HOST_ERROR))
+        return round(peak_bytes * (1 - _HOST_ERROR)), high
+
+    return needed(least)[0], needed(most)[1]
+
+
 def _kept_in_host_bytes(plan: Plan, offloaded: dict[Category, int]) -> int:
     """Bytes that are certainly in host memory; a paged optimizer state may stay on the device."""
     kept: list[Category] = ["parameters", "gradients"]
@@ -199,7 +234,7 @@ def heaviest_micro_batch(
         path = common_path(path, planned_path(teacher.architecture.attention, plan))
     rules = objective_rules(plan.recipe.objective)
     return largest_micro_batch(
-        plan.micro_batch_size * rules.sequences,
+        plan.largest_micro_batch * rules.sequences,
         tokens,
         padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,

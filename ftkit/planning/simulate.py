@@ -12,8 +12,9 @@ is checkpointed, they grow so with every N layers.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,21 +28,26 @@ from ftkit.errors import UserError
 from ftkit.models import language_model
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
-from ftkit.models.flops import parameter_count
+from ftkit.models.flops import further_passes, parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.objectives.distillation import Teacher
 from ftkit.objectives.objective import Batch, make_objective
-from ftkit.objectives.reference import BelowAdapter, Companion, Computed
+from ftkit.objectives.reference import (
+    BelowAdapter,
+    Companion,
+    Computed,
+    sequence_log_probabilities,
+)
 from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.objectives import is_below_adapter
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import LoraRecipe
-from ftkit.strategies.frozen import outline_frozen
+from ftkit.recipe.recipe import Kernels, LoraRecipe
+from ftkit.strategies.frozen import bytes_of, outline_frozen
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
@@ -121,13 +127,38 @@ def simulate(
         accumulates: whether the micro-step adds to gradients of others before it.
         teacher: the model that is learned from, if there is one.
     """
-    depth = base.architecture.layers
     period = int(plan.recipe.memory.activation_checkpointing) or 1
+
+    def run(layers: int) -> Simulation:
+        return _run(base, plan, batch, layers, accumulates, teacher)
+
+    return _with_all_layers(run, base.architecture.layers, period, _layers_differ(base, plan))
+
+
+def simulate_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize) -> Simulation:
+    """The highest moment of a pass that only computes log-probabilities, with no other model there.
+
+    Args:
+        base: the model; its weights are not read.
+        plan: whose strategy and number formats it is computed in.
+        batch: what a pass computes on.
+    """
+
+    def run(layers: int) -> Simulation:
+        return _run_alone(base, plan, batch, layers)
+
+    is_uneven = not base.architecture.has_equal_layers
+    return _with_all_layers(run, base.architecture.layers, 1, is_uneven)
+
+
+def _with_all_layers(
+    run: Callable[[int], Simulation], depth: int, period: int, layers_differ: bool
+) -> Simulation:
+    """Simulate a model of any depth by two small ones, if its layers are alike."""
     smaller = _smaller_depth(depth, period)
-    if depth <= smaller + period + 1 or _layers_differ(base, plan):
-        return _run(base, plan, batch, depth, accumulates, teacher)
-    depths = (smaller, smaller + period)
-    less, more = (_run(base, plan, batch, layers, accumulates, teacher) for layers in depths)
+    if depth <= smaller + period + 1 or layers_differ:
+        return run(depth)
+    less, more = (run(layers) for layers in (smaller, smaller + period))
     steps = (depth - smaller) // period
 
     def extended(first: Mapping[Any, int], second: Mapping[Any, int]) -> dict[Any, int]:
@@ -141,6 +172,8 @@ def simulate(
         },
         Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
         less.hosted_bytes + (more.hosted_bytes - less.hosted_bytes) * steps,
+        accumulates=less.accumulates,
+        passes_before=less.passes_before,
     )
 
 
@@ -170,7 +203,7 @@ def _run(
     accumulates: bool,
     teacher: BaseModel | None,
 ) -> Simulation:
-    kernels = plan.recipe.kernels if has_liger() else "torch"
+    kernels = _simulated_kernels(plan)
     # Fake tensors cannot look into compiled graphs; these keep less, so it is an upper bound.
     recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
     # The code of a run, not a formula, which would have to change with every layer: predictions are
@@ -203,8 +236,37 @@ def _run(
             frozen.body.build_rope_cache(CPU, asked)
             _pack(frozen)
         with _mistakes_of_plugin():
-            peaks = _Step(model, strategy, sharding, batch, accumulates, frozen).peaks()
-        return Simulation(peaks, sizes, host.most_bytes)
+            step = _Step(model, strategy, sharding, batch, accumulates, frozen)
+            peaks = step.peaks()
+        return Simulation(
+            peaks,
+            sizes,
+            host.most_bytes,
+            accumulates=accumulates,
+            passes_before=step.passes_before,
+        )
+
+
+def _simulated_kernels(plan: Plan) -> Kernels:
+    return plan.recipe.kernels if has_liger() else "torch"
+
+
+def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Simulation:
+    model = outline_frozen(with_layers(base, layers), plan)
+    strategy = make_strategy(plan)
+    sizes = _sizes(None, model, plan.shards)
+    with strategy.simulated() as sharding, FakeTensorMode(allow_non_fake_inputs=True):
+        sharding.allocate(model, CPU)
+        context = base.architecture.context_length
+        model.body.build_rope_cache(CPU, min(context, plan.recipe.train.max_seq_length or context))
+        _pack(model)
+        live = LiveTensors(CPU, granularity_bytes=plan.kind.allocator_block_bytes)
+        live.assign((*model.parameters(), *model.buffers(), *scales(model)), "parameters")
+        with live, _computing(strategy):
+            live.mark(ANOTHER_MODEL)
+            sequence_log_probabilities(model, _made(batch))
+        peaks = {s.name: s.peak for s in live.stretches() if s.name}
+    return Simulation(peaks, sizes)
 
 
 @contextmanager
@@ -228,31 +290,45 @@ def _mistakes_of_plugin() -> Iterator[None]:
         ) from error
 
 
-def _sizes(model: LanguageModel, teacher: LanguageModel | None, shards: int) -> Sizes:
-    parameters, trained = list(model.parameters()), trainable(model)
-    frozen = [] if teacher is None else list(teacher.parameters())
+def _sizes(model: LanguageModel | None, other: LanguageModel | None, shards: int) -> Sizes:
+    """Sizes of the model that is trained, if there is one, and of another that only computes."""
+    parameters = [] if model is None else list(model.parameters())
+    trained = [] if model is None else trainable(model)
+    frozen = [] if other is None else list(other.parameters())
+    head = [] if other is None else list(other.head.parameters())
+    of_head = [] if model is None else _large(model.head.parameters())
+    of_block = [] if model is None else _large(model.body.blocks[0].parameters())
+    of_embedding = [] if model is None or model.tied else _large(model.body.embedding.parameters())
 
     def pinned_bytes(parameter: nn.Parameter) -> int:
         rows = -(-parameter.shape[0] // shards)
         return _page_locked_bytes(rows * parameter.shape[1:].numel() * parameter.itemsize)
 
     return Sizes(
-        parameters=parameter_count(model),
-        parameter_bytes=sum(p.numel() * p.itemsize for p in parameters),
+        parameters=0 if model is None else parameter_count(model),
+        parameter_bytes=bytes_of(parameters),
         trained=sum(p.numel() for p in trained),
-        trained_bytes=sum(p.numel() * p.itemsize for p in trained),
-        hidden=sum(p.numel() for p in hidden_matrices(model)),
+        trained_bytes=bytes_of(trained),
+        hidden=0 if model is None else sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
+        largest_trained=max((p.numel() for p in trained), default=0),
+        embedding_elements=sum(of_embedding),
+        head_elements=sum(of_head),
+        block_elements=sum(of_block),
+        largest_in_block=max(of_block, default=0),
         pinned_bytes=sum(map(pinned_bytes, (*parameters, *frozen))),
         pinned_trained_bytes=sum(map(pinned_bytes, trained)),
-        frozen_bytes=sum(p.numel() * p.itemsize for p in frozen),
+        frozen_bytes=bytes_of(frozen),
         frozen_elements=sum(p.numel() for p in frozen),
         small_frozen_elements=sum(p.numel() for p in frozen if p.numel() < PERSISTENT_ELEMENTS),
-        frozen_head_bytes=0
-        if teacher is None
-        else sum(p.numel() * p.itemsize for p in teacher.head.parameters()),
+        frozen_head_bytes=bytes_of(head),
     )
+
+
+def _large(parameters: Iterable[nn.Parameter]) -> list[int]:
+    """Elements of those parameters that ZeRO-3 does not keep gathered."""
+    return [p.numel() for p in parameters if p.numel() >= PERSISTENT_ELEMENTS]
 
 
 def _page_locked_bytes(size_bytes: int) -> int:
@@ -336,6 +412,36 @@ def _pack(model: LanguageModel) -> None:
             matrices.allocate(CPU)
 
 
+def _made(size: MicroBatchSize) -> Batch:
+    """A micro-batch of a size, as `ftkit.data.samples.loader.collate` makes it."""
+    shape = (size.sequences, size.positions) if size.tokens is None else (1, size.tokens)
+    divisor = torch.tensor(float(size.targets), dtype=torch.float64)
+    made: Batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.long),
+        "label_indices": torch.zeros(size.targets, dtype=torch.long),
+        "labels": torch.zeros(size.targets, dtype=torch.long),
+        "label_sequences": torch.zeros(size.targets, dtype=torch.long),
+        "is_real": torch.ones(shape, dtype=torch.bool),
+        "is_real_sequence": torch.ones(size.sequences, dtype=torch.bool),
+        "lengths": (size.positions,) * size.sequences,
+        "numbers": tuple(range(size.sequences)),
+        "sequence_lengths": size.lengths,
+        "divisors": defaultdict(lambda: divisor),
+    }
+    if size.weighted:
+        made["weights"] = torch.ones(size.targets, dtype=torch.float32)
+    return made
+
+
+def _computing(strategy: Strategy) -> AbstractContextManager[Any]:
+    """Context in which a model of a strategy computes, on fake tensors."""
+    precision = strategy.plan.precision
+    if not precision.endswith("-mixed") or not strategy.mixes_by_autocast:
+        return nullcontext()
+    dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
+    return torch.autocast("cpu", dtype)
+
+
 class _Step:
     """An optimizer step of a model on this rank, in the order of ftkit's training."""
 
@@ -351,8 +457,7 @@ class _Step:
         self._model, self._strategy, self._batch = model, strategy, batch
         self._plan = plan = strategy.plan
         self._accumulates = accumulates
-        self._mixed = plan.precision.endswith("-mixed") and strategy.mixes_by_autocast
-        self._mixed_dtype = torch.float16 if plan.precision == "16-mixed" else torch.bfloat16
+        self._computing = computing = partial(_computing, strategy)
         self._live = LiveTensors(CPU, granularity_bytes=plan.kind.allocator_block_bytes)
         self._trained = trainable(model)
         self._buckets: dict[Tensor, Tensor] = {}
@@ -361,11 +466,13 @@ class _Step:
         objective = make_objective(plan.recipe.objective)
         companion: Companion | None = None
         if teacher is not None:
-            companion = Teacher(teacher, sharding, self._computing)
+            companion = Teacher(teacher, sharding, computing)
         elif objective.needs_reference:
             companion = Computed(np.zeros(batch.sequences))
             if is_below_adapter(plan.recipe):
-                companion = BelowAdapter(model, self._computing)
+                companion = BelowAdapter(model, computing)
+        further = further_passes(plan.recipe)
+        self.passes_before = further.of_model + further.below_adapter
         self._models = (model, *(companion.models if companion else ()))
         self._step_loss = StepLoss(objective, model, companion)
         self._shares = zeros_for(self._step_loss, CPU)
@@ -437,31 +544,9 @@ class _Step:
         """Run a micro-step; with an optimizer the last one, and the update."""
         live, batch = self._live, self._batch
         self._mark("before the blocks")
-        shape = (batch.sequences, batch.positions) if batch.tokens is None else (1, batch.tokens)
-        ids = torch.zeros(shape, dtype=torch.long)
-        label_indices = torch.zeros(batch.targets, dtype=torch.long)
-        labels = torch.zeros(batch.targets, dtype=torch.long)
-        is_real = torch.ones(shape, dtype=torch.bool)
         live.begin_forward()
-        live.assign([ids, label_indices, labels, is_real], "activations")
-        divisor = torch.tensor(float(batch.targets), dtype=torch.float64)
-        made = {
-            "input_ids": ids,
-            "label_indices": label_indices,
-            "labels": labels,
-            "label_sequences": torch.zeros(batch.targets, dtype=torch.long),
-            "is_real": is_real,
-            "is_real_sequence": torch.ones(batch.sequences, dtype=torch.bool),
-            "lengths": (batch.positions,) * batch.sequences,
-            "numbers": tuple(range(batch.sequences)),
-            "sequence_lengths": batch.lengths,
-            "divisors": defaultdict(lambda: divisor),
-        }
-        if batch.weighted:
-            weights = torch.ones(batch.targets, dtype=torch.float32)
-            live.assign([weights], "activations")
-            made["weights"] = weights
-            del weights
+        made = _made(batch)
+        live.assign((value for value in made.values() if isinstance(value, Tensor)), "activations")
         step_loss = self._step_loss
         self._mark(ANOTHER_MODEL)
         if step_loss.objective.observes_mismatched:
@@ -478,7 +563,7 @@ class _Step:
             self._backward = True
             loss.backward()
             self._backward = False
-        del loss, ids, label_indices, labels, is_real, made
+        del loss, made
         if optimizer is not None:
             self._mark("optimizer")
             self._update(optimizer)
@@ -493,9 +578,6 @@ class _Step:
                 sequence_lengths=batch["sequence_lengths"],
             )
         return result
-
-    def _computing(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cpu", self._mixed_dtype) if self._mixed else nullcontext()
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._updates_in_backward:
@@ -547,8 +629,10 @@ class _Step:
             self._buckets |= {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        if not self._strategy.updates_parameters:  # at once in a bucket that is there for good
-            parameter.grad = None
+        if not self._strategy.updates_parameters:  # at once in a bucket
+            # If they are whole until the update, those of micro-steps before are there already.
+            if self._accumulates or not self._strategy.keeps_gradients_whole:
+                parameter.grad = None
         elif self._buckets:
             parameter.grad = self._buckets[parameter]
         self._live.assign([parameter.grad], "gradients")

@@ -70,8 +70,15 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Number of ranks over which one model is sharded, if the strategy shards parameters."""
+        """Number of ranks over which the parameters of one model are sharded."""
         return self.rules.shards(self.options, self.devices, self.num_nodes)
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Samples of a micro-batch at most, where all have the same length."""
+        # The samples of a step are spread evenly over its ranks.
+        of_rank = math.ceil(self.recipe.train.global_batch_size / self.world_size)
+        return min(self.micro_batch_size, of_rank)
 
     @property
     def rules(self) -> StrategyRules:

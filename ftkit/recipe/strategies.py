@@ -86,12 +86,12 @@ class StrategyRules:
         return False
 
     def shards(self, options: Any, devices: int, num_nodes: int) -> int:
-        """Number of ranks over which one model is sharded, if the strategy shards parameters.
+        """Number of ranks over which the parameters of one model are sharded.
 
         Raises:
             UserError: this sharding needs other numbers of devices or nodes.
         """
-        return devices * num_nodes
+        return 1
 
     def needs_all_gradients(self, options: Any) -> str:
         """Return why an update needs all gradients, and an alternative; empty: it does not."""
@@ -209,6 +209,9 @@ class DeepSpeedRules(StrategyRules):
 
     def offloads(self, options: DeepSpeedOptions) -> bool:
         return options.offload_optimizer
+
+    def shards(self, options: DeepSpeedOptions, devices: int, num_nodes: int) -> int:
+        return devices * num_nodes if options.stage == 3 else 1
 
     def needs_all_gradients(self, options: DeepSpeedOptions) -> str:
         return "updates slices of all parameters at once. Try --strategy fsdp"

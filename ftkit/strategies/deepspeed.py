@@ -131,6 +131,7 @@ class DeepSpeed(Strategy):
         super().__init__(plan)
         assert isinstance(plan.options, DeepSpeedOptions)
         self._options = plan.options
+        self.keeps_gradients_whole = plan.options.stage == 1
 
     def connect(self, model: nn.Module) -> None:
         # Before the ranks connect: Fabric's strategy is created with these settings.

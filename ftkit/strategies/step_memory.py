@@ -221,6 +221,17 @@ class Sizes:
     """Elements of all parameters: a quantised element holds two numbers."""
     small_elements: int
     """Elements of parameters below PERSISTENT_ELEMENTS, which ZeRO-3 keeps gathered."""
+    largest_trained: int
+    """Numbers of the largest trained parameter."""
+    embedding_elements: int
+    """Elements of the embedding, if it is not the output layer too; without small parameters, as
+    in the three below."""
+    head_elements: int
+    """Elements of the output layer."""
+    block_elements: int
+    """Elements of a block."""
+    largest_in_block: int
+    """Elements of the largest parameter of a block."""
     pinned_bytes: int
     """Page-locked memory for one rank's rows of all parameters, one block for each, with those of a
     model beside it."""
@@ -256,6 +267,10 @@ class Simulation:
     """Sizes of the whole model."""
     hosted_bytes: int = 0
     """Page-locked host memory for activations."""
+    accumulates: bool = False
+    """Whether there are gradients of micro-steps before it."""
+    passes_before: int = 0
+    """Passes of the trained model alone, without a backward pass, before the one that trains."""
 
     def without(self, kinds: Collection[Category]) -> OnDevice:
         """Move some categories to host memory."""

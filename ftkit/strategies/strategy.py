@@ -128,6 +128,8 @@ class Strategy(ABC):
     """Whether mixed precision is autocast over float32 parameters."""
     updates_parameters = True
     """Whether torch's optimizer updates the model's own parameters."""
+    keeps_gradients_whole = False
+    """Whether gradients stay whole until an update that is not torch's."""
     keeps_gradient_buckets = False
     """Whether memory for all gradients is allocated once, before the first step."""
 

@@ -37,7 +37,7 @@ def with_zero(
         states: kinds of state that the optimizer keeps for each number.
     """
     rank = _ZeroRank(whole, options, world_size, working_bytes, states)
-    names = [*whole.peaks, "optimizer"]
+    names = [*whole.peaks, _REDUCTION, "optimizer"]
     return OnDevice({name: rank.during(name) for name in names}, rank.host())
 
 
@@ -53,60 +53,85 @@ class _ZeroRank:
         states: int,
     ) -> None:
         self._options, self._world_size = options, world_size
-        self._peaks, self._sizes = whole.peaks, whole.sizes
+        self._whole, self._peaks, self._sizes = whole, whole.peaks, whole.sizes
         self._working_bytes, self._states = working_bytes, states
         self._bucket = min(self._sizes.trained, REDUCE_BUCKET_ELEMENTS)
+        self._share = math.ceil(self._sizes.trained / world_size)
 
     def host(self) -> dict[Category, int]:
         """Bytes in host memory, by category."""
-        if not self._options.offload_optimizer:
+        options, sizes, share = self._options, self._sizes, self._share
+        if not options.offload_optimizer:
             return {}
-        share = math.ceil(self._sizes.trained / self._world_size)
         found: dict[Category, int] = {
-            # Gradients of the masters, and those accumulated in the dtype of the model.
-            "gradients": share * (_FP32_BYTES + self._working_bytes),
+            "gradients": share * _FP32_BYTES,  # of the masters
             "optimizer_state": share * _FP32_BYTES * (1 + self._states),  # 1: the masters
         }
-        if self._options.offload_parameters and self._options.stage == 3:
-            whole_bytes = self._sizes.parameter_bytes + self._sizes.frozen_bytes
+        if options.stage == 3 or self._whole.accumulates:  # added up in the dtype of the model
+            found["gradients"] += share * self._working_bytes
+        if options.stage < 3:  # on their way to and from the device
+            found["gradients"] += sizes.largest_trained * self._working_bytes
+            found["parameters"] = share * self._working_bytes
+        elif options.offload_parameters:
+            whole_bytes = sizes.parameter_bytes + sizes.frozen_bytes
             found["parameters"] = math.ceil(whole_bytes / self._world_size)
         return found
 
     def during(self, name: str) -> Snapshot:
         """The highest moment of a stretch of the step."""
-        sizes, options = self._sizes, self._options
+        options, share = self._options, self._share
         found = dict(self._peaks.get(name, self._between_steps()).bytes)
-        share = math.ceil(sizes.trained / self._world_size)
-        # The bucket in which ranks add up gradients is never freed.
-        found["gradients"] += self._bucket * self._working_bytes
-        if options.stage == 3:  # a share instead of the whole, and gathered parameters on top
-            whole_bytes = sizes.parameter_bytes + sizes.frozen_bytes
-            found["parameters"] -= whole_bytes
-            if not options.offload_parameters:
-                found["parameters"] += math.ceil(whole_bytes / self._world_size)
-            average_bytes = sizes.parameter_bytes / sizes.elements
-            # Small parameters stay gathered.
-            found["parameters"] += round(sizes.small_elements * average_bytes)
-            found["temporaries"] += round(self._gathered(name) * average_bytes)
-            if sizes.frozen_bytes:
-                average_bytes = sizes.frozen_bytes / sizes.frozen_elements
-                found["parameters"] += round(sizes.small_frozen_elements * average_bytes)
-                found["temporaries"] += round(self._gathered_frozen(name) * average_bytes)
-            if name == "loss, forward":
-                found["temporaries"] += sizes.frozen_head_bytes
-        elif options.stage == 1:  # gradients stay whole until the update
-            found["gradients"] += sizes.trained_bytes
-        if not options.offload_optimizer:  # a share of the moments, and of the gradients
+        if options.stage == 3:
+            self._add_gathered(name, found)
+        found["gradients"] += self._gradients(name) * self._working_bytes
+        if not options.offload_optimizer:  # a share of the moments
             found["optimizer_state"] += share * _FP32_BYTES * self._states
-            found["gradients"] += share * self._working_bytes
-            if self._working_bytes != _FP32_BYTES:
+            if options.stage < 3 or self._working_bytes != _FP32_BYTES:
                 found["optimizer_state"] += share * _FP32_BYTES  # masters
             if name == "optimizer":
                 found["temporaries"] += share * _FP32_BYTES  # gradients of the masters
-        if name.endswith("backward") and (sizes.trained > self._bucket or name == _LAST):
+        if self._reduces_in(name) and options.stage > 1:
             # A full bucket is copied into the order of ranks before it is sent.
-            found["temporaries"] += min(self._bucket, sizes.trained) * self._working_bytes
+            found["temporaries"] += self._bucket * self._working_bytes
         return Snapshot(found)
+
+    def _reduces_in(self, name: str) -> bool:
+        """Whether ranks add up gradients during a stretch: when the bucket is full, and last."""
+        last = _LAST if self._options.stage == 3 else _REDUCTION
+        return name == last or (name.endswith("backward") and self._sizes.trained > self._bucket)
+
+    def _gradients(self, name: str) -> int:
+        """Numbers in gradients and buckets on the device, beside those that are simulated."""
+        options, whole, share = self._options, self._whole, self._share
+        if options.stage == 3:  # the bucket and the shares are never freed
+            return self._bucket + (0 if options.offload_optimizer else share)
+        found = self._bucket if name.endswith("backward") or name == _REDUCTION else 0
+        if options.stage == 1 and whole.accumulates:  # whole until the update
+            found += self._sizes.trained
+        if options.offload_optimizer:  # on its way to the host
+            return found + self._sizes.largest_trained
+        if options.stage == 2 and whole.accumulates:
+            found += share
+        # What was added up just now, and is copied to that of micro-steps before.
+        return found + (share if self._reduces_in(name) or name == "optimizer" else 0)
+
+    def _add_gathered(self, name: str, found: dict[Category, int]) -> None:
+        """A share of the parameters instead of the whole, and gathered ones on top."""
+        sizes, options = self._sizes, self._options
+        whole_bytes = sizes.parameter_bytes + sizes.frozen_bytes
+        found["parameters"] -= whole_bytes
+        if not options.offload_parameters:
+            found["parameters"] += math.ceil(whole_bytes / self._world_size)
+        average_bytes = sizes.parameter_bytes / max(sizes.elements, 1)
+        # Small parameters stay gathered.
+        found["parameters"] += round(sizes.small_elements * average_bytes)
+        found["temporaries"] += round(self._gathered(name) * average_bytes)
+        if sizes.frozen_bytes:
+            average_bytes = sizes.frozen_bytes / sizes.frozen_elements
+            found["parameters"] += round(sizes.small_frozen_elements * average_bytes)
+            found["temporaries"] += round(self._gathered_frozen(name) * average_bytes)
+        if name == "loss, forward":
+            found["temporaries"] += sizes.frozen_head_bytes
 
     def _between_steps(self) -> Snapshot:
         """Memory of the model alone."""
@@ -120,13 +145,52 @@ class _ZeroRank:
         # parameter. Those needed again soon enough are kept; the distance counts both ways.
         large = self._sizes.elements - self._sizes.small_elements
         ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
-        if name in ("optimizer", ANOTHER_MODEL):
+        if name in ("optimizer", _REDUCTION):
+            return 0
+        if self._whole.passes_before:
+            return self._gathered_after_passes(name, large)
+        if name == ANOTHER_MODEL:
             return 0
         if name == "loss, forward":  # the last buffer has been copied
             return kept
         if name == "loss, backward" or name.startswith("block -"):
             return kept if kept == large and "backward" in name else kept + ahead
         return 2 * ahead if kept < large else large + ahead * ("forward" in name)
+
+    def _gathered_after_passes(self, name: str, large: int) -> int:
+        """As `_gathered`, where the model has computed before without a backward pass."""
+        # DeepSpeed expects of each forward pass, and what follows it, what the one before it did.
+        # So one after a pass alone gathers ahead, but frees what it has used; its backward pass,
+        # which is not expected, gathers each parameter when it is needed.
+        sizes, whole = self._sizes, self._whole
+        if name == ANOTHER_MODEL:
+            if whole.passes_before > 1:
+                return 2 * min(_PREFETCH_ELEMENTS, large)
+            return max(sizes.embedding_elements, sizes.head_elements, sizes.largest_in_block)
+        if name.startswith("loss"):
+            return sizes.head_elements
+        if name.endswith("backward"):
+            return sizes.largest_in_block
+        # The first pass after an unexpected one frees small parameters too.
+        buffered = large
+        if whole.passes_before == 1 or whole.accumulates:
+            buffered += sizes.small_elements
+        if buffered > _PREFETCH_ELEMENTS:
+            return 2 * _PREFETCH_ELEMENTS
+        return buffered + self._unused(name, large)
+
+    def _unused(self, name: str, large: int) -> int:
+        """Elements of large parameters that a forward pass still needs at its peak in a stretch."""
+        sizes = self._sizes
+        if not name.startswith("block"):
+            return large
+        # Blocks are counted from both ends; the last matrix of each is used after its peak.
+        number = int(name.partition(",")[0].removeprefix("block "))
+        if number >= 0:
+            used = sizes.embedding_elements + (number + 1) * sizes.block_elements
+            return large - used + sizes.largest_in_block
+        after = (-number - 1) * sizes.block_elements + sizes.head_elements
+        return after + sizes.largest_in_block
 
     def _gathered_frozen(self, name: str) -> int:
         """Elements of large parameters of the other model that are gathered during a stretch."""
@@ -136,3 +200,8 @@ class _ZeroRank:
         # used are there.
         large = self._sizes.frozen_elements - self._sizes.small_frozen_elements
         return 2 * min(_PREFETCH_ELEMENTS, large)
+
+
+_LAST = "block 0, backward"
+_REDUCTION = "gradients added up"
+"""Stretch after the backward pass, in which ranks add up what is left in the bucket."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from messages import message_of, says
 from tiny import make_llama
 from torch import Tensor
+from transformers_models import make_transformers_model
 
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
@@ -190,6 +191,43 @@ def test_a_model_does_not_diverge_from_a_copy_of_itself(name: str, base: BaseMod
     loss.backward()
     assert all(p.grad is None or float(p.grad.abs().max()) < 1e-5 for p in student.parameters())
     assert not any(p.grad is not None for p in teacher.parameters())
+
+
+def model_of_transformers(base: BaseModel) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt2", *(pytest.param(one, marks=pytest.mark.matrix) for one in ("gemma2", "granite"))],
+)
+def test_a_teacher_of_another_architecture_is_learned_from(
+    kind: str, base: BaseModel, tmp_path: Path
+) -> None:
+    """The loss is that of the logits that transformers computes with both models."""
+    teacher = open_base(
+        str(make_transformers_model(tmp_path / "teacher", kind, initializer_range=0.2))
+    )
+    assert teacher.architecture.implementation != base.architecture.implementation
+    check_logits(base, teacher, "teacher")
+    check_tokens(base, teacher, "teacher")
+    ids = torch.randint(2, 400, (20,), generator=torch.Generator().manual_seed(0))
+    samples = SampleSet.of([Rendered(ids.tolist(), ((3, len(ids)),))])
+    batch = collate([samples[0]], {}, padding_free=False)
+    objective = Distill()
+    Teacher(loaded(teacher).requires_grad_(False), Whole(), nullcontext).add_to(batch)
+    arguments = batch["input_ids"], batch["label_indices"], batch["labels"]
+    found, _ = objective.sums(loaded(base)(*arguments, objective.output(batch)), batch)
+    with torch.no_grad():
+        own, other = (
+            model_of_transformers(one)(ids[None]).logits[0, 2:-1].double().log_softmax(1)
+            for one in (base, teacher)
+        )
+    expected = F.kl_div(own, other, reduction="sum", log_target=True)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert expected > 1
 
 
 def test_a_teacher_needs_the_same_tokens_and_a_context_as_long(

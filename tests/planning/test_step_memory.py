@@ -235,13 +235,36 @@ def test_the_peak_of_preference_pairs_on_several_ranks_is_predicted_within_2_per
 
 @pytest.mark.matrix
 @needs_deepspeed
-def test_pairs_below_an_adapter_under_zero_3_need_hardly_less_than_predicted(
+def test_a_reference_below_an_adapter_under_zero_3_is_predicted_within_2_percent(
     tmp_path: Path,
 ) -> None:
-    """ZeRO-3 gathers nothing ahead in a backward pass after two different forward passes."""
-    case = Case("deepspeed", "lora", "32-true", OF_PAIRS)
-    errors = errors_of_predictions(tmp_path, 2, [case], make_base(tmp_path))
-    assert 0 < errors[case] < 0.08
+    """ZeRO-3 gathers nothing ahead in a backward pass after a pass without one."""
+    cases = [
+        Case("deepspeed", "lora", "32-true", OF_PAIRS),
+        Case("deepspeed", "lora", "32-true", (*OF_PAIRS, ("train.micro_batch_size", 2))),
+        Case("deepspeed", "lora", "bf16-true", (*OF_PAIRS, CHECKPOINTED)),
+        Case("deepspeed", "lora", "32-true", KTO),
+        Case("deepspeed", "lora", "32-true", (*KTO, ("train.micro_batch_size", 2))),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+@pytest.mark.matrix
+@needs_deepspeed
+def test_the_peak_of_a_rank_under_zero_1_and_2_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    """Buckets and gradients are there in the backward pass, or after other micro-steps."""
+    on_device = ("strategy.offload_optimizer", False)
+    one = ("train.micro_batch_size", 1)
+    zero_1, zero_2 = (("strategy.stage", stage) for stage in (1, 2))
+    cases = [
+        Case("deepspeed", "full", "bf16-true", (zero_2,)),
+        Case("deepspeed", "full", "bf16-true", (zero_2, on_device)),
+        Case("deepspeed", "full", "bf16-true", (zero_2, on_device, one)),
+        Case("deepspeed", "full", "32-true", (zero_1, on_device)),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 2, cases)
 
 
 EXPERTS = (("quantize", "bnb.nf4"), ("lora_experts", True), ("train.micro_batch_size", 4))
@@ -326,9 +349,15 @@ def distilled(directory: Path) -> tuple[tuple[str, Any], ...]:
 @pytest.mark.slow
 def test_the_peak_with_a_teacher_is_predicted_within_2_percent(tmp_path: Path) -> None:
     keys = distilled(tmp_path)
+    cases = [Case("single", "lora", "bf16-mixed", (*keys, CHECKPOINTED))]
+    assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_teacher)
+
+
+@pytest.mark.matrix
+def test_the_peak_with_a_teacher_is_predicted_in_other_settings(tmp_path: Path) -> None:
+    keys = distilled(tmp_path)
     cases = [
         Case("single", "full", "32-true", (*keys, WHOLE_BATCH)),
-        Case("single", "lora", "bf16-mixed", (*keys, CHECKPOINTED)),
         Case("single", "lora", "bf16-true", (*keys, ("quantize", "bnb.nf4"), ("lora_head", True))),
     ]
     assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_teacher)
@@ -343,11 +372,13 @@ def test_the_peak_with_a_teacher_on_several_ranks_is_predicted_within_2_percent(
         Case("ddp", "lora", "32-true", keys),
         Case("fsdp", "full", "32-true", keys),
         Case("fsdp", "lora", "bf16-true", (*keys, CHECKPOINTED)),
+        # A rank has 4 samples, however large a micro-batch may be.
+        Case("fsdp", "full", "bf16-mixed", (*keys, WHOLE_BATCH)),
     ]
-    zero_3 = ("strategy.stage", 3)
     if HAS_DEEPSPEED:
         cases += [
-            Case("deepspeed", "full", "32-true", (*keys, zero_3)),
-            Case("deepspeed", "lora", "bf16-true", (*keys, zero_3)),
+            Case("deepspeed", "full", "32-true", keys),
+            Case("deepspeed", "lora", "bf16-true", keys),
+            Case("deepspeed", "full", "bf16-true", (*keys, ("strategy.stage", 2))),
         ]
     assert_predicted_within_2_percent(tmp_path, 2, cases, make_base_and_teacher)

@@ -1,12 +1,36 @@
 """Promises P1 and P2 for distillation, where a second model computes beside the trained one."""
 
+import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
+from messages import says
+from rank_jobs import (
+    HAS_DEEPSPEED,
+    NO_EVALUATION,
+    Case,
+    Outcome,
+    Run,
+    make_run,
+    needs_deepspeed,
+)
 from tiny import make_llama
+from transformers_models import make_transformers_model
+
+from ftkit.checkpoint.metadata import read_metadata
+from ftkit.checkpoint.store import Store
+from ftkit.errors import UserError
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.job import Job
+from ftkit.runs.report.table import summary_text
+from ftkit.training.loop import StopRequest
+from ftkit.training.rank import run_job
+from ftkit.training.recorder import Recorder
+from ftkit.training.setup import Journal
+from ftkit.utils.console.display import Display
 
 pytestmark = pytest.mark.slow
 STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
@@ -48,21 +72,26 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+def changes_for(teacher: Path, options: str) -> Changes:
+    """What differs from the recipe of all cases."""
+    return (
+        ("objective", "distill"),
+        *OPTIONS[options],
+        ("teacher", str(teacher)),
+        ("train.epochs", 1),
+        *NO_EVALUATION,
+        ("eval.interval", 2),
+    )
+
+
 @pytest.fixture(scope="module")
 def found(run: Run, teacher: Path) -> Found:
     """All runs, by the divergence and what they are."""
     known: Found = {}
     single: dict[tuple[str, ...], Case] = {}
     double: dict[tuple[str, ...], Case] = {}
-    for name, options in OPTIONS.items():
-        changes = (
-            ("objective", "distill"),
-            *options,
-            ("teacher", str(teacher)),
-            ("train.epochs", 1),
-            *NO_EVALUATION,
-            ("eval.interval", 2),
-        )
+    for name in OPTIONS:
+        changes = changes_for(teacher, name)
         method = "full" if name == "forward" else "lora"
         single[name,] = Case("single", method, changes=changes)
         single[name, "half"] = Case("single", method, changes=changes, stop_after=2)
@@ -80,8 +109,13 @@ def found(run: Run, teacher: Path) -> Found:
             double[name, strategy, "resumed"] = Case(
                 strategy, case.method, changes=changes, start=start
             )
+    sharded = double["forward", "fsdp"]
+    double["forward", "half in two"] = dataclasses.replace(sharded, stop_after=2)
     in_two = run(2, list(double.values()))
-    return known | {key: in_two[case] for key, case in double.items()}
+    known |= {key: in_two[case] for key, case in double.items()}
+    start = known["forward", "half in two"].out_dir
+    merged = dataclasses.replace(single["forward",], start=start)
+    return known | {("forward", "of two"): run(1, [merged])[merged]}
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
@@ -117,3 +151,81 @@ def test_a_run_resumes_under_every_strategy(options: str, strategy: str, found: 
 def test_the_student_comes_closer_to_its_teacher(options: str, found: Found) -> None:
     losses = found[options,].losses
     assert losses[-1] < losses[0] - 0.01
+
+
+def test_a_run_in_two_shards_resumes_on_one_device(found: Found) -> None:
+    assert_same(found["forward", "of two"], found["forward",])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
+def test_a_run_in_two_shards_resumes_under_every_strategy(
+    strategy: str, run: Run, teacher: Path, found: Found
+) -> None:
+    changes = changes_for(teacher, "forward") + (STAGE_3 if strategy == "deepspeed" else ())
+    start = found["forward", "half in two"].out_dir
+    case = Case(strategy, "full", changes=changes, start=start)
+    assert_same(run(2, [case])[case], found["forward",])
+
+
+def resume(half: Outcome, teacher: Path, out_dir: Path) -> Outcome:
+    """Continue a run with a teacher, in this process."""
+    job = Job.read(RunDirectory(half.out_dir).job)
+    out_dir.mkdir()
+    for name in ("metrics.csv", "validation.csv"):
+        shutil.copyfile(half.out_dir / name, out_dir / name)
+    job = dataclasses.replace(
+        job,
+        recipe=dataclasses.replace(job.recipe, teacher=str(teacher), out_dir=out_dir),
+        teacher=str(teacher),
+        start=str(half.checkpoint),
+        stop_after=None,
+    )
+    start, state = read_metadata(half.checkpoint), job.directory.rank(0)
+    state.path.mkdir(parents=True)
+    with (
+        Display(out_dir) as display,
+        Recorder(
+            job.new_report(start), state, job.plan, started_at_s=job.started_at_s, start=start
+        ) as recorder,
+    ):
+        run_job(job, start, StopRequest(), Journal(display, recorder))
+    return Outcome(out_dir)
+
+
+def test_the_teacher_of_a_run_is_fixed_wherever_it_lies(
+    found: Found, teacher: Path, tmp_path: Path
+) -> None:
+    half = found["forward", "half"]
+    other = make_llama(tmp_path / "other")
+    with pytest.raises(UserError) as refused:
+        resume(half, other, tmp_path / "refused")
+    assert says(str(refused.value), "teacher", str(other), "step 2", f"--teacher {teacher}")
+    assert not Store(tmp_path / "refused" / "checkpoints").steps()
+    moved = shutil.copytree(teacher, tmp_path / "moved")
+    assert_same(resume(half, moved, tmp_path / "resumed"), found["forward",])
+
+
+def test_a_run_names_its_teacher_and_counts_its_memory(found: Found, teacher: Path) -> None:
+    for strategy, shards in (("ddp", 1), ("fsdp", 2)):
+        resolved = found["forward", strategy].report.resolved
+        assert resolved is not None and resolved.teacher == str(teacher)
+        assert resolved.teacher_parameters and resolved.teacher_rank_bytes
+        assert resolved.teacher_rank_bytes == resolved.teacher_parameters * 4 // shards
+        shown = summary_text(resolved, "full")
+        assert says(shown, f"teacher: {teacher}, {resolved.teacher_parameters:,} parameters")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "mixtral"])
+def test_two_ranks_learn_from_a_teacher_of_another_architecture_as_one_does(
+    kind: str, run: Run, tmp_path: Path
+) -> None:
+    teacher = make_transformers_model(tmp_path / kind, kind, initializer_range=0.1)
+    changes = changes_for(teacher, "forward")
+    alone = Case("single", "full", changes=changes)
+    expected = run(1, [alone])[alone]
+    cases = [Case(name, "full", changes=changes) for name in ("ddp", "fsdp")]
+    cases += [Case("deepspeed", "full", changes=changes + STAGE_3)] * HAS_DEEPSPEED
+    for outcome in run(2, cases).values():
+        assert_same(outcome, expected)
