@@ -115,8 +115,9 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
             f"{bytes_text(found['host_low_bytes'])} of host memory for each rank, but each has "
             f"{bytes_text(device.host_bytes)}"
         )
+    of_it = f" ({found['other_model']})" if found["other_model"] else ""
     lines = [
-        f"This run needs at least {needed}.",
+        f"This run needs at least {needed}{of_it}.",
         f"Sequences: {found['length']}.",
         "Nothing was started; --force tries it anyway.",
     ]
@@ -236,14 +237,17 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
 
     Weights are not read, so the answer is the same whether they are on this machine or not.
     """
-    name = recipe.checkpoint_dir
+    names = (recipe.checkpoint_dir, *filter(None, (recipe.teacher, recipe.reference)))
     # There are no files to estimate it from.
-    if name.startswith("random:"):
+    if any(name.startswith("random:") for name in names):
         return True
-    fetch_settings(name, token=recipe.access_token)
-    model = rough_model(name)
-    if model is None:  # a missing path is refused later
-        return Path(name).expanduser().exists()
+    for name in names:
+        fetch_settings(name, token=recipe.access_token)
+    known = {name: rough_model(name) for name in names}
+    for name, found in known.items():
+        if found is None:  # a missing path is refused later
+            return Path(name).expanduser().exists()
+    model, *others = (found for found in known.values() if found is not None)
     train = recipe.train
     # Data are not read here: sequences count as long as they may be.
     length = min(train.max_seq_length or model.context, model.context)
@@ -252,6 +256,7 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
     inner_width = model.inner_width * model.experts_per_token
     layer_bytes = _WIDTH_BYTES * model.width + _INNER_BYTES * inner_width
     of_parameters = model.parameters * number_bytes
+    of_parameters += sum(other.parameters for other in others) * _LORA_BYTES
     needed_bytes = (
         of_parameters
         + _most_positions(train, length) * model.layers * layer_bytes

@@ -41,7 +41,7 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
     if failed:
         # It ran out of memory although the prediction says that it fits: assume less memory than
         # predicted.
-        needed_bytes = plan_files([file], gpu=gpu).memory.high_bytes
+        needed_bytes = plan_files([file], gpu=gpu).high_bytes
         less_bytes = min(gpu.memory_bytes, needed_bytes - 1)
         gpu = dataclasses.replace(gpu, memory_bytes=less_bytes, swap_bytes=0)
 
@@ -57,7 +57,8 @@ def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
         "micro_batch_size": planned.plan.micro_batch_size,
         "micro_batch_tokens": planned.plan.micro_batch_tokens,
         "low_bytes": planned.least_bytes,
-        "high_bytes": planned.memory.high_bytes,
+        "high_bytes": planned.high_bytes,
+        "other_model": planned.other_model_words,
         "host_bytes": planned.memory.host_bytes,
         "host_low_bytes": planned.memory.host_low_bytes,
         "peak_bytes": planned.memory.peak_bytes,

@@ -12,6 +12,13 @@ from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.dry_run import require_trainable
+from ftkit.models.flops import (
+    FurtherPasses,
+    flops_per_token,
+    further_passes,
+    parameter_count,
+)
+from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
@@ -21,7 +28,12 @@ from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.second_model import check_context, check_logits
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
-from ftkit.planning.memory import PredictedMemory, heaviest_micro_batch, predict
+from ftkit.planning.memory import (
+    PredictedMemory,
+    heaviest_micro_batch,
+    predict,
+    predict_alone,
+)
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import largest_micro_batch
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
@@ -37,12 +49,13 @@ from ftkit.recipe.recipe import (
     MicroBatchKey,
     Recipe,
 )
-from ftkit.strategies.frozen import outline_frozen
+from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
-from ftkit.strategies.strategy import parameter_dtype
+from ftkit.strategies.strategy import compute_dtype, parameter_dtype
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
+from ftkit.utils.console.formatting import bytes_text
 
 ResultLayout = ModelLayout | Literal["peft"]
 # Recipes without LoRA keys mean full fine-tuning unless the command says more: the tutorial's
@@ -87,6 +100,9 @@ class PlannedReference:
     in_every_step: bool
     """Whether it is computed below the adapter, with a forward pass in each micro-step; otherwise
     once for every sequence, before the first step."""
+    more_fraction: float
+    """Operations of its passes and of those on mismatched sequences, relative to training on the
+    same samples without them."""
     sequences: int | None = None
     """Sequences to train on that are computed before the first step, at most; None: not known."""
     kept_bytes: int | None = None
@@ -94,6 +110,24 @@ class PlannedReference:
     other_bytes: int | None = None
     """Bytes of another model's weights, over all ranks that share it; they are there before
     training alone. None: it is the model with which training begins."""
+    least_bytes: int = 0
+    """Memory that each rank certainly needs while another model computes; 0: there is none, or a
+    checkpoint has what it computed."""
+    high_bytes: int = 0
+    """Memory that each rank needs for that at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTeacher:
+    """What the model that is learned from costs."""
+
+    name: str
+    parameters: int
+    """Numbers in it."""
+    rank_bytes: int
+    """Bytes of its weights on each rank, which are part of the predicted memory."""
+    more_fraction: float
+    """Operations of its forward pass, relative to a step of the student without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +147,8 @@ class Planned:
     memory: PredictedMemory
     """Predicted memory of a rank."""
     least_bytes: int
-    """The device memory that it needs at least, whatever is not known of the data."""
+    """The device memory that it needs at least, whatever is not known of the data; before training
+    or in it."""
     gpu: Gpu | None
     """Device of each rank: a GPU, or the host memory of CPUs; None: its memory is not known."""
     method_source: MethodSource
@@ -132,13 +167,33 @@ class Planned:
     """Training samples of an epoch at most; None: not known until the data is local."""
     steps: int | None
     """Optimizer steps at most; None: not known until the data is local."""
-    reference: "PlannedReference | None" = None
+    reference: PlannedReference | None = None
     """The reference model of the objective; None: it compares with none."""
+    teacher: PlannedTeacher | None = None
+    """The model that is learned from; None: there is none."""
+
+    @property
+    def high_bytes(self) -> int:
+        """The device memory that it needs at most, before training or in it."""
+        before = 0 if self.reference is None else self.reference.high_bytes
+        return max(self.memory.high_bytes, before)
 
     @property
     def fits(self) -> bool | None:
         """Whether the memory of each rank is enough; None: too close to call, or not known."""
-        return None if self.gpu is None else self.memory.fits(self.gpu, self.least_bytes)
+        if self.gpu is None:
+            return None
+        fits = self.memory.fits(self.gpu, self.least_bytes)
+        return None if fits and self.high_bytes > self.gpu.memory_bytes else fits
+
+    @property
+    def other_model_words(self) -> str:
+        """What of the needed memory is for another model; empty: nothing, or little of it."""
+        if self.teacher is not None:
+            return f"{bytes_text(self.teacher.rank_bytes)} of it for the weights of the teacher"
+        if self.reference is not None and self.reference.high_bytes == self.high_bytes:
+            return "for the reference, before training begins"
+        return ""
 
     @property
     def micro_steps(self) -> int:
@@ -148,7 +203,7 @@ class Planned:
     @property
     def micro_batch(self) -> MicroBatchBound:
         """Size of its micro-batches that can be reduced."""
-        sequences, tokens = self.plan.micro_batch_size, self.plan.micro_batch_tokens
+        sequences, tokens = self.plan.largest_micro_batch, self.plan.micro_batch_tokens
         if tokens is None:
             return MicroBatchBound(key="micro_batch_size", full=sequences, least=1)
         longest = self.length.tokens - 1
@@ -194,6 +249,7 @@ class Planned:
             "samples_per_epoch": self.samples,
             "steps": self.steps,
             "reference": self.reference and dataclasses.asdict(self.reference),
+            "teacher": self.teacher and dataclasses.asdict(self.teacher),
         }
 
 
@@ -340,6 +396,9 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         # A refusal rests only on what the run computes for certain: an assumption may be wrong, and
         # a run that is out of memory says so anyway.
         least_bytes = predict(base, made, certain, accumulates=False, teacher=teacher).low_bytes
+    reference = _reference(base, made, length, steps, other)
+    if reference is not None:
+        least_bytes = max(least_bytes, reference.least_bytes)
     return Planned(
         name=name,
         plan=made,
@@ -358,30 +417,83 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         tokens_per_step=recipe.train.global_batch_size * rules.sequences * (length.tokens - 1),
         samples=samples,
         steps=steps,
-        reference=_reference(made, samples, steps, other),
+        reference=reference,
+        teacher=None if teacher is None else _teacher(base, made, length, teacher),
     )
 
 
 def _reference(
-    made: Plan, samples: int | None, steps: int | None, other: BaseModel | None
+    base: BaseModel,
+    made: Plan,
+    length: SequenceLength,
+    steps: int | None,
+    other: BaseModel | None,
 ) -> PlannedReference | None:
-    recipe = made.recipe
+    recipe, samples = made.recipe, length.train_samples
     rules = objective_rules(recipe.objective)
     if not rules.needs_reference:
         return None
+    step = _StepFlops.of(base, made, length)
     if is_below_adapter(recipe):
-        return PlannedReference(in_every_step=True)
+        return PlannedReference(in_every_step=True, more_fraction=step.more(further_passes(recipe)))
     sequences = kept_bytes = other_bytes = None
+    least_bytes = high_bytes = 0
+    model = step.model
     if samples is not None:
         taken = samples if steps is None else min(samples, steps * recipe.train.global_batch_size)
         sequences = taken * rules.sequences
         kept_bytes = samples * rules.sequences * _VALUE_BYTES
     if other is not None:
-        weights = outline_frozen(other, made).parameters()
-        other_bytes = sum(weight.numel() * weight.itemsize for weight in weights)
+        model = outline_frozen(other, made)
+        other_bytes = bytes_of(model.parameters())
+        if recipe.resume is False:
+            least_bytes, high_bytes = predict_alone(other, made, length.tokens)
     return PlannedReference(
-        in_every_step=False, sequences=sequences, kept_bytes=kept_bytes, other_bytes=other_bytes
+        in_every_step=False,
+        more_fraction=step.more(FurtherPasses(of_other=model)),
+        sequences=sequences,
+        kept_bytes=kept_bytes,
+        other_bytes=other_bytes,
+        least_bytes=least_bytes,
+        high_bytes=high_bytes,
     )
+
+
+def _teacher(
+    base: BaseModel, made: Plan, length: SequenceLength, teacher: BaseModel
+) -> PlannedTeacher:
+    model = outline_frozen(teacher, made)
+    return PlannedTeacher(
+        name=teacher.name,
+        parameters=parameter_count(model),
+        rank_bytes=bytes_on_rank(model, made),
+        more_fraction=_StepFlops.of(base, made, length).more(FurtherPasses(of_other=model)),
+    )
+
+
+@dataclass(frozen=True)
+class _StepFlops:
+    """Operations of a step on samples that are all as the longest one, per token."""
+
+    model: LanguageModel
+    attention_length: float
+    label_fraction: float
+
+    @classmethod
+    def of(cls, base: BaseModel, made: Plan, length: SequenceLength) -> "_StepFlops":
+        known = length.trained
+        labels = known.label_tokens / known.at_least if known and known.at_least else 1.0
+        model = outline(base, made.recipe, parameter_dtype(made), compute_dtype(made))
+        return cls(model, length.tokens, labels)
+
+    def more(self, further: FurtherPasses) -> float:
+        """Operations of further passes, relative to those of a step without them."""
+        lengths = {
+            "attention_length": self.attention_length,
+            "label_fraction": self.label_fraction,
+        }
+        alone = flops_per_token(self.model, **lengths)
+        return flops_per_token(self.model, **lengths, further=further) / alone - 1
 
 
 def _read_other(recipe: Recipe, name: str | None, key: str) -> BaseModel | None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ftkit.models.pretrained.gguf.convert import Conversion
 from ftkit.planning.gpus import HOST
-from ftkit.planning.predict import Planned, PlannedReference
+from ftkit.planning.predict import Planned, PlannedReference, PlannedTeacher
 from ftkit.planning.suggest import Change
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -105,7 +105,7 @@ def show_changes(
     else:
         print("Changes that make it fit, those that cost the least speed first:")
     for change, command in changes:
-        least, high = change.planned.least_bytes, change.planned.memory.high_bytes
+        least, high = change.planned.least_bytes, change.planned.high_bytes
         needs = f"{least / 2**30:.1f} to {high / 2**30:.1f} GiB"
         head = f"{change.title}: needs {needs}, {verdict(change.planned)}"
         print(f"\n{fitted(head, sys.stdout)}\n  {command}")
@@ -135,14 +135,14 @@ def plan_title(planned: Planned) -> str:
 
 def _needs(planned: Planned) -> str:
     assert planned.gpu is not None
-    low, high = map(bytes_text, (planned.least_bytes, planned.memory.high_bytes))
+    low, high = map(bytes_text, (planned.least_bytes, planned.high_bytes))
     there = bytes_text(planned.gpu.memory_bytes)
     # The memory of a machine is divided among its ranks, so the figure alone would surprise.
     each = " for each rank" * (planned.gpu.name == HOST and planned.plan.devices > 1)
     words = f"needs {low} to {high} of the {there} of {planned.gpu.name}{each}"
     if planned.gpu.host_bytes is not None and planned.memory.host_bytes > planned.gpu.host_bytes:
         words += f", and host memory: there are {bytes_text(planned.gpu.host_bytes)} for each rank"
-    return words
+    return ", ".join(filter(None, (words, planned.other_model_words)))
 
 
 def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
@@ -208,6 +208,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "sequences", planned.length.words
     if planned.reference is not None:
         yield "reference", _reference_text(planned.reference, planned.plan.recipe)
+    if planned.teacher is not None:
+        yield "teacher", _teacher_text(planned.teacher)
     if planned.steps is None:
         yield "steps", "not known until the data are on this machine"
     elif planned.samples is None:
@@ -217,18 +219,35 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
 
 
 def _reference_text(reference: PlannedReference, recipe: Recipe) -> str:
+    more = percent_text(reference.more_fraction)
     if reference.in_every_step:
-        return "the model without its adapter: one more forward pass in each step"
-    # A step computes a gradient for each input, and in full fine-tuning one for each weight.
-    share = "a third" if recipe.method == "full" else "half"
-    words = f"computed once before the first step, in about {share} of the time of an epoch"
+        passes = "one more forward pass in each step"
+        if objective_rules(recipe.objective).observes_mismatched:
+            passes = (
+                "two more forward passes in each step, and one of the model itself: on prompts "
+                "with the answers to others too"
+            )
+        return f"the model without its adapter: {passes} ({more} more operations)"
+    words = "computed once before the first step"
     if reference.other_bytes is not None:
         loaded = f"{bytes_text(reference.other_bytes)} of weights"
-        words = f"{recipe.reference}, {loaded}, loaded and computed once before the first step"
+        words = f"{recipe.reference}, {loaded}, loaded and {words}"
+    words += f", in about {more} of the time of an epoch"
+    if reference.high_bytes:
+        low, high = map(bytes_text, (reference.least_bytes, reference.high_bytes))
+        words += f"; needs {low} to {high} on each rank"
     if reference.sequences is None or reference.kept_bytes is None:
         return words
     sequences = f"{reference.sequences:,} sequences to train on at most"
     return f"{words} ({sequences}); {bytes_text(reference.kept_bytes)} in each checkpoint"
+
+
+def _teacher_text(teacher: PlannedTeacher) -> str:
+    return (
+        f"{teacher.name}, {teacher.parameters:,} parameters, {bytes_text(teacher.rank_bytes)} on "
+        f"each rank; its forward pass is {percent_text(teacher.more_fraction)} more operations in "
+        "each step"
+    )
 
 
 def _moment_text(moment: str) -> str:
@@ -277,7 +296,7 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
     columns.append(_numbers("host", [planned.memory.host_bytes for planned in found], 4))
     if any(planned.gpu is not None for planned in found):
         needs = [
-            Text(f"{planned.least_bytes / 2**30:.1f}-{planned.memory.high_bytes / 2**30:.1f}")
+            Text(f"{planned.least_bytes / 2**30:.1f}-{planned.high_bytes / 2**30:.1f}")
             for planned in found
         ]
         words = [verdict(planned) for planned in found]

@@ -17,6 +17,8 @@ _REUSE_ELEMENTS = 1_000_000_000
 """DeepSpeed's default of stage3_max_reuse_distance."""
 _FP32_BYTES = 4
 _LAST = "block 0, backward"
+_REDUCTION = "gradients added up"
+"""Stretch after the backward pass, in which ranks add up what is left in the bucket."""
 
 
 def with_zero(
@@ -200,8 +202,3 @@ class _ZeroRank:
         # used are there.
         large = self._sizes.frozen_elements - self._sizes.small_frozen_elements
         return 2 * min(_PREFETCH_ELEMENTS, large)
-
-
-_LAST = "block 0, backward"
-_REDUCTION = "gradients added up"
-"""Stretch after the backward pass, in which ranks add up what is left in the bucket."""

@@ -32,6 +32,7 @@ ANSWER: dict[str, Any] = {
     "host_low_bytes": 0,
     "length_source": "data",
     "length": "512 tokens: the longest sample",
+    "other_model": "",
     "changes": [
         {"title": "LoRA", "method": "lora", "overrides": [["lora_r", "8"]]},
         {"title": "8-bit", "method": "full", "overrides": [["optimizer", "bitsandbytes.optim.A"]]},

@@ -365,16 +365,74 @@ def test_a_plan_says_what_the_reference_of_pairs_costs(tmp_path: Path) -> None:
     assert full.reference is not None and not full.reference.in_every_step
     assert full.reference.sequences == 2 * 5 * 2, "of the pairs that two steps take"
     assert full.reference.kept_bytes == 16 * 2 * 8
-    assert says(plain_text(plan_table(full), 200), "reference ... before the first step ... third")
+    assert says(plain_text(plan_table(full), 200), "reference ... before the first step ... 33.3 %")
     assert full.reference.other_bytes is None
     other = planned(**keys, lora_r=8, reference="random:pythia-31m", precision="bf16-true")
     assert other.reference is not None and other.reference.other_bytes is not None
     assert 2 * 30e6 < other.reference.other_bytes < 2 * 32e6
     assert says(plain_text(plan_table(other), 200), "reference ... pythia-31m ... of weights")
+    assert other.reference.more_fraction > full.reference.more_fraction
     below = planned(**keys, lora_r=8)
     assert below.reference is not None and below.reference.in_every_step
     assert below.as_dict()["reference"]["sequences"] is None
+    assert below.reference.more_fraction == pytest.approx(0.5, abs=0.01)
+    assert says(plain_text(plan_table(below), 200), "reference ... one more forward pass")
     assert planned().reference is None
+
+
+def test_a_plan_counts_the_passes_of_kto_on_mismatched_sequences(tmp_path: Path) -> None:
+    file = tmp_path / "labelled.json"
+    records = [
+        {"prompt": "name colours", "completion": "red", "label": bool(number % 2)}
+        for number in range(20)
+    ]
+    file.write_text(json.dumps(records))
+    found = planned(objective="kto", data="JSON", data__json_path=str(file), lora_r=8)
+    assert found.reference is not None and found.reference.in_every_step
+    # Three passes, each of which takes half of what a step of LoRA does.
+    assert found.reference.more_fraction == pytest.approx(1.5, abs=0.02)
+    assert says(plain_text(plan_table(found), 200), "reference ... two more ... one of the model")
+
+
+def test_a_plan_says_what_a_teacher_costs() -> None:
+    keys: dict[str, object] = {"objective": "distill", "lora_r": 8, "precision": "bf16-true"}
+    found = planned(**keys, teacher=MODEL, gpu="600MiB")
+    teacher = found.teacher
+    assert teacher is not None and teacher.name == found.base_model
+    assert teacher.parameters == found.memory.parameters - found.memory.trained_parameters
+    assert teacher.rank_bytes == 2 * teacher.parameters
+    # There are two of them.
+    in_peak = found.memory.breakdown_bytes["parameters"]
+    assert in_peak == pytest.approx(2 * teacher.rank_bytes, rel=0.03)
+    assert teacher.more_fraction == pytest.approx(0.5, abs=0.02)
+    shown = plain_text(plan_table(found), 200)
+    assert found.fits is False and says(shown, "does not fit ... of it for ... the teacher")
+    assert says(shown, f"pythia-14m, {teacher.parameters:,} parameters", "more operations")
+    assert found.as_dict()["teacher"]["rank_bytes"] == teacher.rank_bytes
+
+
+@pytest.mark.slow
+def test_a_plan_says_that_a_reference_does_not_fit(tmp_path: Path) -> None:
+    """It has 405 million parameters; the trained model has 14."""
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps(make_pairs(20)))
+    keys: dict[str, object] = {
+        "objective": "dpo",
+        "data": "JSON",
+        "data__json_path": str(file),
+        "lora_r": 8,
+        "precision": "32-true",
+        "reference": "random:pythia-410m",
+    }
+    found = planned(**keys, gpu="2GiB")
+    assert found.fits is False and found.memory.high_bytes < 2 * 2**30
+    assert found.reference is not None
+    assert found.least_bytes == found.reference.least_bytes > 4 * 405e6
+    shown = plain_text(plan_table(found), 200)
+    assert says(shown, "does not fit ... for the reference, before training")
+    # A checkpoint has what it computed.
+    resumed = planned(**keys, gpu="2GiB", resume="auto")
+    assert resumed.reference is not None and resumed.fits
 
 
 @pytest.mark.parametrize("before", [None, "of the environment"])

@@ -34,7 +34,7 @@ class ShownPlan(predict.Planned):
         return plain_text(plan_table(self))
 
     def __repr__(self) -> str:
-        needs = bytes_text(self.memory.high_bytes)
+        needs = bytes_text(self.high_bytes)
         words = f", {verdict(self)} on {self.gpu.name}" if self.gpu else ""
         return f"<ftkit {plan_title(self)}: needs up to {needs}{words}>"
 
