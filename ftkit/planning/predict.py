@@ -13,6 +13,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.dry_run import require_trainable
 from ftkit.models.flops import (
+    ONLY_TRAINING,
     FurtherPasses,
     flops_per_token,
     further_passes,
@@ -488,12 +489,16 @@ class _StepFlops:
 
     def more(self, further: FurtherPasses) -> float:
         """Operations of further passes, relative to those of a step without them."""
-        lengths = {
-            "attention_length": self.attention_length,
-            "label_fraction": self.label_fraction,
-        }
-        alone = flops_per_token(self.model, **lengths)
-        return flops_per_token(self.model, **lengths, further=further) / alone - 1
+
+        def per_token(passes: FurtherPasses) -> float:
+            return flops_per_token(
+                self.model,
+                attention_length=self.attention_length,
+                label_fraction=self.label_fraction,
+                further=passes,
+            )
+
+        return per_token(further) / per_token(ONLY_TRAINING) - 1
 
 
 def _read_other(recipe: Recipe, name: str | None, key: str) -> BaseModel | None:

@@ -176,6 +176,31 @@ def test_whether_a_run_is_planned_depends_on_its_size_and_not_on_downloads(
     assert gpu.plans == plans
 
 
+@pytest.mark.parametrize(("other", "plans"), [(SMALL, 0), (LARGE, 1)])
+@pytest.mark.parametrize("key", ["teacher", "reference"])
+def test_a_run_with_another_large_model_is_planned(
+    gpu: Gpu24GiB,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    other: dict[str, int],
+    plans: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, settings in (("mine", SMALL), ("other", other)):
+        Path(name).mkdir()
+        config = settings | {"max_position_embeddings": 256}
+        Path(name, "config.json").write_text(json.dumps(config))
+    gpu.answer["other_model"] = f"for the {key}"
+    requested = recipe(checkpoint_dir="mine", lora_r="8", **{key: "other"})
+    if plans:
+        with pytest.raises(DoesNotFit, match=key_words(f"40.0 GiB ... for the {key}")):
+            preflight.require_room(requested, CUDA, COMMAND)
+    else:
+        preflight.require_room(requested, CUDA, COMMAND)
+    assert gpu.plans == plans
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_model_without_settings_is_checked_if_it_is_local(
     gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
