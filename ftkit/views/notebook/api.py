@@ -234,8 +234,8 @@ def finetune(
         UserError: the command refused to run; the message says why.
         KeyboardInterrupt: it was interrupted before it started, or twice.
     """
-    switches = _switches(overwrite, force, stop_after, plugin)
-    return start("finetune", recipe, keys, switches, display.place(), wait=wait)
+    words = switches(overwrite=overwrite, force=force, stop_after=stop_after, plugin=plugin)
+    return start("finetune", recipe, keys, words, display.place(), wait=wait)
 
 
 def finetune_full(
@@ -250,8 +250,8 @@ def finetune_full(
     **keys: Any,
 ) -> Run:
     """Fine-tune every parameter, as `ftkit finetune_full`; arguments as of `finetune`."""
-    switches = _switches(overwrite, force, stop_after, plugin)
-    return start("finetune_full", recipe, keys, switches, display.place(), wait=wait)
+    words = switches(overwrite=overwrite, force=force, stop_after=stop_after, plugin=plugin)
+    return start("finetune_full", recipe, keys, words, display.place(), wait=wait)
 
 
 def attach(out_dir: PathLike) -> Run:
@@ -265,9 +265,14 @@ def attach(out_dir: PathLike) -> Run:
     return run
 
 
-def _switches(
-    overwrite: bool, force: bool, stop_after: str | int | None, plugin: PathLike | None
+def switches(
+    *,
+    overwrite: bool,
+    force: bool,
+    stop_after: str | int | None = None,
+    plugin: PathLike | None = None,
 ) -> list[str]:
+    """Return the words of the command line for options that are no keys of a recipe."""
     words = ["--overwrite"] * overwrite + ["--force"] * force
     words += [] if stop_after is None else [f"--stop_after={stop_after}"]
     return words if plugin is None else [*words, f"--plugin={os.fspath(plugin)}"]
@@ -277,7 +282,7 @@ def start(
     command: str,
     recipe: PathLike | Sequence[PathLike] | None,
     keys: dict[str, Any],
-    switches: list[str],
+    further: list[str],
     place: display.OutputPlace,
     *,
     wait: bool = True,
@@ -288,7 +293,7 @@ def start(
         command: finetune or finetune_full.
         recipe: recipe files; later ones win.
         keys: of the recipe, dotted.
-        switches: further words of the command line.
+        further: words of the command line that are no keys.
         place: where the run is shown.
         wait: whether to follow the run until it has ended.
 
@@ -313,7 +318,7 @@ def start(
         run = Run(parsed.out_dir.expanduser().absolute())
         run._output = output
         # Inside PassingOn, so that an interrupt between start and wait reaches the child.
-        run._child = child = start_command([*words, *switches], output)
+        run._child = child = start_command([*words, *further], output)
         signals.to(child)
         # Until the command has claimed its directory it may refuse to run, have nothing to do, or
         # take another name.

@@ -21,7 +21,7 @@ from ftkit.utils.console.html import block, escaped, grid
 from ftkit.utils.names import leaves
 from ftkit.views.comparison.compare import Comparison, compare
 from ftkit.views.notebook import display
-from ftkit.views.notebook.api import PathLike, Run, ShownReport, start
+from ftkit.views.notebook.api import PathLike, Run, ShownReport, start, switches
 from ftkit.views.notebook.display import (
     MEASURED,
     folded,
@@ -120,6 +120,7 @@ class Experiments:
         than: str | None = None,
         here: Mapping[str, Any] | None = None,
         force: bool = False,
+        plugin: PathLike | None = None,
         **keys: Any,
     ) -> None:
         """Predict what a recipe needs, run it, and show both with what changed in the recipe.
@@ -131,6 +132,7 @@ class Experiments:
             than: name of the experiment to compare it with. Default: the one before.
             here: further keys of this run that do not apply to its prediction.
             force: start even if memory is predicted to be too small.
+            plugin: Python file of your own, as --plugin.
             keys: of the recipe, dotted: `**{"train.micro_batch_size": 8}`.
 
         Raises:
@@ -138,14 +140,14 @@ class Experiments:
             KeyboardInterrupt: it was interrupted before it started, or twice.
         """
         out_dir = self._out_dir / name
-        planned = plan(recipe, command=command, gpu=self._gpu, name=name, **keys)
+        planned = plan(recipe, command=command, gpu=self._gpu, name=name, plugin=plugin, **keys)
         # Made before the run starts, because the cell shows it when the run ends.
         done = Experiment(name, planned, Run(out_dir.absolute()), self._before(name, than))
         # What applies here only comes last, so that it replaces keys of the prediction.
         own_keys = keys | self._here | dict(here or {}) | {"out_dir": os.fspath(out_dir)}
         # A cell that is run again replaces its experiment.
-        switches = ["--overwrite", *["--force"] * force]
-        start(command, recipe, own_keys, switches, display.place(done.as_html))
+        words = switches(overwrite=True, force=force, plugin=plugin)
+        start(command, recipe, own_keys, words, display.place(done.as_html))
         self._done.pop(name, None)  # so that a repeated one becomes the last
         self._done[name] = done
 

@@ -7,6 +7,7 @@ import pytest
 from browser import CHROMIUM, browser
 from command import ROOT
 from messages import key_words
+from plugins import write_documented
 
 import ftkit
 from ftkit.errors import UserError
@@ -31,14 +32,28 @@ HERE = {
 
 @pytest.fixture(scope="module")
 def experiments(tmp_path_factory: pytest.TempPathFactory) -> ftkit.Experiments:
-    out_dir = tmp_path_factory.mktemp("experiments") / "out"
+    directory = tmp_path_factory.mktemp("experiments")
+    out_dir = directory / "out"
+    plugin = write_documented(directory / "my.py", "A metric")
     made = ftkit.Experiments(out_dir, gpu="a100-80gb", here=HERE)
     keys = {"train.global_batch_size": 8, "train.micro_batch_size": 8}
     made.run("batch-8", RECIPE, command="finetune_full", **keys)
     made.run(
-        "bf16", RECIPE, command="finetune_full", precision="bf16-true", here={"seed": 1}, **keys
+        "bf16",
+        RECIPE,
+        command="finetune_full",
+        precision="bf16-true",
+        here={"seed": 1},
+        plugin=plugin,
+        **keys,
     )
     return made
+
+
+@pytest.mark.slow
+def test_a_plugin_is_that_of_one_experiment(experiments: ftkit.Experiments) -> None:
+    with_plugin = [one.name for one in experiments if (one.run.out_dir / "plugin.py").exists()]
+    assert with_plugin == ["bf16"]
 
 
 @pytest.mark.slow
@@ -159,6 +174,7 @@ def test_memory_and_use_over_time_are_curves_where_there_are_samples_enough(
     [
         ({"command": "train"}, "command is 'train' ... finetune"),
         ({"than": "a"}, "than is 'a' ... none"),
+        ({"plugin": "absent.py"}, "absent.py"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
