@@ -90,7 +90,10 @@ class Recorder:
         self._run, self._plan, self._state = state.run, plan, state
         self._device = device = make_device(plan.accelerator)
         self._rank = state.rank
-        self._times = dict.fromkeys(get_args(PhaseName), 0.0)
+        # Few runs compute a reference, and the others do not mention it.
+        phases: tuple[PhaseName, ...] = get_args(PhaseName)
+        self._times: dict[PhaseName, float] = dict.fromkeys(phases, 0.0)
+        del self._times["reference"]
         # The phase of set-up began with the command, before this process existed.
         self._started_at_s = self._since = started_at_s
         self._written_at = time.time()
@@ -281,7 +284,8 @@ class Recorder:
 
     def _account(self, phase: PhaseName) -> None:
         now = time.time()
-        self._times[self.report.phase] += now - self._since
+        before = self.report.phase
+        self._times[before] = self._times.get(before, 0.0) + now - self._since
         self._since = now
         times = PhaseTimes(**self._times, total=now - self._started_at_s)
         self.note(phase=phase, phases_s=times)

@@ -352,6 +352,7 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
         )
     limit = recipe.eval.max_iters * recipe.train.global_batch_size
     further = setup.objective.view(setup.sets.samples(limit)) if setup.sets.parts else None
+    journal.recorder.enter("reference")
     values = compute_references(
         samples_of_run(setup.data, further, setup.order, limit),
         model,
@@ -360,6 +361,7 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
         display=journal.display,
         warn=journal.warn,
     )
+    journal.recorder.enter("set_up")
     return References(None, values)
 
 

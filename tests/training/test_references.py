@@ -25,8 +25,10 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import Method
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.report.metrics import read_validation
+from ftkit.runs.report.report import read_report
 from ftkit.training.journal import Journal
 from ftkit.training.loop import StopRequest
 from ftkit.training.rank import run_job
@@ -148,6 +150,11 @@ def test_the_model_that_an_adapter_makes_is_the_reference_of_its_further_trainin
     second = train("lora", "second", adapter=str(first.out_dir / "final"))
     assert computed.sequences == 2 * PAIRS
     assert second.losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    times = [
+        read_report(RunDirectory(run.out_dir).rank(0).path).phases_s for run in (first, second)
+    ]
+    assert times[0] is not None and times[0].reference is None
+    assert times[1] is not None and (times[1].reference or 0) > 0 < (times[1].set_up or 0)
 
 
 def test_a_reference_with_other_tokens_or_a_shorter_context_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ FILE_NAME = "report.json"
 OutcomeName = Literal["completed", "stopped", "interrupted", "out_of_memory", "failed"]
 ENDED_WELL: tuple[OutcomeName, ...] = ("completed", "stopped")
 """Outcomes of runs that did all their steps, or as many as --stop_after allows."""
-PhaseName = Literal["set_up", "training", "validation", "saving"]
+PhaseName = Literal["set_up", "reference", "training", "validation", "saving"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,11 @@ class PhaseTimes:
     """Seconds by phase. The phases do not overlap; total is the time of the whole command."""
 
     set_up: float | None = None
-    """From the start of the command to the first step: processes, data, weights."""
+    """From the start of the command to the first step, without the reference: processes, data,
+    weights."""
+    reference: float | None = None
+    """Loading the reference model and computing its log-probabilities before the first step; None:
+    the run needs none from before."""
     training: float | None = None
     """Time in training steps, without validation and saving."""
     validation: float | None = None

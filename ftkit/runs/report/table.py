@@ -120,6 +120,7 @@ class _Parts:
 
 _PHASE_WORDS: dict[PhaseName, str] = {
     "set_up": "set-up",
+    "reference": "reference",
     "training": "training",
     "validation": "validation",
     "saving": "saving",
