@@ -57,23 +57,24 @@ def run(benchmark: Benchmark, options: argparse.Namespace) -> int:
         benchmark.draw(figures, options.out.with_suffix(".svg"))
     if options.write:
         file = (options.show or options.out).name
-        DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), options.command, text, file))
+        DOCUMENT.write_text(with_tables(DOCUMENT.read_text(), text, file))
     return 0 if options.show else benchmark.exit_code(figures)
 
 
-def with_tables(document: str, command: str, text: str, file: str) -> str:
-    """Return the document with new tables of a command in place of the old ones.
+def with_tables(document: str, text: str, file: str) -> str:
+    """Return the document with new tables in place of the old ones.
 
     Args:
         document: with a mark where the tables begin and one where they end.
-        command: of ``scripts/benchmark``.
         text: the tables.
-        file: name of the file with the figures.
+        file: name of the file with the figures, whose first word names their place.
     """
-    start, end = f"<!-- made by scripts/benchmark {command} -->\n", "<!-- end -->"
+    place = file.partition("-")[0]
+    start, end = f"<!-- tables: {place} -->\n", "<!-- end -->"
     before, found, rest = document.partition(start)
     _, closed, after = rest.partition(end)
-    assert found and closed, f"{DOCUMENT} has no place for the tables of {command}"
+    if not (found and closed):
+        raise SystemExit(f"docs/{DOCUMENT.name} has no place for tables of {file}.")
     return f"{before}{start}{text}\n\nFigures: `{file}`.\n{end}{after}"
 
 

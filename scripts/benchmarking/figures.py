@@ -34,6 +34,8 @@ class Measured:
     """Steps of the whole run."""
     first_step_s: float | None = None
     """From the command to the end of the very first step."""
+    reference_s: float = 0.0
+    """Time of what a reference model computed before the first step, for all steps."""
     padding_fraction: float | None = None
     """Share of computed positions that are padding, over the whole run."""
     host_bytes: int | None = None
@@ -54,8 +56,9 @@ class Measured:
 
     @property
     def window_s(self) -> float:
-        """Time of the window."""
-        return self.steps[-1].ended_s - self.steps[WARM_UP_STEPS - 1].ended_s
+        """Time of the window, with its share of what was computed before the first step."""
+        before_s = self.reference_s * len(self.window) / len(self.steps)
+        return self.steps[-1].ended_s - self.steps[WARM_UP_STEPS - 1].ended_s + before_s
 
     @property
     def tokens_per_s(self) -> float:

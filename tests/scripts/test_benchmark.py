@@ -38,6 +38,8 @@ def test_the_first_two_steps_and_what_came_before_are_not_counted() -> None:
     assert run.window_s == 4
     assert run.tokens_per_s == 75
     assert run.step_s == pytest.approx(4 / 3)
+    # What the reference computed before is for all steps, and three of five are counted.
+    assert dataclasses.replace(run, reference_s=10).window_s == 4 + 6
 
 
 def test_memory_is_that_of_the_gpu_or_else_what_imports_do_not_hold() -> None:
@@ -105,6 +107,46 @@ def test_lengths_are_those_of_short_instructions() -> None:
     records = make_records(alpaca_lengths(4000))
     shares = [padding_in_order(records, size) for size in (1, 4, 8)]
     assert shares == pytest.approx([0, 0.36, 0.48], abs=0.01)
+
+
+def test_answers_with_labels_and_pairs_are_counted_sequence_by_sequence() -> None:
+    from benchmarking import workload
+
+    labelled = workload.make_labelled([(5, 3)] * 6)
+    assert [one["label"] for one in labelled] == [True, True, False] * 2
+    assert all(workload.tokens_of_each(one) == [9] for one in labelled)
+    (pair,) = workload.make_pairs([(5, 3), (7, 4)])
+    assert workload.tokens_of_each(pair) == [9, 10] and workload.tokens_of(pair) == 19
+    (short,) = workload.make_pairs([(5, 3), (7, 4)], longest_prompt=1)
+    assert workload.tokens_of_each(short) == [5, 6]
+    assert (short["chosen"], short["rejected"]) == (pair["chosen"], pair["rejected"])
+
+
+def test_trl_begins_with_the_numbers_that_ftkit_draws(tmp_path: Path) -> None:
+    import torch
+    from adapters import build, export, lora_recipe
+    from benchmarking.ftkit_run import SEED
+    from benchmarking.peers.cases import LORA_ALPHA, LORA_RANK, TINY_CASES
+    from benchmarking.peers.programs import start_of
+    from benchmarking.workload import make_model
+    from safetensors.torch import load_file
+
+    from ftkit.models.pretrained.base_model import open_base
+
+    make_model(tmp_path / "model", "llama-1m", torch.float32)
+    base = open_base(str(tmp_path / "model"))
+    recipe = lora_recipe(base, lora_r=LORA_RANK, lora_alpha=LORA_ALPHA, seed=SEED)
+    adapter = export(build(base, recipe), base, recipe, tmp_path / "adapter")
+    expected = {
+        name.replace(".weight", ".default.weight"): value
+        for name, value in load_file(adapter / "adapter_model.safetensors").items()
+        if ".lora_A." in name
+    }
+    case = next(case for case in TINY_CASES if case.method == "lora")
+    found = start_of(case, tmp_path / "model")
+    assert found.keys() == expected.keys() and len(found) == 4
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
 
 
 def test_a_program_that_shuffles_gets_a_file_from_which_it_draws_the_records_in_order() -> None:
@@ -267,6 +309,48 @@ def test_a_program_that_failed_has_a_row_with_its_last_words() -> None:
     assert "reached" not in text and "missed" not in text
 
 
+def objective_figures(case: Any, *, apart: float) -> dict[str, Any]:
+    """Figures of a case in which ftkit is twice as fast as TRL, and losses differ by so much."""
+    own = measured(1.0, 2.0, 3.0, padding_fraction=0.0)
+    steps = [dataclasses.replace(one, loss=one.loss * (1 + apart)) for one in own.steps]
+    steps[2] = dataclasses.replace(steps[2], ended_s=4.0)
+    other = dataclasses.replace(own, steps=steps, padding_fraction=0.25)
+    runs = [
+        {"round": 0, "case": case.name, "program": program, "measured": dataclasses.asdict(run)}
+        for program, run in (("ftkit", own), ("trl", other))
+    ]
+    return peers_figures() | {"cases": {case.name: dataclasses.asdict(case)}, "runs": runs}
+
+
+def test_an_objective_has_a_row_with_its_speed_and_losses_beside_trl() -> None:
+    from benchmarking.peers.cases import CPU_CASES
+    from benchmarking.peers.command import markdown
+
+    case = next(case for case in CPU_CASES if case.objective == "dpo")
+    (row,) = [
+        line
+        for line in markdown(objective_figures(case, apart=2e-7)).splitlines()
+        if line.startswith(f"| {case.name}")
+    ]
+    assert row.split(" | ")[1:] == [
+        "100", "2.00", "2.00 GiB", "1.00", "25%", "2e-07", "equal |"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("objective", "apart", "failed"),
+    [("dpo", 2e-7, False), ("dpo", 2e-4, True), ("orpo", 2e-4, False)],
+)
+def test_the_comparison_fails_if_a_loss_of_the_same_definition_differs(
+    objective: str, apart: float, failed: bool
+) -> None:
+    from benchmarking.peers.cases import CPU_CASES
+    from benchmarking.peers.command import exit_code
+
+    case = next(case for case in CPU_CASES if case.objective == objective)
+    assert exit_code(objective_figures(case, apart=apart)) == int(failed)
+
+
 def test_the_chosen_cases_are_those_that_were_promised() -> None:
     from benchmarking.peers.cases import CPU_CASES, DEFAULT_PROGRAMS, OBJECTIVES, PROGRAMS
 
@@ -344,10 +428,12 @@ def test_the_document_on_performance_names_every_file_of_figures_and_no_other() 
 
 
 COMMANDS = ("peers", "levers", "scaling", "implementations")
+PLACES = {"peers": "peers", "objectives": "peers"} | {name: name for name in COMMANDS[1:]}
+"""Commands of scripts/benchmark by the places of their tables."""
 FIGURES = [
     (command, file)
-    for command in COMMANDS
-    for file in (SCRIPTS / "benchmarks").glob(f"{command}-*.json")
+    for place, command in PLACES.items()
+    for file in (SCRIPTS / "benchmarks").glob(f"{place}-*.json")
 ]
 
 
@@ -363,21 +449,21 @@ def test_the_tables_of_the_document_are_those_of_committed_figures(
     text = module.markdown(json.loads(file.read_text()))
     document = DOCUMENT.read_text()
     assert text in document
-    assert with_tables(document, command, text, file.name) == document
+    assert with_tables(document, text, file.name) == document
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_new_tables_take_the_place_of_the_old_ones_of_their_command(command: str) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_new_tables_take_the_place_of_the_old_ones(place: str) -> None:
     from benchmarking.command import DOCUMENT, with_tables
 
     document = DOCUMENT.read_text()
-    changed = with_tables(document, command, "| a table |", "new.json")
-    assert changed.count("| a table |\n\nFigures: `new.json`.") == 1
+    changed = with_tables(document, "| a table |", f"{place}-new.json")
+    assert changed.count(f"| a table |\n\nFigures: `{place}-new.json`.") == 1
     others = [line for line in changed.splitlines() if line in document]
     assert [line for line in others if line.startswith("#")] == [
         line for line in document.splitlines() if line.startswith("#")
     ]
-    assert with_tables(changed, command, "| a table |", "new.json") == changed
+    assert with_tables(changed, "| a table |", f"{place}-new.json") == changed
 
 
 def test_a_row_of_two_implementations_has_speed_memory_and_losses_of_both() -> None:

@@ -22,9 +22,11 @@ from benchmarking.peers.cases import (
     CPU_CASES,
     DEFAULT_PROGRAMS,
     GPU_CASES,
-    PAIR_PROGRAMS,
+    OTHER_BATCHES,
+    PREFERENCE_PROGRAMS,
     PROGRAMS,
     TINY_CASES,
+    TRL_SETTINGS,
     Case,
 )
 from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
@@ -32,16 +34,12 @@ from ftkit.utils.hardware import hardware
 from ftkit.utils.json_values import from_json
 
 ENVIRONMENTS = Path(".venv") / "benchmarks"
-YARDSTICKS = {"litgpt": "x LitGPT", "trl": "x TRL"}
-
-
-def columns(yardstick: str) -> tuple[str, ...]:
-    """Titles of a table; speed and memory are relative to a program."""
-    relative = YARDSTICKS[yardstick]
-    return (
-        "program", "tokens/s", relative, "step", "padding", "peak memory", relative,
-        "time to first step", "first loss", "last loss", "loss difference from ftkit, first / last",
-    )  # fmt: skip
+COLUMNS = (
+    "program", "tokens/s", "x LitGPT", "step", "padding", "peak memory", "x LitGPT",
+    "time to first step", "first loss", "last loss", "loss difference from ftkit, first / last",
+)  # fmt: skip
+EQUAL = 1e-5
+"""Largest relative difference of losses that have the same definition, in 32-true."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,15 +69,24 @@ def chosen(options: argparse.Namespace, *, is_gpu: bool) -> list[Case]:
 
 def is_able(program: str, case: Case) -> bool:
     """Whether a program has the loss of a case."""
-    if case.on_pairs:
-        return program in PAIR_PROGRAMS
+    if case.kind != "answers":
+        return program in PREFERENCE_PROGRAMS
     return program != "litgpt" or case.objective == "sft"
 
 
 def exit_code(figures: Figures) -> int:
-    """Return 1 if ftkit failed in a case."""
+    """Return 1 if ftkit failed in a case, or has other losses than TRL by the same definition."""
     own = [row for row in figures["runs"] if row["program"] == "ftkit"]
-    return int(any(row["measured"]["failure"] for row in own))
+    if any(row["measured"]["failure"] for row in own):
+        return 1
+    for name, settings in figures["cases"].items():
+        case = from_json(Case, settings)
+        if case.objective == "sft" or case.differs:
+            continue
+        apart = difference_from_trl(by_program(figures, name))
+        if apart is not None and apart > EQUAL:
+            return 1
+    return 0
 
 
 def measure(options: argparse.Namespace) -> Figures:
@@ -137,15 +144,18 @@ def by_program(figures: Figures, case: str) -> dict[str, list[Measured]]:
 
 
 def markdown(figures: Figures) -> str:
-    """All figures as tables, one for each case."""
-    parts = []
+    """All figures as tables: one for each case of supervised fine-tuning, one for objectives."""
+    parts, objectives = [], {}
     for case, settings in figures["cases"].items():
         runs = by_program(figures, case)
-        yardstick = from_json(Case, settings).yardstick
-        rows = [cells(program, runs, yardstick) for program in runs]
-        titles = columns(yardstick)
-        parts.append(f"**{case}, {settings['steps']} steps**\n\n{table(titles, rows)}")
+        if from_json(Case, settings).objective != "sft":
+            objectives[case] = runs
+            continue
+        rows = [cells(program, runs) for program in runs]
+        parts.append(f"**{case}, {settings['steps']} steps**\n\n{table(COLUMNS, rows)}")
         parts += bars_of(settings, runs)
+    if objectives:
+        parts.append(table_of_objectives(figures, objectives))
     versions = figures["versions"].items()
     listed = [f"{name}: " + ", ".join(f"{k} {v}" for k, v in of.items()) for name, of in versions]
     counts = Counter((row["case"], row["program"]) for row in figures["runs"]).values()
@@ -161,13 +171,67 @@ def markdown(figures: Figures) -> str:
     return "\n\n".join([*parts, said])
 
 
-def cells(program: str, runs: dict[str, list[Measured]], yardstick: str) -> list[str]:
+def table_of_objectives(figures: Figures, objectives: dict[str, dict[str, list[Measured]]]) -> str:
+    """A row for each case: speed and memory relative to TRL, and how far the losses are apart."""
+    of_trl = [
+        program for program in TRL_SETTINGS if any(program in runs for runs in objectives.values())
+    ]
+    titles = ["case", "tokens/s", *(f"x {program}" for program in of_trl), "peak memory"]
+    titles += [f"x {program}" for program in of_trl]
+    titles += ["padding of trl", "largest loss difference", "definitions"]
+    rows = []
+    for name, runs in objectives.items():
+        case = from_json(Case, figures["cases"][name])
+        own = runs.get("ftkit", [])
+        if failures := [
+            f"{program}: {measured.failure}"
+            for program, of_program in runs.items()
+            for measured in of_program
+            if measured.failure
+        ]:
+            rows.append([name, in_a_cell(failures[0]), *[""] * (len(titles) - 2)])
+            continue
+        speeds, sizes = (
+            [number(paired_ratio(own, runs.get(program, []), of), ".2f") for program in of_trl]
+            for of in ("tokens_per_s", "peak_bytes")
+        )
+        rows.append(
+            [
+                f"{name}, {case.steps} steps",
+                number(median_of(own, "tokens_per_s"), ",.0f"),
+                *speeds,
+                gib(median_of(own, "peak_bytes")) + " GiB",
+                *sizes,
+                number(median_of(runs.get("trl", []), "padding_fraction"), ".0%"),
+                number(difference_from_trl(runs), ".0e"),
+                case.differs or "equal",
+            ]
+        )
+    return table(titles, rows)
+
+
+def difference_from_trl(runs: dict[str, list[Measured]]) -> float | None:
+    """Largest relative difference of ftkit's losses from TRL's, over all steps; None: unknown."""
+    own = next((run for run in runs.get("ftkit", []) if run.is_whole), None)
+    others = [
+        run
+        for program, of_program in runs.items()
+        if program in TRL_SETTINGS and program not in OTHER_BATCHES
+        for run in of_program
+        if run.is_whole
+    ]
+    if own is None or not others:
+        return None
+    return max(largest_difference(other.steps, own.steps) for other in others)
+
+
+def cells(program: str, runs: dict[str, list[Measured]]) -> list[str]:
     """A row of the table."""
     own = runs[program]
     whole = [run for run in own if run.is_whole]
     if not whole:
-        return [program, in_a_cell(own[-1].failure), *[""] * (len(columns(yardstick)) - 2)]
-    beside = runs.get(yardstick, [])
+        return [program, in_a_cell(own[-1].failure), *[""] * (len(COLUMNS) - 2)]
+    beside = runs.get("litgpt", [])
     apart = ""
     reference = next((run for run in runs.get("ftkit", []) if run.is_whole), None)
     if reference and program != "ftkit":

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarking.figures import Measured, padding_of, steps_of
-from benchmarking.ftkit_run import IMPORTS, LEARNING_RATE, SEED, run_ftkit
+from benchmarking.ftkit_run import IMPORTS, SEED, run_ftkit
 from benchmarking.peers.cases import (
     LORA_ALPHA,
     LORA_RANK,
@@ -30,15 +31,21 @@ from benchmarking.workload import (
     Record,
     alpaca_lengths,
     in_file_order,
+    make_labelled,
     make_model,
     make_pairs,
     make_records,
     order_of_ftkit,
     order_of_litgpt,
-    sequences_of,
     tokens_of,
+    tokens_of_each,
     write_data,
 )
+from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.load_weights import initial_score
+from ftkit.models.lora.layers import initial_adapter
+from ftkit.models.lora.targets import TRAINED, names_of
+from ftkit.models.pretrained.base_model import open_base, parameter_shapes
 
 HERE = Path(__file__).parent
 LITGPT_DATA_SEED = 42
@@ -50,7 +57,7 @@ IMPORTS_OF = {
     "litgpt": "import litgpt.__main__",
     "trl": (
         "import peft, trl, transformers.models.llama.modeling_llama\n"
-        "from trl import DPOTrainer, SFTTrainer"
+        "from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer"
     ),
 }
 """Imports of each program that trains a Llama."""
@@ -88,9 +95,11 @@ class Workspace:
     def records(self, case: Case) -> list[Record]:
         """Samples of a case, in the order in which they are trained on."""
         samples = case.steps * case.global_batch_size
-        if case.on_pairs:
-            return make_pairs(alpaca_lengths(2 * samples))
-        return make_records(alpaca_lengths(samples))
+        if case.kind == "pairs":
+            longest_prompt = OBJECTIVES[case.objective].longest_prompt
+            return make_pairs(alpaca_lengths(2 * samples), longest_prompt=longest_prompt)
+        lengths = alpaca_lengths(samples)
+        return make_labelled(lengths) if case.kind == "labels" else make_records(lengths)
 
     def imports_bytes(self, program: str) -> int:
         """Bytes that a process of a program holds after its imports."""
@@ -112,7 +121,12 @@ def run_program(program: str, case: Case, place: Workspace, scratch: Path) -> Me
         column = OBJECTIVES[case.objective].column
         measured = run_ftkit(method, keys, scratch / "out", place.limit_s, column=column)
         # Without the additional last step: see `ftkit_keys`.
-        measured = replace(measured, steps=measured.steps[: case.steps])
+        share = case.steps / max(case.steps, len(measured.steps))
+        measured = replace(
+            measured,
+            steps=measured.steps[: case.steps],
+            reference_s=measured.reference_s * share,
+        )
     elif program == "litgpt":
         words = litgpt_words(case, place, scratch)
         seen = watch(words, limit_s=place.limit_s, directory=scratch)
@@ -149,7 +163,7 @@ def with_counted_tokens(
     for number, step in enumerate(measured.steps):
         batch = records[number * global_batch_size : (number + 1) * global_batch_size]
         tokens = sum(tokens_of(record) for record in batch)
-        sequences = sum(map(sequences_of, batch))
+        sequences = sum(len(tokens_of_each(record)) for record in batch)
         if step.tokens not in (tokens, tokens - sequences):
             said = f"counts {step.tokens} tokens in step {number + 1}, the data have {tokens}"
             return replace(measured, failure=said)
@@ -176,9 +190,10 @@ def ftkit_keys(case: Case, place: Workspace, scratch: Path) -> tuple[str, dict[s
         "train.micro_batch_size": case.micro_batch_size,
         "train.max_steps": case.steps + 1,
         "train.max_seq_length": LONGEST,
+        "optimizer.lr": case.learning_rate,
         **OBJECTIVES[case.objective].keys,
     }
-    if case.on_pairs:  # prompts with completions: always masked, and never in a style
+    if case.kind != "answers":  # prompts with completions: always masked, and never in a style
         keys |= {"data.mask_prompt": None, "data.prompt_style": None}
     if case.method == "qlora":
         keys["quantize"] = "bnb.nf4"
@@ -195,7 +210,7 @@ def litgpt_words(case: Case, place: Workspace, scratch: Path) -> list[str | Path
     write_data(scratch / "data", data, data[:VALIDATION_RECORDS])
     optimizer = {
         "class_path": "torch.optim.AdamW",
-        "init_args": {"lr": LEARNING_RATE, "weight_decay": 0.0},
+        "init_args": {"lr": case.learning_rate, "weight_decay": 0.0},
     }
     command = "finetune_full" if case.method == "full" else "finetune_lora"
     options: dict[str, Any] = {
@@ -227,16 +242,23 @@ def litgpt_words(case: Case, place: Workspace, scratch: Path) -> list[str | Path
 
 def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list[str | Path]:
     """TRL's command line, with the settings of the training in a file."""
-    records = scratch / "records.json"
-    records.write_text(json.dumps(place.records(case)))
+    file_of_records = scratch / "records.json"
+    records = place.records(case)
+    file_of_records.write_text(json.dumps(records))
     packed = program in PACKED
     objective = OBJECTIVES[case.objective]
     settings = {"bf16": False} | TRL_SETTINGS[program] | objective.settings
     if objective.trainer in WITHOUT_PADDING_FREE:
         settings = {key: value for key, value in settings.items() if key not in PADDING_FREE}
+    if case.kind == "labels":
+        # Where ftkit cuts prompts with answers to others.
+        settings["max_length"] = max(tokens for one in records for tokens in tokens_of_each(one))
+    start = scratch / "start.safetensors"
+    save_file(start_of(case, place.model(case)), start)
     what = {
-        "records": str(records),
+        "records": str(file_of_records),
         "model": str(place.model(case)),
+        "start": str(start),
         "out_dir": str(scratch / "out"),
         "method": "full" if case.method == "full" else "lora",
         "quantize": case.method == "qlora",
@@ -247,7 +269,7 @@ def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list
         "micro_batch_size": 1 if packed else case.micro_batch_size,
         "micro_steps": 1 if packed else case.micro_steps,
         "steps": case.steps,
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": case.learning_rate,
         "trainer": objective.trainer,
         "logged": objective.logged,
         "factor": objective.factor,
@@ -256,6 +278,29 @@ def trl_words(program: str, case: Case, place: Workspace, scratch: Path) -> list
     file = scratch / "trl.json"
     file.write_text(json.dumps(what))
     return [place.pythons["trl"], HERE / "trl_run.py", file]
+
+
+def start_of(case: Case, model: Path) -> dict[str, torch.Tensor]:
+    """Values that ftkit draws for a run of a case, by their names in the model that TRL trains.
+
+    LoRA begins with random numbers, and so does the score of a reward model. With ftkit's numbers,
+    TRL has the same losses in every step.
+    """
+    base, values = open_base(str(model)), {}
+    shapes = parameter_shapes(base)
+    if case.method != "full":
+        for ours, (_, width) in (
+            (name, shape) for name, shape in shapes.items() if len(shape) == 2
+        ):
+            layer = ours.removesuffix(".weight")
+            theirs = names_of(base, layer)[0]
+            if theirs.endswith(tuple(QKV)):
+                drawn = f"{layer}.lora_A.{TRAINED}.weight"
+                name = f"base_model.model.{theirs}.lora_A.default.weight"
+                values[name] = initial_adapter(drawn, torch.Size((LORA_RANK, width)), SEED)
+    if OBJECTIVES[case.objective].trainer == "Reward":
+        values["score.weight"] = initial_score(torch.Size((1, shapes[HEAD][1])), SEED)
+    return values
 
 
 def padding_in_order(records: Sequence[Record], micro_batch_size: int) -> float:

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, with a line for the benchmark after each step.
+"""A trainer of TRL, with a line for the benchmark after each step.
 
 Runs in TRL's environment, without ftkit: ``trl_run.py FILE`` with the settings of the training in a
 JSON file. The trainer and its settings are TRL's own; a hook counts tokens and positions.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -89,9 +90,9 @@ def model_settings(what: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def sample_of(record: dict[str, str]) -> dict[str, str]:
+def sample_of(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record under TRL's names."""
-    if "chosen" in record:
+    if "prompt" in record:
         return record
     return {"prompt": record["instruction"], "completion": record["output"]}
 
@@ -104,6 +105,14 @@ def classes(trainer: str) -> tuple[Any, Any]:
         from trl import DPOConfig, DPOTrainer
 
         return DPOConfig, DPOTrainer
+    if trainer == "KTO":
+        from trl import KTOConfig, KTOTrainer
+
+        return KTOConfig, KTOTrainer
+    if trainer == "Reward":
+        from trl import RewardConfig, RewardTrainer
+
+        return RewardConfig, RewardTrainer
     if trainer == "ORPO":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -146,6 +155,9 @@ def main(what: dict[str, Any]) -> None:
         processing_class=tokenizer,
         peft_config=adapter(what),
     )
+    unknown = trainer.model.load_state_dict(load_file(what["start"]), strict=False).unexpected_keys
+    if unknown:
+        raise RuntimeError(f"the trained model has no parameters {', '.join(unknown)}")
     counter = Counter()
     trainer.model.register_forward_pre_hook(counter, with_kwargs=True)
     trainer.add_callback(StepLines(counter, what["logged"], what["factor"]))
