@@ -114,8 +114,9 @@ class Train:
         return dataclasses.replace(self, micro_batch_size=value)
 
 
-METRICS = ("exact_match", "rouge_l")
-"""Metrics of answers: keys of `Eval`, and options of `ftkit evaluate`."""
+METRICS = {"exact_match": "exact match", "rouge_l": "ROUGE-L"}
+"""Metrics of answers, with their names in tables: keys of `Eval`, and options of `ftkit
+evaluate`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ftkit.recipe.recipe import METRICS
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch:
@@ -62,8 +64,8 @@ class AnsweredExample:
 
 
 def score_title(name: str, *, is_own: bool) -> str:
-    """Return the name of a score in tables: ROUGE-L, or the user's function."""
-    return name if is_own else "ROUGE-L"
+    """Return the name of a score in tables: of a metric of ftkit, or the user's function."""
+    return name if is_own else METRICS.get(name, name)
 
 
 @dataclass(frozen=True, kw_only=True)

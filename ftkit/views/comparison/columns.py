@@ -128,7 +128,7 @@ def _compared_numbers(runs: list[ComparedRun]) -> Iterator[ReportNumber]:
         if number.key == "validation_loss":
             yield from _term_numbers(runs)
             yield from _source_numbers(runs)
-        elif number.key == METRICS[-1]:
+        elif number.key == [*METRICS][-1]:
             yield from _own_metrics(runs)
             yield from _task_numbers(runs)
 
