@@ -108,6 +108,7 @@ def test_a_command_line_in_a_document_is_understood(
 
 BASES = ("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "TinyLlama/TinyLlama_v1.1")
 BASES += tuple(f"openlm-research/open_llama_{size}" for size in ("3b", "7b", "13b"))
+BASES += tuple(f"HuggingFaceTB/SmolLM2-{size}" for size in ("135M", "1.7B"))
 """Models that documents and recipes name, beside MODEL."""
 DATA = {"class_path": "JSON", "init_args": {"json_path": "my.json", "mask_prompt": True}}
 SMALL = {
