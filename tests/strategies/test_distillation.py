@@ -26,10 +26,10 @@ from ftkit.errors import UserError
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
 from ftkit.runs.report.table import summary_text
+from ftkit.training.journal import Journal
 from ftkit.training.loop import StopRequest
 from ftkit.training.rank import run_job
 from ftkit.training.recorder import Recorder
-from ftkit.training.setup import Journal
 from ftkit.utils.console.display import Display
 
 pytestmark = pytest.mark.slow
