@@ -46,7 +46,7 @@ from ftkit.planning.tracker import LiveTensors
 from ftkit.recipe.objectives import is_below_adapter
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import Kernels, LoraRecipe
+from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.frozen import bytes_of, outline_frozen
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
@@ -203,7 +203,7 @@ def _run(
     accumulates: bool,
     teacher: BaseModel | None,
 ) -> Simulation:
-    kernels = _simulated_kernels(plan)
+    kernels = plan.recipe.kernels if has_liger() else "torch"
     # Fake tensors cannot look into compiled graphs; these keep less, so it is an upper bound.
     recipe = dataclasses.replace(plan.recipe, compile=False, kernels=kernels)
     # The code of a run, not a formula, which would have to change with every layer: predictions are
@@ -245,10 +245,6 @@ def _run(
             accumulates=accumulates,
             passes_before=step.passes_before,
         )
-
-
-def _simulated_kernels(plan: Plan) -> Kernels:
-    return plan.recipe.kernels if has_liger() else "torch"
 
 
 def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Simulation:
@@ -308,7 +304,6 @@ def _sizes(model: LanguageModel | None, other: LanguageModel | None, shards: int
         parameters=0 if model is None else parameter_count(model),
         parameter_bytes=bytes_of(parameters),
         trained=sum(p.numel() for p in trained),
-        trained_bytes=bytes_of(trained),
         hidden=0 if model is None else sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),

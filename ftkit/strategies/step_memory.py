@@ -213,8 +213,6 @@ class Sizes:
     """Bytes of all parameters, without the scales of quantised ones."""
     trained: int
     """Numbers that the optimizer updates."""
-    trained_bytes: int
-    """Bytes of the trained parameters."""
     hidden: int
     """Numbers in trained matrices of the blocks."""
     elements: int

@@ -6,14 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
 from runs import run_ranks
 from tiny import make_llama
 from transformers_models import make_transformers_model
 
+from ftkit.data.rendering import Rendered
+from ftkit.data.samples.loader import collate
+from ftkit.data.samples.sample_set import SampleSet
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.objectives.reference import sequence_log_probabilities
+from ftkit.planning.meter import parameters
+from ftkit.planning.simulate import largest_micro_batch, simulate_alone
+from ftkit.planning.tracker import LiveTensors
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import make_plan
 from ftkit.runs.job import Job
 from ftkit.runs.report.report import read_report
+from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.step_memory import StepMemory
+from ftkit.strategies.strategy import make_strategy
 
 LENGTH = 128
 STEPS: tuple[tuple[str, Any], ...] = (
@@ -265,6 +279,48 @@ def test_the_peak_of_a_rank_under_zero_1_and_2_is_predicted_within_2_percent(
         Case("deepspeed", "full", "32-true", (zero_1, on_device)),
     ]
     assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "keys"),
+    [
+        ("32-true", {}),
+        pytest.param("bf16-mixed", {"quantize": "bnb.nf4"}, marks=pytest.mark.matrix),
+    ],
+)
+def test_the_peak_of_another_reference_alone_is_predicted_within_2_percent(
+    precision: str, keys: dict[str, str], tmp_path: Path
+) -> None:
+    reference = open_base(str(make_base(tmp_path)))
+    words = {"checkpoint_dir": str(tmp_path / "base"), "precision": precision, "lora_r": "8"}
+    pairs = [
+        *words.items(),
+        ("train.max_seq_length", str(LENGTH)),
+        ("accelerator", "cpu"),
+        *keys.items(),
+    ]
+    plan = make_plan(read_recipe([], pairs, method="lora"), Devices(accelerator="cpu", count=1))
+    size = largest_micro_batch(4, LENGTH, padding_free=True)
+    (predicted,) = simulate_alone(reference, plan, size).peaks.values()
+    strategy = make_strategy(plan)
+    strategy.connect(outline_frozen(reference, plan))
+    live = LiveTensors(torch.device("cpu"))
+    samples = SampleSet.of([Rendered([2] * LENGTH, ((0, LENGTH),))] * 4)
+    batch = collate([samples[number] for number in range(4)], {}, padding_free=True)
+    with frozen(
+        outline_frozen(reference, plan),
+        reference,
+        strategy,
+        rope_length=LENGTH,
+        seed=0,
+        progress=lambda done, total: None,
+    ) as model:
+        live.assign(parameters(strategy, model.modules()), "parameters")
+        with live, strategy.precision.forward_context():
+            sequence_log_probabilities(model, batch)
+    counted_bytes = live.peak().total_bytes
+    assert predicted.total_bytes == pytest.approx(counted_bytes, rel=0.02)
 
 
 EXPERTS = (("quantize", "bnb.nf4"), ("lora_experts", True), ("train.micro_batch_size", 4))
