@@ -80,6 +80,11 @@ class PluginData(OwnData):
         made = self._plugin.make("data", self._defined.name, **self._options_of_class, **options)
         number = 0
         try:
+            if not len(made):
+                raise UserError(
+                    f"{self._plugin.option}: {self._defined.name} has no items. Return their "
+                    "number from __len__."
+                )
             for number in range(len(made)):
                 yield number, _plain(made[number])
         except UserError:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
-from ftkit.recipe.plugin import own_class
+from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 
@@ -139,7 +139,7 @@ def _optimizer_class(class_path: str) -> type[Optimizer]:
     except ImportError as error:
         raise UserError(f"optimizer {class_path} needs a package: {error}.") from None
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        known = [n for n in dir(torch.optim) if n[:1].isupper()]
+        known = [n for n in dir(torch.optim) if n[:1].isupper()] + own_names("optimizer")
         close = nearest(name, known)
         raise UserError(
             f"optimizer is {class_path!r}, but there is no such optimizer. "

@@ -123,6 +123,10 @@ def test_a_mistake_in_an_item_names_it(item: str, words: str, load: Any) -> None
     assert says(message_of(load, item), words)
 
 
+def test_a_data_set_without_items_is_named(load: Any) -> None:
+    assert says(message_of(load, '{"text": str(i)}', size=0), "Mine has no items ... __len__")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

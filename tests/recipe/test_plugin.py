@@ -168,7 +168,11 @@ def test_nothing_that_a_recipe_names_is_executed(name: str, use: Any, own: Plugi
 
 @pytest.mark.parametrize(
     ("name", "use", "written", "meant"),
-    [("objective", objective_rules, "Mein", "Mine"), ("data", data_source, "Row", "Rows")],
+    [
+        ("objective", objective_rules, "Mein", "Mine"),
+        ("optimizer", base_learning_rate, "torch.optim.Sgdd", "Sgd"),
+        ("data", data_source, "Row", "Rows"),
+    ],
 )
 def test_a_misspelt_class_of_the_plugin_is_suggested(
     name: str, use: Any, written: str, meant: str, own: Plugin
