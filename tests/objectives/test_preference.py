@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Paired, Callable[..., float]]] = {
 def terms_of(objective: Paired, batch: tuple[Tensor, dict[str, Any]]) -> dict[str, float]:
     sums = objective.sums(*batch)
     names = (term.name for term in objective.terms)
-    return {name: float(value) for name, value in zip(names, sums, strict=True)}
+    return {name: float(value.detach()) for name, value in zip(names, sums, strict=True)}
 
 
 def numbers_of(pair: int) -> tuple[float, ...]:
