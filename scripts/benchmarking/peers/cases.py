@@ -232,8 +232,8 @@ tokens per second, at most this multiple of its memory."""
 
 IN_ORDER = {"train_sampling_strategy": "sequential"}
 NO_RECOMPUTATION = {"gradient_checkpointing": False}
-WITHOUT_PADDING_FREE = ("KTO", "Reward", "ORPO", "CPO")
-"""Trainers that cannot train on rows without padding."""
+WITHOUT_PADDING_FREE = ("DPO", "KTO", "Reward", "ORPO", "CPO")
+"""Trainers that cannot train on rows without padding: in 1.16 DPOTrainer says so and pads."""
 PADDING_FREE = {"padding_free": True, "max_length": None}
 TRL_SETTINGS: dict[str, dict[str, Any]] = {
     "trl": IN_ORDER,
