@@ -360,7 +360,12 @@ class LeadRelay:
 
 @contextmanager
 def announced_job(
-    placed: ExternalRanks, store: Any, job_file: Path, received: Sequence[object]
+    placed: ExternalRanks,
+    store: Any,
+    job_file: Path,
+    received: Sequence[object],
+    *,
+    token: str | None,
 ) -> Iterator[Job]:
     """The job of a rank other than 0, with everything that it needs on this host.
 
@@ -369,6 +374,7 @@ def announced_job(
         store: of the supervisors.
         job_file: the job's file on the host of rank 0.
         received: signals so far; another one ends the uploads after the run.
+        token: of the hub, for models that this host has to download.
 
     Raises:
         UserError: this host lacks something; rank 0 reports it.
@@ -395,7 +401,7 @@ def announced_job(
         return
     try:
         with claim(run.path, "go_on", patience_s=LOST_S if launcher_starts_again() else 0.0):
-            job = _prepare_job(run, announcement)
+            job = _prepare_job(run, announcement, token)
             texts.put(_ready_key(first), str(run.job))
             with HostRelay(texts, run, ranks, received):
                 yield job
@@ -420,8 +426,8 @@ def _content(file: Path) -> str | None:
         return None
 
 
-def _prepare_job(run: RunDirectory, announcement: JobAnnouncement) -> Job:
-    """Bring the checkpoint and the base model to this host, and write its job file."""
+def _prepare_job(run: RunDirectory, announcement: JobAnnouncement, token: str | None) -> Job:
+    """Bring the checkpoint and the models to this host, and write its job file."""
     run.store.remove_leftovers()
     values = json.loads(announcement.text)
     try:
@@ -447,12 +453,13 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement) -> Job:
         raise unreachable(error) from error
     base = values["recipe"]["checkpoint_dir"]
     if not announcement.has_base and not base.startswith("random:"):
-        values["base"] = str(find_or_download(base).resolve())
+        values["base"] = str(find_or_download(base, token=token).resolve())
     if values["reference"] is not None:
-        values["reference"] = str(find_or_download(values["recipe"]["reference"]).resolve())
+        reference = values["recipe"]["reference"]
+        values["reference"] = str(find_or_download(reference, token=token).resolve())
     teacher = values["recipe"]["teacher"]
     if teacher is not None and not teacher.startswith("random:"):
-        values["teacher"] = str(find_or_download(teacher).resolve())
+        values["teacher"] = str(find_or_download(teacher, token=token).resolve())
     make_reserve(run.reserve)
     # Renamed into place: ranks of this host may read it at any time.
     partial = run.job.with_name(".job.here")

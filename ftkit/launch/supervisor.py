@@ -150,7 +150,7 @@ def launch(
             # It imports torch, which a supervisor on a single host does without.
             from ftkit.launch.torchrun import take_part
 
-            return take_part(placed, recipe.data_token, prepare, _end)
+            return take_part(placed, recipe, prepare, _end)
         if recipe.num_nodes not in ("auto", 1):
             raise UserError(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "

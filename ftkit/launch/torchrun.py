@@ -46,6 +46,7 @@ from ftkit.launch.multihost import (
     over_key,
 )
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
 from ftkit.runs.report.report import ENDED_WELL, read_report
@@ -69,7 +70,7 @@ PATIENCE_S = 10.0
 
 def take_part(
     placed: ExternalRanks,
-    token: str | None,
+    recipe: Recipe,
     prepare: Callable[..., AbstractContextManager[Job]],
     conclude: Callable[[Job, Sequence[signal.Signals]], int],
 ) -> int:
@@ -77,7 +78,8 @@ def take_part(
 
     Args:
         placed: this rank.
-        token: of the hub, with which data are read; every process has it of its own command line.
+        recipe: of this process's own command line, of which its tokens of the hub are taken: they
+            are in no file that it could have from rank 0.
         prepare: checks the recipe and claims the run's directory; takes `received`, the signals so
             far, and `others`, the hosts that share no disk.
         conclude: writes the report and returns the exit code.
@@ -105,7 +107,7 @@ def take_part(
         variables |= found
     if placed.rank > 0:
         with Heartbeats(store, placed.rank, watched, _leave):
-            code = _follow(placed, store, token, variables)
+            code = _follow(placed, store, recipe, variables)
         if code == UserError.exit_code:
             _wait_for_rank_0(store)
         return code
@@ -132,7 +134,7 @@ def take_part(
             relay.begin(job.directory)
         # Last: with this key the other ranks start, and a host without the file looks for JOB_TEXT.
         store.set(JOB, str(job.directory.job))
-        ranks.run(job.directory, job.plan, token)
+        ranks.run(job.directory, job.plan, recipe.data_token)
         # Before the wait: a supervisor whose count grows meanwhile is not gone.
         heard = {rank: beats_of(store, rank) for rank in watched}
         left = _wait_for_the_end(store, watched, ranks)
@@ -285,7 +287,7 @@ def _leave(rank: int, reason: str) -> None:
 
 
 def _follow(
-    placed: ExternalRanks, store: SharedStore, token: str | None, variables: Mapping[str, str]
+    placed: ExternalRanks, store: SharedStore, recipe: Recipe, variables: Mapping[str, str]
 ) -> int:
     """Supervise a rank other than 0; rank 0 reports its errors."""
     try:
@@ -301,8 +303,10 @@ def _follow(
         return 0
     with Ranks(placed, variables) as ranks:
         try:
-            with announced_job(placed, store, Path(job_file), ranks.received) as job:
-                ranks.run(job.directory, job.plan, token)
+            with announced_job(
+                placed, store, Path(job_file), ranks.received, token=recipe.access_token
+            ) as job:
+                ranks.run(job.directory, job.plan, recipe.data_token)
                 code = _exit_code(job.directory.rank(placed.rank))
                 # For the first rank of a host its relay does this, after the last upload.
                 if placed.rank % placed.local_world_size:
