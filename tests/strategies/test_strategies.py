@@ -24,7 +24,7 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.options import UseOptions
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job
-from ftkit.training import rank, setup
+from ftkit.training import rank, start
 from ftkit.training.journal import Journal
 
 STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
@@ -392,7 +392,7 @@ def train_once(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(checkpoint_dir="base", precision="32-true", deterministic=deterministic)
     devices = Devices(accelerator="cpu", count=1)
     job = Job(recipe=recipe, devices=devices, base="base", command=(), started_at_s=0)
-    monkeypatch.setattr(setup, "open_base", stop_here)
+    monkeypatch.setattr(start, "open_base", stop_here)
     nobody: Any = None
     rank.run_job(job, None, nobody, Journal(nobody, nobody))
 
