@@ -181,16 +181,14 @@ def kill_at_random_moments(
     runs.complete(out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "method", "asynchronous", "kills"),
     [
-        (SINGLE, "lora", True, 8),
-        (SINGLE, "full", False, 8),
-        (FSDP, "full", True, 7),
-        (FSDP, "lora", False, 7),
+        pytest.param(SINGLE, "full", False, 8, id="single-full-waiting", marks=pytest.mark.slow),
+        pytest.param(FSDP, "full", True, 7, id="fsdp-full", marks=pytest.mark.slow),
+        pytest.param(SINGLE, "lora", True, 8, id="single-lora", marks=pytest.mark.matrix),
+        pytest.param(FSDP, "lora", False, 7, id="fsdp-lora-waiting", marks=pytest.mark.matrix),
     ],
-    ids=["single-lora", "single-full-waiting", "fsdp-full", "fsdp-lora-waiting"],
 )
 def test_a_run_survives_kills_at_random_moments(
     runs: MakeRuns,

@@ -93,7 +93,15 @@ def assert_same(
     return counts
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full",
+        "QLoRA",
+        pytest.param("LoRA, checkpointed", marks=pytest.mark.matrix),
+        pytest.param("int8", marks=pytest.mark.matrix),
+    ],
+)
 def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language_model, "COMPILE_BACKEND", "aot_eager")
     counts = assert_same(RECIPES[name], LENGTHS)

@@ -168,7 +168,7 @@ def test_mixed_precision_on_a_quantised_base_differs_by_its_rounding_only(
     assert found == pytest.approx(expected, rel=3e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @needs_deepspeed
 def test_every_option_of_deepspeed_learns_on_a_quantised_base_the_same(
     run: Run, single: dict[Case, Outcome]

@@ -186,7 +186,7 @@ MATRIX = pytest.mark.matrix
             id="noise-two-ranks",
             marks=SLOW,
         ),
-        pytest.param(of_another_step, in_small_blocks, (), "start", id="other-step", marks=SLOW),
+        pytest.param(of_another_step, in_small_blocks, (), "start", id="other-step", marks=MATRIX),
         pytest.param(change(SHARD, flipped), hash_file, (), "start", id="old-version", marks=SLOW),
         *(
             pytest.param(change(name, damage), in_small_blocks, (), "start", id=word, marks=SLOW)

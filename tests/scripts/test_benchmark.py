@@ -484,7 +484,7 @@ def test_a_row_of_two_implementations_has_speed_memory_and_losses_of_both() -> N
     assert failed[3] == "no" and len(failed) == len(COLUMNS)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_two_implementations_are_measured_on_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -321,7 +321,7 @@ def begun(run: Run) -> dict[str, Outcome]:
     return {name: found[case] for name, case in cases.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_average_may_begin_on_resume(
     begun: dict[str, Outcome], controlled: dict[str, Outcome], strategy: str
@@ -350,7 +350,7 @@ def adapted(run: Run) -> dict[str, tuple[Outcome, Outcome]]:
     return {name: (found[cases[name]], found[expected[name]]) for name in cases}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_of_adapters_too(adapted: dict[str, tuple[Outcome, Outcome]], strategy: str) -> None:
     found, expected = adapted[strategy]
