@@ -11,7 +11,6 @@ from pathlib import Path
 from ftkit.checkpoint.file_checks import mark_damaged
 from ftkit.checkpoint.metadata import CheckpointError, read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
-from ftkit.exchange.model_card import write_card
 from ftkit.launch.preflight import find_shortage, shortage_text
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import Recipe
@@ -108,6 +107,9 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             with suppress(OSError):
                 write_report(report, out_dir)
         if run.final.is_dir():
+            # Now: jinja2, which it loads, would make the first line of a run wait for 50 ms.
+            from ftkit.exchange.model_card import write_card
+
             with suppress(OSError):  # the result is complete without it
                 # Here, from the report as it ends: no rank knows the last of its numbers.
                 write_card(report, Path(job.base), run.final)
