@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -317,6 +318,8 @@ def start(
     with PassingOn(signal.SIGINT) as signals:
         run = Run(parsed.out_dir.expanduser().absolute())
         run._output = output
+        # Callers may drop the run: a file that is closed by being forgotten is a ResourceWarning.
+        weakref.finalize(run, output.close)
         # Inside PassingOn, so that an interrupt between start and wait reaches the child.
         run._child = child = start_command([*words, *further], output)
         signals.to(child)

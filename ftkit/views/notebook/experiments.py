@@ -147,7 +147,7 @@ class Experiments:
         own_keys = keys | self._here | dict(here or {}) | {"out_dir": os.fspath(out_dir)}
         # A cell that is run again replaces its experiment.
         words = switches(overwrite=True, force=force, plugin=plugin)
-        start(command, recipe, own_keys, words, display.place(done.as_html))
+        done.run = start(command, recipe, own_keys, words, display.place(done.as_html))
         self._done.pop(name, None)  # so that a repeated one becomes the last
         self._done[name] = done
 

@@ -1,6 +1,8 @@
 """`ftkit.Experiments`: each setting is planned, run and shown beside the one before."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,26 @@ def experiments(tmp_path_factory: pytest.TempPathFactory) -> ftkit.Experiments:
 def test_a_plugin_is_that_of_one_experiment(experiments: ftkit.Experiments) -> None:
     with_plugin = [one.name for one in experiments if (one.run.out_dir / "plugin.py").exists()]
     assert with_plugin == ["bf16"]
+
+
+@pytest.mark.slow
+def test_runs_that_are_dropped_leave_no_open_file(tmp_path: Path) -> None:
+    keys = HERE | {"train.global_batch_size": 8, "train.micro_batch_size": 8}
+    program = (
+        "import ftkit\n"
+        f"keys = {keys!r}\n"
+        "made = ftkit.Experiments('out')\n"
+        f"made.run('one', {str(RECIPE)!r}, command='finetune_full', **keys)\n"
+        f"ftkit.finetune_full({str(RECIPE)!r}, **keys, out_dir='out/two')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.slow
