@@ -243,6 +243,13 @@ def plugin_in_use() -> Plugin | None:
     return _IN_USE[-1]
 
 
+def place_in_plugin(error: BaseException) -> str | None:
+    """Line of the plugin in use that raised an error, as "my.py, line 5"; None: it did not."""
+    plugin = plugin_in_use()
+    line = None if plugin is None else line_in(error, plugin.file)
+    return None if plugin is None or line is None else f"{Path(plugin.file).name}, line {line}"
+
+
 def open_plugin(named: str | Path | None) -> Plugin | None:
     """Read the file that --plugin names, and find what it defines; None: it names none.
 

@@ -16,7 +16,7 @@ from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
 
 from ftkit.recipe.parsing import recipe_as_dict
-from ftkit.recipe.plugin import plugin_in_use
+from ftkit.recipe.plugin import place_in_plugin, plugin_in_use
 from ftkit.recipe.recipe import Log, LoggerName, Recipe
 from ftkit.redaction import redacted
 from ftkit.strategies.distributed import rank
@@ -73,6 +73,8 @@ class Loggers:
                 # Services quote their addresses, which may contain passwords.
                 lines = redacted(str(error)).strip().splitlines() or [""]
                 reason = f"{type(error).__name__}: {lines[0][:300]}"
+            if (place := place_in_plugin(error)) is not None:
+                reason = f"{reason}, in {place}"
             del self._loggers[name]
             self._warn(f"{name} gets no values any more ({reason}); metrics.csv has all of them")
 

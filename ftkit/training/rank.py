@@ -44,7 +44,7 @@ from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.lora.serving import serving_notice
 from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
 from ftkit.planning.memory import predict_measured
-from ftkit.recipe.plugin import plugin_in_use, using
+from ftkit.recipe.plugin import place_in_plugin, using
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
@@ -61,7 +61,6 @@ from ftkit.training.setup import Setup, set_up
 from ftkit.training.start import StartingPoint, open_start
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
-from ftkit.utils.own_code import line_in
 
 
 def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Journal) -> None:
@@ -308,9 +307,8 @@ def _explain(exception: BaseException) -> RankError:
     # The messages of these two are written for users; others need the name of the exception.
     if not isinstance(exception, NonFiniteLoss | SavingFailed):
         message = f"{type(exception).__name__}: {message}"
-    plugin = plugin_in_use()
-    if plugin is not None and (number := line_in(exception, plugin.file)):
-        message = f"{message} ({Path(plugin.file).name}, line {number})"
+    if (place := place_in_plugin(exception)) is not None:
+        message = f"{message} ({place})"
     return RankError(kind="failed", message=message, happened_at_s=now)
 
 

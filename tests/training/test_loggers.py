@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 from lightning.fabric.loggers.logger import Logger
+from messages import says
+from plugins import plugin_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import check_loggers_installed
+from ftkit.recipe.plugin import using
 from ftkit.recipe.recipe import Recipe
-from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers
+from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers, own_loggers
 
 
 def make(logger: str, out_dir: Path, **more: str) -> Recipe:
@@ -97,6 +100,41 @@ def test_a_run_without_an_id_begins_one_even_if_it_continues(tmp_path: Path) -> 
     (logger,) = loggers_of(make("wandb", tmp_path), start_step=5, run_ids=run_ids).values()
     assert logger._wandb_init["id"] == run_ids["wandb"]  # type: ignore[attr-defined]
     assert logger._wandb_init["resume"] == "allow"  # type: ignore[attr-defined]
+
+
+OWN = """
+import errno
+from lightning.fabric.loggers.logger import Logger
+
+class Own(Logger):
+    name = version = None
+
+    def __init__(self, out_dir): pass
+
+    def log_hyperparams(self, params): pass
+
+    def log_metrics(self, metrics, step=None):
+        {fault}
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise OSError(errno.ENOSPC, 'No space left on device')", "No space left on device"),
+    ],
+)
+def test_a_logger_of_a_plugin_that_fails_is_dropped_and_its_line_named(
+    fault: str, reason: str, tmp_path: Path
+) -> None:
+    warned: list[str] = []
+    with using(plugin_of(tmp_path, OWN.replace("{fault}", fault))):
+        loggers = Loggers(own_loggers(tmp_path), make("csv", tmp_path), warned.append)
+        for step in (1, 2):
+            loggers.log({"loss": 1.0}, step)
+    (said,) = warned
+    assert says(said, "Own", reason, "my.py, line 13", "metrics.csv")
 
 
 def test_only_rank_0_chooses_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
