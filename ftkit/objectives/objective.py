@@ -64,6 +64,9 @@ class Objective(ABC):
     observes_mismatched = False
     """Whether it needs `statistics` of the whole step before its first backward pass: of prompts
     with answers to others, made by shifting answers by one in the order of the step."""
+    is_smoothed = False
+    """Whether train.label_smoothing applies: to what `SummedLoss` computes without a `token_loss`.
+    A class of a plugin that has another `output` does not inherit it."""
     is_cross_entropy = False
     """Whether exp(validation loss) is a perplexity."""
 

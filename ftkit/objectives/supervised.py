@@ -49,6 +49,7 @@ class Supervised(Objective):
     """
 
     terms: tuple[Term, ...] = (Term(name=LOSS, divisor="label_tokens"),)
+    is_smoothed = True
     is_cross_entropy = True
     _token_weight: TokenWeight | None = None
     _z_loss = 0.0
@@ -88,6 +89,8 @@ class Dft(Supervised):
     rectification", https://arxiv.org/abs/2508.05629.
     """
 
+    is_smoothed = False  # its weight is of the label alone
+
     def __init__(self) -> None:
         self._token_weight = own_probability
 
@@ -99,6 +102,8 @@ class Eaft(Supervised):
     forgetting", https://arxiv.org/abs/2601.02151. The authors' code in LLaMA-Factory divides the
     entropy by 3, which is ln 20 rounded.
     """
+
+    is_smoothed = False  # as in `Dft`
 
     def __init__(self, *, alpha: float = 1.0) -> None:
         """Choose the exponent of the entropy; 0: plain cross-entropy."""

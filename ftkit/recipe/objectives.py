@@ -307,9 +307,11 @@ def check_objective(recipe: Recipe) -> None:
     rules, name = objective_rules(recipe.objective), recipe.objective["class_path"]
     evaluation, train = recipe.eval, recipe.train
     if train.label_smoothing and not rules.is_smoothed:
+        of_plugin = " or of a class derived from it" if own_name(name) else ""
         raise UserError(
             f"train.label_smoothing is {train.label_smoothing:g}, but objective is {name}, and "
-            "only the loss of sft can be smoothed. Try --train.label_smoothing 0."
+            f"only the cross-entropy of sft{of_plugin} can be smoothed. Try "
+            "--train.label_smoothing 0."
         )
     if recipe.reference is not None and not rules.needs_reference:
         raise UserError(

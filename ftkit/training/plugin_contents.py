@@ -110,6 +110,7 @@ def _defined(name: str, value: Any) -> Defined | None:
     if kind == "objective":
         names = [field.name for field in dataclasses.fields(ObjectiveRules)]
         rules = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        rules["is_smoothed"] = _is_smoothed(value)
     return Defined(
         name=name,
         kind=kind,
@@ -125,6 +126,13 @@ def _kind_of(value: type) -> Kind | None:
             return kind
     is_sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     return "data" if is_sequence and not issubclass(value, _BUILT_IN) else None
+
+
+def _is_smoothed(objective: type[Objective]) -> bool:
+    # The head smooths labels, so what a class inherits holds for the output that it inherits: with
+    # an output of its own, the setting might have no effect and nobody would know.
+    nearest = next(one for one in objective.__mro__ if {"is_smoothed", "output"} & vars(one).keys())
+    return bool(vars(nearest).get("is_smoothed"))
 
 
 def _options_of(value: type) -> Iterator[OwnOption]:

@@ -1,20 +1,30 @@
 """Plugins: what one defines, how recipes name it, and how mistakes are reported."""
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from messages import message_of, says
 from plugins import documented, opened, plugin_of
 
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
+from ftkit.models.loss import Head
 from ftkit.objectives.objective import make_objective
 from ftkit.objectives.preference import Paired
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import OBJECTIVES, objective_options, objective_rules
+from ftkit.recipe.objectives import (
+    OBJECTIVES,
+    ObjectiveRules,
+    check_objective,
+    objective_options,
+    objective_rules,
+)
 from ftkit.recipe.own_metric import LoadedMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.plugin import Plugin, open_plugin, plugin_in_use, using
@@ -227,8 +237,68 @@ def test_an_objective_derived_from_ftkits_own_has_its_rules(name: str, tmp_path:
     with using(plugin_of(tmp_path, source)):
         rules = objective_rules(component("plugin.Mine"))
     known = OBJECTIVES[name]
-    for field in ("preference", "needs_reference", "needs_teacher", "observes_mismatched"):
-        assert getattr(rules, field) == getattr(known, field), field
+    for field in dataclasses.fields(ObjectiveRules):
+        assert getattr(rules, field.name) == getattr(known, field.name), field.name
+
+
+SMOOTHED = """
+import ftkit
+from ftkit.objectives.supervised import Dft, Supervised
+
+class Derived(Supervised): pass
+class OtherSums(Derived):
+    def sums(self, output, batch): return (2 * output,)
+class OtherOutput(Derived):
+    def output(self, batch): return ftkit.LogProbabilities()
+class OutputThatIsSmoothed(OtherOutput):
+    is_smoothed = True
+    def output(self, batch): return ftkit.SummedLoss()
+class Weighted(Dft): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_smoothed"),
+    [
+        ("Derived", True),
+        ("OtherSums", True),
+        ("OtherOutput", False),
+        ("OutputThatIsSmoothed", True),
+        ("Weighted", False),
+    ],
+)
+def test_labels_are_smoothed_where_the_output_is_that_of_supervised_tuning(
+    name: str, is_smoothed: bool, tmp_path: Path
+) -> None:
+    keys = [("checkpoint_dir", "base"), ("train.label_smoothing", "0.1")]
+    with using(plugin_of(tmp_path, SMOOTHED)):
+        recipe = read_recipe([], [*keys, ("objective", name)], method="lora")
+        if is_smoothed:
+            check_objective(recipe)
+        else:
+            refused = message_of(check_objective, recipe)
+            assert says(refused, "train.label_smoothing is 0.1", name, "--train.label_smoothing 0")
+
+
+def test_a_class_derived_from_supervised_tuning_has_its_loss_and_its_z_loss(
+    tmp_path: Path,
+) -> None:
+    with using(plugin_of(tmp_path, SMOOTHED)):
+        plain = make_objective(component("plugin.Derived"))
+        with_z = make_objective(component("plugin.Derived", z_loss=0.5))
+    head = Head(torch.nn.Linear(4, 7, bias=False), softcap=None)
+    head.label_smoothing = 0.1
+    rows, labels = torch.randn(3, 4), torch.tensor([1, 0, 6])
+    (loss,), (_, cross_entropy, squares) = (
+        one.sums(one.output({}).compute(head, rows, labels, on_cpu=True), {})
+        for one in (plain, with_z)
+    )
+    logits = head.lm_head(rows)
+    expected = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(cross_entropy, expected)
+    torch.testing.assert_close(squares, (logits.logsumexp(1) ** 2).sum())
+    assert [term.name for term in with_z.reported] == ["cross_entropy", "z_loss"]
 
 
 def test_an_optimizer_is_found_with_its_arguments(own: Plugin) -> None:
