@@ -1,4 +1,7 @@
-"""Preflight: whether a run fits the memory of its devices, and what would fit; without torch."""
+"""Preflight, without torch: whether a run fits the memory of its devices, and what would fit.
+
+Also whether its models have the same tokens, where there are several.
+"""
 
 import dataclasses
 import json
@@ -75,6 +78,21 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     if found["length_source"] == "assumed":
         print_notice(f"train.{key} is {value}; sequences: {found['length']}")
     return dataclasses.replace(recipe, train=recipe.train.with_auto_value(value))
+
+
+def check_second_models(recipe: Recipe) -> None:
+    """Refuse a reference or a teacher with other tokens than the trained model, by their files.
+
+    Raises:
+        UserError: their tokens differ, or a tokenizer cannot be read.
+    """
+    others = {"reference": recipe.reference, "teacher": recipe.teacher}
+    for key, name in others.items():
+        if name is not None:
+            # Imported here: few runs have a second model, and tokenizers take a while to import.
+            from ftkit.models.pretrained.second_model import check_files
+
+            check_files(recipe.checkpoint_dir, name, key, token=recipe.access_token)
 
 
 def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from ftkit.evaluation.tasks import find_tasks
 from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time
-from ftkit.launch.preflight import require_room, with_micro_batch
+from ftkit.launch.preflight import check_second_models, require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.models.pretrained.hub_errors import naming
@@ -267,6 +267,9 @@ def prepare_run(
         # planned.
         resolved = dataclasses.replace(recipe, precision=plan.precision)
         start = find_start(resolved)
+        # A checkpoint has what it needs of its models, whose files may be gone.
+        if start is None:
+            check_second_models(recipe)
         # A complete run has ended the command by now, without a prediction, which takes seconds.
         if not force:
             require_room(recipe, devices, command)

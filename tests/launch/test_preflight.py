@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages import key_words, says
+from messages import key_words, message_of, says
+from tiny import make_tokenizer
 
 from ftkit.cli.app import run
-from ftkit.errors import DoesNotFit
+from ftkit.errors import DoesNotFit, UserError
 from ftkit.launch import preflight
 from ftkit.planning import gpus
 from ftkit.planning.check import check
@@ -199,6 +200,63 @@ def test_a_run_with_another_large_model_is_planned(
     else:
         preflight.require_room(requested, CUDA, COMMAND)
     assert gpu.plans == plans
+
+
+def models_here(directory: Path, **changes: Any) -> None:
+    """Settings and tokenizers of two models, mine and other."""
+    for name, own_changes in (("mine", {}), ("other", changes)):
+        made = directory / name
+        made.mkdir()
+        make_tokenizer(made)
+        settings = SMALL | {"max_position_embeddings": 256} | own_changes.get("settings", {})
+        (made / "config.json").write_text(json.dumps(settings))
+        vocabulary = made / "tokenizer.json"
+        if "token" in own_changes:
+            text = vocabulary.read_text()
+            vocabulary.write_text(text.replace('"<s>"', json.dumps(own_changes["token"])))
+
+
+REWARD = {"architectures": ["LlamaForSequenceClassification"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "words"),
+    [
+        ("reference", {"token": "<e>"}, ("reference is other", "mine", "'<s>' is no token")),
+        ("teacher", {"token": "<e>"}, ("teacher is other", "mine", "'<s>' is no token")),
+        ("teacher", {"settings": {"vocab_size": 999}}, ("teacher is other", "999", "mine")),
+        ("teacher", {"settings": REWARD}, ("teacher is other, a reward model",)),
+        ("reference", {"settings": {"vocab_size": 999}}, None),
+        ("reference", {}, None),
+        ("teacher", {}, None),
+    ],
+)
+def test_a_second_model_with_other_tokens_is_refused_before_weights_are_there(
+    key: str,
+    changes: dict[str, Any],
+    words: tuple[str, ...] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models_here(tmp_path, **changes)
+    requested = recipe(checkpoint_dir="mine", **{key: "other"})
+    if words is None:
+        preflight.check_second_models(requested)
+    else:
+        assert says(message_of(preflight.check_second_models, requested), *words)
+
+
+def test_a_run_whose_teacher_has_other_tokens_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_data: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models_here(tmp_path, token="<e>")
+    words = ["finetune", "mine", "--objective", "distill", "--teacher", "other"]
+    words += ["--data", "JSON", "--data.path", str(tiny_data), "--accelerator", "cpu"]
+    with pytest.raises(UserError, match="vocabulary differs"):
+        run([*words, "--data.val_split_fraction", "0.1", "--out_dir", "out"])
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", "other"}
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -42,6 +42,8 @@ LIGHT_MODULES = [
     "evaluation.result",
     "models.pretrained.gguf.convert",
     "models.pretrained.hub",
+    "models.pretrained.second_model",
+    "models.pretrained.tokenizer",
     "strategies.schedule",
     "views.live_page",
     "views.notebook.api",

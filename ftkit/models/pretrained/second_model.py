@@ -1,11 +1,57 @@
 """Checks of a second model, which computes on the token ids of the one that is trained."""
 
+import filecmp
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import HEAD
-from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.models.pretrained import hub
+from ftkit.models.pretrained.hub_errors import naming
+from ftkit.models.pretrained.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ftkit.models.pretrained.base_model import BaseModel
 
 
-def check_tokens(base: BaseModel, other: BaseModel, key: str) -> None:
+def check_files(name: str, other: str, key: str, *, token: str | None = None) -> None:
+    """Refuse a model by its settings and tokenizer, before weights are downloaded.
+
+    What is not on this machine, and no hub offers without the weights, is checked when the model is
+    opened.
+
+    Args:
+        name: of the trained model, as `hub.find_or_download` takes it.
+        other: of the second one.
+        key: of the recipe, which names the second one.
+        token: of a Hugging Face account. Default: $HF_TOKEN.
+
+    Raises:
+        UserError: as `check_tokens`, and for a teacher as `check_logits`.
+    """
+    for one in (name, other):
+        hub.fetch_settings(one, token=token)
+    own = hub.settings_directory(name)
+    with naming(key):
+        others = hub.settings_directory(other)
+    if own is None or others is None:
+        return
+    if hub.has_tokenizer(own) and hub.has_tokenizer(others):
+        files = own / "tokenizer.json", others / "tokenizer.json"
+        # Usually both are of one family: two large files need not be parsed.
+        is_same = all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False)
+        if not is_same:
+            _check_vocabularies(name, Tokenizer(own), other, Tokenizer(others), key)
+    # LitGPT's settings may leave out how far a vocabulary is padded.
+    if key == "teacher" and not (hub.is_litgpt(own) or hub.is_litgpt(others)):
+        settings = [hub.read_json(one / "config.json") for one in (own, others)]
+        if hub.is_classifier(settings[1]):
+            raise _without_tokens(other, key)
+        of_own, of_other = (_size_of(one) for one in settings)
+        if of_own is not None and of_other is not None:
+            _check_sizes(name, of_own, other, of_other, key)
+
+
+def check_tokens(base: "BaseModel", other: "BaseModel", key: str) -> None:
     """Refuse a model whose tokens are not those of the trained model.
 
     Args:
@@ -16,20 +62,10 @@ def check_tokens(base: BaseModel, other: BaseModel, key: str) -> None:
     Raises:
         UserError: a token of the trained model has another id in it, or none.
     """
-    own, others = base.tokenizer.vocabulary, other.tokenizer.vocabulary
-    differing = next((token for token, i in own.items() if others.get(token) != i), None)
-    if differing is None:
-        return
-    found = others.get(differing)
-    raise UserError(
-        f"{key} is {other.name}, whose vocabulary differs from that of {base.name}: "
-        f"{differing!r} is {'no token' if found is None else f'token {found}'} there, but token "
-        f"{own[differing]} here. Give a model with the same tokenizer, usually one of the same "
-        "family."
-    )
+    _check_vocabularies(base.name, base.tokenizer, other.name, other.tokenizer, key)
 
 
-def check_context(other: BaseModel, key: str, max_seq_length: int) -> None:
+def check_context(other: "BaseModel", key: str, max_seq_length: int) -> None:
     """Refuse a model that cannot take sequences as long as those of the run.
 
     Args:
@@ -48,7 +84,7 @@ def check_context(other: BaseModel, key: str, max_seq_length: int) -> None:
         )
 
 
-def check_logits(base: BaseModel, other: BaseModel, key: str) -> None:
+def check_logits(base: "BaseModel", other: "BaseModel", key: str) -> None:
     """Refuse a model whose distributions are not over as many tokens as the trained model's.
 
     Args:
@@ -60,18 +96,48 @@ def check_logits(base: BaseModel, other: BaseModel, key: str) -> None:
         UserError: it has more or fewer logits, or predicts no tokens.
     """
     if other.architecture.scores:
-        raise UserError(
-            f"{key} is {other.name}, a reward model, which predicts no tokens. Give the model "
-            "that it was made of."
-        )
-    own, others = (_logits(one) for one in (base, other))
+        raise _without_tokens(other.name, key)
+    _check_sizes(base.name, _logits(base), other.name, _logits(other), key)
+
+
+def _check_vocabularies(name: str, own: Tokenizer, other: str, others: Tokenizer, key: str) -> None:
+    ids = others.vocabulary
+    differing = next((token for token, i in own.vocabulary.items() if ids.get(token) != i), None)
+    if differing is None:
+        return
+    found = ids.get(differing)
+    raise UserError(
+        f"{key} is {other}, whose vocabulary differs from that of {name}: "
+        f"{differing!r} is {'no token' if found is None else f'token {found}'} there, but token "
+        f"{own.vocabulary[differing]} here. Give a model with the same tokenizer, usually one of "
+        "the same family."
+    )
+
+
+def _check_sizes(name: str, own: int, other: str, others: int, key: str) -> None:
     if own != others:
         raise UserError(
-            f"{key} is {other.name}, whose vocabulary has {others:,} entries, but that of "
-            f"{base.name} has {own:,}, and distributions are compared entry by entry. Give a model "
+            f"{key} is {other}, whose vocabulary has {others:,} entries, but that of "
+            f"{name} has {own:,}, and distributions are compared entry by entry. Give a model "
             "with the same vocabulary."
         )
 
 
-def _logits(base: BaseModel) -> int:
+def _without_tokens(other: str, key: str) -> UserError:
+    return UserError(
+        f"{key} is {other}, a reward model, which predicts no tokens. Give the model that it was "
+        "made of."
+    )
+
+
+def _logits(base: "BaseModel") -> int:
+    from ftkit.models.architectures.architecture import HEAD  # needs torch
+
     return base.architecture.parameter_shapes(tied=False)[HEAD][0]
+
+
+def _size_of(settings: Mapping[str, Any]) -> int | None:
+    """Entries of the vocabulary in config.json; None: it does not say so where others do."""
+    of_language = settings.get("text_config")  # of a multimodal model
+    size = (of_language if isinstance(of_language, dict) else settings).get("vocab_size")
+    return size if isinstance(size, int) else None

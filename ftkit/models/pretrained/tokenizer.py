@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import template_of
 from ftkit.models.pretrained.hub import read_json
 from ftkit.utils.damaged_files import reading, require_regular
+
+if TYPE_CHECKING:
+    import torch
 
 GENERATION = "generation_config.json"
 """File with the settings of generation, which name the tokens that end an answer."""
@@ -118,11 +119,11 @@ class Tokenizer:
     def encode(
         self,
         string: str,
-        device: torch.device | None = None,
+        device: "torch.device | None" = None,
         bos: bool | None = None,
         eos: bool = False,
         max_length: int = -1,
-    ) -> torch.Tensor:
+    ) -> "torch.Tensor":
         """Tokenize a text: [length], int32.
 
         Unlike LitGPT's, removes no BOS or EOS that the text itself begins or ends with.
@@ -152,6 +153,8 @@ class Tokenizer:
         # Last, so that BOS and EOS count too.
         if max_length > 0:
             tokens = tokens[:max_length]
+        import torch  # the supervisor, which compares vocabularies, does without
+
         return torch.tensor(tokens, dtype=torch.int, device=device)
 
     def encode_rendered(self, text: str) -> Encoded:
@@ -229,7 +232,7 @@ class Tokenizer:
         """
         return template_of(self._directory)
 
-    def decode(self, tensor: torch.Tensor) -> str:
+    def decode(self, tensor: "torch.Tensor") -> str:
         """Decode tokens, [length], or one token with the space that belongs to it.
 
         https://github.com/huggingface/transformers/issues/31643
