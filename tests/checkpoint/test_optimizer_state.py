@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
+from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
 
 CUT = 4
 """Steps of the first session, of 9."""
@@ -236,9 +236,8 @@ def params() -> list[object]:
         uses_deepspeed = "deepspeed" in (m.source.strategy, m.target.strategy)
         more = pytest.mark.slow if name in ONE_OF_EACH_KIND else pytest.mark.matrix
         marks = [pytest.mark.slow if name in QUICK else more]
-        if uses_deepspeed and not HAS_DEEPSPEED:
-            # DeepSpeed is built from source, which needs g++; the set-up continues without it.
-            marks.append(pytest.mark.skip(reason="deepspeed is not installed: scripts/setup_env"))
+        if uses_deepspeed:
+            marks.append(needs_deepspeed)
         found.append(pytest.param(name, marks=marks))
     return found
 

@@ -11,7 +11,7 @@ import pytest
 from elastic import ElasticRun, end
 from hosts import INTERFACE, PATIENCE_S, STORE, Host, network
 from messages import says
-from rank_jobs import needs_deepspeed
+from rank_jobs import DEEPSPEED
 from runs import command_of, losses, losses_of_one, rows, wait_for
 
 from ftkit.launch.interfaces import GLOO
@@ -34,7 +34,7 @@ KEYS: dict[str, object] = {
     "eval__interval": 0,
     "eval__final_validation": "false",
 }
-STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
+STRATEGIES = ["ddp", "fsdp", DEEPSPEED]
 
 
 @pytest.fixture(scope="module")

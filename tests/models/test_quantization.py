@@ -13,6 +13,7 @@ from bitsandbytes.autograd import _functions
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from losses import load, loss_of
 from rank_jobs import (
+    DEEPSPEED,
     HAS_DEEPSPEED,
     Case,
     Outcome,
@@ -87,7 +88,7 @@ def single_rounding(run: Run) -> dict[Case, Outcome]:
 
 GATHERED = qlora("fsdp", "bnb.nf4-dq", **{"strategy.sharding": "SHARD_GRAD_OP", "eval.interval": 4})
 """Parameters stay gathered between an evaluation and what follows it."""
-STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
+STRATEGIES = ["ddp", "fsdp", DEEPSPEED]
 
 
 @pytest.fixture(scope="module")

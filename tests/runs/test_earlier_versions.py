@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from command import Command
-from rank_jobs import HAS_DEEPSPEED
+from rank_jobs import needs_deepspeed
 from runs import losses
 
 from ftkit.checkpoint.metadata import METADATA
@@ -31,14 +31,7 @@ NAMES = [pytest.param(name, id=name.replace("/", "-")) for name in RUNS]
 OTHERS = [
     ("fsdp", 2),
     pytest.param("ddp", 2, marks=pytest.mark.matrix),
-    pytest.param(
-        "deepspeed",
-        2,
-        marks=[
-            pytest.mark.matrix,
-            pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed"),
-        ],
-    ),
+    pytest.param("deepspeed", 2, marks=[pytest.mark.matrix, needs_deepspeed]),
 ]
 
 

@@ -13,7 +13,7 @@ from command import command_environment, command_line
 from launchers import slurm, torchrun
 from on_card import CARDS, OnCard, on_card
 from preloaded import Preloaded
-from rank_jobs import HAS_DEEPSPEED, Outcome
+from rank_jobs import Outcome, needs_deepspeed, require_deepspeed
 from runs import TIMEOUT_S
 from simulated_card.build import needs_card
 from simulated_card.counts import Counts
@@ -176,12 +176,6 @@ def ranks_of(case: Case) -> int:
     return 2 if "2" in case.words[:2] else 1
 
 
-def skip_without_deepspeed(words: tuple[str, ...]) -> None:
-    if "deepspeed" in words and not HAS_DEEPSPEED:
-        # DeepSpeed is built from source, which needs g++; the set-up continues without it.
-        pytest.skip("deepspeed is not installed: scripts/setup_env")
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -193,7 +187,7 @@ def skip_without_deepspeed(words: tuple[str, ...]) -> None:
 )
 def test_a_run_on_simulated_cards_learns_as_on_a_cpu(machine: OnCard, name: str) -> None:
     case = CASES[name]
-    skip_without_deepspeed(case.words)
+    require_deepspeed(*case.words)
     found = machine.completed(case.command, *case.words, ranks=ranks_of(case))
     resolved = read_report(found.out_dir).resolved
     assert resolved.accelerator == "cuda"
@@ -275,7 +269,7 @@ MOVES = [
 def test_a_run_resumes_between_cards_and_cpus(
     machine: OnCard, tmp_path: Path, source: str, target: str
 ) -> None:
-    skip_without_deepspeed((*PLACES[source], *PLACES[target]))
+    require_deepspeed(*PLACES[source], *PLACES[target])
     whole = machine.on_cpu("finetune_full")
     out = tmp_path / "run"
     for place, more in ((source, ("--stop_after", "2")), (target, ("--resume", "auto"))):
@@ -298,7 +292,7 @@ EVALUATED = (
 @pytest.mark.parametrize("place", ["card", "ddp", "fsdp", "zero"])
 def test_validation_and_answers_are_those_of_a_cpu(machine: OnCard, place: str) -> None:
     words = (*PLACES[place], *EVALUATED)
-    skip_without_deepspeed(words)
+    require_deepspeed(*words)
     found = machine.completed("finetune", *words, ranks=1 if place == "card" else 2)
     expected = machine.completed("finetune", *ON_CPU, *EVALUATED)
     assert found.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)
@@ -384,7 +378,7 @@ def test_tasks_may_each_see_a_card_of_their_own(
     machine: OnCard, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """As under srun --gpus-per-task=1: every rank sees its own card as cuda:0."""
-    skip_without_deepspeed(words)
+    require_deepspeed(*words)
     out = tmp_path / "run"
     line = machine.words("finetune", *words, "--out_dir", str(out))
 
@@ -429,11 +423,11 @@ def test_the_interface_that_nccl_is_to_take_is_looked_for_before_anything_starts
     assert ended.stderr.startswith("ftkit: $NCCL_SOCKET_IFNAME is eth9, but ")
 
 
+@needs_deepspeed
 @pytest.mark.slow
 def test_several_cards_without_bfloat16_fine_tune_fully_by_default(
     machine: OnCard, tmp_path: Path
 ) -> None:
-    skip_without_deepspeed(("deepspeed",))
     words = machine.words("finetune_full", "--devices", "2", "--out_dir", str(tmp_path / "run"))
     precision = words.index("--precision")
     del words[precision : precision + 2]

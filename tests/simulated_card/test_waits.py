@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from on_card import OnCard, on_card
 from preloaded import Preloaded
-from rank_jobs import HAS_DEEPSPEED
+from rank_jobs import require_deepspeed
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
 
@@ -72,9 +72,7 @@ def machine(
 def counted(
     machine: OnCard, place: str, *kinds: str, faults: tuple[str, ...] = ()
 ) -> dict[str, int]:
-    if "ZeRO" in place and not HAS_DEEPSPEED:
-        # DeepSpeed is built from source, which needs g++; the set-up continues without it.
-        pytest.skip("deepspeed is not installed: scripts/setup_env")
+    require_deepspeed(*PLACES[place])
     ranks = 1 if place == "single" else 2
     found = machine.completed("finetune", *PLACES[place], ranks=ranks, faults=faults)
     return machine.counts(found.out_dir).of_step(STEP, *kinds)

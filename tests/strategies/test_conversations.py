@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from rank_jobs import Case, Outcome, Run, make_run, needs_deepspeed
+from rank_jobs import DEEPSPEED, Case, Outcome, Run, make_run
 from tiny import WORDS
 
 SPLIT = """
@@ -17,7 +17,7 @@ SPLIT = """
 {%- if add_generation_prompt -%}<assistant>{%- endif -%}
 """
 """Shows what the assistant thought in its last turn alone, so that conversations are split."""
-KEYS = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
+KEYS = ("ddp", "fsdp", DEEPSPEED)
 
 
 def conversation(rng: random.Random) -> dict[str, Any]:

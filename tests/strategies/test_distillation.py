@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from messages import says
-from rank_jobs import (
-    HAS_DEEPSPEED,
-    NO_EVALUATION,
-    Case,
-    Outcome,
-    Run,
-    make_run,
-    needs_deepspeed,
-)
+from rank_jobs import DEEPSPEED, HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
 from tiny import make_llama
 from transformers_models import make_transformers_model
 
@@ -33,7 +25,7 @@ from ftkit.training.recorder import Recorder
 from ftkit.utils.console.display import Display
 
 pytestmark = pytest.mark.slow
-STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
+STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
 STAGE_3 = (("strategy.stage", 3),)
 Changes = tuple[tuple[str, Any], ...]
 LAYOUTS: dict[str, Changes] = {
@@ -158,7 +150,7 @@ def test_a_run_in_two_shards_resumes_on_one_device(found: Found) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed", marks=needs_deepspeed)])
+@pytest.mark.parametrize("strategy", ["ddp", DEEPSPEED])
 def test_a_run_in_two_shards_resumes_under_every_strategy(
     strategy: str, run: Run, teacher: Path, found: Found
 ) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import NO_EVALUATION, Case, Outcome, make_run, needs_deepspeed
+from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, Outcome, make_run, needs_deepspeed
 from tiny import make_llama, make_pairs
 
 from ftkit.objectives.reference_values import read_values
 from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
-STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
+STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
 Changes = tuple[tuple[str, Any], ...]
 Found = dict[tuple[str, ...], Outcome]
 Cases = dict[tuple[str, ...], Case]

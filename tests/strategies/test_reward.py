@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification
-from rank_jobs import NO_EVALUATION, Case, Outcome, make_run, needs_deepspeed
+from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, Outcome, make_run
 from tiny import make_pairs
 from transformers import AutoModelForSequenceClassification
 
@@ -19,7 +19,7 @@ from ftkit.recipe.recipe import Component, Method
 pytestmark = pytest.mark.slow
 Changes = tuple[tuple[str, Any], ...]
 Found = dict[tuple[str, ...], Outcome]
-STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
+STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
 ROWS: dict[str, Changes] = {
     "one by one": (("train.micro_batch_size", 1),),
     "two": (("train.micro_batch_size", 2),),

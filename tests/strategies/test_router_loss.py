@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
-from rank_jobs import Case, Outcome, assert_same_maths, make_run, needs_deepspeed
+from rank_jobs import DEEPSPEED, Case, Outcome, assert_same_maths, make_run
 from transformers_models import make_transformers_model
 
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import ExpertLoad, read_report
 
 pytestmark = pytest.mark.slow
-STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
+STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
 Found = dict[tuple[str, ...], Outcome]
 Changes = tuple[tuple[str, Any], ...]
 ONE_BY_ONE: Changes = (("train.micro_batch_size", 1),)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_jobs import (
+    DEEPSPEED,
     HAS_DEEPSPEED,
     METHODS,
     Case,
@@ -15,7 +16,7 @@ from rank_jobs import (
     Run,
     assert_same_maths,
     make_run,
-    needs_deepspeed,
+    require_deepspeed,
 )
 
 from ftkit.evaluation import session
@@ -27,7 +28,7 @@ from ftkit.runs.job import Job
 from ftkit.training import rank, start
 from ftkit.training.journal import Journal
 
-STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
+STRATEGIES = ["ddp", "fsdp", DEEPSPEED]
 TWO_RANKS = [
     Case(strategy, method, precision)
     for strategy in ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
@@ -287,9 +288,7 @@ def test_options_of_a_strategy_change_no_result(
     name: str,
 ) -> None:
     case = OPTIONS[name]
-    if case.strategy == "deepspeed" and not HAS_DEEPSPEED:
-        # DeepSpeed is built from source, which needs g++; the set-up continues without it.
-        pytest.skip("deepspeed is not installed: scripts/setup_env")
+    require_deepspeed(case.strategy)
     learned = tuple(change for change in case.changes if change in LEARNED)
     reference = Case("single", case.method, changes=learned, tied=case.tied)
     # Muon finds directions in bfloat16: measured 7e-5, where losses differ by less than 1e-5.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command import Command
 from local_tasks import ALL, LETTERS, write_tasks
-from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
+from rank_jobs import DEEPSPEED, HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
 
 from ftkit.cli.app import run as command
 from ftkit.runs.report.answers import TaskScore
@@ -94,9 +94,7 @@ def test_a_resumed_run_keeps_its_first_scores(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
-)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", DEEPSPEED])
 def test_every_strategy_gives_the_scores_of_one_rank(
     two_ranks: dict[str, Outcome], single: Outcome, strategy: str
 ) -> None:

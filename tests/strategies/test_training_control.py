@@ -10,6 +10,7 @@ import yaml
 from losses import load, loss_of
 from rank_jobs import (
     CONTROL,
+    DEEPSPEED,
     HAS_DEEPSPEED,
     NO_EVALUATION,
     Case,
@@ -17,13 +18,12 @@ from rank_jobs import (
     Run,
     assert_same_maths,
     make_run,
-    needs_deepspeed,
 )
 
 from ftkit.checkpoint.metadata import read_metadata
 
 Changes = tuple[tuple[str, Any], ...]
-STRATEGIES = ["ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed)]
+STRATEGIES = ["ddp", "fsdp", DEEPSPEED]
 SEVERAL = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
 SETS = tuple(change for change in CONTROL if change[0].startswith("eval.sets."))
 WITHOUT_SETS = tuple(change for change in CONTROL if change not in SETS)

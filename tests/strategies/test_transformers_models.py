@@ -14,6 +14,7 @@ from computed import logits_by
 from conversions import assert_equal, merge, own_logits, transformers_logits
 from multimodal_models import make_multimodal_model, multimodal_model
 from rank_jobs import (
+    DEEPSPEED,
     METHODS,
     Case,
     Outcome,
@@ -42,7 +43,7 @@ THEIRS: Keys = (
 )
 SEES = "sees"
 pytestmark = pytest.mark.slow
-STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed))
+STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
 IN_TWO = [
     (model, strategy, method)
     for model in MODELS

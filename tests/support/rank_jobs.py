@@ -29,10 +29,20 @@ from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.report.metrics import Row, loss_column, read_metrics, read_validation
 from ftkit.runs.report.report import Report, read_report
 
+# DeepSpeed is built from source, which needs g++; scripts/setup_env continues without it.
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-needs_deepspeed = pytest.mark.skipif(
-    not HAS_DEEPSPEED, reason="deepspeed is not installed: scripts/setup_env"
-)
+_NO_DEEPSPEED = "deepspeed is not installed: scripts/setup_env"
+needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason=_NO_DEEPSPEED)
+DEEPSPEED = pytest.param("deepspeed", marks=needs_deepspeed)
+"""The strategy among others in the parameters of a test."""
+
+
+def require_deepspeed(*words: str) -> None:
+    """Skip a test one of whose parameters holds the name of the strategy, where it is missing."""
+    if "deepspeed" in words and not HAS_DEEPSPEED:
+        pytest.skip(_NO_DEEPSPEED)
+
+
 METHODS: list[Method] = ["full", "lora"]
 NO_EVALUATION: tuple[tuple[str, Any], ...] = (
     *((key.replace("__", "."), value) for key, value in WITHOUT_EVALUATION.items()),
