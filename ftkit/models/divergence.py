@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.models.loss import Head, HeadOutput, OutputLayer, autocast_dtype
-from ftkit.models.token_losses import capped_logits, in_cache
+from ftkit.models.token_losses import in_cache, log_probabilities
 
 Direction = Literal["forward", "reverse"]
 
@@ -133,8 +133,8 @@ class Divergence(HeadOutput):
         teacher_rows: Tensor,
     ) -> Tensor:
         temperature = self._temperature
-        own = _log_probabilities(logits, None, temperature)  # the head has capped them
-        other = _log_probabilities(teacher(teacher_rows), self._teacher.softcap, temperature)
+        own = log_probabilities(logits, None, temperature)  # the head has capped them
+        other = log_probabilities(teacher(teacher_rows), self._teacher.softcap, temperature)
         under, over = (own, other) if self._direction == "forward" else (other, own)
         divergence = F.kl_div(under, over, reduction="none", log_target=True).sum(1)
         divergence = divergence * temperature**2
@@ -168,12 +168,12 @@ def divergence_and_grad(
         temperature: see `Divergence`.
         cross_entropy_weight: see `Divergence`.
     """
-    own = _log_probabilities(logits, softcap, temperature)
+    own = log_probabilities(logits, softcap, temperature)
     if temperature == 1:
         cross_entropy = -own.gather(1, wanted)
     else:
-        cross_entropy = -_log_probabilities(logits, softcap, 1).gather(1, wanted)
-    other = _log_probabilities(teacher, teacher_softcap, temperature)
+        cross_entropy = -log_probabilities(logits, softcap).gather(1, wanted)
+    other = log_probabilities(teacher, teacher_softcap, temperature)
     # Differences of logarithms, in place from here on: a small divergence would be lost in the
     # rounding of two large entropies.
     if direction == "forward":
@@ -190,7 +190,7 @@ def divergence_and_grad(
     # The other factor of the temperature went with the derivative of logits / temperature.
     grad *= temperature
     if cross_entropy_weight:
-        grad.add_(_log_probabilities(logits, softcap, 1).exp_(), alpha=cross_entropy_weight)
+        grad.add_(log_probabilities(logits, softcap).exp_(), alpha=cross_entropy_weight)
         label = torch.full_like(wanted, -cross_entropy_weight, dtype=grad.dtype)
         grad.scatter_add_(1, wanted, label)
     grad *= weights
@@ -200,10 +200,3 @@ def divergence_and_grad(
     loss = divergence + cross_entropy_weight * cross_entropy
     sums = (torch.cat([loss, divergence, cross_entropy], dim=1) * weights).sum(0)
     return sums, grad if logits.dtype == grad.dtype else logits.copy_(grad)
-
-
-def _log_probabilities(logits: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """[n, vocabulary] float32, in nats."""
-    if softcap or temperature != 1:
-        logits = capped_logits(logits.float(), softcap) / temperature
-    return torch.log_softmax(logits, 1, dtype=torch.float32)

@@ -17,6 +17,7 @@ from ftkit.models.token_losses import (
     capped_logits,
     differentiated,
     in_cache,
+    log_probabilities,
     loss_and_grad,
     rows_in_cache,
     weighted_loss_and_grad,
@@ -122,7 +123,7 @@ class _LogProbabilities(torch.autograd.Function):
                 logits = F.linear(part, weight, bias)
                 most = rows_in_cache(logits) if on_cpu else max(len(logits), 1)
                 for first, few, right in _pieces(most, logits, wanted):
-                    found = capped_logits(few.float(), softcap).log_softmax(1)
+                    found = log_probabilities(few, softcap)
                     begin = start + first
                     chosen[begin : begin + len(few)] = found.gather(1, right[:, None]).squeeze(1)
         return chosen
@@ -296,8 +297,8 @@ class SummedLoss(HeadOutput):
             else:
                 each = self.token_loss(logits, labels)
             if self.token_weight is not None:
-                log_probabilities = logits.detach().log_softmax(1)
-                each = each * self.token_weight(log_probabilities, labels[:, None]).squeeze(1)
+                factors = self.token_weight(log_probabilities(logits.detach()), labels[:, None])
+                each = each * factors.squeeze(1)
             if self.z_loss:
                 squares = logits.logsumexp(1) ** 2
                 sums = torch.stack([each + self.z_loss * squares, each, squares], dim=1)
@@ -346,7 +347,7 @@ class Likelihoods(HeadOutput):
 
 
 def _label_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
-    return logits.log_softmax(dim=1).gather(1, labels[:, None]).squeeze(1)
+    return log_probabilities(logits).gather(1, labels[:, None]).squeeze(1)
 
 
 class Head(nn.Module):

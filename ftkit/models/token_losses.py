@@ -22,13 +22,8 @@ def loss_and_grad(
         softcap: bound of the logits; None: they have none.
         smoothing: share of each label that is spread evenly over the vocabulary.
     """
-    capped = None
-    if softcap:
-        capped = torch.tanh(logits.float() / softcap)
-        grad = torch.log_softmax(capped * softcap, 1)
-    else:
-        grad = torch.log_softmax(logits, 1, dtype=torch.float32)
     # `grad` holds log-probabilities until exp_() below turns it into the gradient, in place.
+    grad, bounded = _log_softmax(logits, softcap)
     loss = -grad.gather(1, wanted).sum()
     if smoothing:
         evenly = smoothing / grad.size(1)
@@ -37,9 +32,9 @@ def loss_and_grad(
         grad.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
     else:
         grad.exp_().scatter_add_(1, wanted, torch.full_like(wanted, -1, dtype=grad.dtype))
-    if capped is not None:
+    if bounded is not None:
         # Derivative of softcap * tanh(x / softcap).
-        grad.mul_(1 - capped.square_())
+        grad.mul_(1 - bounded.square_())
     return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
 
 
@@ -71,12 +66,7 @@ def weighted_loss_and_grad(
         token_weight: another factor, computed from the log-probabilities of the model.
         z_loss: coefficient of the squared logarithm of Z, by which the softmax divides.
     """
-    capped = None
-    if softcap:
-        capped = torch.tanh(logits.float() / softcap)
-        grad = torch.log_softmax(capped * softcap, 1)
-    else:
-        grad = torch.log_softmax(logits, 1, dtype=torch.float32)
+    grad, bounded = _log_softmax(logits, softcap)
     if token_weight is not None:
         factors = token_weight(grad, wanted)
         weights = factors if weights is None else weights * factors
@@ -98,10 +88,18 @@ def weighted_loss_and_grad(
     if weights is not None:
         losses = losses * weights
         grad.mul_(weights)
-    if capped is not None:
-        grad.mul_(1 - capped.square_())
+    if bounded is not None:
+        grad.mul_(1 - bounded.square_())
     loss = losses.sum(0) if z_loss else losses.sum()
     return loss, grad if logits.dtype == grad.dtype else logits.copy_(grad)
+
+
+def _log_softmax(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities, and with a softcap tanh(logits / softcap), which their gradient needs."""
+    if not softcap:
+        return log_probabilities(logits), None
+    bounded = torch.tanh(logits.float() / softcap)
+    return log_probabilities(bounded * softcap), bounded
 
 
 def rows_in_cache(logits: Tensor) -> int:
@@ -156,6 +154,23 @@ def differentiated(
         total = (losses if weights is None else losses * weights.squeeze(1)).sum()
         (grad,) = torch.autograd.grad(total, leaf)
     return total.detach().float(), grad
+
+
+def log_probabilities(
+    logits: Tensor, softcap: float | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Log-probabilities of tokens, [n, vocabulary] float32 in nats.
+
+    Args:
+        logits: [n, vocabulary], of any dtype.
+        softcap: bound of the logits; None: they have none, or are within it already.
+        temperature: divides the logits.
+    """
+    if softcap:
+        logits = capped_logits(logits.float(), softcap)
+    if temperature != 1:
+        logits = logits.float() / temperature
+    return torch.log_softmax(logits, 1, dtype=torch.float32)
 
 
 def capped_logits(logits: Tensor, softcap: float | None) -> Tensor:
