@@ -32,6 +32,10 @@ so twice, because its cache holds 128 folders and there are 440, and reads each 
 though the names are at its end. Seen in 5.3.0. It also tells whether scikit-learn and SciPy are
 installed: assisted generation and losses of object detection would import them, in more than a
 second, and ftkit uses neither."""
+_OPTIONALS = "jsonargparse._optionals"
+"""Module that looks for packages which jsonargparse supports if they are installed. ftkit's parsers
+are of plain dataclasses: neither attrs, which other packages bring, nor the stubs of
+typeshed_client, which its extra requires, say anything about those. Seen in 4.53."""
 
 # Reentrant: the code of a package imports other names of the same package.
 _LOCK = threading.RLock()
@@ -117,6 +121,8 @@ def _loader_class(module: str) -> type[SourceFileLoader] | None:
         return _Package
     if module in FUNCTIONS:
         return _Functions
+    if module == _OPTIONALS:
+        return _Optionals
     return _Listing if module == _LISTING else None
 
 
@@ -140,6 +146,15 @@ class _Listing(SourceFileLoader):
 def _from_last_line(text: str, start: str) -> str:
     """The text from its last line with this start on; all of it if there is no such line."""
     return text[text.rfind(f"\n{start}") + 1 :]
+
+
+class _Optionals(SourceFileLoader):
+    """Hides packages that jsonargparse would import for every parser."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code, which looks for them."""
+        with hidden("attrs"), hidden("typeshed_client"):
+            super().exec_module(module)
 
 
 class _Postponed(SourceFileLoader):

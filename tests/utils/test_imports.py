@@ -111,6 +111,24 @@ print(len(names), hashlib.sha256(repr((names, requirements)).encode()).hexdigest
     assert int(ours.split()[1]) > 1000
 
 
+def test_recipes_are_typed_without_packages_that_jsonargparse_supports() -> None:
+    """In ftkit's own processes alone; what a plugin imports there is the package itself."""
+    program = """
+import sys
+{before}
+from ftkit.recipe.parsing import read_recipe
+keys = [("checkpoint_dir", "base"), ("train.max_steps", "3")]
+assert read_recipe([], keys, method="lora").train.max_steps == 3
+print(sorted({{"attr", "attrs", "typeshed_client"}} & sys.modules.keys()))
+import attrs
+print(attrs.has(attrs.make_class("Made", ["x"])))
+"""
+    postponed = "from ftkit.utils.imports import postpone_modules; postpone_modules()"
+    assert run_python(program.format(before=postponed)) == "[]\nTrue\n"
+    # Not where ftkit is a module of a program, whose parsers may be of classes of attrs.
+    assert "attrs" in run_python(program.format(before=""))
+
+
 def test_lora_is_imported_without_the_other_adapters_of_peft() -> None:
     found = run_python("""
 import sys
