@@ -52,6 +52,7 @@ class FrozenHead:
 
         @torch.no_grad()
         def logits(rows: Tensor) -> Tensor:
+            # Cast once above: autocast would cast the weight again for every piece.
             with torch.autocast(rows.device.type, enabled=False):
                 return F.linear(rows.to(dtype), weight, bias)
 
@@ -180,10 +181,11 @@ def divergence_and_grad(
         difference = other - own
         divergence = difference.mul_(other.exp_()).sum(1, keepdim=True)
         del difference
-        grad = own.exp_().sub_(other)
+        grad = own.exp_().sub_(other)  # own probabilities less those of the teacher
     else:
         difference = other.neg_().add_(own)
         divergence = (difference * own.exp_()).sum(1, keepdim=True)
+        # Own probability x (difference - its mean): the mean is the divergence.
         grad = difference.sub_(divergence).mul_(own)
     del own, other
     divergence *= temperature**2

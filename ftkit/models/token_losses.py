@@ -82,6 +82,7 @@ def weighted_loss_and_grad(
         logit = logits.gather(1, wanted).float()
         log_z = capped_logits(logit, softcap) - chosen
         losses = torch.cat([losses + z_loss * log_z**2, losses, log_z**2], dim=1)
+        # The derivative of log Z is the probabilities themselves.
         grad.mul_(1 + 2 * z_loss * log_z)
     grad.sub_(evenly)
     grad.scatter_add_(1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))

@@ -22,7 +22,7 @@ from ftkit.utils.accelerators.use import sum_dtype
 Batch = dict[str, Any]
 """Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
 LOSS = "loss"
-"""Name of the loss of a step; a term of this name is all of it."""
+"""Name of the loss of a step, and of the term of an objective that has one alone."""
 Amounts = Mapping[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
 """By name, [samples]: how much each sample adds to a divisor of its step."""
 
@@ -37,7 +37,7 @@ class Term:
     name: str
     """Name in reports."""
     divisor: str
-    """Name of the amount by which the sum is divided; a step with none of it has a term of 0."""
+    """Name of the amount by which the sum is divided; where a step has none, the term is 0."""
     coefficient: float | None = 1.0
     """Factor in the loss of the step; None: the term is only reported."""
     is_share: bool = False
@@ -55,7 +55,7 @@ class Objective(ABC):
     """
 
     terms: tuple[Term, ...]
-    """The terms. If the loss is one of them alone, its name is `LOSS`."""
+    """The terms. One that is the whole loss is called `LOSS`."""
     needs_reference = False
     """Whether micro-batches need `reference`: the log-probability of each sequence under the
     reference model."""
@@ -180,8 +180,9 @@ def checked_amounts(objective: Objective, samples: Samples) -> Amounts:
     """Count what the terms of an objective are divided by.
 
     Raises:
-        UserError: a divisor of a term is missing, or is no number for each sample.
+        UserError: a divisor of a term is missing, or does not have one number for each sample.
     """
+    # The shape too: the sum of an array of [samples, sequences] is a number, but another one.
     name, amounts = type(objective).__name__, objective.amounts(samples)
     for term in objective.terms:
         found = amounts.get(term.divisor)

@@ -63,10 +63,11 @@ class Paired(Objective):
         reference = batch.get("reference")
         halves = []
         for half in (0, 1):
-            of_half = slice(half, None, 2)
+            of_half = slice(half, None, 2)  # chosen and rejected answers in turn
             halves.append(
                 Answers(
                     log_probabilities[of_half],
+                    # A filler has no tokens: 0 / 0 would be NaN, and NaN times 0 is NaN.
                     tokens[of_half].clamp(min=1),
                     None if reference is None else reference[of_half],
                 )
@@ -162,6 +163,7 @@ class Dpo(Paired):
 
     def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
         loss = (self._pair_losses(chosen, rejected) * real).sum()
+        # Fillers have no tokens, so their log-probabilities are 0.
         return (loss, -chosen.log_probability.sum()) if self._has_sft else (loss,)
 
     def _pair_losses(self, chosen: Answers, rejected: Answers) -> Tensor:
@@ -198,7 +200,7 @@ class Orpo(Paired):
         )
 
     def losses(self, chosen: Answers, rejected: Answers, real: Tensor) -> Sequence[Tensor]:
-        # A filler has probability 1, whose odds are infinite.
+        # A filler has probability 1, whose odds are infinite; any other number does.
         means = [torch.where(real, answers.mean, -1.0) for answers in (chosen, rejected)]
         odds_ratio = _log_odds(means[0]) - _log_odds(means[1])
         return -chosen.log_probability.sum(), -(F.logsigmoid(odds_ratio) * real).sum()
@@ -230,4 +232,5 @@ class SimPo(Paired):
 
 def _log_odds(log_probability: Tensor) -> Tensor:
     """Log of p / (1 - p), from log p."""
+    # expm1: the difference 1 - exp(log p) would have few digits where p is near 1.
     return log_probability - torch.log(-torch.expm1(log_probability))

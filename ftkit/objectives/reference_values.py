@@ -62,7 +62,7 @@ class ReferenceValues:
     def _located(
         self, samples: Samples, numbers: IntArray
     ) -> Iterator[tuple[npt.NDArray[np.bool_], IntArray, FloatArray]]:
-        """Yield which of the samples a set has, their places in it, and the values of all of it."""
+        """Yield for each set which of the samples it has, their places in it, and its values."""
         sources, places = samples.sources[numbers], samples.places[numbers]
         for source, one in enumerate(samples.sets):
             of_set = sources == source
@@ -74,6 +74,8 @@ class ReferenceValues:
 
     def add(self, values: Mapping[str, FloatArray]) -> None:
         """Take values from a file for sequences that have none; those of other sets are ignored."""
+        # What a run has trained with stays: a value that was computed again on other hardware may
+        # differ in its last digits.
         for name, found in values.items():
             own = self._values.get(name)
             if own is not None and own.shape == found.shape:

@@ -40,7 +40,8 @@ class Reward(Objective):
         return Scores()
 
     def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
-        scores = sequence_sums(output, batch)  # one label each; fillers have none
+        # A sequence has one label, at its last token. Fillers have none, so their scores are 0.
+        scores = sequence_sums(output, batch)
         better, worse = scores[::2], scores[1::2]
         real = batch["is_real_sequence"][::2]
         losses = [-(F.logsigmoid(better - worse) * real).sum()]

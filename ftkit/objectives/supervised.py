@@ -92,6 +92,7 @@ class Dft(Supervised):
     is_smoothed = False  # its weight is of the label alone
 
     def __init__(self) -> None:
+        # Not an attribute of the class, of which the function would become a method.
         self._token_weight = own_probability
 
 

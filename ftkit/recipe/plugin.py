@@ -71,6 +71,7 @@ class OwnOption:
         Raises:
             UserError: it is not accepted.
         """
+        # Types themselves, not subclasses: in Python, true is an int.
         kinds = {_TYPES[name] for name in self.types}
         if float in kinds:
             kinds.add(int)
@@ -162,6 +163,7 @@ class Plugin:
         Raises:
             UserError: it fails.
         """
+        # By content: a process may use several versions of a file, one after another.
         name = f"ftkit_plugin_{self.sha256[:_DIGITS]}"
         return execute(self.source.encode(), self.file, name, self.option)
 
@@ -199,7 +201,7 @@ class Plugin:
             return getattr(self.module, name)(*arguments, **options)
         except UserError:
             raise
-        except Exception as error:
+        except Exception as error:  # of any kind: it is the user's code
             line = line_in(error, self.file)
             where = f" (line {line})" if line else ""
             raise UserError(
@@ -313,7 +315,7 @@ def _definitions_in(plugin: Plugin) -> tuple[Defined, ...]:
 
 
 def own_name(class_path: str) -> str | None:
-    """Name of a plugin's class in a class path; None: it is no such path."""
+    """Name of a plugin's class in a class path; None: the path is not of a plugin."""
     package, _, name = str(class_path).rpartition(".")
     return name if package == PACKAGE else None
 

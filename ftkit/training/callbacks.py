@@ -1,4 +1,4 @@
-"""Callbacks: called at the events of a run. They may keep state, and may ask for a stop.
+"""Callbacks: called at the events of a run. They may keep state, and may request a stop.
 
 Patience is one, and plugins define others (`ftkit.Callback`). What needs more than the events stays
 where it is: the recorder measures from before the first event to after the last, also when training
@@ -101,7 +101,7 @@ class RunView:
     def stop(self, reason: str) -> None:
         """End training after this step, as if it were the last one: it is evaluated and saved.
 
-        All ranks end if one asks.
+        All ranks end if one requests it.
 
         Args:
             reason: becomes the exit reason of the run.
@@ -156,7 +156,7 @@ class Callback:
 
 
 class Patience(Callback):
-    """Asks for a stop when validations no longer lower the best loss: eval.patience."""
+    """Requests a stop when validations no longer lower the best loss: eval.patience."""
 
     # Without state of its own: a checkpoint has the losses for the report.
 
@@ -230,15 +230,16 @@ class Callbacks:
     # Stops
 
     @property
-    def asks(self) -> int:
-        """Above 0 if a callback on this rank asks for a stop; the higher, the lower the rank."""
+    def stop_request(self) -> int:
+        """Above 0 if a callback on this rank requested a stop; the lower the rank, the higher."""
+        # So that the largest of all ranks, which is one message, also says whose reason it is.
         return 0 if self._run.stop_reason is None else world_size() - rank()
 
     def reason(self, most: int) -> str:
         """Reason of the stop that the lowest rank requested; every rank calls this.
 
         Args:
-            most: the highest `asks` of all ranks, above 0.
+            most: the largest `stop_request` of all ranks, above 0.
         """
         return broadcast_text(self._run.stop_reason or "", source=world_size() - most)
 
@@ -253,6 +254,7 @@ class Callbacks:
         state = CallbackState({name: one.state_dict() for name, one in self._callbacks.items()})
         if state and world_size() > 1:
             digest = state.digest
+            # The largest and the smallest in one message: equal if all are.
             high, low = max_over_ranks(digest, -digest)
             if high != -low:
                 raise UserError(
@@ -271,7 +273,7 @@ class Callbacks:
 def make_callbacks(
     setup: Setup, journal: Journal, log: Callable[[dict[str, float], int], None]
 ) -> Callbacks:
-    """Make the callbacks of a run: those of the plugin in use, and what its recipe asks for.
+    """Make the callbacks of a run: those of the plugin in use, and those that its recipe needs.
 
     Args:
         setup: of this rank; if it starts from a checkpoint, they get the state that this has.
@@ -313,6 +315,7 @@ class CallbackState:
                 )
             for key, value in state.items():
                 if isinstance(value, torch.Tensor | np.ndarray):
+                    # A copy: the file is written while training goes on.
                     tensor = torch.as_tensor(value).detach().to("cpu", copy=True).contiguous()
                     self._tensors[f"{name}/{key}"] = tensor
                     if isinstance(value, np.ndarray):
@@ -336,7 +339,7 @@ class CallbackState:
 
     @property
     def digest(self) -> int:
-        """A checksum of 56 bits."""
+        """A checksum of 56 bits, which ranks can exchange as an integer with a sign."""
         found = hashlib.sha256(json.dumps(self._header).encode())
         for name, tensor in sorted(self._tensors.items()):
             found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -359,7 +362,7 @@ def read_state(directory: Path) -> dict[str, dict[str, Any]]:
         header = stored.metadata()
         states: dict[str, dict[str, Any]] = json.loads(header[_VALUES])
         arrays: dict[str, Sequence[str]] = json.loads(header[_ARRAYS])
-        for stored_name in stored.keys():  # noqa: SIM118  # it is no dict
+        for stored_name in stored.keys():  # noqa: SIM118  # not a dict
             name, _, key = stored_name.partition("/")
             tensor = stored.get_tensor(stored_name)
             is_array = key in arrays.get(name, ())

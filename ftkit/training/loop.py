@@ -200,9 +200,9 @@ class Training:
             if self._checkpointing is not None and loss is not None:
                 self._checkpointing.amend(step, loss)
         self.signal_number = self._stop.requested() or None
-        (asks,) = max_over_ranks(self._callbacks.asks)
-        if asks:
-            self.exit_reason = self._callbacks.reason(asks)
+        (request,) = max_over_ranks(self._callbacks.stop_request)
+        if request:
+            self.exit_reason = self._callbacks.reason(request)
         # Once the report says so, whoever stops the run knows that the step will be finished.
         self._recorder.enter("training")
 
@@ -260,16 +260,16 @@ class Training:
         # One message for everything that rank 0 decides, because clocks and signals differ between
         # ranks, and for the callbacks of all ranks.
         decided = (self._stop.signal_number or 0, self._event(), self._is_candidate(step))
-        signal_number, event, is_candidate, asks = max_over_ranks(
-            *(decided if rank() == 0 else (0, 0, 0)), self._callbacks.asks
+        signal_number, event, is_candidate, request = max_over_ranks(
+            *(decided if rank() == 0 else (0, 0, 0)), self._callbacks.stop_request
         )
         ends = True
         if signal_number:
             self.signal_number = signal_number
         elif step == self._order.total_steps:
             self.exit_reason = self._completed_reason()
-        elif asks:
-            self.exit_reason = self._callbacks.reason(asks)
+        elif request:
+            self.exit_reason = self._callbacks.reason(request)
         elif event == LoopEvent.OUT_OF_TIME:
             self.exit_reason = f"train.max_time of {self._recipe.train.max_time:g} s reached"
         elif event == LoopEvent.SESSION_ENDS or self._is_last_of_session(step):

@@ -44,7 +44,7 @@ _BASES: dict[type, Kind] = {
 _WITH_OPTIONS: tuple[Kind, ...] = ("objective", "data", "callback")
 _TYPE_NAMES = {bool: "bool", int: "int", float: "float", str: "str", types.NoneType: "None"}
 _BUILT_IN = (dict, list, str, tuple)
-"""Bases of classes with `__len__` and `__getitem__` that are no data sets."""
+"""Bases of classes with `__len__` and `__getitem__` that are not data sets."""
 
 
 def definitions_in(plugin: Plugin) -> list[Defined]:

@@ -43,7 +43,7 @@ def pair_rows(row: Mapping[str, Any]) -> tuple[Row, Row]:
         Two rows of one form: instruction and output, prompt and completion, or messages.
 
     Raises:
-        Misfit: it is no pair.
+        Misfit: it is not a pair.
     """
     if isinstance(row.get("input"), Mapping) and "messages" in row["input"]:  # OpenAI
         row = {**row, "prompt": row["input"]["messages"]}
@@ -104,7 +104,7 @@ def _with_answers(rest: Row, chosen: Any, rejected: Any) -> tuple[Row, Row]:
     key = next((k for k in ("prompt", *CONVERSATION_KEYS) if not is_empty(rest.get(k))), None)
     prompt = None if key is None else rest.pop(key)
     if isinstance(prompt, str):
-        # Both begin with it, as whole conversations do.
+        # Beside whole conversations, as in UltraFeedback: both begin with it anyway.
         prompt = None
     if prompt is None:
         # Each has an answer of its own, also where both are the same.
@@ -146,6 +146,7 @@ def _beside_conversation(row: Mapping[str, Any], key: str) -> tuple[Row, Row]:
     if not isinstance(rejected, str) or not isinstance(last, dict):
         raise Misfit(f": {key} is {kind_of(rejected)}. {_RULE}\nMake it a text.")
     said = "value" if "from" in last and "role" not in last else "content"
+    # What belongs to the chosen answer alone is not in the rejected one.
     other = {k: v for k, v in last.items() if k not in ("tool_calls", "reasoning_content")}
     return (
         rest | {"prompt": prompt, "completion": [last]},

@@ -123,9 +123,10 @@ def token_record(row: dict[str, Any]) -> Record:
     """Convert a row to a token sequence.
 
     Raises:
-        Misfit: ids, labels or weights are none, or do not fit each other.
+        Misfit: there are no ids, or labels or weights do not fit them.
     """
     ids, labels, weights = (row.get(key) for key in (INPUT_IDS, LABELS, WEIGHTS))
+    # Types themselves, not subclasses: in Python, true is an int.
     if not (isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)):
         raise Misfit(f": input_ids is no list of token ids. {_TOKENS_RULE}\nCorrect it.")
     for key, values in ((LABELS, labels), (WEIGHTS, weights)):
@@ -330,6 +331,7 @@ class RecordReader:
             {key: item for key, item in of.items() if key not in LABEL_KEYS} for of in (row, value)
         )
         is_first = self._form is None
+        # Without the label, for which other objectives refuse a record.
         record = self._answer(others, rest)
         if is_first and self._form is not None:
             keys = f"{self._form.keys}, {next(key for key in LABEL_KEYS if key in row)}"
@@ -355,12 +357,14 @@ class RecordReader:
         return record
 
     def _pair(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
+        # First, because programs name the keys of pairs differently. A half is an ordinary record.
         halves = pair_rows(row)
         if self._form is None:
             form = recognise(halves[0], {}, answered=True)
             keys = ", ".join(key for key in row if key in PAIR_KEYS)
             self._form = dataclasses.replace(form, keys=keys, is_pair=True)
         for half in halves:
+            # `named`: there is no doubt which of two answers is meant.
             check_record_keys(half, self._form.shape, answered=True, named=True)
         for key, item in row.items():
             if not (key in PAIR_KEYS or key in self._form.used or is_empty(item)):
@@ -478,6 +482,7 @@ def _conversations(row: dict[str, Any], columns: Mapping[str, str]) -> Form:
     key = next((key for key in CONVERSATION_KEYS if key in row), CONVERSATION_KEYS[0])
     turns = row.get(key)
     first = turns[0] if isinstance(turns, list) and turns else None
+    # By the turns, not by the key: either form stands under either name.
     is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
     return Form(
         shape="messages",
@@ -508,6 +513,7 @@ def _completions(row: dict[str, Any], columns: Mapping[str, str], *, answered: b
 
 
 def _is_preference(row: dict[str, Any]) -> bool:
+    # Empty keys are common where a table has columns for several kinds of rows.
     return "chosen" in row and not is_empty(row["chosen"]) and not is_empty(row.get("rejected"))
 
 
