@@ -11,7 +11,7 @@ from torch import Tensor
 from ftkit.data.rendering import Example
 from ftkit.evaluation.scoring import Score, Scoring
 from ftkit.models.generation import Context, answer_greedily
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.objective import Objective, checked_sums
 from ftkit.objectives.reference import Companion
@@ -126,13 +126,7 @@ def validation_loss(
         if statistics is not None:
             batch["statistics"] = statistics
         with context():
-            output = model(
-                batch["input_ids"],
-                batch["label_indices"],
-                batch["labels"],
-                objective.output(batch),
-                sequence_lengths=batch["sequence_lengths"],
-            )
+            output = output_of(model, batch, objective.output(batch))
             sums = checked_sums(objective, output, batch)
         for number, (term, value) in enumerate(zip(terms, sums, strict=True)):
             totals[0, number, batch["source"]] += value

@@ -1,7 +1,7 @@
 """The language model: a body with the loss as its head."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -87,6 +87,26 @@ class LanguageModel(nn.Module):
         on_cpu = self.kernel == "cpu"
         result: Tensor = self.head(hidden, label_indices, labels, output, on_cpu=on_cpu)
         return result
+
+
+def output_of(
+    model: Callable[..., Any], batch: Mapping[str, Any], output: HeadOutput | None = None
+) -> Tensor:
+    """Compute an output of the head at the labels of a micro-batch.
+
+    Args:
+        model: a language model, or what a strategy has wrapped around it.
+        batch: as `ftkit.data.samples.loader.collate` makes it, on its device.
+        output: see `Head.forward`.
+    """
+    result: Tensor = model(
+        batch["input_ids"],
+        batch["label_indices"],
+        batch["labels"],
+        output,
+        sequence_lengths=batch["sequence_lengths"],
+    )
+    return result
 
 
 def outline(

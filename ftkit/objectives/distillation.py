@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.models.divergence import Direction, Divergence, FrozenHead, HiddenRows
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
@@ -106,13 +106,7 @@ class Teacher(Companion):
     @torch.no_grad()
     def add_to(self, batch: Batch) -> None:
         with self._context():
-            rows = self._model(
-                batch["input_ids"],
-                batch["label_indices"],
-                batch["labels"],
-                HiddenRows(),
-                sequence_lengths=batch["sequence_lengths"],
-            )
+            rows = output_of(self._model, batch, HiddenRows())
         # What it has gathered would stay beside the activations of the student.
         self._sharding.reshard(self._model)
         batch[TEACHER_HEAD], batch[TEACHER_ROWS] = self._head, rows

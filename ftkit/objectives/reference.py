@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftkit.data.samples.layout import FILLER
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.lora.targets import is_adapter
 from ftkit.models.loss import LogProbabilities
@@ -94,11 +94,4 @@ class Computed(Reference):
 @torch.no_grad()
 def sequence_log_probabilities(model: LanguageModel, batch: Batch) -> Tensor:
     """Log-probability of each sequence of a micro-batch, [sequences] in nats, without gradients."""
-    values = model(
-        batch["input_ids"],
-        batch["label_indices"],
-        batch["labels"],
-        LogProbabilities(),
-        sequence_lengths=batch["sequence_lengths"],
-    )
-    return sequence_sums(values, batch)
+    return sequence_sums(output_of(model, batch, LogProbabilities()), batch)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.objectives.objective import Batch, Objective, checked_sums
 from ftkit.objectives.reference import Companion, Context
 from ftkit.strategies.distributed import sum_over_ranks
@@ -167,13 +167,7 @@ def mismatched_statistics(
     is_training = model.training
     model.eval()
     with context():
-        output = model(
-            mismatched["input_ids"],
-            mismatched["label_indices"],
-            mismatched["labels"],
-            objective.output(mismatched),
-            sequence_lengths=mismatched["sequence_lengths"],
-        )
+        output = output_of(model, mismatched, objective.output(mismatched))
     model.train(is_training)
     # After the model itself: in its first pass, DeepSpeed learns which parameters its layers use,
     # and refuses those of an adapter that was off then.

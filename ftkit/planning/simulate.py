@@ -29,7 +29,13 @@ from ftkit.models import language_model
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.flops import further_passes, parameter_count
-from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
+from ftkit.models.language_model import (
+    LanguageModel,
+    outline,
+    output_of,
+    trainable,
+    trained_router_loss,
+)
 from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
@@ -565,14 +571,7 @@ class _Step:
 
     def _forward(self, batch: Batch, output: HeadOutput) -> Tensor:
         with self._computing():
-            result: Tensor = self._model(
-                batch["input_ids"],
-                batch["label_indices"],
-                batch["labels"],
-                output,
-                sequence_lengths=batch["sequence_lengths"],
-            )
-        return result
+            return output_of(self._model, batch, output)
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._updates_in_backward:

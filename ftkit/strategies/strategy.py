@@ -27,7 +27,7 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ftkit.models.language_model import LanguageModel, trainable
+from ftkit.models.language_model import LanguageModel, output_of, trainable
 from ftkit.models.load_weights import Sharding, Whole
 from ftkit.models.loss import HeadOutput
 from ftkit.recipe.plan import Plan
@@ -283,14 +283,7 @@ class Strategy(ABC):
 
     def forward(self, batch: dict[str, Any], output: HeadOutput) -> Tensor:
         """Output of the model's head for a micro-batch."""
-        result: Tensor = self._forward(
-            batch["input_ids"],
-            batch["label_indices"],
-            batch["labels"],
-            output,
-            sequence_lengths=batch["sequence_lengths"],
-        )
-        return result
+        return output_of(self._forward, batch, output)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss; after the last micro-step they are a mean over the ranks."""

@@ -33,7 +33,7 @@ from ftkit.models.bodies.attention import (
     attention_kernel,
     attention_path,
 )
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
@@ -115,13 +115,7 @@ def loss_of(
     model: LanguageModel, samples: Sequence[Sample | None], *, padding_free: bool
 ) -> Tensor:
     batch = collate(samples, {"label_tokens": 1}, padding_free=padding_free)
-    loss: Tensor = model(
-        batch["input_ids"],
-        batch["label_indices"],
-        batch["labels"],
-        sequence_lengths=batch["sequence_lengths"],
-    )
-    return loss
+    return output_of(model, batch)
 
 
 def learned(model: LanguageModel, *, padding_free: bool) -> tuple[float, dict[str, Tensor]]:
