@@ -165,8 +165,9 @@ class Metadata:
     """The model that is fine-tuned."""
     data: DataIdentity
     """The training data."""
-    teacher: BaseIdentity | None = None
-    """The model that is learned from; None: there is none."""
+    beside: BaseIdentity | None = None
+    """The frozen model that is held beside the trained one: a teacher, or a reference; None: there
+    is none."""
     layout: Layout
     """The hardware that the checkpoint was written on."""
     versions: dict[str, str]

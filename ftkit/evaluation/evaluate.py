@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,18 @@ from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import validation_loader
 from ftkit.data.sources import validation_sets
 from ftkit.errors import UserError
-from ftkit.evaluation.loading import base_of, open_result
+from ftkit.evaluation.loading import open_result
 from ftkit.evaluation.prompting import prompting_of
-from ftkit.evaluation.references import (
-    ReferenceModel,
-    References,
-    Wanted,
-    compute_references,
-    missing_from,
-    reference_model,
-    stored_values,
-)
+from ftkit.evaluation.references import References, Wanted
 from ftkit.evaluation.result import Result, require_answers
+from ftkit.evaluation.result_reference import prepare_reference, reference_beside
 from ftkit.evaluation.scorer import Scorer
 from ftkit.evaluation.scoring import DEFAULT_RECORDS, EXACT_MATCH, Score, Scoring
 from ftkit.evaluation.session import Session, plan_session, start_session
 from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
-from ftkit.models.bodies.attention import attention_kernel, planned_path
+from ftkit.models.bodies.attention import attention_kernel, common_path, planned_path
 from ftkit.models.flops import attention_cost
-from ftkit.models.lora.adapter_files import read_adapter
-from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.objective import Objective, checked_amounts, make_objective
 from ftkit.objectives.reference import BelowAdapter
@@ -46,14 +37,11 @@ from ftkit.objectives.reward import Reward
 from ftkit.recipe.objectives import check_objective, is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
-from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import own_name, plugin_in_use
-from ftkit.recipe.recipe import METRICS, Component, LoraRecipe, Recipe
-from ftkit.runs.directory import RunDirectory
+from ftkit.recipe.recipe import METRICS, Component, Recipe
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.table import term_title, term_value_text
-from ftkit.strategies.strategy import Strategy, make_strategy
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid
@@ -103,13 +91,25 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     longest = recipe.train.max_seq_length or longest
     held_out, sets = _held_out(recipe, base.tokenizer, longest, given)
     wanted = _validated_samples(recipe, objective, held_out, sets)
-    references = None
+    before = None
     if objective.needs_reference and not is_below_adapter(recipe):
-        references = References(None, _reference_values(result, options, base, longest, wanted))
+        before = prepare_reference(result, options, base, longest, wanted)
+    elif options.reference is not None:
+        raise UserError(
+            f"--reference is {options.reference}, but {result.name} is compared with no other "
+            "model. Leave --reference out."
+        )
     session = start_session(result, options)
-    if objective.needs_reference and references is None:
-        references = References(BelowAdapter(session.loaded.model, session.context), None)
-    with Display(None, stream=sys.stderr) as display:
+    with ExitStack() as models, Display(None, stream=sys.stderr) as display:
+        references = None
+        if isinstance(before, ReferenceValues):
+            references = References(values=before)
+        elif before is not None:
+            beside = models.enter_context(reference_beside(before, session, longest, display))
+            references = References(in_every_pass=beside)
+        elif objective.needs_reference:
+            below = BelowAdapter(session.loaded.model, session.context)
+            references = References(in_every_pass=below)
         measured = _measure(
             session, base.tokenizer, objective, held_out, sets, wanted, references, scoring, display
         )
@@ -254,77 +254,6 @@ def _validated_samples(
     return wanted
 
 
-def _reference_values(
-    result: Result,
-    options: EvaluateOptions,
-    base: BaseModel,
-    max_seq_length: int,
-    wanted: Sequence[Wanted],
-) -> ReferenceValues:
-    """Log-probabilities under the reference: from the run's checkpoints, else computed.
-
-    Raises:
-        UserError: some have to be computed, and the reference is not here or is another model.
-    """
-    store = RunDirectory(result.directory.parent).store
-    newest = store.newest()
-    # A checkpoint, what lies in one, or the result of a run that has some.
-    places = [result.directory, result.directory.parent]
-    places += [] if newest is None else [store.path(newest)]
-    values = stored_values(wanted, places)
-    missing = sum(len(each.numbers) for each in missing_from(values, wanted))
-    if not missing:
-        return values
-    plan, quantize = plan_session(result, options)
-    if isinstance(plan.recipe, LoraRecipe):
-        plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, quantize=quantize))
-    strategy = make_strategy(plan)
-    try:
-        model = _reference_model(result, options, base, max_seq_length, plan, strategy)
-    except UserError as error:
-        raise UserError(
-            f"{error}\n"
-            f"It is needed as the reference of {result.name}, for {missing:,} samples whose "
-            "log-probabilities its checkpoints do not have. Samples of the run need no reference: "
-            "leave --data, --sets and --max_iters out."
-        ) from None
-    with Display(None, stream=sys.stderr) as display:
-        # Before the result is loaded: two models are never in memory.
-        return compute_references(
-            wanted, model, strategy, known=places, display=display, warn=display.warning
-        )
-
-
-def _reference_model(
-    result: Result,
-    options: EvaluateOptions,
-    base: BaseModel,
-    max_seq_length: int,
-    plan: Plan,
-    strategy: Strategy,
-) -> ReferenceModel:
-    """Describe the reference of the result's run; it is not loaded."""
-    recipe, adapter = plan.recipe, None
-    if recipe.reference is not None:
-        reference = open_base(recipe.reference)
-        check_tokens(base, reference, "reference")
-        check_context(reference, "reference", max_seq_length)
-    else:
-        reference = base_of(result, options.base, "--base")
-        if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
-            adapter = read_adapter(recipe.adapter, reference)
-    path = planned_path(reference.architecture.attention, plan)
-    return reference_model(
-        reference,
-        plan,
-        strategy,
-        RankLayout.of(plan, padding_free=path != "padded", attention_cost=0),
-        max_seq_length=max_seq_length,
-        is_own=recipe.reference is None,
-        adapter=adapter,
-    )
-
-
 def _measure(
     session: Session,
     tokenizer: Tokenizer,
@@ -346,6 +275,8 @@ def _measure(
     # The same layout as in the run: sums in another order differ in the last digits.
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
     path = planned_path(traits, plan)
+    for other in () if references is None else references.models:
+        path = common_path(path, planned_path(other.architecture.attention, plan))
     layout = RankLayout.of(
         plan,
         padding_free=path != "padded",

@@ -1,4 +1,4 @@
-"""The reference of a run: below the adapter, or computed once, before there is another model."""
+"""The reference of a run: in every pass, or computed once, before there is another model."""
 
 import dataclasses
 import gc
@@ -28,7 +28,7 @@ from ftkit.models.bodies.attention import planned_path
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import Adapter
 from ftkit.models.pretrained.base_model import BaseModel, fingerprint
-from ftkit.objectives.reference import BelowAdapter, Computed, Reference, sequence_log_probabilities
+from ftkit.objectives.reference import Computed, Reference, sequence_log_probabilities
 from ftkit.objectives.reference_values import ReferenceCache, ReferenceValues, read_values
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
@@ -50,15 +50,20 @@ _SAVED_EVERY_S = 60.0
 class References:
     """The reference of every data set of a run."""
 
-    below: BelowAdapter | None
-    """The trained model without its adapter, if that is the reference."""
-    values: ReferenceValues | None
-    """Computed log-probabilities, if it is not."""
+    in_every_pass: Reference | None = None
+    """The reference that computes in every pass: below the adapter, or another model."""
+    values: ReferenceValues | None = None
+    """Computed log-probabilities, if there is none."""
+
+    @property
+    def models(self) -> tuple[LanguageModel, ...]:
+        """Models of it in memory beside the trained one."""
+        return () if self.in_every_pass is None else self.in_every_pass.models
 
     def of(self, samples: Samples) -> Reference:
         """Reference of the samples of a data set."""
-        if self.below is not None:
-            return self.below
+        if self.in_every_pass is not None:
+            return self.in_every_pass
         assert self.values is not None
         return Computed(self.values.of(samples))
 

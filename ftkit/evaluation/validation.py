@@ -70,7 +70,8 @@ class Validated(NamedTuple):
     loss: float
     """Loss over all samples."""
     terms: dict[str, float]
-    """Value of each term that the objective reports beside the loss, by name."""
+    """Value of each term that the objective reports beside the loss, by name; without those of
+    which the samples have nothing, as the reward of undesirable answers if all are desirable."""
     of_sources: tuple[float | None, ...]
     """Loss by source; None: it has no sample."""
 
@@ -133,11 +134,12 @@ def validation_loss(
             totals[1, number, batch["source"]] += batch["divisors"][term.divisor]
         progress(done, len(batches))
     values, divisors = sum_over_ranks(totals).tolist()
-    # As in a step: a term of which there is nothing is 0.
+    # As in the loss of a step: a term of which there is nothing is 0.
     means = {
         term.name: sum(total) / (sum(divisor) or 1)
         for term, total, divisor in zip(terms, values, divisors, strict=True)
     }
+    known = {term.name for term, divisor in zip(terms, divisors, strict=True) if sum(divisor)}
     of_sources: list[float | None] = []
     for source in range(sources):
         of_loss = [
@@ -150,7 +152,7 @@ def validation_loss(
         of_sources.append(objective.loss_of(means_of) if is_known else None)
     return Validated(
         loss=objective.loss_of(means),
-        terms={term.name: means[term.name] for term in objective.reported},
+        terms={term.name: means[term.name] for term in objective.reported if term.name in known},
         of_sources=tuple(of_sources),
     )
 

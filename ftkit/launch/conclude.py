@@ -90,12 +90,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             with display.phase("searching for changes that would make it fit"):
                 # In a process of its own, for at most 60 s.
                 shortage = find_shortage(
-                    dataclasses.replace(
-                        job.recipe,
-                        checkpoint_dir=job.base,
-                        teacher=job.teacher,
-                        devices=job.plan.devices,
-                    ),
+                    dataclasses.replace(job.located_recipe, devices=job.plan.devices),
                     job.devices,
                     job.command,
                     reports[rank].peak_memory,

@@ -457,9 +457,12 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement, token: str | 
     if values["reference"] is not None:
         reference = values["recipe"]["reference"]
         values["reference"] = str(find_or_download(reference, token=token).resolve())
-    teacher = values["recipe"]["teacher"]
-    if teacher is not None and not teacher.startswith("random:"):
-        values["teacher"] = str(find_or_download(teacher, token=token).resolve())
+    if values["beside"] is not None:
+        named = values["recipe"]
+        # A recipe with an objective that has none of the first two names neither.
+        beside = named["teacher"] or named["reference"] or base
+        if not beside.startswith("random:"):
+            values["beside"] = str(find_or_download(beside, token=token).resolve())
     make_reserve(run.reserve)
     # Renamed into place: ranks of this host may read it at any time.
     partial = run.job.with_name(".job.here")

@@ -28,6 +28,7 @@ from ftkit.models.pretrained.hub import (
 )
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Recipe, Train
@@ -255,7 +256,10 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
 
     Weights are not read, so the answer is the same whether they are on this machine or not.
     """
-    names = (recipe.checkpoint_dir, *filter(None, (recipe.teacher, recipe.reference)))
+    names = [recipe.checkpoint_dir, *filter(None, (recipe.teacher, recipe.reference))]
+    beside = model_beside(recipe)
+    if beside is not None and beside.is_base:  # it is there twice
+        names.append(recipe.checkpoint_dir)
     # There are no files to estimate it from.
     if any(name.startswith("random:") for name in names):
         return True
@@ -265,7 +269,7 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
     for name, found in known.items():
         if found is None:  # a missing path is refused later
             return Path(name).expanduser().exists()
-    model, *others = (found for found in known.values() if found is not None)
+    model, *others = (found for name in names if (found := known[name]) is not None)
     train = recipe.train
     # Data are not read here: sequences count as long as they may be.
     length = min(train.max_seq_length or model.context, model.context)

@@ -27,7 +27,7 @@ from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.recipe.devices import find_devices
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
@@ -276,7 +276,7 @@ def prepare_run(
         # May download gigabytes, so a run that certainly does not fit is refused before.
         base = _find_base(recipe.checkpoint_dir, recipe.method, recipe.access_token, start)
         reference = _find_reference(recipe, start)
-        teacher = _find_teacher(recipe)
+        beside = _find_beside(recipe, base, start)
         if not in_place:
             require_unclaimed(wanted, print_notice)
             place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
@@ -301,7 +301,7 @@ def prepare_run(
             devices=devices,
             base=base or str(run.base),
             reference=reference,
-            teacher=teacher,
+            beside=beside,
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
             start=str(start.checkpoint) if start else None,
@@ -375,8 +375,11 @@ def _find_base(name: str, method: Method, token: str | None, start: Start | None
 
 
 def _find_reference(recipe: Recipe, start: Start | None) -> str | None:
-    """The reference model of a recipe; None: it has none, or a checkpoint has what it computed."""
-    if recipe.reference is None:
+    """The reference whose log-probabilities are computed before the first step.
+
+    None: there is none, or a checkpoint has what it computed.
+    """
+    if recipe.reference is None or model_beside(recipe) is not None:
         return None
     with naming("reference"):
         if start is not None:  # it is needed for further samples alone, and may be gone
@@ -386,13 +389,31 @@ def _find_reference(recipe: Recipe, start: Start | None) -> str | None:
     return None if found is None else str(found.resolve())
 
 
-def _find_teacher(recipe: Recipe) -> str | None:
-    """The teacher of a recipe; None: it has none."""
-    name = recipe.teacher
-    if name is None or name.startswith("random:"):
-        return name
-    with naming("teacher"):
-        return str(find_or_download(name, token=recipe.access_token).resolve())
+def _find_beside(recipe: Recipe, base: str | None, start: Start | None) -> str | None:
+    """The frozen model that is held beside the trained one; None: there is none.
+
+    Args:
+        recipe: of the run.
+        base: the base model; None: the checkpoint has all that is needed to go on training it.
+        start: where the run continues.
+    """
+    beside = model_beside(recipe)
+    if beside is None or beside.name.startswith("random:"):
+        return None if beside is None else beside.name
+    if beside.is_base and base is not None:
+        return base
+    try:
+        with naming("checkpoint_dir" if beside.is_base else beside.key):
+            return str(find_or_download(beside.name, token=recipe.access_token).resolve())
+    except UserError as error:
+        if start is None or not beside.is_base:
+            raise
+        raise UserError(
+            f"{error}\n"
+            f"The checkpoint {start.checkpoint} has the trained weights, but the run compares with "
+            f"the base model {start.metadata.base.name} in every step: give its path with "
+            "--checkpoint_dir PATH."
+        ) from None
 
 
 def _show_start(start: Start, run: RunDirectory, display: Display) -> None:

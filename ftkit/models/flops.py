@@ -23,19 +23,21 @@ class FurtherPasses:
     """Those of the whole model."""
     below_adapter: int = 0
     """Those of the model without its adapter."""
-    of_other: LanguageModel | None = None
-    """Another model, outlined or filled, which makes one; None: there is none."""
+    of_other: int = 0
+    """Those of another model."""
+    other: LanguageModel | None = None
+    """The other model, outlined or filled; None: there is none."""
 
 
 ONLY_TRAINING = FurtherPasses()
 
 
-def further_passes(recipe: Recipe, teacher: LanguageModel | None = None) -> FurtherPasses:
+def further_passes(recipe: Recipe, beside: LanguageModel | None = None) -> FurtherPasses:
     """Return the passes that the objective of a recipe needs.
 
     Args:
         recipe: of the run.
-        teacher: the model that is learned from, if there is one.
+        beside: the frozen model that is there in every step, if there is one.
     """
     rules = objective_rules(recipe.objective)
     # The mismatched sequences of a step are as many as its own, and about as long.
@@ -44,7 +46,8 @@ def further_passes(recipe: Recipe, teacher: LanguageModel | None = None) -> Furt
     return FurtherPasses(
         of_model=mismatched,
         below_adapter=1 + mismatched if refers else 0,
-        of_other=teacher,
+        of_other=0 if beside is None else 1 + mismatched,
+        other=beside,
     )
 
 
@@ -95,9 +98,9 @@ def flops_per_token(
     lengths = attention_length, label_fraction
     passes = further.of_model + further.below_adapter
     found = _flops(model, of_step, 6 + 2 * passes, *lengths)
-    if further.of_other is not None:
-        found += forward_flops_per_token(
-            further.of_other, attention_length=attention_length, label_fraction=label_fraction
+    if further.other is not None:
+        found += further.of_other * forward_flops_per_token(
+            further.other, attention_length=attention_length, label_fraction=label_fraction
         )
     return found
 

@@ -6,16 +6,15 @@ and not only which token is written there.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.models.divergence import Direction, Divergence, FrozenHead, HiddenRows
-from ftkit.models.language_model import LanguageModel, output_of
+from ftkit.models.language_model import LanguageModel
 from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
-from ftkit.objectives.reference import Companion, Context
+from ftkit.objectives.reference import Context, Frozen
 from ftkit.objectives.supervised import Supervised
 
 TEACHER_HEAD, TEACHER_ROWS = "teacher_head", "teacher_rows"
@@ -85,28 +84,16 @@ class Distill(Objective):
         return loss, cross_entropy
 
 
-class Teacher(Companion):
+class Teacher(Frozen):
     """The model whose distributions are learned; it computes each batch beside the student."""
 
     # Its logits are never whole: only hidden rows of the labels are kept until the student's head
     # computes, which then takes a few rows of both.
 
     def __init__(self, model: LanguageModel, sharding: Sharding, context: Context) -> None:
-        """Wrap a loaded model.
-
-        Args:
-            model: frozen, in evaluation mode.
-            sharding: where its parameters are.
-            context: in which it computes.
-        """
-        self.models = (model,)
-        self._model, self._sharding, self._context = model, sharding, context
+        super().__init__(model, sharding, context)
         self._head = FrozenHead(model.head, sharding.whole)
 
-    @torch.no_grad()
     def add_to(self, batch: Batch) -> None:
-        with self._context():
-            rows = output_of(self._model, batch, HiddenRows())
-        # What it has gathered would stay beside the activations of the student.
-        self._sharding.reshard(self._model)
-        batch[TEACHER_HEAD], batch[TEACHER_ROWS] = self._head, rows
+        batch[TEACHER_ROWS] = self._output(batch, HiddenRows())
+        batch[TEACHER_HEAD] = self._head

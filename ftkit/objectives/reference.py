@@ -1,7 +1,8 @@
 """The reference: the model that an objective compares with, which is not trained.
 
 It is the model as it is before the first step, or another one. Below an adapter the first is always
-there; else log-probabilities are computed once, before training begins.
+there; else log-probabilities are computed once, before training begins, or, where they depend on
+the order of the samples, the reference stays in memory beside the trained model.
 """
 
 from abc import ABC, abstractmethod
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from ftkit.data.samples.layout import FILLER
 from ftkit.models.language_model import LanguageModel, output_of
+from ftkit.models.load_weights import Sharding
 from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.lora.targets import is_adapter
-from ftkit.models.loss import LogProbabilities
+from ftkit.models.loss import HeadOutput, LogProbabilities
 from ftkit.objectives.objective import Batch, sequence_sums
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -51,6 +53,40 @@ class Reference(Companion):
         Returns:
             [sequences], in nats, in the dtype of sums, without gradients; 0 for fillers.
         """
+
+
+class Frozen(Companion):
+    """A model of its own that computes beside the trained one, distributed as that is."""
+
+    def __init__(self, model: LanguageModel, sharding: Sharding, context: Context) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: frozen, in evaluation mode.
+            sharding: where its parameters are.
+            context: in which it computes.
+        """
+        self.models = (model,)
+        self._model, self._sharding, self._context = model, sharding, context
+
+    @torch.no_grad()
+    def _output(self, batch: Batch, output: HeadOutput) -> Tensor:
+        """Compute an output of its head for a micro-batch."""
+        with self._context():
+            found = output_of(self._model, batch, output)
+        # What it has gathered would stay beside the activations of the trained model.
+        self._sharding.reshard(self._model)
+        return found
+
+
+class FrozenReference(Frozen, Reference):
+    """Another model as the reference, or a copy of the base model as it is before training."""
+
+    # For sequences that nobody knows before a step: the answers of some samples to the prompts of
+    # others.
+
+    def log_probabilities(self, batch: Batch) -> Tensor:
+        return sequence_sums(self._output(batch, LogProbabilities()), batch)
 
 
 class BelowAdapter(Reference):

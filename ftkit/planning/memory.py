@@ -9,7 +9,7 @@ from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate, simulate_alone
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import Kernels, LoraRecipe
 from ftkit.strategies.state import bytes_per_number, state_kinds
@@ -94,7 +94,7 @@ def predict(
     batch: MicroBatchSize,
     *,
     accumulates: bool | None = None,
-    teacher: BaseModel | None = None,
+    beside: BaseModel | None = None,
 ) -> PredictedMemory:
     """The memory of a plan's ranks.
 
@@ -103,10 +103,10 @@ def predict(
         plan: how.
         batch: the largest micro-batch.
         accumulates: whether it adds to gradients of others before it; None: where there are any.
-        teacher: the model that is learned from, if there is one.
+        beside: the frozen model that is held beside the trained one, if there is one.
     """
     accumulates = plan.accumulates if accumulates is None else accumulates
-    simulation = simulate(base, plan, batch, accumulates=accumulates, teacher=teacher)
+    simulation = simulate(base, plan, batch, accumulates=accumulates, beside=beside)
     strategy = make_strategy(plan)
     found = strategy.on_device(simulation)
     peaks, offloaded = found.peaks, dict(found.host)
@@ -218,7 +218,7 @@ def heaviest_micro_batch(
     tokens: int,
     *,
     weighted: bool = False,
-    teacher: BaseModel | None = None,
+    beside: BaseModel | None = None,
 ) -> MicroBatchSize:
     """Upper bound of the micro-batches of a plan.
 
@@ -227,11 +227,11 @@ def heaviest_micro_batch(
         plan: how it is trained.
         tokens: of the longest sample.
         weighted: whether some labels have a weight other than 1.
-        teacher: another model, which computes on them too.
+        beside: another model, which computes on them too.
     """
     path = planned_path(base.architecture.attention, plan)
-    if teacher is not None:
-        path = common_path(path, planned_path(teacher.architecture.attention, plan))
+    if beside is not None:
+        path = common_path(path, planned_path(beside.architecture.attention, plan))
     rules = objective_rules(plan.recipe.objective)
     return largest_micro_batch(
         plan.largest_micro_batch * rules.sequences,
@@ -244,7 +244,7 @@ def heaviest_micro_batch(
 
 
 def predict_measured(
-    base: str, teacher: str | None, plan: Plan, measured: StepMemory, longest_sample_tokens: int
+    base: str, beside: str | None, plan: Plan, measured: StepMemory, longest_sample_tokens: int
 ) -> StepMemory:
     """Memory that a run measured on rank 0, beside its prediction.
 
@@ -253,7 +253,7 @@ def predict_measured(
 
     Args:
         base: the base model: a directory, or random:NAME.
-        teacher: the same, of the teacher; None: there is none.
+        beside: the same, of the frozen model beside it; None: there is none.
         plan: what was run.
         measured: has the micro-step that needed most, and the size of its micro-batch.
         longest_sample_tokens: of all samples to train on and to validate on.
@@ -261,11 +261,14 @@ def predict_measured(
     first = measured.ranks[0]
     model = base_for(read_blueprint(base, plan.recipe.implementation), plan.recipe.objective)
     weighted = first.micro_batch is not None and first.micro_batch.weighted
-    beside = None if teacher is None else read_blueprint(teacher)
+    known = model_beside(plan.recipe)
+    other = None if beside is None else read_blueprint(beside)
+    if known is not None and known.is_base:
+        other = model
     batch = heaviest_micro_batch(
-        model, plan, longest_sample_tokens, weighted=weighted, teacher=beside
+        model, plan, longest_sample_tokens, weighted=weighted, beside=other
     )
-    memory = predict(model, plan, batch, teacher=beside)
+    memory = predict(model, plan, batch, beside=other)
     heaviest = HeaviestStep(
         peak_bytes=memory.peak_bytes,
         peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),
@@ -276,9 +279,7 @@ def predict_measured(
         accumulates = first.micro_step > 1
         # Usually the same simulation, which takes a second or more.
         if (first.micro_batch, accumulates) != (batch, plan.accumulates):
-            memory = predict(
-                model, plan, first.micro_batch, accumulates=accumulates, teacher=beside
-            )
+            memory = predict(model, plan, first.micro_batch, accumulates=accumulates, beside=other)
         predicted = PredictedStep(
             peak_bytes=memory.peak_bytes,
             peak_breakdown_bytes=Breakdown(**memory.breakdown_bytes),

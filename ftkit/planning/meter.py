@@ -143,7 +143,7 @@ class MemoryMeter:
         return step in self._steps
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, whose first batch is on the device."""
+        """Begin a step, before anything of it is on the device."""
         self._step = step
         if self.follows(step):
             self._begin()

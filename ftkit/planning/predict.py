@@ -38,7 +38,7 @@ from ftkit.planning.memory import (
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import largest_micro_batch
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
-from ftkit.recipe.objectives import is_below_adapter, objective_rules
+from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
@@ -50,7 +50,7 @@ from ftkit.recipe.recipe import (
     MicroBatchKey,
     Recipe,
 )
-from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_frozen
+from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_beside, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
@@ -119,16 +119,19 @@ class PlannedReference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedTeacher:
-    """What the model that is learned from costs."""
+class PlannedBeside:
+    """What the frozen model costs that is held in memory beside the trained one."""
 
+    key: Literal["teacher", "reference"]
+    """What it is to the objective."""
     name: str
     parameters: int
     """Numbers in it."""
     rank_bytes: int
     """Bytes of its weights on each rank, which are part of the predicted memory."""
     more_fraction: float
-    """Operations of its forward pass, relative to a step of the student without it."""
+    """Operations of its passes and of those on mismatched sequences, relative to a step on the same
+    samples without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +172,9 @@ class Planned:
     steps: int | None
     """Optimizer steps at most; None: not known until the data is local."""
     reference: PlannedReference | None = None
-    """The reference model of the objective; None: it compares with none."""
-    teacher: PlannedTeacher | None = None
-    """The model that is learned from; None: there is none."""
+    """The reference model of the objective; None: it compares with none, or with one beside."""
+    beside: PlannedBeside | None = None
+    """The frozen model that is held beside the trained one; None: there is none."""
 
     @property
     def high_bytes(self) -> int:
@@ -190,8 +193,9 @@ class Planned:
     @property
     def other_model_words(self) -> str:
         """What of the needed memory is for another model; empty: nothing, or little of it."""
-        if self.teacher is not None:
-            return f"{bytes_text(self.teacher.rank_bytes)} of it for the weights of the teacher"
+        if self.beside is not None:
+            weights = bytes_text(self.beside.rank_bytes)
+            return f"{weights} of it for the weights of the {self.beside.key}"
         if self.reference is not None and self.reference.high_bytes == self.high_bytes:
             return "for the reference, before training begins"
         return ""
@@ -250,7 +254,7 @@ class Planned:
             "samples_per_epoch": self.samples,
             "steps": self.steps,
             "reference": self.reference and dataclasses.asdict(self.reference),
-            "teacher": self.teacher and dataclasses.asdict(self.teacher),
+            "beside": self.beside and dataclasses.asdict(self.beside),
         }
 
 
@@ -358,8 +362,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(found, recipe.objective)
     require_trainable(base)
-    teacher = _read_other(recipe, recipe.teacher, "teacher")
-    other = _read_other(recipe, recipe.reference, "reference")
+    beside, other = _other_models(recipe, base)
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
@@ -369,9 +372,10 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             layout = layout_of(base)
     gguf = find_gguf(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
-    if teacher is not None:
-        check_logits(base, teacher, "teacher")
-        check_context(teacher, "teacher", max_seq_length)
+    if beside is not None:
+        if recipe.teacher is not None:
+            check_logits(base, beside, "teacher")
+        check_context(beside, "reference" if recipe.teacher is None else "teacher", max_seq_length)
     if other is not None:
         check_context(other, "reference", max_seq_length)
     with as_owner_of(recipe.data_token):
@@ -388,15 +392,15 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         rate = base_learning_rate(recipe.optimizer)
         steps = make_schedule(recipe.train, samples, rate)[0].total_steps
     weighted = length.trained is not None and length.trained.weighted
-    largest = heaviest_micro_batch(base, made, length.tokens, weighted=weighted, teacher=teacher)
-    memory = predict(base, made, largest, teacher=teacher)
+    largest = heaviest_micro_batch(base, made, length.tokens, weighted=weighted, beside=beside)
+    memory = predict(base, made, largest, beside=beside)
     least_bytes = memory.low_bytes
     in_row = largest.tokens is not None
     certain = certain_micro_batch(made, length, steps, padding_free=in_row)
     if gpu is not None and certain != largest and least_bytes > gpu.memory_bytes:
         # A refusal rests only on what the run computes for certain: an assumption may be wrong, and
         # a run that is out of memory says so anyway.
-        least_bytes = predict(base, made, certain, accumulates=False, teacher=teacher).low_bytes
+        least_bytes = predict(base, made, certain, accumulates=False, beside=beside).low_bytes
     reference = _reference(base, made, length, steps, other)
     if reference is not None:
         least_bytes = max(least_bytes, reference.least_bytes)
@@ -419,7 +423,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         samples=samples,
         steps=steps,
         reference=reference,
-        teacher=None if teacher is None else _teacher(base, made, length, teacher),
+        beside=None if beside is None else _beside(base, made, length, beside),
     )
 
 
@@ -432,7 +436,7 @@ def _reference(
 ) -> PlannedReference | None:
     recipe, samples = made.recipe, length.train_samples
     rules = objective_rules(recipe.objective)
-    if not rules.needs_reference:
+    if not rules.needs_reference or model_beside(recipe) is not None:
         return None
     step = _StepFlops.of(base, made, length)
     if is_below_adapter(recipe):
@@ -451,7 +455,7 @@ def _reference(
             least_bytes, high_bytes = predict_alone(other, made, length.tokens)
     return PlannedReference(
         in_every_step=False,
-        more_fraction=step.more(FurtherPasses(of_other=model)),
+        more_fraction=step.more(FurtherPasses(of_other=1, other=model)),
         sequences=sequences,
         kept_bytes=kept_bytes,
         other_bytes=other_bytes,
@@ -460,15 +464,18 @@ def _reference(
     )
 
 
-def _teacher(
-    base: BaseModel, made: Plan, length: SequenceLength, teacher: BaseModel
-) -> PlannedTeacher:
-    model = outline_frozen(teacher, made)
-    return PlannedTeacher(
-        name=teacher.name,
+def _beside(
+    base: BaseModel, made: Plan, length: SequenceLength, beside: BaseModel
+) -> PlannedBeside:
+    known = model_beside(made.recipe)
+    assert known is not None
+    model = outline_beside(beside, made)
+    return PlannedBeside(
+        key=known.key,
+        name=beside.name,
         parameters=parameter_count(model),
         rank_bytes=bytes_on_rank(model, made),
-        more_fraction=_StepFlops.of(base, made, length).more(FurtherPasses(of_other=model)),
+        more_fraction=_StepFlops.of(base, made, length).more(further_passes(made.recipe, model)),
     )
 
 
@@ -501,10 +508,18 @@ class _StepFlops:
         return per_token(further) / per_token(ONLY_TRAINING) - 1
 
 
-def _read_other(recipe: Recipe, name: str | None, key: str) -> BaseModel | None:
-    """Describe a second model of a recipe, under a key; None: it has none."""
-    if name is None:
-        return None
+def _other_models(recipe: Recipe, base: BaseModel) -> tuple[BaseModel | None, BaseModel | None]:
+    """Describe the frozen model beside the trained one, and another reference that is not there."""
+    beside, found = model_beside(recipe), None
+    if beside is not None:
+        found = base if beside.is_base else _read_other(recipe, beside.name, beside.key)
+    if recipe.reference is None or beside is not None:
+        return found, None
+    return None, _read_other(recipe, recipe.reference, "reference")
+
+
+def _read_other(recipe: Recipe, name: str, key: str) -> BaseModel:
+    """Describe a second model of a recipe, under a key."""
     with naming(key):
         unreached = fetch_settings(name, token=recipe.access_token)
         return read_blueprint(name, unreached=unreached)

@@ -45,18 +45,20 @@ from ftkit.objectives.reference import (
     BelowAdapter,
     Companion,
     Computed,
+    FrozenReference,
     sequence_log_probabilities,
 )
 from ftkit.objectives.step_loss import StepLoss, zeros_for
-from ftkit.planning.tracker import LiveTensors
-from ftkit.recipe.objectives import is_below_adapter
+from ftkit.planning.tracker import LiveTensors, Stretch
+from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
-from ftkit.strategies.frozen import bytes_of, outline_frozen
+from ftkit.strategies.frozen import bytes_of, outline_beside, outline_frozen
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
+    MISMATCHED,
     PERSISTENT_ELEMENTS,
     MicroBatchSize,
     Peaks,
@@ -119,7 +121,7 @@ def simulate(
     batch: MicroBatchSize,
     *,
     accumulates: bool,
-    teacher: BaseModel | None = None,
+    beside: BaseModel | None = None,
 ) -> Simulation:
     """The highest moment of each stretch of an optimizer step after the first.
 
@@ -131,12 +133,12 @@ def simulate(
         plan: how.
         batch: what a micro-step of it computes on.
         accumulates: whether the micro-step adds to gradients of others before it.
-        teacher: the model that is learned from, if there is one.
+        beside: the frozen model that is held beside the trained one, if there is one.
     """
     period = int(plan.recipe.memory.activation_checkpointing) or 1
 
     def run(layers: int) -> Simulation:
-        return _run(base, plan, batch, layers, accumulates, teacher)
+        return _run(base, plan, batch, layers, accumulates, beside)
 
     return _with_all_layers(run, base.architecture.layers, period, _layers_differ(base, plan))
 
@@ -207,7 +209,7 @@ def _run(
     batch: MicroBatchSize,
     layers: int,
     accumulates: bool,
-    teacher: BaseModel | None,
+    beside: BaseModel | None,
 ) -> Simulation:
     kernels = plan.recipe.kernels if has_liger() else "torch"
     # Fake tensors cannot look into compiled graphs; these keep less, so it is an upper bound.
@@ -221,8 +223,10 @@ def _run(
     model.routing = model.body.watch_routing(
         trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
     )
-    frozen = None if teacher is None else outline_frozen(teacher, plan)
-    sizes = _sizes(model, frozen, plan.shards)
+    frozen = None if beside is None else outline_beside(beside, plan)
+    sizes = _sizes(
+        model, frozen, plan.shards, is_teacher=objective_rules(recipe.objective).needs_teacher
+    )
     strategy = make_strategy(plan)
     with (
         strategy.simulated() as sharding,
@@ -256,7 +260,7 @@ def _run(
 def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Simulation:
     model = outline_frozen(with_layers(base, layers), plan)
     strategy = make_strategy(plan)
-    sizes = _sizes(None, model, plan.shards)
+    sizes = _sizes(None, model, plan.shards, is_teacher=False)
     with strategy.simulated() as sharding, FakeTensorMode(allow_non_fake_inputs=True):
         sharding.allocate(model, CPU)
         context = base.architecture.context_length
@@ -292,12 +296,15 @@ def _mistakes_of_plugin() -> Iterator[None]:
         ) from error
 
 
-def _sizes(model: LanguageModel | None, other: LanguageModel | None, shards: int) -> Sizes:
+def _sizes(
+    model: LanguageModel | None, other: LanguageModel | None, shards: int, *, is_teacher: bool
+) -> Sizes:
     """Sizes of the model that is trained, if there is one, and of another that only computes."""
     parameters = [] if model is None else list(model.parameters())
     trained = [] if model is None else trainable(model)
     frozen = [] if other is None else list(other.parameters())
-    head = [] if other is None else list(other.head.parameters())
+    # That of a teacher is gathered where the loss is computed.
+    head = [] if other is None or not is_teacher else list(other.head.parameters())
     of_head = [] if model is None else _large(model.head.parameters())
     of_block = [] if model is None else _large(model.body.blocks[0].parameters())
     of_embedding = [] if model is None or model.tied else _large(model.body.embedding.parameters())
@@ -453,7 +460,7 @@ class _Step:
         sharding: Sharding,
         batch: MicroBatchSize,
         accumulates: bool,
-        teacher: LanguageModel | None,
+        frozen: LanguageModel | None,
     ) -> None:
         self._model, self._strategy, self._batch = model, strategy, batch
         self._plan = plan = strategy.plan
@@ -463,11 +470,12 @@ class _Step:
         self._trained = trainable(model)
         self._buckets: dict[Tensor, Tensor] = {}
         """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
-        self._backward = False
+        self._backward, self._watches_blocks = False, True
         objective = make_objective(plan.recipe.objective)
         companion: Companion | None = None
-        if teacher is not None:
-            companion = Teacher(teacher, sharding, computing)
+        if frozen is not None:
+            kind = Teacher if objective.needs_teacher else FrozenReference
+            companion = kind(frozen, sharding, computing)
         elif objective.needs_reference:
             companion = Computed(np.zeros(batch.sequences))
             if is_below_adapter(plan.recipe):
@@ -498,15 +506,17 @@ class _Step:
                 for parameter in self._trained:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient)
             self._first_step(optimizer)
+            found: Peaks = {}
+            live.restart()
+            if self._step_loss.objective.observes_mismatched:
+                # Before there are gradients of any micro-step.
+                self._observe_mismatched()
+                _keep_highest(found, live.stretches())
             if self._accumulates and optimizer is not None:
                 self._accumulate()
             live.restart()
             self._step(optimizer)
-            found: Peaks = {}
-            for stretch in live.stretches():
-                known = found.get(stretch.name)
-                if known is None or stretch.peak.total_bytes > known.total_bytes:
-                    found[stretch.name] = stretch.peak
+            _keep_highest(found, live.stretches())
         return found
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -522,6 +532,8 @@ class _Step:
         if optimizer is None:
             return
         if self._strategy.simulates_first_step():
+            if self._step_loss.objective.observes_mismatched:
+                self._observe_mismatched()
             self._step(optimizer)
             return
         self._make_gradients()
@@ -541,19 +553,31 @@ class _Step:
         else:
             self._make_gradients()
 
+    def _observe_mismatched(self) -> None:
+        """Compute statistics of mismatched sequences, as before the first micro-step of a step."""
+        self._mark(MISMATCHED)
+        self._watches_blocks = False
+        made = self._new_batch()
+        self._step_loss.begin()
+        self._step_loss.observe_mismatched(made | {"mismatched": made}, self._computing)
+        self._watches_blocks = True
+
+    def _new_batch(self) -> Batch:
+        made = _made(self._batch)
+        if objective_rules(self._plan.recipe.objective).preference == "labels":
+            made["desirable"] = torch.ones(self._batch.sequences, dtype=torch.bool)
+        tensors = (value for value in made.values() if isinstance(value, Tensor))
+        self._live.assign(tensors, "activations")
+        return made
+
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Run a micro-step; with an optimizer the last one, and the update."""
-        live, batch = self._live, self._batch
+        live = self._live
         self._mark("before the blocks")
         live.begin_forward()
-        made = _made(batch)
-        live.assign((value for value in made.values() if isinstance(value, Tensor)), "activations")
+        made = self._new_batch()
         step_loss = self._step_loss
         self._mark(ANOTHER_MODEL)
-        if step_loss.objective.observes_mismatched:
-            made["desirable"] = torch.ones(batch.sequences, dtype=torch.bool)
-            step_loss.begin()
-            step_loss.observe_mismatched(made | {"mismatched": made}, self._computing)
         step_loss.refer(made)
         self._mark("before the blocks")
         with step_loss.watching(made):
@@ -595,7 +619,7 @@ class _Step:
             name = str(index) if index < count // 2 else str(index - count)
 
             def forward(_: Any, __: Any, name: str = name) -> None:
-                if not self._backward:  # not when it is computed again
+                if self._watches_blocks and not self._backward:  # not when it is computed again
                     self._mark(f"block {name}, forward")
 
             def made(_: Any, __: Any, output: Any, name: str = name) -> None:
@@ -606,7 +630,9 @@ class _Step:
             block.register_forward_pre_hook(forward)
             block.register_forward_hook(made)
         self._model.head.register_forward_pre_hook(
-            lambda *_: None if self._backward else self._mark("loss, forward")
+            lambda *_: (
+                self._mark("loss, forward") if self._watches_blocks and not self._backward else None
+            )
         )
 
     def _backward_of(self, name: str) -> Callable[[Tensor], None]:
@@ -630,6 +656,14 @@ class _Step:
         elif self._buckets:
             parameter.grad = self._buckets[parameter]
         self._live.assign([parameter.grad], "gradients")
+
+
+def _keep_highest(found: Peaks, stretches: Iterable[Stretch]) -> None:
+    """Add the highest moment of each stretch, whose names may repeat."""
+    for stretch in stretches:
+        known = found.get(stretch.name)
+        if known is None or stretch.peak.total_bytes > known.total_bytes:
+            found[stretch.name] = stretch.peak
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ftkit.models.pretrained.gguf.convert import Conversion
 from ftkit.planning.gpus import HOST
-from ftkit.planning.predict import Planned, PlannedReference, PlannedTeacher
+from ftkit.planning.predict import Planned, PlannedBeside, PlannedReference
 from ftkit.planning.suggest import Change
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -208,8 +208,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "sequences", planned.length.words
     if planned.reference is not None:
         yield "reference", _reference_text(planned.reference, planned.plan.recipe)
-    if planned.teacher is not None:
-        yield "teacher", _teacher_text(planned.teacher)
+    if planned.beside is not None:
+        yield planned.beside.key, _beside_text(planned.beside, planned.plan.recipe)
     if planned.steps is None:
         yield "steps", "not known until the data are on this machine"
     elif planned.samples is None:
@@ -242,11 +242,16 @@ def _reference_text(reference: PlannedReference, recipe: Recipe) -> str:
     return f"{words} ({sequences}); {bytes_text(reference.kept_bytes)} in each checkpoint"
 
 
-def _teacher_text(teacher: PlannedTeacher) -> str:
+def _beside_text(beside: PlannedBeside, recipe: Recipe) -> str:
+    passes = "its forward pass is"
+    if objective_rules(recipe.objective).observes_mismatched:
+        passes = (
+            "its two forward passes, on prompts with the answers to others too, and one more of "
+            "the trained model are"
+        )
     return (
-        f"{teacher.name}, {teacher.parameters:,} parameters, {bytes_text(teacher.rank_bytes)} on "
-        f"each rank; its forward pass is {percent_text(teacher.more_fraction)} more operations in "
-        "each step"
+        f"{beside.name}, {beside.parameters:,} parameters, {bytes_text(beside.rank_bytes)} on "
+        f"each rank; {passes} {percent_text(beside.more_fraction)} more operations in each step"
     )
 
 

@@ -242,6 +242,37 @@ def is_below_adapter(recipe: Recipe) -> bool:
     return recipe.adapter is None and not recipe.lora_modules_to_save
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelBeside:
+    """A frozen model that a run holds in memory beside the one that is trained."""
+
+    key: Literal["teacher", "reference"]
+    """What it is to the objective, and the key of recipes that names it."""
+    name: str
+    """A directory or name, as for checkpoint_dir."""
+    is_base: bool
+    """Whether it is the base model itself, as it is before training."""
+
+
+def model_beside(recipe: Recipe) -> ModelBeside | None:
+    """Return the model that a recipe's objective needs beside the trained one; None: it needs none.
+
+    That is a teacher, or a reference whose log-probabilities cannot be computed before training and
+    that is not the trained model below its adapter.
+    """
+    rules = objective_rules(recipe.objective)
+    if rules.needs_teacher and recipe.teacher is not None:
+        return ModelBeside(key="teacher", name=recipe.teacher, is_base=False)
+    # Which answer follows which prompt depends on the order of the samples.
+    if rules.needs_reference and rules.observes_mismatched and not is_below_adapter(recipe):
+        return ModelBeside(
+            key="reference",
+            name=recipe.reference or recipe.checkpoint_dir,
+            is_base=recipe.reference is None,
+        )
+    return None
+
+
 def objective_options(objective: Component) -> dict[str, Any]:
     """Return the options of a recipe's objective, checked, with defaults of those it does not give.
 
@@ -328,12 +359,17 @@ def check_objective(recipe: Recipe) -> None:
             f"teacher is {recipe.teacher}, but objective is {name}, which has no teacher. Try "
             "--objective distill, or leave teacher out."
         )
-    if rules.observes_mismatched and not is_below_adapter(recipe):
+    beside = model_beside(recipe)
+    if (
+        isinstance(recipe, LoraRecipe)
+        and recipe.adapter is not None
+        and beside is not None
+        and beside.is_base
+    ):
         raise UserError(
-            f"objective is {name}, which compares with the base model on sequences that depend on "
-            "the order of the samples, so that nothing can be computed beforehand: it needs the "
-            "base model below an adapter, unchanged. Try ftkit finetune without "
-            "lora_modules_to_save, adapter and reference."
+            f"adapter is {recipe.adapter}, but objective is {name}, whose reference computes in "
+            "every step and would be the base model without this adapter. Try --reference MODEL "
+            "with the model that the adapter makes (ftkit merge writes it), or leave adapter out."
         )
     if rules.observes_mismatched and train.global_batch_size == 1:
         raise UserError(

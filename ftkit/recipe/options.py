@@ -472,6 +472,8 @@ class EvaluateOptions(PluginOptions, UseOptions, ResultOptions):
     sets: str | None = option(None, placeholder="{NAME:FILE,...}")
     """Further validation sets by name, as eval.sets in recipes; null: none. Default: as in the run,
     unless --data is given."""
+    reference: str | None = option(None, placeholder="PATH")
+    """The model that a preference result is compared with, if it is not where the run had it."""
     micro_batch_size: int | None = option(None, example=4, least=1)
     """Sequences per forward pass. Affects only time and memory. Default: as in the run."""
     max_iters: int | None = option(None, example=100, least=1)
@@ -513,6 +515,7 @@ class EvaluateOptions(PluginOptions, UseOptions, ResultOptions):
             "data": bool(self.data),
             "sets": self.sets is not None,
             "max_iters": self.max_iters is not None,
+            "reference": self.reference is not None,
             **{name: getattr(self, name) is not None for name in METRICS},
             "metric": bool(self.metric),
             "max_new_tokens": self.max_new_tokens is not None,

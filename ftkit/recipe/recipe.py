@@ -292,9 +292,10 @@ class Recipe:
     """What is learned: sft, the answers of records, or another objective, such as dpo, which of two
     answers is better; --objective.help lists them. Options as --objective.NAME VALUE."""
     reference: str | None = None
-    """The model that dpo compares with, if it is not the one with which training begins: a
-    directory or name as for checkpoint_dir, with the same vocabulary. Its log-probabilities are
-    computed before the first step; it is not in memory during training."""
+    """The model that dpo and kto compare with, if it is not the one with which training begins: a
+    directory or name as for checkpoint_dir, with the same vocabulary. For dpo its log-probabilities
+    are computed before the first step; for kto it stays in memory during training, distributed as
+    the trained model is."""
     teacher: str | None = None
     """The model that distill learns from: a directory or name as for checkpoint_dir, with the same
     tokenizer and vocabulary. It stays in memory during training, distributed as the trained model

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.own_metric import OwnMetric
 from ftkit.recipe.parsing import from_dict, recipe_as_dict, to_dict
 from ftkit.recipe.plan import Plan, make_plan
@@ -76,9 +77,11 @@ class Job:
     base: str
     """The base model: a directory, or random:NAME."""
     reference: str | None = None
-    """Directory of the recipe's reference model; None: it has none, or continues without it."""
-    teacher: str | None = None
-    """The teacher of distillation: a directory, or random:NAME; None: the recipe has none."""
+    """Directory of the recipe's reference model, if its log-probabilities are computed before the
+    first step; None: they are not, or the run continues without it."""
+    beside: str | None = None
+    """The frozen model that is held beside the trained one: a directory, or random:NAME; None:
+    there is none. See `ftkit.recipe.objectives.model_beside`."""
     command: tuple[str, ...]
     """The command line, tokens removed."""
     started_at_s: float
@@ -111,6 +114,15 @@ class Job:
     def plan(self) -> Plan:
         """The recipe resolved on the devices."""
         return make_plan(self.recipe, self.devices)
+
+    @property
+    def located_recipe(self) -> Recipe:
+        """The recipe, which names models by where they are on this machine."""
+        names = {"checkpoint_dir": self.base}
+        beside = model_beside(self.recipe)
+        if beside is not None and not beside.is_base and self.beside is not None:
+            names[beside.key] = self.beside
+        return dataclasses.replace(self.recipe, **names)
 
     def new_report(self, start: Metadata | None = None) -> Report:
         """The report of a session before its first step; it covers earlier sessions.
@@ -165,7 +177,7 @@ class Job:
             "devices": dataclasses.asdict(self.devices),
             "base": self.base,
             "reference": self.reference,
-            "teacher": self.teacher,
+            "beside": self.beside,
             "command": self.command,
             "started_at_s": self.started_at_s,
             "start": self.start,
@@ -202,7 +214,7 @@ class Job:
             ),
             base=values["base"],
             reference=values["reference"],
-            teacher=values["teacher"],
+            beside=values["beside"],
             command=tuple(values["command"]),
             started_at_s=values["started_at_s"],
             start=values["start"],

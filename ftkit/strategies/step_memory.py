@@ -199,6 +199,8 @@ class Snapshot:
 
 ANOTHER_MODEL = "another model"
 """Stretch of a step in which another model computes, before the trained one does."""
+MISMATCHED = "mismatched sequences"
+"""Stretch before the first micro-step of a step, in which models compute statistics of it."""
 Peaks = dict[str, Snapshot]
 """The highest moment of each stretch of a step."""
 
@@ -242,7 +244,7 @@ class Sizes:
     small_frozen_elements: int
     """Elements of those below PERSISTENT_ELEMENTS."""
     frozen_head_bytes: int
-    """Bytes of its output layer, which is whole where the loss is computed."""
+    """Bytes of its output layer, if that is whole where the loss is computed: that of a teacher."""
 
 
 @dataclass(frozen=True)

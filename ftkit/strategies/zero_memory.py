@@ -7,7 +7,14 @@ stage3.py, stage_1_and_2.py and partitioned_param_coordinator.py in runtime/zero
 import math
 
 from ftkit.recipe.strategies import DeepSpeedOptions
-from ftkit.strategies.step_memory import ANOTHER_MODEL, Category, OnDevice, Simulation, Snapshot
+from ftkit.strategies.step_memory import (
+    ANOTHER_MODEL,
+    MISMATCHED,
+    Category,
+    OnDevice,
+    Simulation,
+    Snapshot,
+)
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients that ranks add up at once; DeepSpeed's default of ten times as many takes 2 GB."""
@@ -108,11 +115,12 @@ class _ZeroRank:
         if options.stage == 3:  # the bucket and the shares are never freed
             return self._bucket + (0 if options.offload_optimizer else share)
         found = self._bucket if name.endswith("backward") or name == _REDUCTION else 0
-        if options.stage == 1 and whole.accumulates:  # whole until the update
+        accumulates = whole.accumulates and name != MISMATCHED
+        if options.stage == 1 and accumulates:  # whole until the update
             found += self._sizes.trained
         if options.offload_optimizer:  # on its way to the host
             return found + self._sizes.largest_trained
-        if options.stage == 2 and whole.accumulates:
+        if options.stage == 2 and accumulates:
             found += share
         # What was added up just now, and is copied to that of micro-steps before.
         return found + (share if self._reduces_in(name) or name == "optimizer" else 0)
@@ -149,6 +157,8 @@ class _ZeroRank:
         ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
         if name in ("optimizer", _REDUCTION):
             return 0
+        if name == MISMATCHED:
+            return 2 * ahead
         if self._whole.passes_before:
             return self._gathered_after_passes(name, large)
         if name == ANOTHER_MODEL:
@@ -196,7 +206,7 @@ class _ZeroRank:
 
     def _gathered_frozen(self, name: str) -> int:
         """Elements of large parameters of the other model that are gathered during a stretch."""
-        if name != ANOTHER_MODEL:
+        if name not in (ANOTHER_MODEL, MISMATCHED):
             return 0
         # No backward pass needs them again: only a buffer that is being filled and one that is
         # used are there.

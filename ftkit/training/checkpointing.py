@@ -358,7 +358,7 @@ class Checkpointing:
             rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
             base=of_base,
             data=of_data,
-            teacher=setup.teacher_identity,
+            beside=setup.beside_identity,
             layout=Layout(
                 strategy=plan.strategy,
                 world_size=plan.world_size,

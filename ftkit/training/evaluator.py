@@ -159,6 +159,7 @@ class Evaluator:
         parts += [
             term_text(term.name, found.terms[term.name], is_share=term.is_share)
             for term in objective.reported
+            if term.name in found.terms
         ]
         parts += [f"{name} {of_set:.4f}" for name, of_set in of_sets.items()]
         self._journal.display.message(", ".join(parts))

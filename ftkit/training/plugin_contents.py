@@ -83,6 +83,11 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
                 f"{plugin.option}: {one.name} sets scores, but only ftkit's own --objective reward "
                 "trains models that give scores. Remove scores."
             )
+        if one.rules.get("needs_teacher") and one.rules.get("needs_reference"):
+            raise UserError(
+                f"{plugin.option}: {one.name} sets needs_teacher and needs_reference, but an "
+                "objective has one other model at most. Remove one of them."
+            )
         for option in one.options:
             if is_secret(option.name):
                 raise UserError(

@@ -239,7 +239,7 @@ def _note_prediction(recorder: Recorder, job: Job, display: Display) -> None:
     assert longest is not None
     try:
         with display.phase("predicting memory", brief=True):
-            predicted = predict_measured(job.base, job.teacher, job.plan, measured, longest)
+            predicted = predict_measured(job.base, job.beside, job.plan, measured, longest)
     except Exception as error:  # the report is complete without it
         recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
     else:

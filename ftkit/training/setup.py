@@ -9,7 +9,6 @@ from typing import Any
 from ftkit.checkpoint.metadata import (
     BaseIdentity,
     DataIdentity,
-    Metadata,
 )
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
@@ -43,21 +42,14 @@ from ftkit.models.flops import (
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
 from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
-from ftkit.models.pretrained.base_model import (
-    BaseModel,
-    checked_length,
-    fingerprint,
-    implementation_of,
-    open_base,
-)
+from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
-from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
+from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
-from ftkit.objectives.distillation import Teacher
 from ftkit.objectives.objective import Objective, checked_amounts, make_objective
-from ftkit.objectives.reference import BelowAdapter, Companion
-from ftkit.recipe.objectives import is_below_adapter, objective_rules
+from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
+from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
@@ -66,7 +58,7 @@ from ftkit.runs.job import Job
 from ftkit.runs.report.report import Resolved
 from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.frozen import bytes_on_rank, frozen, outline_frozen
+from ftkit.strategies.frozen import bytes_on_rank, outline_beside
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
 from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
 from ftkit.strategies.state import bytes_per_number, state_kinds
@@ -77,6 +69,7 @@ from ftkit.strategies.strategy import (
     parameter_dtype,
     updated_dtype,
 )
+from ftkit.training.beside import beside_identity, load_beside, open_beside
 from ftkit.training.journal import Journal, log_data_summary, log_findings, log_sets_summary
 from ftkit.training.start import StartingPoint, identities, local_base, open_base_model
 from ftkit.utils.console.display import Display
@@ -105,13 +98,14 @@ class Setup:
     model: LanguageModel
     objective: Objective
     references: References | None = None
-    """The reference of the data sets, if the objective needs one."""
+    """The reference of the data sets, if the objective needs one that is not held beside."""
     strategy: Strategy
-    teacher: Teacher | None = None
-    """The model that is learned from, if the objective needs one."""
-    teacher_outline: LanguageModel | None = None
+    beside: Frozen | None = None
+    """The frozen model beside the trained one, a teacher or a reference, if the objective needs
+    one."""
+    beside_outline: LanguageModel | None = None
     """The same on the meta device, until it is loaded."""
-    teacher_identity: BaseIdentity | None = None
+    beside_identity: BaseIdentity | None = None
     """Its identity, on rank 0."""
     contexts: ExitStack = field(default_factory=ExitStack)
     """Contexts in which models that are not trained compute: they end with the process."""
@@ -167,8 +161,8 @@ class Setup:
 
     def companion_of(self, samples: Samples) -> Companion | None:
         """Model that the objective needs for some samples beside the trained one, if any."""
-        if self.teacher is not None:
-            return self.teacher
+        if self.beside is not None:
+            return self.beside
         return None if self.references is None else self.references.of(samples)
 
     @cached_property
@@ -207,10 +201,13 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     if other is not None:
         check_tokens(base, other, "reference")
         check_context(other, "reference", max_seq_length)
-    teacher = None
-    if job.teacher is not None:
-        teacher = _open_teacher(job.teacher, base, start.metadata, max_seq_length)
-        attention = common_path(attention, planned_path(teacher.architecture.attention, plan))
+    beside, frozen_base = model_beside(recipe), None
+    if beside is not None:
+        assert job.beside is not None
+        frozen_base = open_beside(
+            job.beside, beside, base, start.metadata, max_seq_length=max_seq_length
+        )
+        attention = common_path(attention, planned_path(frozen_base.architecture.attention, plan))
     router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
 
     objective = make_objective(recipe.objective)
@@ -233,7 +230,9 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         log_findings(data, base, max_seq_length, journal)
     # Before the model is built and filled: a mistake in the recipe shows at once.
     known = identities(recipe.checkpoint_dir, base, data, start.metadata)
-    of_teacher = None if teacher is None else _teacher_identity(recipe, teacher, start.metadata)
+    of_beside = None
+    if beside is not None and frozen_base is not None:
+        of_beside = beside_identity(beside, frozen_base, start.metadata)
 
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
@@ -259,7 +258,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     # On the meta device: the whole model never exists on a rank, which fills only its own part.
     with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-        teacher_outline = None if teacher is None else outline_frozen(teacher, plan)
+        outlined = None if frozen_base is None else outline_beside(frozen_base, plan)
     model.kernel = kernel
     model.routing = model.body.watch_routing(router_loss)
 
@@ -277,8 +276,8 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         model=model,
         objective=objective,
         strategy=strategy,
-        teacher_outline=teacher_outline,
-        teacher_identity=of_teacher,
+        beside_outline=outlined,
+        beside_identity=of_beside,
     )
     if objective.observes_mismatched:
         _check_several(setup)
@@ -291,7 +290,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         adapter = read_adapter(recipe.adapter, base)
         check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
-    if objective.needs_reference:
+    if objective.needs_reference and beside is None:
         setup = dataclasses.replace(setup, references=_references(setup, other, journal))
     with display.phase("loading weights") as phase:
         fill(
@@ -316,9 +315,19 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         strategy.restore_loss_scale(scalars)
         restore(model, strategy.state_view(), start.stored, scalars)
         _log_average(strategy, start.stored, display)
-    if teacher is not None:
-        setup = dataclasses.replace(setup, teacher=_load_teacher(teacher, setup, display))
-    return setup
+    if beside is None or frozen_base is None or outlined is None:
+        return setup
+    loaded = load_beside(
+        beside,
+        frozen_base,
+        outlined,
+        strategy,
+        setup.contexts,
+        max_seq_length=max_seq_length,
+        seed=recipe.seed,
+        display=display,
+    )
+    return dataclasses.replace(setup, beside=loaded)
 
 
 def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> References:
@@ -331,7 +340,7 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
     """
     plan, recipe, strategy, start = setup.plan, setup.recipe, setup.strategy, setup.start
     if is_below_adapter(recipe):
-        return References(BelowAdapter(setup.model, strategy.precision.forward_context), None)
+        return References(BelowAdapter(setup.model, strategy.precision.forward_context))
     base, adapter = other, None
     if recipe.reference is None:
         base = setup.base
@@ -362,67 +371,7 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
         warn=journal.warn,
     )
     journal.recorder.enter("set_up")
-    return References(None, values)
-
-
-# The teacher
-
-
-def _open_teacher(
-    directory: str, base: BaseModel, start: Metadata | None, max_seq_length: int
-) -> BaseModel:
-    """Open the model that is learned from, without its weights.
-
-    Raises:
-        UserError: its tokens are not those of the trained model, or its context is too short.
-    """
-    known = None if start is None else start.teacher
-    # Its fingerprint depends on the implementation, which a resumed run keeps.
-    teacher = open_base(directory, None if known is None else implementation_of(known.fingerprint))
-    check_logits(base, teacher, "teacher")
-    check_tokens(base, teacher, "teacher")
-    check_context(teacher, "teacher", max_seq_length)
-    return teacher
-
-
-def _teacher_identity(
-    recipe: Recipe, teacher: BaseModel, start: Metadata | None
-) -> BaseIdentity | None:
-    """Identity of the teacher, on rank 0.
-
-    Raises:
-        UserError: it differs from that of the checkpoint.
-    """
-    if rank() > 0:
-        return None
-    assert recipe.teacher is not None
-    found = BaseIdentity(name=recipe.teacher, fingerprint=fingerprint(teacher))
-    known = None if start is None else start.teacher
-    if start is not None and known is not None and found.fingerprint != known.fingerprint:
-        raise UserError(
-            f"teacher {recipe.teacher} is not the model that the run learned from up to step "
-            f"{start.step} ({known.name}): its weights differ. Try --teacher {known.name}, or "
-            "start a new run with another --out_dir."
-        )
-    return found
-
-
-def _load_teacher(teacher: BaseModel, setup: Setup, display: Display) -> Teacher:
-    """Load the teacher beside the trained model, distributed as that is."""
-    strategy, outlined = setup.strategy, setup.teacher_outline
-    assert outlined is not None
-    with display.phase("loading the teacher") as phase:
-        model = setup.contexts.enter_context(
-            frozen(
-                outlined,
-                teacher,
-                strategy,
-                rope_length=setup.max_seq_length,
-                seed=setup.recipe.seed,
-                progress=phase.advance,
-            )
-        )
-    return Teacher(model, strategy.sharding, strategy.precision.forward_context)
+    return References(values=values)
 
 
 # How the result is prompted
@@ -521,16 +470,17 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
             train.lengths,
             train.label_counts,
             setup.data.repetitions,
-            further=further_passes(recipe, setup.teacher_outline),
+            further=further_passes(recipe, setup.beside_outline),
         ),
         model.routing,
     )
-    teacher = setup.teacher_outline
+    beside, outlined = model_beside(recipe), setup.beside_outline
     resolved = Resolved(
         base_model=setup.base.name,
-        teacher=None if teacher is None else recipe.teacher,
-        teacher_parameters=None if teacher is None else parameter_count(teacher),
-        teacher_rank_bytes=None if teacher is None else bytes_on_rank(teacher, plan),
+        beside=None if beside is None else beside.name,
+        beside_key=None if beside is None else beside.key,
+        beside_parameters=None if outlined is None else parameter_count(outlined),
+        beside_rank_bytes=None if outlined is None else bytes_on_rank(outlined, plan),
         accelerator=plan.accelerator,
         device=device_name,
         devices=plan.devices,

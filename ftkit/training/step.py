@@ -132,15 +132,14 @@ class TrainStep:
         counts = [0, 0, 0, 0]
         # On the host, so that a step of many micro-batches takes no memory of the device.
         of_step = list(_of_step(batches))
+        self._meter.begin_step(step)
         self._step_loss.begin()
         if self._step_loss.needs_pass(len(of_step)):
             self._gather_statistics(step, of_step)
         self._seed_step(step)
         self._strategy.set_learning_rate(self._schedule.share(step))
-        for number, waiting in enumerate(of_step):
+        for waiting in of_step:
             batch = move_data_to_device(waiting, self._device)
-            if not number:
-                self._meter.begin_step(step)
             self._clock.mark("data")
             self._step_loss.refer(batch)
             with (

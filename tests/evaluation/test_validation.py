@@ -9,13 +9,19 @@ import pytest
 import torch
 from tiny import make_llama
 
-from ftkit.data.rendering import Example
+from ftkit.data.rendering import Example, Rendered
+from ftkit.data.samples.layout import RankLayout
+from ftkit.data.samples.loader import validation_loader
+from ftkit.data.samples.sample_set import SampleSet
 from ftkit.evaluation import validation as evaluation
 from ftkit.evaluation.loading import Loaded, load_result
 from ftkit.evaluation.result import find_result
 from ftkit.evaluation.scoring import Scoring, rouge_l
-from ftkit.evaluation.validation import answer_scores
+from ftkit.evaluation.validation import answer_scores, validation_loss
 from ftkit.models import generation
+from ftkit.models.load_weights import Whole
+from ftkit.objectives.kto import Kto
+from ftkit.objectives.reference import FrozenReference
 from ftkit.recipe.own_metric import own_metrics
 from ftkit.recipe.recipe import METRICS
 
@@ -159,3 +165,21 @@ def test_spaces_and_half_characters_that_may_still_change_decide_nothing() -> No
         assert wanted.startswith(evaluation._letters(beginning))
     for beginning in ("hello", "Hello world", "Hello, world \u00e8", "Hello, world \u00e9! And"):
         assert not wanted.startswith(evaluation._letters(beginning))
+
+
+def test_a_term_of_which_the_samples_have_nothing_is_absent(loaded: Loaded) -> None:
+    objective, layout = Kto(), RankLayout(micro_batch_size=2, padding_free=True)
+    samples = SampleSet.of(Rendered([5 + i, 6, 7, 8], ((2, 4),), desirable=True) for i in range(4))
+    batches = validation_loader(samples, objective.amounts(samples), 4, layout, mismatched=True)
+    found = validation_loss(
+        loaded.model,
+        objective,
+        batches,
+        torch.device("cpu"),
+        sources=1,
+        context=nullcontext,
+        companion=FrozenReference(loaded.model, Whole(), nullcontext),
+        progress=lambda *_: None,
+    )
+    assert found is not None and "rejected_reward" not in found.terms
+    assert found.terms["chosen_reward"] == 0 and found.loss == pytest.approx(0.5)

@@ -259,6 +259,21 @@ def test_a_run_whose_teacher_has_other_tokens_starts_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "other"}
 
 
+@pytest.mark.parametrize(("objective", "plans"), [("sft", 0), ("kto", 1)])
+def test_a_base_model_that_is_there_twice_counts_twice(
+    gpu: Gpu24GiB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, plans: int
+) -> None:
+    """Its 550 million parameters, with gradients and Adam's state, are just below suspicion."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    sizes = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 16}
+    config = {"vocab_size": 32000, "max_position_embeddings": 256, **sizes}
+    Path("mine/config.json").write_text(json.dumps(config))
+    gpu.answer["fits"] = True
+    preflight.require_room(recipe(checkpoint_dir="mine", objective=objective), CUDA, COMMAND)
+    assert gpu.plans == plans
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_model_without_settings_is_checked_if_it_is_local(
     gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from messages import key_words, says
-from tiny import make_pairs, make_records
+from tiny import make_labelled, make_pairs, make_records
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
@@ -397,8 +397,8 @@ def test_a_plan_counts_the_passes_of_kto_on_mismatched_sequences(tmp_path: Path)
 def test_a_plan_says_what_a_teacher_costs() -> None:
     keys: dict[str, object] = {"objective": "distill", "lora_r": 8, "precision": "bf16-true"}
     found = planned(**keys, teacher=MODEL, gpu="600MiB")
-    teacher = found.teacher
-    assert teacher is not None and teacher.name == found.base_model
+    teacher = found.beside
+    assert teacher is not None and (teacher.key, teacher.name) == ("teacher", found.base_model)
     assert teacher.parameters == found.memory.parameters - found.memory.trained_parameters
     assert teacher.rank_bytes == 2 * teacher.parameters
     # There are two of them.
@@ -408,7 +408,25 @@ def test_a_plan_says_what_a_teacher_costs() -> None:
     shown = plain_text(plan_table(found), 200)
     assert found.fits is False and says(shown, "does not fit ... of it for ... the teacher")
     assert says(shown, f"pythia-14m, {teacher.parameters:,} parameters", "more operations")
-    assert found.as_dict()["teacher"]["rank_bytes"] == teacher.rank_bytes
+    assert found.as_dict()["beside"]["rank_bytes"] == teacher.rank_bytes
+
+
+def test_a_plan_says_what_a_reference_in_every_step_costs(tmp_path: Path) -> None:
+    file = tmp_path / "labelled.json"
+    file.write_text(json.dumps(make_labelled(20)))
+    data = {"data": "JSON", "data__json_path": str(file), "precision": "bf16-true"}
+    found = planned(objective="kto", gpu="200MiB", **data)
+    beside = found.beside
+    assert beside is not None and (beside.key, beside.name) == ("reference", found.base_model)
+    assert beside.parameters == found.memory.parameters
+    assert beside.rank_bytes == 2 * beside.parameters
+    in_peak = found.memory.breakdown_bytes["parameters"]
+    assert in_peak == pytest.approx(2 * beside.rank_bytes, rel=0.03)
+    # Three passes, each of which takes a third of what a step takes.
+    assert found.reference is None and beside.more_fraction == pytest.approx(1, abs=0.02)
+    shown = plain_text(plan_table(found), 200)
+    assert found.fits is False and says(shown, "does not fit ... of it for ... the reference")
+    assert says(shown, f"reference ... {beside.parameters:,} parameters", "two forward passes")
 
 
 @pytest.mark.slow

@@ -247,6 +247,59 @@ def test_the_peak_of_preference_pairs_on_several_ranks_is_predicted_within_2_per
     assert_predicted_within_2_percent(tmp_path, 2, cases)
 
 
+def make_base_and_reference(directory: Path) -> Path:
+    make_llama(directory / "reference", hidden_size=320, num_hidden_layers=5, vocab_size=1000)
+    return make_base(directory)
+
+
+def compared(directory: Path) -> tuple[tuple[str, Any], ...]:
+    return *KTO, ("reference", str(directory / "reference"))
+
+
+@pytest.mark.slow
+def test_the_peak_with_a_reference_beside_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    cases = [
+        Case("single", "full", "32-true", KTO),
+        Case("single", "lora", "bf16-mixed", (*compared(tmp_path), CHECKPOINTED)),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_reference)
+
+
+@pytest.mark.matrix
+def test_the_peak_with_a_reference_beside_is_predicted_in_other_settings(tmp_path: Path) -> None:
+    one = ("train.micro_batch_size", 1)
+    cases = [
+        Case("single", "full", "bf16-true", (*KTO, WHOLE_BATCH, CHECKPOINTED)),
+        Case("single", "full", "bf16-mixed", (*KTO, one)),
+        Case("single", "lora", "bf16-true", (*compared(tmp_path), ("quantize", "bnb.nf4"))),
+        Case("single", "lora", "32-true", (*KTO, one)),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_reference)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "fsdp", *(pytest.param(n, marks=needs_deepspeed) for n in ("ZeRO-2", "ZeRO-3"))],
+)
+def test_the_peak_with_a_reference_beside_on_several_ranks_is_predicted_within_2_percent(
+    strategy: str, tmp_path: Path
+) -> None:
+    name, _, stage = strategy.partition("-")
+    keys = (("strategy.stage", int(stage)),) if stage else ()
+    name = "deepspeed" if stage else name
+    other, two = compared(tmp_path), ("train.micro_batch_size", 2)
+    cases = [
+        Case(name, "full", "32-true", (*KTO, *keys)),
+        Case(name, "full", "32-true", (*KTO, *keys, two)),
+        Case(name, "full", "bf16-true", (*other, *keys)),
+        Case(name, "lora", "bf16-true", (*other, *keys, CHECKPOINTED)),
+        Case(name, "lora", "32-true", (*other, *keys, two)),
+        Case(name, "lora", "32-true", (*KTO, *keys)),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 2, cases, make_base_and_reference)
+
+
 @pytest.mark.matrix
 @needs_deepspeed
 def test_a_reference_below_an_adapter_under_zero_3_is_predicted_within_2_percent(

@@ -7,7 +7,12 @@ from messages import message_of, says
 
 from ftkit.models.pretrained.hub import find_or_download
 from ftkit.models.pretrained.hub_errors import naming
-from ftkit.recipe.objectives import OBJECTIVES, check_objective, objective_options
+from ftkit.recipe.objectives import (
+    OBJECTIVES,
+    check_objective,
+    model_beside,
+    objective_options,
+)
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method, Recipe
 
@@ -68,8 +73,7 @@ SETTINGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("orpo", {"reference": "other"}, ("reference is other", "orpo", "--objective dpo")),
     ("distill", {}, ("teacher is not set", "--teacher MODEL")),
     ("dpo", {"teacher": "other"}, ("teacher is other", "dpo", "--objective distill")),
-    ("kto", {"reference": "other"}, ("kto", "ftkit finetune without", "reference")),
-    ("kto", {"lora_modules_to_save": "[lm_head]"}, ("kto", "lora_modules_to_save")),
+    ("kto", {"adapter": "mine"}, ("adapter is mine", "kto", "--reference MODEL", "ftkit merge")),
     ("kto", {"train__global_batch_size": 1}, ("train.global_batch_size is 1", "kto")),
     *(
         ("reward", {key.replace(".", "__"): value}, (f"{key} is {value}", "reward", f"--{key} "))
@@ -85,9 +89,27 @@ def test_settings_that_contradict_the_objective_are_refused(
     assert says(message_of(check_objective, recipe(objective=name, **keys)), *words)
 
 
-def test_kto_needs_the_base_model_below_an_adapter() -> None:
-    message = message_of(check_objective, recipe("full", objective="kto"))
-    assert says(message, "kto", "ftkit finetune without")
+BESIDE: list[tuple[Method, dict[str, Any], tuple[str, str, bool] | None]] = [
+    ("lora", {"objective": "kto"}, None),
+    ("full", {"objective": "kto"}, ("reference", "base", True)),
+    ("lora", {"objective": "kto", "lora_modules_to_save": "[norm]"}, ("reference", "base", True)),
+    ("lora", {"objective": "kto", "reference": "other"}, ("reference", "other", False)),
+    ("lora", {"objective": "kto", "reference": "other", "adapter": "mine"},
+     ("reference", "other", False)),
+    ("full", {"objective": "dpo", "reference": "other"}, None),
+    ("full", {"objective": "distill", "teacher": "large"}, ("teacher", "large", False)),
+    ("full", {}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "keys", "expected"), BESIDE)
+def test_a_model_is_held_beside_the_trained_one_where_nothing_else_gives_its_numbers(
+    method: Method, keys: dict[str, Any], expected: tuple[str, str, bool] | None
+) -> None:
+    made = recipe(method, **keys)
+    check_objective(made)
+    found = model_beside(made)
+    assert (found and (found.key, found.name, found.is_base)) == expected
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -301,6 +301,15 @@ def test_a_class_derived_from_supervised_tuning_has_its_loss_and_its_z_loss(
     assert [term.name for term in with_z.reported] == ["cross_entropy", "z_loss"]
 
 
+def test_an_objective_with_two_other_models_is_refused(tmp_path: Path) -> None:
+    source = (
+        "from ftkit.objectives.distillation import Distill\n"
+        "class Mine(Distill): needs_reference = True\n"
+    )
+    message = message_of(plugin_of, tmp_path, source)
+    assert says(message, "Mine sets needs_teacher and needs_reference ... Remove one")
+
+
 def test_an_optimizer_is_found_with_its_arguments(own: Plugin) -> None:
     with using(own):
         kind, arguments = resolve_optimizer(component("plugin.Sgd", lr=0.5), may_fuse=True)

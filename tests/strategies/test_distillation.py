@@ -169,7 +169,7 @@ def resume(half: Outcome, teacher: Path, out_dir: Path) -> Outcome:
     job = dataclasses.replace(
         job,
         recipe=dataclasses.replace(job.recipe, teacher=str(teacher), out_dir=out_dir),
-        teacher=str(teacher),
+        beside=str(teacher),
         start=str(half.checkpoint),
         stop_after=None,
     )
@@ -201,11 +201,11 @@ def test_the_teacher_of_a_run_is_fixed_wherever_it_lies(
 def test_a_run_names_its_teacher_and_counts_its_memory(found: Found, teacher: Path) -> None:
     for strategy, shards in (("ddp", 1), ("fsdp", 2)):
         resolved = found["forward", strategy].report.resolved
-        assert resolved is not None and resolved.teacher == str(teacher)
-        assert resolved.teacher_parameters and resolved.teacher_rank_bytes
-        assert resolved.teacher_rank_bytes == resolved.teacher_parameters * 4 // shards
+        assert resolved is not None and resolved.beside == str(teacher)
+        assert resolved.beside_parameters and resolved.beside_rank_bytes
+        assert resolved.beside_rank_bytes == resolved.beside_parameters * 4 // shards
         shown = summary_text(resolved, "full")
-        assert says(shown, f"teacher: {teacher}, {resolved.teacher_parameters:,} parameters")
+        assert says(shown, f"teacher: {teacher}, {resolved.beside_parameters:,} parameters")
 
 
 @pytest.mark.matrix

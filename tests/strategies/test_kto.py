@@ -11,25 +11,40 @@ import torch
 from command import Command
 from messages import says
 from rank_jobs import NO_EVALUATION, Case, Outcome, make_run, needs_deepspeed
-from tiny import make_labelled
+from tiny import make_labelled, make_llama
 from transformers import AutoModelForCausalLM
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data
 from ftkit.data.samples.sample_set import Sample, mismatched
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.recipe.recipe import Component
+from ftkit.recipe.recipe import Component, Method
 
 pytestmark = pytest.mark.slow
 Changes = tuple[tuple[str, Any], ...]
-Found = dict[str, Outcome]
+Found = dict[tuple[str, str], Outcome]
 ROWS: dict[str, Changes] = {
     "one by one": (("train.micro_batch_size", 1),),
     "two": (("train.micro_batch_size", 2),),
     "at once": (("train.micro_batch_size", 11),),
-    "padded": (("train.padding_free", False),),
+    "five, padded": (("train.micro_batch_size", 5), ("train.padding_free", False)),
 }
-STRATEGIES = ("ddp", "fsdp", pytest.param("deepspeed", marks=needs_deepspeed), "resumed")
+KINDS: dict[str, tuple[Method, Changes]] = {
+    "below the adapter": ("lora", ()),
+    "full": ("full", ()),
+    "another": ("lora", (("reference", "OTHER"),)),
+    "another, full": ("full", (("reference", "OTHER"),)),
+    "whole layers": ("lora", (("lora_modules_to_save", "[embed_tokens]"),)),
+    "named base": ("lora", (("reference", "BASE"),)),
+}
+OFTEN, FEW = ("below the adapter", "full"), ("another", "another, full", "whole layers")
+STRATEGIES: dict[str, tuple[str, Changes]] = {
+    "ddp": ("ddp", ()),
+    "fsdp": ("fsdp", ()),
+    "ZeRO-2": ("deepspeed", (("strategy.stage", 2),)),
+    "ZeRO-3": ("deepspeed", (("strategy.stage", 3),)),
+}
+TWO = ["ddp", "fsdp", *(pytest.param(f"ZeRO-{stage}", marks=needs_deepspeed) for stage in (2, 3))]
 TERMS = ("accuracy", "chosen_reward", "rejected_reward", "reference_point")
 
 
@@ -40,71 +55,174 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+class Runs:
+    """Runs cases of every kind."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory, labelled: Path) -> None:
+        self._run = make_run(tmp_path_factory)
+        self.other = make_llama(labelled.parent / "other", num_hidden_layers=1)
+        self._base: Path | None = None
+        self._changes: Changes = (
+            *NO_EVALUATION,
+            ("objective", "kto"),
+            ("objective.beta", 0.5),
+            ("objective.undesirable_weight", 1.5),
+            ("data.json_path", str(labelled)),
+            ("data.mask_prompt", None),
+            ("eval.interval", 3),
+            ("eval.final_validation", True),
+        )
+
+    def case(self, kind: str, strategy: str = "single", more: Changes = (), **keys: Any) -> Case:
+        method, changes = KINDS[kind]
+        name, of_strategy = STRATEGIES.get(strategy, (strategy, ()))
+        places = {"OTHER": str(self.other), "BASE": str(self._base)}
+        own = tuple((key, places.get(value, value)) for key, value in changes)
+        all_changes = (*self._changes, *own, *of_strategy, *more)
+        return Case(name, method, changes=all_changes, **keys)
+
+    def of(self, world_size: int, cases: dict[tuple[str, str], Case]) -> Found:
+        found = self._run(world_size, list(cases.values()))
+        outcomes = {name: found[case] for name, case in cases.items()}
+        self._base = base_of(next(iter(outcomes.values())))
+        return outcomes
+
+
+def base_of(outcome: Outcome) -> Path:
+    return Path(outcome.report.recipe["checkpoint_dir"])
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, labelled: Path) -> Found:
-    """All runs, by what they are."""
-    run_cases = make_run(tmp_path_factory)
-    changes: Changes = (
-        *NO_EVALUATION,
-        ("objective", "kto"),
-        ("objective.beta", 0.5),
-        ("objective.undesirable_weight", 1.5),
-        ("data.json_path", str(labelled)),
-        ("data.mask_prompt", None),
-        ("eval.interval", 3),
-        ("eval.final_validation", True),
-    )
+def runs(tmp_path_factory: pytest.TempPathFactory, labelled: Path) -> Runs:
+    return Runs(tmp_path_factory, labelled)
 
-    def case(strategy: str, more: Changes = (), **keys: Any) -> Case:
-        return Case(strategy, "lora", changes=(*changes, *more), **keys)
 
-    single = {
-        "alone": case("single"),
-        **{name: case("single", more) for name, more in ROWS.items()},
-        "half": case("single", stop_after=4),
+@pytest.fixture(scope="module")
+def found(runs: Runs) -> Found:
+    """Runs of the usual kinds, by kind and what they are."""
+    single = {(kind, "alone"): runs.case(kind) for kind in OFTEN}
+    single |= {(kind, name): runs.case(kind, more=ROWS[name]) for kind in OFTEN for name in ROWS}
+    single |= {(kind, "half"): runs.case(kind, stop_after=4) for kind in OFTEN}
+    known = runs.of(1, single)
+    double = {(kind, name): runs.case(kind, name) for kind in OFTEN for name in STRATEGIES}
+    for kind, strategy in zip(OFTEN, ("fsdp", "ZeRO-3"), strict=True):
+        start = known[kind, "half"].out_dir
+        double[kind, "resumed"] = runs.case(kind, strategy, start=start)
+    double["full", "half in two"] = runs.case("full", "fsdp", stop_after=4)
+    known |= runs.of(2, double)
+    start = known["full", "half in two"].out_dir
+    last = {("full", "of two"): runs.case("full", start=start)}
+    last["named base", "alone"] = runs.case("named base")
+    return known | runs.of(1, last)
+
+
+@pytest.fixture(scope="module")
+def more(runs: Runs, found: Found) -> Found:
+    """Runs of the other kinds, and all ways to resume."""
+    single = {(kind, "alone"): runs.case(kind) for kind in FEW}
+    single |= {(kind, name): runs.case(kind, more=ROWS[name]) for kind in FEW for name in ROWS}
+    single |= {(kind, "half"): runs.case(kind, stop_after=4) for kind in FEW}
+    known = found | runs.of(1, single)
+    double = {(kind, name): runs.case(kind, name) for kind in FEW for name in STRATEGIES}
+    for name in STRATEGIES:
+        double["full", f"half under {name}"] = runs.case("full", name, stop_after=4)
+    known |= runs.of(2, double)
+    double = {
+        (kind, f"half to {name}"): runs.case(kind, name, start=known[kind, "half"].out_dir)
+        for kind in (*OFTEN, *FEW)
+        for name in STRATEGIES
     }
-    alone = run_cases(1, list(single.values()))
-    known = {name: alone[one] for name, one in single.items()}
-    double = {strategy: case(strategy) for strategy in ("ddp", "fsdp", "deepspeed")}
-    double["resumed"] = case("fsdp", start=known["half"].out_dir)
-    in_two = run_cases(2, list(double.values()))
-    return known | {name: in_two[one] for name, one in double.items()}
+    for before in STRATEGIES:
+        start = known["full", f"half under {before}"].out_dir
+        for name in STRATEGIES:
+            double["full", f"{before} to {name}"] = runs.case("full", name, start=start)
+    known |= runs.of(2, double)
+    single = {}
+    for before in STRATEGIES:
+        start = known["full", f"half under {before}"].out_dir
+        single["full", f"{before} to single"] = runs.case("full", start=start)
+    return known | runs.of(1, single)
 
 
-@pytest.mark.parametrize("how", [*ROWS, *STRATEGIES])
-def test_no_layout_changes_what_is_learned(how: str, found: Found) -> None:
-    outcome, expected = found[how], found["alone"]
+def assert_same(outcome: Outcome, expected: Outcome) -> None:
     assert outcome.losses == pytest.approx(expected.losses, rel=1e-5)
     assert outcome.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)
     assert len(outcome.validation_losses) == 3
     for name in (*TERMS, "grad_norm"):
         values = [float(row[name] or 0) for row in expected.rows]
-        assert [float(row[name] or 0) for row in outcome.rows] == pytest.approx(values, rel=1e-4)
+        found = [float(row[name] or 0) for row in outcome.rows]
+        assert found == pytest.approx(values, rel=1e-4, abs=1e-6), name
     weights = outcome.weights()
     for name, tensor in expected.weights().items():
         torch.testing.assert_close(weights.pop(name), tensor, rtol=0, atol=1e-5)
 
 
-def test_the_reference_point_is_not_always_zero(found: Found) -> None:
-    points = [float(row["reference_point"] or 0) for row in found["alone"].rows]
-    assert points[0] == 0, "the model is the reference before the first update"
-    assert max(points) > 0.05
+@pytest.mark.parametrize("how", [*ROWS, *TWO, "resumed"])
+@pytest.mark.parametrize("kind", OFTEN)
+def test_no_layout_changes_what_is_learned(kind: str, how: str, found: Found) -> None:
+    assert_same(found[kind, how], found[kind, "alone"])
 
 
-@torch.no_grad()
-def test_validation_is_the_formula_on_models_of_transformers(
-    found: Found, labelled: Path, tmp_path: Path
+def test_a_run_in_two_shards_resumes_on_one_device(found: Found) -> None:
+    assert_same(found["full", "of two"], found["full", "alone"])
+
+
+def test_a_base_that_is_named_as_the_reference_changes_nothing(found: Found) -> None:
+    """It is another model in memory, with the weights of the one below the adapter."""
+    named, below = found["named base", "alone"], found["below the adapter", "alone"]
+    assert_same(named, below)
+    resolved = [one.report.resolved for one in (named, below)]
+    assert [one and one.beside_key for one in resolved] == ["reference", None]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", [*ROWS, *TWO])
+@pytest.mark.parametrize("kind", FEW)
+def test_no_layout_changes_what_other_kinds_learn(kind: str, how: str, more: Found) -> None:
+    assert_same(more[kind, how], more[kind, "alone"])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", TWO)
+@pytest.mark.parametrize("kind", [*OFTEN, *FEW])
+def test_a_run_of_every_kind_resumes_under_every_strategy(
+    kind: str, strategy: str, more: Found
 ) -> None:
-    outcome = found["alone"]
-    outcome.complete()
-    assert run(["merge", str(outcome.out_dir), "--out", str(tmp_path / "merged")]) == 0
-    base = Path(
-        json.loads((outcome.out_dir / "final/adapter_config.json").read_text())[
-            "base_model_name_or_path"
-        ]
-    )
-    models = [AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "merged", base)]
+    assert_same(more[kind, f"half to {strategy}"], more[kind, "alone"])
 
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("after", [*TWO, "single"])
+@pytest.mark.parametrize("before", TWO)
+def test_a_run_resumes_from_every_strategy(before: str, after: str, more: Found) -> None:
+    assert_same(more["full", f"{before} to {after}"], more["full", "alone"])
+
+
+def test_the_reference_point_is_not_always_zero(found: Found) -> None:
+    for kind in OFTEN:
+        points = [float(row["reference_point"] or 0) for row in found[kind, "alone"].rows]
+        assert points[0] == pytest.approx(0, abs=1e-6), "it begins at the reference"
+        assert max(points) > 0.05
+
+
+@pytest.mark.parametrize(
+    "kind", [*OFTEN, *(pytest.param(kind, marks=pytest.mark.matrix) for kind in FEW)]
+)
+def test_validation_is_the_formula_on_models_of_transformers(
+    kind: str, request: pytest.FixtureRequest, runs: Runs, labelled: Path, tmp_path: Path
+) -> None:
+    found: Found = request.getfixturevalue("found" if kind in OFTEN else "more")
+    outcome = found[kind, "alone"]
+    outcome.complete()
+    result = outcome.out_dir / "final"
+    if KINDS[kind][0] == "lora":
+        result = tmp_path / "merged"
+        assert run(["merge", str(outcome.out_dir), "--out", str(result)]) == 0
+    base = base_of(outcome)
+    reference = runs.other if kind.startswith("another") else base
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (result, reference)]
+
+    @torch.no_grad()
     def ratio(sample: Sample) -> float:
         ids = torch.tensor(sample.ids[None], dtype=torch.long)
         first = int(sample.trained[0, 0])

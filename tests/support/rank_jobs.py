@@ -19,6 +19,7 @@ from tiny import make_data, make_llama, make_records
 from ftkit.checkpoint.store import Store
 from ftkit.models.pretrained.hub import has_extra_weights
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.own_metric import own_metrics
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
@@ -211,6 +212,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     with using(plugin):
         keys = [(key, json.dumps(value)) for key, value in values.items()]
         recipe = with_adapter(read_recipe([], keys, method=case.method))
+        beside = model_beside(recipe)
     metric = out_dir / "metric.py"
     metric.write_text("def length(answer, expected, record):\n    return len(answer)\n")
     metrics = own_metrics([f"{metric}:length"]) if values["eval.rouge_l"] else ()
@@ -218,8 +220,8 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         recipe=recipe,
         devices=Devices(accelerator="cpu", count=2),
         base=str(base),
-        reference=recipe.reference,
-        teacher=recipe.teacher,
+        reference=recipe.reference if beside is None else None,
+        beside=None if beside is None else beside.name,
         command=(),
         started_at_s=time.time(),
         start=None if start is None else str(start),

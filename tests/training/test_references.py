@@ -12,7 +12,7 @@ import pytest
 import torch
 from messages import says
 from rank_jobs import NO_EVALUATION, Outcome
-from tiny import make_llama, make_pairs
+from tiny import make_labelled, make_llama, make_pairs
 
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.cli.app import run as run_command
@@ -22,6 +22,7 @@ from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.objectives.objective import Batch
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import Method
@@ -75,11 +76,14 @@ def train(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> TrainP
         steps = keys.pop("stop_after", None)
         values |= {key.replace("__", "."): value for key, value in keys.items()}
         recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=method)
+        recipe = with_adapter(recipe)
+        beside = model_beside(recipe)
         job = Job(
-            recipe=with_adapter(recipe),
+            recipe=recipe,
             devices=Devices(accelerator="cpu", count=1),
             base=str(base if start is None else start.checkpoint / "base"),
-            reference=recipe.reference,
+            reference=None if beside else recipe.reference,
+            beside=beside and beside.name,
             command=(),
             started_at_s=time.time(),
             start=None if start is None else str(start.checkpoint),
@@ -287,5 +291,76 @@ def test_evaluating_on_other_pairs_computes_their_reference(
         moved = base.rename(tmp_path / "moved")
         with pytest.raises(UserError) as refused:
             run_command(words)
-        assert says(str(refused.value), str(base), "--base PATH", "reference ... 6 samples")
-        assert evaluated("--base", str(moved)) == pytest.approx(expected, rel=1e-4)
+        assert says(str(refused.value), str(base), "--reference PATH", "reference ... 6 samples")
+        assert evaluated("--reference", str(moved)) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "another", "another, lora"])
+def test_a_reference_that_computes_beside_the_trained_model_does_so_in_evaluate(
+    kind: str,
+    train: TrainPairs,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "labelled.json"
+    file.write_text(json.dumps(make_labelled(PAIRS)))
+    keys: dict[str, Any] = {"objective": "kto", "data__json_path": str(file)}
+    reference = base
+    if kind != "full":
+        reference = make_llama(tmp_path / "another", hidden_size=32)
+        keys["reference"] = str(reference)
+    outcome = train("lora" if kind.endswith("lora") else "full", "run", **keys)
+    outcome.complete()
+    words = ["evaluate", str(outcome.out_dir), "--accelerator", "cpu", "--format", "json"]
+    words += ["--exact_match", "0"]
+
+    def evaluated(*more: str) -> dict[str, float]:
+        capsys.readouterr()
+        assert run_command([*words, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {"val_loss": found["loss"]} | {f"val_{k}": v for k, v in found["terms"].items()}
+
+    row = read_validation(outcome.out_dir / "validation.csv")[-1]
+    expected = {name: value for name, value in row.items() if name in evaluated()}
+    assert len(expected) == 5
+    assert evaluated() == pytest.approx(expected, rel=1e-5)
+    moved = reference.rename(tmp_path / "moved")
+    with pytest.raises(UserError) as refused:
+        run_command(words)
+    assert says(str(refused.value), str(reference), "the reference of")
+    assert evaluated("--reference", str(moved)) == pytest.approx(expected, rel=1e-5)
+    other = make_llama(tmp_path / "other", initializer_range=0.3)
+    with pytest.raises(UserError) as refused:
+        run_command([*words, "--reference", str(other)])
+    assert says(str(refused.value), str(other), "weights differ", "--reference PATH")
+
+
+def test_a_reference_is_refused_where_evaluate_needs_none(train: TrainPairs) -> None:
+    outcome = train("lora", "run", train__max_steps=1)
+    outcome.complete()
+    with pytest.raises(UserError) as refused:
+        run_command(["evaluate", str(outcome.out_dir), "--reference", "other"])
+    assert says(str(refused.value), "--reference is other", "no other", "Leave --reference out")
+
+
+@pytest.mark.slow
+def test_the_reference_beside_a_run_is_fixed_wherever_it_lies(
+    train: TrainPairs, base: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "labelled.json"
+    file.write_text(json.dumps(make_labelled(PAIRS)))
+    keys: dict[str, Any] = {"objective": "kto", "data__json_path": str(file)}
+    reference = make_llama(tmp_path / "another", hidden_size=32)
+    keys["reference"] = str(reference)
+    whole = train("full", "whole", **keys)
+    half = train("full", "half", stop_after=2, **keys)
+    assert read_metadata(half.checkpoint).beside is not None
+    resumed = train("full", "resumed", start=half, **keys)
+    assert resumed.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-6)
+    shutil.rmtree(reference)
+    make_llama(reference, hidden_size=32, initializer_range=0.3)
+    with pytest.raises(UserError) as refused:
+        train("full", "refused", start=half, **keys)
+    assert says(str(refused.value), "reference", str(reference), "step 2", "weights differ")

@@ -43,12 +43,15 @@ class Resolved:
 
     base_model: str | None = None
     """Name or directory of the base model."""
-    teacher: str | None = None
-    """Name or directory of the model that is learned from; None: there is none."""
-    teacher_parameters: int | None = None
-    """Parameters of the teacher, each counted once however it is sharded."""
-    teacher_rank_bytes: int | None = None
-    """Size of the teacher's weights on each rank."""
+    beside: str | None = None
+    """Name or directory of the frozen model that is held beside the trained one; None: there is
+    none."""
+    beside_key: Literal["teacher", "reference"] | None = None
+    """What that model is to the objective."""
+    beside_parameters: int | None = None
+    """Its parameters, each counted once however it is sharded."""
+    beside_rank_bytes: int | None = None
+    """Size of its weights on each rank."""
     accelerator: str | None = None
     """Kind of device, as torch calls it: cpu, cuda, ..."""
     device: str | None = None

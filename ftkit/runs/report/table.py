@@ -253,8 +253,9 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
         share = percent_text(resolved.trainable_parameters / resolved.parameters)
         trained, every = map(number_text, (resolved.trainable_parameters, resolved.parameters))
         yield "parameters", f"{trained} of {every} trained ({share})"
-    if resolved.teacher:
-        yield "teacher", _teacher_text(resolved)
+    if resolved.beside:
+        assert resolved.beside_key is not None
+        yield resolved.beside_key, _beside_text(resolved)
     if resolved.kept_bytes:
         yield "kept", f"{bytes_text(resolved.kept_bytes)} of parts other than the language model"
     device = resolved.device or resolved.accelerator
@@ -445,7 +446,7 @@ def summary_text(resolved: Resolved, method: str) -> str:
         f"{method} fine-tuning of {resolved.base_model}: "
         f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
         f"{resolved.precision} on {resolved.device}\n"
-        f"{_teacher_line(resolved)}"
+        f"{_beside_line(resolved)}"
         f"{_kept_line(resolved)}"
         f"{count_text(resolved.total_steps or 0, 'step')} of "
         f"{count_text(resolved.global_batch_size or 0, 'sample')} "
@@ -454,15 +455,15 @@ def summary_text(resolved: Resolved, method: str) -> str:
     )
 
 
-def _teacher_line(resolved: Resolved) -> str:
-    return f"teacher: {_teacher_text(resolved)}\n" if resolved.teacher else ""
+def _beside_line(resolved: Resolved) -> str:
+    return f"{resolved.beside_key}: {_beside_text(resolved)}\n" if resolved.beside else ""
 
 
-def _teacher_text(resolved: Resolved) -> str:
-    assert resolved.teacher_parameters is not None and resolved.teacher_rank_bytes is not None
+def _beside_text(resolved: Resolved) -> str:
+    assert resolved.beside_parameters is not None and resolved.beside_rank_bytes is not None
     return (
-        f"{resolved.teacher}, {resolved.teacher_parameters:,} parameters, "
-        f"{bytes_text(resolved.teacher_rank_bytes)} on each rank"
+        f"{resolved.beside}, {resolved.beside_parameters:,} parameters, "
+        f"{bytes_text(resolved.beside_rank_bytes)} on each rank"
     )
 
 
