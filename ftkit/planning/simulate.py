@@ -58,6 +58,7 @@ from ftkit.strategies.frozen import bytes_of, outline_beside, outline_frozen
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
+    FIRST_GRADIENT,
     MISMATCHED,
     PERSISTENT_ELEMENTS,
     MicroBatchSize,
@@ -181,6 +182,7 @@ def _with_all_layers(
         Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
         less.hosted_bytes + (more.hosted_bytes - less.hosted_bytes) * steps,
         accumulates=less.accumulates,
+        mismatched_passes=less.mismatched_passes,
         passes_before=less.passes_before,
     )
 
@@ -246,14 +248,16 @@ def _run(
             frozen.body.build_rope_cache(CPU, asked)
             _pack(frozen)
         with _mistakes_of_plugin():
-            step = _Step(model, strategy, sharding, batch, accumulates, frozen)
-            peaks = step.peaks()
+            peaks = _Step(model, strategy, sharding, batch, accumulates, frozen).peaks()
+        further = further_passes(recipe)
+        refers = min(further.below_adapter, 1)
         return Simulation(
             peaks,
             sizes,
             host.most_bytes,
             accumulates=accumulates,
-            passes_before=step.passes_before,
+            mismatched_passes=further.of_model + further.below_adapter - refers,
+            passes_before=refers,
         )
 
 
@@ -470,7 +474,7 @@ class _Step:
         self._trained = trainable(model)
         self._buckets: dict[Tensor, Tensor] = {}
         """Place of each parameter's gradient in the buckets of DDP after the last micro-step."""
-        self._backward, self._watches_blocks = False, True
+        self._backward, self._has_gradient, self._watches_blocks = False, False, True
         objective = make_objective(plan.recipe.objective)
         companion: Companion | None = None
         if frozen is not None:
@@ -480,9 +484,9 @@ class _Step:
             companion = Computed(np.zeros(batch.sequences))
             if is_below_adapter(plan.recipe):
                 companion = BelowAdapter(model, computing)
-        further = further_passes(plan.recipe)
-        self.passes_before = further.of_model + further.below_adapter
         self._models = (model, *(companion.models if companion else ()))
+        for other in self._models[1:]:
+            other.register_forward_pre_hook(lambda *_: self._mark(ANOTHER_MODEL))
         self._step_loss = StepLoss(objective, model, companion)
         self._shares = zeros_for(self._step_loss, CPU)
         self._updates_in_backward = plan.recipe.train.optimizer_in_backward
@@ -585,7 +589,7 @@ class _Step:
             loss = loss * self._plan.world_size
             live.end_forward(self._strategy.gathered(self._model))
             self._mark("loss, backward")
-            self._backward = True
+            self._backward, self._has_gradient = True, False
             loss.backward()
             self._backward = False
         del loss, made
@@ -650,6 +654,9 @@ class _Step:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._strategy.updates_parameters:  # at once in a bucket
+            if not self._has_gradient:
+                self._has_gradient = True
+                self._live.mark(FIRST_GRADIENT)
             # If they are whole until the update, those of micro-steps before are there already.
             if self._accumulates or not self._strategy.keeps_gradients_whole:
                 parameter.grad = None

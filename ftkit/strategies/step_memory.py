@@ -199,6 +199,8 @@ class Snapshot:
 
 ANOTHER_MODEL = "another model"
 """Stretch of a step in which another model computes, before the trained one does."""
+FIRST_GRADIENT = "first gradient, backward"
+"""Stretch from the first gradient of a trained parameter to the next block, under DeepSpeed."""
 MISMATCHED = "mismatched sequences"
 """Stretch before the first micro-step of a step, in which models compute statistics of it."""
 Peaks = dict[str, Snapshot]
@@ -269,8 +271,12 @@ class Simulation:
     """Page-locked host memory for activations."""
     accumulates: bool = False
     """Whether there are gradients of micro-steps before it."""
+    mismatched_passes: int = 0
+    """Passes of the trained model on the mismatched sequences of each micro-batch, all of them
+    before the first micro-step."""
     passes_before: int = 0
-    """Passes of the trained model alone, without a backward pass, before the one that trains."""
+    """Passes of the trained model without a backward pass, in each micro-step before the one that
+    trains."""
 
     def without(self, kinds: Collection[Category]) -> OnDevice:
         """Move some categories to host memory."""

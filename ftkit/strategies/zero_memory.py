@@ -9,6 +9,7 @@ import math
 from ftkit.recipe.strategies import DeepSpeedOptions
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
+    FIRST_GRADIENT,
     MISMATCHED,
     Category,
     OnDevice,
@@ -114,7 +115,9 @@ class _ZeroRank:
         options, whole, share = self._options, self._whole, self._share
         if options.stage == 3:  # the bucket and the shares are never freed
             return self._bucket + (0 if options.offload_optimizer else share)
-        found = self._bucket if name.endswith("backward") or name == _REDUCTION else 0
+        # The first gradient makes the bucket, after the loss has taken the most for its own.
+        has_bucket = name.endswith("backward") and name != "loss, backward"
+        found = self._bucket if has_bucket or name == _REDUCTION else 0
         accumulates = whole.accumulates and name != MISMATCHED
         if options.stage == 1 and accumulates:  # whole until the update
             found += self._sizes.trained
@@ -157,17 +160,23 @@ class _ZeroRank:
         ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
         if name in ("optimizer", _REDUCTION):
             return 0
-        if name == MISMATCHED:
-            return 2 * ahead
-        if self._whole.passes_before:
+        if any(self._passes_before()):
             return self._gathered_after_passes(name, large)
         if name == ANOTHER_MODEL:
             return 0
         if name == "loss, forward":  # the last buffer has been copied
             return kept
-        if name == "loss, backward" or name.startswith("block -"):
+        if name in ("loss, backward", FIRST_GRADIENT) or name.startswith("block -"):
             return kept if kept == large and "backward" in name else kept + ahead
         return 2 * ahead if kept < large else large + ahead * ("forward" in name)
+
+    def _passes_before(self) -> set[int]:
+        """Passes of the trained model since a backward pass, before each of those that train."""
+        whole = self._whole
+        if not whole.accumulates:
+            return {whole.mismatched_passes + whole.passes_before}
+        # There are two micro-batches or more.
+        return {2 * whole.mismatched_passes + whole.passes_before, whole.passes_before}
 
     def _gathered_after_passes(self, name: str, large: int) -> int:
         """As `_gathered`, where the model has computed before without a backward pass."""
@@ -175,8 +184,13 @@ class _ZeroRank:
         # So one after a pass alone gathers ahead, but frees what it has used; its backward pass,
         # which is not expected, gathers each parameter when it is needed.
         sizes, whole = self._sizes, self._whole
-        if name == ANOTHER_MODEL:
-            if whole.passes_before > 1:
+        if name == ANOTHER_MODEL and sizes.frozen_bytes:
+            return 0
+        if name in (ANOTHER_MODEL, MISMATCHED):
+            one_by_one = whole.mismatched_passes == 0
+            if name == MISMATCHED:
+                one_by_one = whole.mismatched_passes == 1 and not whole.accumulates
+            if not one_by_one:
                 return 2 * min(_PREFETCH_ELEMENTS, large)
             return max(sizes.embedding_elements, sizes.head_elements, sizes.largest_in_block)
         if name.startswith("loss"):
@@ -185,7 +199,7 @@ class _ZeroRank:
             return sizes.largest_in_block
         # The first pass after an unexpected one frees small parameters too.
         buffered = large
-        if whole.passes_before == 1 or whole.accumulates:
+        if 1 in self._passes_before():
             buffered += sizes.small_elements
         if buffered > _PREFETCH_ELEMENTS:
             return 2 * _PREFETCH_ELEMENTS
@@ -206,7 +220,7 @@ class _ZeroRank:
 
     def _gathered_frozen(self, name: str) -> int:
         """Elements of large parameters of the other model that are gathered during a stretch."""
-        if name not in (ANOTHER_MODEL, MISMATCHED):
+        if name != ANOTHER_MODEL:
             return 0
         # No backward pass needs them again: only a buffer that is being filled and one that is
         # used are there.

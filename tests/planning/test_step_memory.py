@@ -118,8 +118,9 @@ def write_records(file: Path, words: list[int]) -> Path:
 def write_pairs(file: Path, words: list[int]) -> None:
     answers = [{"chosen": "red " * count, "rejected": "blue " * count} for count in words]
     file.write_text(json.dumps([{"prompt": "name colours", **both} for both in answers]))
+    # Their prompts are short: the heaviest step has loss on every token.
     labelled = [
-        {"prompt": "name colours", "completion": both["chosen"], "label": bool(number % 2)}
+        {"prompt": "n", "completion": both["chosen"], "label": bool(number % 2)}
         for number, both in enumerate(answers)
     ]
     file.with_name("labelled.json").write_text(json.dumps(labelled))
