@@ -71,6 +71,8 @@ class Runs:
             ("data.mask_prompt", None),
             ("eval.interval", 3),
             ("eval.final_validation", True),
+            # Adam's usual eps lets it turn the rounding of tiny gradients into steps of 1e-5.
+            ("optimizer.eps", 1e-6),
         )
 
     def case(self, kind: str, strategy: str = "single", more: Changes = (), **keys: Any) -> Case:
@@ -151,7 +153,8 @@ def assert_same(outcome: Outcome, expected: Outcome) -> None:
     for name in (*TERMS, "grad_norm"):
         values = [float(row[name] or 0) for row in expected.rows]
         found = [float(row[name] or 0) for row in outcome.rows]
-        assert found == pytest.approx(values, rel=1e-4, abs=1e-6), name
+        # A reward near 0 is the difference of two sums of tens of nats.
+        assert found == pytest.approx(values, rel=1e-4, abs=1e-5), name
     weights = outcome.weights()
     for name, tensor in expected.weights().items():
         torch.testing.assert_close(weights.pop(name), tensor, rtol=0, atol=1e-5)
