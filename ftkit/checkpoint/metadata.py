@@ -240,6 +240,9 @@ def read_metadata(directory: Path) -> Metadata:
     # The version is checked before the checksum: another version may compute it in another way.
     if values.pop(_CHECKSUM, None) != _checksum_of(values):
         raise CheckpointError(f"{file} is damaged: its content does not match its checksum.")
+    if "teacher" in values:
+        # Its name before a reference could be held beside the trained model too.
+        values["beside"] = values.pop("teacher")
     try:
         metadata = from_json(Metadata, values)
         for name, entry in metadata.files.items():

@@ -118,7 +118,7 @@ class Job:
     @property
     def located_recipe(self) -> Recipe:
         """The recipe, which names models by where they are on this machine."""
-        names = {"checkpoint_dir": self.base}
+        names: dict[str, Any] = {"checkpoint_dir": self.base}
         beside = model_beside(self.recipe)
         if beside is not None and not beside.is_base and self.beside is not None:
             names[beside.key] = self.beside

@@ -24,6 +24,7 @@ from ftkit.checkpoint.file_checks import describe_file, hash_file
 from ftkit.checkpoint.metadata import (
     FORMAT_VERSION,
     METADATA,
+    BaseIdentity,
     CheckpointError,
     FileEntry,
     read_metadata,
@@ -165,6 +166,10 @@ class TestMetadata:
         expected = read_metadata(file.parent)
         self.rewrite(file, added_later=[1, 2])
         assert read_metadata(file.parent) == expected
+
+    def test_a_teacher_is_found_under_the_key_of_earlier_versions(self, file: Path) -> None:
+        self.rewrite(file, teacher={"name": "large", "fingerprint": "hf:1"})
+        assert read_metadata(file.parent).beside == BaseIdentity(name="large", fingerprint="hf:1")
 
     @pytest.mark.parametrize(
         "changes",
