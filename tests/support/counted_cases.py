@@ -18,6 +18,8 @@ from ftkit.utils.process import die_with_parent
 MESSAGES = (
     "all_gather_single",
     "all_gather_into_tensor",
+    "all_reduce",
+    "reduce",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
@@ -31,7 +33,9 @@ def returning_when_let_go(send: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def sent(*args: Any, **kwargs: Any) -> Any:
-        storages = [a.untyped_storage() for a in args if isinstance(a, torch.Tensor)]
+        storages = [
+            a.untyped_storage() for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)
+        ]
 
         def holders() -> list[int]:
             return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
