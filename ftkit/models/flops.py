@@ -129,9 +129,9 @@ def _flops(
     attention_length: float,
     label_fraction: float,
 ) -> float:
-    architecture, of_each = model.architecture, model.architecture.attention
+    architecture = model.architecture
     # PaLM counts 12 for whole attention in training; causal attention needs half of the scores.
-    of_scores = architecture.layers * of_each.heads * of_each.head_size * attention_length
+    of_scores = architecture.attention.width * attention_length
     share = architecture.expert_share
     of_head = _matrix_flops(model.head, share, per_weight) * label_fraction
     return per_score * of_scores + _matrix_flops(model.body, share, per_weight) + of_head

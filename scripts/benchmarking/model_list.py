@@ -17,9 +17,15 @@ LAYERS = 2
 """Fewest layers; more are built where a family has layers of several kinds."""
 MOST_SHOWN = 120
 """Most characters of an error message."""
+_ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
 COMPLETED: Mapping[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "emu3": {"vocabulary_map": {"<image>": 151646, "<|extra_200|>": 151846}},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},

@@ -23,7 +23,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({"add_cross_attention": True}, "needs the output of an encoder"),
     "xlnet": ({}, "on both sides"),
     "musicgen": ({}, "needs inputs beside tokens"),
-    "gemma3n_text": ({}, "keys and values of others from a cache"),
+    "gemma4_text": ({"use_bidirectional_attention": "all"}, "attend to later ones"),
+    "qwen4_exp_text": ({}, "one by one"),
     "rwkv": ({}, "overwrites states"),
 }
 

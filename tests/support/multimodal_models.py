@@ -120,6 +120,37 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "aya_vision": _made_of("cohere2", _SIGLIP),
     "glm4v": {"text_config": _TEXT | _AXES, "vision_config": _QWEN3} | _SIGNS,
+    "gemma4": {
+        "text_config": _TEXT
+        | {
+            "num_hidden_layers": 4,
+            "global_head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": [*_SLIDING, *_SLIDING],
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 400,
+            "pad_token_id": 0,
+        },
+        "vision_config": _VISION | {"head_dim": 8, "num_key_value_heads": 2},
+        "audio_config": None,
+        "image_token_id": 399,
+        "video_token_id": 398,
+        "audio_token_id": 397,
+    },
+    "gemma4_unified": {
+        "text_config": _TEXT
+        | {
+            "global_head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": _SLIDING,
+            "use_bidirectional_attention": "vision",
+            "pad_token_id": 0,
+        },
+        "image_token_id": 399,
+        "video_token_id": 398,
+        "audio_token_id": 397,
+    },
     "lfm2_vl": {
         "text_config": _TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 4},

@@ -38,7 +38,11 @@ class AttentionTraits:
     """Traits of attention that determine its kernel and its cost."""
 
     heads: int
+    """Largest number of heads in any layer."""
     head_size: int
+    """Largest size of a head in any layer."""
+    width: int
+    """Number of heads times their size, summed over all layers."""
     is_plain: bool
     """True if kernels can compute its scores: no bound, no sinks, values as large as keys."""
     takes_rows: bool

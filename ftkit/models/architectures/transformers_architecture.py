@@ -34,6 +34,7 @@ from ftkit.models.architectures.transformers_outline import (
     freeze_stored_buffers,
     head_name,
     language_model_name,
+    layer_configs,
     model_name,
     score_class_name,
     set_depth,
@@ -67,7 +68,7 @@ _SWITCHED_OFF = ("output_router_logits", "use_mamba_kernels")
 """Settings that are switched off: the loss of routers, which ftkit computes itself, and kernels
 without which some models refuse to run."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 """Keys of the number of experts in a layer, and of those that a token passes."""
 
 _QUERY = ("q_proj", "query", "q_a_proj", "q_b_proj")
@@ -177,16 +178,16 @@ class TransformersArchitecture(Architecture):
         shapes = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
         return [(kind, frozenset(own.items())) for kind, own in zip(types, shapes, strict=True)]
 
-    @property
+    @cached_property
     def attention(self) -> AttentionTraits:
         config = self.config
-        heads = int(getattr(config, "num_attention_heads", 0))  # state-space models have none
-        # Older configurations have no head_dim, and their heads divide the width.
-        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        # Gemma 4, for one, has larger heads where attention is not windowed.
+        sizes = [_heads(layer) for layer in layer_configs(config)]
         names = {name.rpartition(".")[2] for name in self.untied_shapes}
         return AttentionTraits(
-            heads=heads,
-            head_size=int(size),
+            heads=max(heads for heads, _ in sizes),
+            head_size=max(size for _, size in sizes),
+            width=sum(heads * size for heads, size in sizes),
             is_plain=not (
                 getattr(config, "attn_logit_softcapping", None)
                 or "sinks" in names
@@ -410,6 +411,13 @@ class TransformersArchitecture(Architecture):
         if layout == "hf":
             return None
         return "is a model of transformers, which LitGPT's layout does not hold. Try --format hf."
+
+
+def _heads(config: PretrainedConfig) -> tuple[int, int]:
+    """Return the number of heads and the size of each, of a layer with this configuration."""
+    heads = int(getattr(config, "num_attention_heads", 0))  # state-space models have none
+    # Older configurations have no head_dim, and their heads divide the width.
+    return heads, int(getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
 
 
 def _decoded(value: Any) -> Any:

@@ -57,14 +57,30 @@ def head_name(model: PreTrainedModel) -> str:
     return next(name for name, module in model.named_modules() if module is head)
 
 
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the configuration of each layer; families with equal layers have one for all."""
+    if getattr(config, "is_heterogeneous", False):  # since transformers 5.20
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
 def set_depth(config: PretrainedConfig, layers: int) -> None:
-    """Change the number of blocks, and lists with an entry for each block."""
+    """Change the number of blocks, and what the settings say of each block."""
     before = config.num_hidden_layers
-    for name, value in config.to_dict().items():
+    settings = config.to_dict()
+    for name, value in settings.items():
         if isinstance(value, list) and len(value) == before and before != layers:
             # Repeated, so that more layers than the model has also get an entry each.
             setattr(config, name, (value * layers)[:layers])
     config.num_hidden_layers = layers
+    if shared := getattr(config, "num_kv_shared_layers", 0):
+        # The last blocks read keys and values of those before them, of which there are as many.
+        config.num_kv_shared_layers = max(layers - (before - shared), 0)
+    if own := settings.get("per_layer_config"):
+        places = {int(place): changes for place, changes in own.items()}
+        config.per_layer_config = {
+            place: places[place % before] for place in range(layers) if place % before in places
+        }
     if hasattr(config, "num_blocks"):  # xLSTM's own key
         config.num_blocks = layers
 
@@ -158,6 +174,10 @@ class _Given(nn.Module):
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self._embedding
+
+    def get_per_layer_inputs(self, input_ids: Tensor, *_: Any) -> Tensor:
+        """Stand in for the second embedding of Gemma 3n and 4: the tokens themselves."""
+        return input_ids
 
     def forward(self, *_: Any, **arguments: Any) -> "_Outputs":
         self.arguments = arguments

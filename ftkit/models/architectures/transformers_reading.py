@@ -23,20 +23,15 @@ from ftkit.models.architectures.transformers_outline import (
 
 _NO_OTHER_INPUT = {"text_config", "attn_config", "ffn_config"}
 """Parts of settings that need no input other than tokens."""
-_ONE_BY_ONE = (
-    "computes each expert on the tokens that are routed to it, so its memory cannot be predicted"
-)
-_NOT_CAUSAL = f"lets tokens depend on later ones in transformers {transformers.__version__}"
 _IN_PLACE = "overwrites states that its backward pass needs"
+_INDEXED = "chooses what each token attends to one by one, so its memory cannot be predicted"
 _SHARED = "shares weights between blocks"
 _FAMILIES = {
-    "afmoe": _ONE_BY_ONE,
     "blt": "reads bytes, which another model groups into patches",
     "cpmant": "attends to prompts in both directions, and takes tokens in segments",
-    "dbrx": _ONE_BY_ONE,
-    "longcat_flash": _ONE_BY_ONE,
-    "nemotron_h": _NOT_CAUSAL,
-    "recurrent_gemma": _NOT_CAUSAL,
+    "longcat_flash": "has two attention layers in each block, and experts that compute nothing",
+    "qwen4_exp": _INDEXED,
+    "qwen4_exp_text": _INDEXED,
     "reformer": "attends within buckets of tokens that change from step to step",
     "rwkv": _IN_PLACE,
     "trocr": "needs the output of an image encoder",
@@ -156,10 +151,11 @@ def _obstacle_of_config(config: PretrainedConfig) -> str | None:
             "is an encoder, whose tokens attend to later ones (is_decoder is not true in its "
             "config.json)"
         )
-    if getattr(config, "use_bidirectional_attention", False):
+    # "vision": only tokens of images (Gemma 4).
+    if getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision"):
         return "lets tokens attend to later ones (use_bidirectional_attention in its config.json)"
-    # Gemma 3n and Gemma 4 (transformers 5.24).
-    if getattr(config, "num_kv_shared_layers", 0):
+    # Before transformers had kv_sharing_modes, Gemma 3n shared them by its cache.
+    if getattr(config, "num_kv_shared_layers", 0) and not hasattr(config, "kv_sharing_modes"):
         return "has blocks that reuse keys and values of others from a cache, which training lacks"
     return None
 
@@ -228,6 +224,8 @@ def _differences(called: Called) -> Iterator[str]:
     for key, value in called.arguments.items():
         match key:
             case "input_ids":
+                is_plain = value is None or torch.equal(value, called.tokens)
+            case "per_layer_inputs":  # see `_Given.get_per_layer_inputs`
                 is_plain = value is None or torch.equal(value, called.tokens)
             case "inputs_embeds":
                 is_plain = value is None or _is_same(value, called.embeddings)

@@ -428,6 +428,9 @@ def _use_experts(model: nn.Module) -> None:
             module.forward = _RowsOfEach(module, transposed=experts.transposed)
         else:
             module.forward = _AllRows(module)
+    for module in model.modules():
+        if type(module).__name__ == "DbrxExperts":
+            module.forward = _DbrxExperts(module)
 
 
 def _fused_experts(model: nn.Module) -> Iterator[FusedExperts]:
@@ -498,36 +501,85 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
     chosen, int64, and weights are [tokens, experts per token].
     """
-    of_each = chosen.size(-1)
-    experts = chosen.flatten()
-    order = experts.argsort(stable=True)
-    counts = count_of_each(experts, module.num_experts)
-    ends = counts.cumsum(0, dtype=torch.int32)
+    pairs = _Pairs.of(chosen, module.num_experts)
     packed = packed_in(module)
-    rows = rows_of_each(counts, len(experts)) if packed else []
+    rows = rows_of_each(pairs.counts, len(pairs.order)) if packed else []
 
     def product(given: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         if matrices := packed.get(name):
             result = _packed_product(given, weight, matrices, rows)
         else:
-            result = grouped_product(given, weight, ends, transposed=module.is_transposed)
+            result = grouped_product(given, weight, pairs.ends, transposed=module.is_transposed)
         if module.has_bias:
             # A bias for each expert, gathered for the rows in their sorted order.
-            result = result + getattr(module, f"{name}_bias")[experts[order]]
-        pairs = getattr(module, f"{name}{PAIRS}", None)
+            result = result + getattr(module, f"{name}_bias")[chosen.flatten()[pairs.order]]
+        adapter = getattr(module, f"{name}{PAIRS}", None)
         # In the memory of the result, as LoRA of linear layers does.
-        return result.add_(pairs(given, ends)) if pairs is not None and pairs.is_on else result
+        if adapter is None or not adapter.is_on:
+            return result
+        return result.add_(adapter(given, pairs.ends))
 
-    x = hidden[order // of_each]
+    x = pairs.rows_of(hidden)
     if module.has_gate:
         x = module._apply_gate(product(x, "gate_up_proj"))
     else:
         x = module.act_fn(product(x, "up_proj"))
-    x = product(x, "down_proj") * weights.flatten()[order, None]
-    # Back in the order of tokens: index_add_ would sum in an order of its own on a GPU.
-    x = x[order.argsort()].unflatten(0, (-1, of_each)).sum(1)
-    return x.to(hidden.dtype)
+    return pairs.sums(product(x, "down_proj"), weights).to(hidden.dtype)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of a token and an expert that it chooses, sorted by expert."""
+
+    order: Tensor
+    """[pairs], the index of each pair among the choices of all tokens."""
+    counts: Tensor
+    """[experts] int32, pairs of each."""
+    ends: Tensor
+    """[experts] int32, the end of the pairs of each."""
+    of_each: int
+    """Experts of a token."""
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int) -> Self:
+        """Sort the choices, [tokens, experts per token]."""
+        flat = chosen.flatten()
+        counts = count_of_each(flat, experts)
+        # Stable, so that the tokens of an expert have the same order in every run.
+        order = flat.argsort(stable=True)
+        return cls(order, counts, counts.cumsum(0, dtype=torch.int32), chosen.size(-1))
+
+    def rows_of(self, hidden: Tensor) -> Tensor:
+        """Return the row of [tokens, width] for each pair."""
+        return hidden[self.order // self.of_each]
+
+    def sums(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Sum the rows of each token, [pairs, width], with [tokens, experts per token] weights."""
+        x = rows * weights.flatten()[self.order, None]
+        # Back in the order of tokens: index_add_ would sum in an order of its own on a GPU.
+        return x[self.order.argsort()].unflatten(0, (-1, self.of_each)).sum(1)
+
+
+class _DbrxExperts:
+    """DBRX's experts: the matrices of all of them are below each other in one of two dimensions."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Compute [batch, sequence, width]; chosen and weights as in `_experts`."""
+        mlp = self._module.mlp
+        pairs = _Pairs.of(chosen, self._module.num_experts)
+
+        def product(given: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+            of_each = weight.view(self._module.num_experts, -1, weight.size(-1))
+            return grouped_product(given, of_each, pairs.ends, transposed=transposed)
+
+        x = pairs.rows_of(hidden.flatten(0, 1))
+        x = mlp.activation_fn(product(x, mlp.w1)) * product(x, mlp.v1)
+        x = product(x, mlp.w2, transposed=True)
+        return pairs.sums(x, weights).to(hidden.dtype).view_as(hidden)
 
 
 ALL_EXPERTS_FUNCTIONS.register(_OURS, _experts)
