@@ -1,6 +1,6 @@
 """List of the causal language models that ftkit trains: each is tried on fake tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,29 @@ def _short(error: Exception) -> str:
     return words if len(words) <= MOST_SHOWN else f"{words[:MOST_SHOWN].rstrip()} ..."
 
 
-def listed(found: Iterable[Tried]) -> str:
+def counted(rows: Sequence[str]) -> str:
+    """Count the rows of the table by their outcome."""
+
+    def having(*words: str) -> int:
+        return sum(any(word in row for word in words) for row in rows)
+
+    works, fails, encoders = (
+        having("| works"),
+        having("| fails"),
+        having("| refused: is an encoder"),
+    )
+    others = having("| refused: needs", "| refused: combines")
+    rest = len(rows) - works - fails - encoders - others
+    failing = f", {fails} fail with the defaults of their settings" * bool(fails)
+    return (
+        f"Of {len(rows)} model types, {works} work{failing}, {encoders} are encoders or "
+        f"encoder-decoder models, {others} need images or audio, and {rest} are refused for the "
+        "reasons in their rows."
+    )
+
+
+def listed(found: Sequence[Tried]) -> str:
     """Format all results as a table."""
     head = "| model_type | class | | without padding |\n|---|---|---|---|"
-    return "\n".join([head, *(one.line for one in found)])
+    rows = [one.line for one in found]
+    return "\n".join([f"{counted(rows)}\n", head, *rows])

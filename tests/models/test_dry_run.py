@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from command import command_environment
-from transformers_models import settings_of
+from messages import says
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers_models import SIZES, settings_of
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import read_transformers_architecture
-from ftkit.models.dry_run import require_trainable
+from ftkit.models.dry_run import require_trainable, try_architecture
 from ftkit.models.pretrained.base_model import read_blueprint
 
+UPDATE = "pip install -U transformers"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "is an encoder, whose tokens attend"),
     "bert as a decoder": ({"is_decoder": True}, "has layers between its last block and its head"),
@@ -34,6 +39,42 @@ def test_models_that_are_not_causal_language_models_are_refused(model: str) -> N
     settings, reason = REFUSED[model]
     with pytest.raises(UserError, match=reason):
         read_transformers_architecture({"model_type": model.split()[0], **settings}, "it")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"transformers_version": "99.1.0"}, ("saved with transformers 99.1.0", UPDATE)),
+        ({"transformers_version": "4.50.0"}, ("If a newer version does", UPDATE)),
+        ({"transformers_version": [1]}, ("If a newer version does", UPDATE)),
+        ({}, ("If a newer version does", UPDATE)),
+        ({"auto_map": {}, "transformers_version": "99.1.0"}, ("code of its own", "another model")),
+    ],
+)
+def test_a_family_that_transformers_lacks_is_refused_with_what_has_it(
+    settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError) as error:
+        read_transformers_architecture({"model_type": "newest", **settings}, "it")
+    assert says(str(error.value), "'newest'", transformers.__version__, *words)
+
+
+def test_a_family_of_a_newer_transformers_is_trained_without_a_change_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NewestConfig(transformers.LlamaConfig):
+        model_type = "newest"
+
+    class NewestForCausalLM(transformers.LlamaForCausalLM):
+        config_class = NewestConfig
+
+    # What a newer version has: the names of the family, and its classes.
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "newest", NewestConfig)
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "newest", "NewestForCausalLM")
+    # By name: where another test imported transformers anew, that is another module.
+    seen = f"{TransformersArchitecture.__module__}.transformers.NewestForCausalLM"
+    monkeypatch.setattr(seen, NewestForCausalLM, raising=False)
+    try_architecture(read_transformers_architecture({"model_type": "newest", **SIZES}, "it"))
 
 
 def directory_with(settings: dict[str, Any], directory: Path) -> Path:

@@ -29,6 +29,14 @@ def test_every_causal_language_model_of_transformers_is_in_the_list() -> None:
     assert re.findall(r"^\| `([\w.-]+)` \|", TEXT, re.MULTILINE) == sorted(KNOWN)
 
 
+def test_the_numbers_above_the_list_are_those_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from benchmarking.model_list import START, counted
+
+    rows = [line for line in TEXT.partition(START)[2].splitlines() if line.startswith("| `")]
+    assert f"\n{counted(rows)}\n" in TEXT
+
+
 @pytest.mark.slow
 def test_models_do_what_the_list_says() -> None:
     found = lines("llama", "gpt2", "mixtral", "mamba")

@@ -151,6 +151,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "video_token_id": 398,
         "audio_token_id": 397,
     },
+    "mllama": {
+        "text_config": _TEXT | {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+        "vision_config": _VISION
+        | {
+            "num_channels": 3,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "max_num_tiles": 1,
+            "vision_output_dim": 32,
+            "intermediate_layers_indices": [0],
+            "supported_aspect_ratios": [[1, 1]],
+        },
+        "image_token_index": 400,
+    },
     "lfm2_vl": {
         "text_config": _TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 4},

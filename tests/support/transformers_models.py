@@ -93,75 +93,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "layer_types": _SLIDING,
     },
-}
-"""Settings of each, by model_type and what is special about it."""
-
-_STATES = {"mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_heads": 8, "mamba_d_head": 8}
-_FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "head_dim": 16,
-}
-MORE_MODELS: dict[str, dict[str, Any]] = {
-    "granitemoeshared": _FEW_EXPERTS | {"shared_intermediate_size": 24},
-    "granitemoehybrid": _STATES
-    | _FEW_EXPERTS
-    | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 24, "mamba_n_groups": 1},
-    "jetmoe": _FEW_EXPERTS | {"kv_channels": 8},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    },
-    "bamba": _STATES | {"attn_layer_indices": [1], "mamba_n_groups": 1},
-    "falcon_h1": _STATES
-    | {"mamba_d_ssm": 64, "mamba_n_groups": 1, "head_dim": 8, "lm_head_multiplier": 0.5},
-    "mamba": {"state_size": 8, "time_step_rank": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
-    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {
-        "layer_types": ["conv", "full_attention"],
-        "num_dense_layers": 1,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-    },
-    "qwen3_next": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 24},
-    "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 24},
-    "olmo_hybrid": _LINEAR | {"linear_num_key_heads": 4, "head_dim": 8},
-    "llama4_text": {
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 2,
-        "no_rope_layers": [1, 0],
-        "attention_chunk_size": 6,
-    },
-    # With fewer heads several scores are exactly zero, and which of them topk takes depends on the
-    # length of the batch.
-    "glm_moe_dsa": _LATENT
-    | {"q_lora_rank": 16, "index_head_dim": 8, "index_n_heads": 16, "index_topk": 4},
-    "dots1": {**_LATENT, "head_dim": 8},
-    "doge": {"keep_window_size": 256},
-    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
-    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
-    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
-    "biogpt": {},
-    "openai-gpt": _GPT2,
-    "codegen": _GPT2 | {"rotary_dim": 4},
-    "diffllama": {},
-    "phimoe": _FEW_EXPERTS,
     "afmoe": _EXPERTS
     | {"head_dim": 8, "num_dense_layers": 1, "sliding_window": 6, "layer_types": _SLIDING},
     "nemotron_h": {
@@ -243,6 +174,75 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "laurel_rank": 4,
     },
+}
+"""Settings of each, by model_type and what is special about it."""
+
+_STATES = {"mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_heads": 8, "mamba_d_head": 8}
+_FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
+MORE_MODELS: dict[str, dict[str, Any]] = {
+    "granitemoeshared": _FEW_EXPERTS | {"shared_intermediate_size": 24},
+    "granitemoehybrid": _STATES
+    | _FEW_EXPERTS
+    | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 24, "mamba_n_groups": 1},
+    "jetmoe": _FEW_EXPERTS | {"kv_channels": 8},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "bamba": _STATES | {"attn_layer_indices": [1], "mamba_n_groups": 1},
+    "falcon_h1": _STATES
+    | {"mamba_d_ssm": 64, "mamba_n_groups": 1, "head_dim": 8, "lm_head_multiplier": 0.5},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "qwen3_next": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 24},
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 24},
+    "olmo_hybrid": _LINEAR | {"linear_num_key_heads": 4, "head_dim": 8},
+    "llama4_text": {
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 6,
+    },
+    # With fewer heads several scores are exactly zero, and which of them topk takes depends on the
+    # length of the batch.
+    "glm_moe_dsa": _LATENT
+    | {"q_lora_rank": 16, "index_head_dim": 8, "index_n_heads": 16, "index_topk": 4},
+    "dots1": {**_LATENT, "head_dim": 8},
+    "doge": {"keep_window_size": 256},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+    "biogpt": {},
+    "openai-gpt": _GPT2,
+    "codegen": _GPT2 | {"rotary_dim": 4},
+    "diffllama": {},
+    "phimoe": _FEW_EXPERTS,
 }
 """Those that are seldom trained, or computed slowly."""
 

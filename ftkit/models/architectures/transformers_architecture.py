@@ -33,6 +33,7 @@ from ftkit.models.architectures.transformers_outline import (
     finished_logits,
     freeze_stored_buffers,
     head_name,
+    image_layers,
     language_model_name,
     layer_configs,
     model_name,
@@ -67,6 +68,9 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 _SWITCHED_OFF = ("output_router_logits", "use_mamba_kernels")
 """Settings that are switched off: the loss of routers, which ftkit computes itself, and kernels
 without which some models refuse to run."""
+_FUSED_STATES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Families whose kernels compute the last layer of a block of states with what is before it: on a
+GPU, adapters of that layer would have no effect, and PEFT refuses them (seen in 0.21)."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 """Keys of the number of experts in a layer, and of those that a token passes."""
@@ -277,11 +281,15 @@ class TransformersArchitecture(Architecture):
         by_key: dict[str, dict[str, None]] = {}
         for block in self._blocks:
             for name, module in block.named_modules():
-                if isinstance(module, nn.Linear):
+                if isinstance(module, nn.Linear) and not self._kernels_read(name):
                     for key in _lora_keys(name):
                         by_key.setdefault(key, {})[name] = None
         # Over all blocks, because they may differ; a dict per key keeps the order without repeats.
         return {key: tuple(names) for key, names in by_key.items()} | {"lora_head": ("lm_head",)}
+
+    def _kernels_read(self, layer: str) -> bool:
+        """Return whether a linear layer's weight is read by kernels, without calling the layer."""
+        return self.name in _FUSED_STATES and layer.rpartition(".")[2] == "out_proj"
 
     @cached_property
     def untied_shapes(self) -> dict[str, torch.Size]:
@@ -298,9 +306,18 @@ class TransformersArchitecture(Architecture):
 
     def is_rest(self, name: str) -> bool:
         """Return whether a parameter or buffer of the whole model is outside its language model."""
-        return self.is_part and not name.startswith(
-            (f"{self.language_name}.", f"{head_name(self.outline)}.")
-        )
+        if not self.is_part:
+            return False
+        ours = (f"{self.language_name}.", f"{head_name(self.outline)}.")
+        return not name.startswith(ours) or name.startswith(self._of_images)
+
+    @cached_property
+    def _of_images(self) -> tuple[str, ...]:
+        """Beginnings of the names of parameters in blocks that text passes by."""
+        blocks = blocks_of(self.language_in(self._plain), self.layers)
+        named = self._plain.named_modules()
+        found = next(name for name, module in named if module is blocks)
+        return tuple(f"{found}.{place}." for place in image_layers(self.config))
 
     @cached_property
     def rest_shapes(self) -> dict[str, torch.Size]:
@@ -358,6 +375,9 @@ class TransformersArchitecture(Architecture):
             model = self._class(whole)
             part = self.language_in(model) if self.is_part else model
             untranspose_layers(part)
+            for place in image_layers(config):
+                # Empty, so that all others keep their names; transformers calls it for no text.
+                blocks_of(part, self.layers)[place] = nn.Module()
         # Rotary tables are in no file, so they need values before the weights are filled in.
         compute_buffers(part)
         freeze_stored_buffers(part)

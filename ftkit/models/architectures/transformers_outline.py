@@ -64,6 +64,11 @@ def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     return [config] * config.num_hidden_layers
 
 
+def image_layers(config: PretrainedConfig) -> list[int]:
+    """Return the indices of blocks that attend to images alone, which text passes by (Mllama)."""
+    return list(getattr(config, "cross_attention_layers", None) or ())
+
+
 def set_depth(config: PretrainedConfig, layers: int) -> None:
     """Change the number of blocks, and what the settings say of each block."""
     before = config.num_hidden_layers
@@ -73,6 +78,8 @@ def set_depth(config: PretrainedConfig, layers: int) -> None:
             # Repeated, so that more layers than the model has also get an entry each.
             setattr(config, name, (value * layers)[:layers])
     config.num_hidden_layers = layers
+    if of_images := settings.get("cross_attention_layers"):
+        config.cross_attention_layers = [place for place in of_images if place < layers]
     if shared := getattr(config, "num_kv_shared_layers", 0):
         # The last blocks read keys and values of those before them, of which there are as many.
         config.num_kv_shared_layers = max(layers - (before - shared), 0)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import transformers
+from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -87,11 +88,9 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
     """Return the model_type; refuse it if transformers has no causal language model of it."""
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        code = " It brings code of its own, which ftkit does not run." * ("auto_map" in settings)
         raise UserError(
             f"{name} is of model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} does not know.{code} Choose another model, or a newer "
-            "ftkit."
+            f"{transformers.__version__} does not know. {_source_of_type(settings)}"
         )
     is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not is_causal and whole_class_name(model_type) is None:
@@ -100,6 +99,21 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
             "model. Choose another model."
         )
     return model_type
+
+
+def _source_of_type(settings: Mapping[str, Any]) -> str:
+    """Say what has the model_type of a config.json that the installed transformers lacks."""
+    if "auto_map" in settings:
+        return "It brings code of its own, which ftkit does not run. Choose another model."
+    newer = "pip install -U transformers; nothing else has to change."
+    version = settings.get("transformers_version")
+    try:
+        is_newer = Version(str(version)) > Version(transformers.__version__)
+    except InvalidVersion:
+        is_newer = False
+    if is_newer:
+        return f"It was saved with transformers {version}. Try {newer}"
+    return f"If a newer version does, try {newer} Else choose another model."
 
 
 def _obstacle(architecture: TransformersArchitecture) -> str | None:
@@ -194,7 +208,7 @@ def require_text_alone(whole: PreTrainedModel, language: str, name: str) -> None
     # Tried, not listed by family: PaliGemma, for one, sees prompts in both directions.
     tokens = _plain_tokens(whole.config)
     called = call_apart(whole, language, tokens, torch.zeros(*tokens.shape, 1, device="cpu"))
-    reason = next(_differences(called), None) or _unused_layers(whole.config)
+    reason = next(_differences(called), None)
     if reason:
         raise UserError(
             f"{name} is a {type(whole).__name__}, which {reason}: its language model cannot be "
@@ -264,9 +278,3 @@ def _is_causal(mask: Tensor) -> bool:
     # A boolean mask is true where a token is seen; an additive one is 0 there.
     seen = mask if mask.dtype == torch.bool else mask == 0
     return torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril())
-
-
-def _unused_layers(config: PretrainedConfig) -> str | None:
-    if getattr(config.text_config, "cross_attention_layers", None):
-        return "has layers for images only between those of its language model"
-    return None

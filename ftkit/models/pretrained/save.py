@@ -102,7 +102,8 @@ def save_hf(
         writer.finish()
         # From what was written: training may have untied the head or changed the format.
         dtype, is_now_tied = writer.dtypes[embedding], head not in writer.dtypes
-        if base.architecture.rest_shapes:
+        # Gemma 4 has a form without towers, whose settings are those of a whole model all the same.
+        if base.architecture.rest_shapes or "text_config" in settings:
             settings = _of_whole(settings, base, writer.dtypes, tied=is_now_tied)
         else:
             settings |= _facts(settings, base, dtype, tied=is_now_tied)

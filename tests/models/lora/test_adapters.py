@@ -13,6 +13,7 @@ from adapters import ALL, FUSED, MAKERS, TOKENS, VARIANTS, build, export, logits
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
 from torch import Tensor
+from transformers_models import make_transformers_model
 
 from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
@@ -175,6 +176,15 @@ def test_an_adapter_of_fused_layers_that_adapts_parts_of_them(
     adapter = export(model, base, recipe, tmp_path / "adapter")
     torch.testing.assert_close(logits(model), logits_of_peft(base, adapter), rtol=0, atol=TOLERANCE)
     assert torch.equal(logits(build(base, lora_recipe(base, adapter=adapter))), logits(model))
+
+
+@pytest.mark.parametrize("model", ["falcon_h1", "mamba2", "nemotron_h"])
+def test_layers_whose_weights_kernels_read_are_not_adapted(tmp_path: Path, model: str) -> None:
+    base = open_base(str(make_transformers_model(tmp_path / "base", model)))
+    recipe = lora_recipe(base, **ALL)
+    trained = train(build(base, recipe))
+    theirs = logits_of_peft(base, export(trained, base, recipe, tmp_path / "adapter"))
+    torch.testing.assert_close(logits(trained), theirs, rtol=0, atol=TOLERANCE)
 
 
 def test_dora_is_refused_where_hugging_face_fuses_layers(bases: dict[str, BaseModel]) -> None:

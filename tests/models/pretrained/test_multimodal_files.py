@@ -277,12 +277,6 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
         require_text_alone(architecture.build(), architecture.language_name, "it")
 
 
-def test_layers_that_text_does_not_pass_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mllama"}))
-    with pytest.raises(UserError, match=r"Mllama.*layers for images only"):
-        read_blueprint(str(tmp_path))
-
-
 def test_a_package_that_a_model_needs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
