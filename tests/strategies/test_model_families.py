@@ -16,7 +16,7 @@ from adapters import TOKENS, logits
 from rank_jobs import Case, Outcome, Run, assert_same_maths, make_run
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers_models import MODELS, make_transformers_model, transformers_model
+from transformers_models import MODELS, NEWEST, make_transformers_model, transformers_model
 
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.shards import StoredState
@@ -30,7 +30,7 @@ from ftkit.recipe.recipe import Method
 pytestmark = pytest.mark.slow
 
 FEW = ("gemma3_text", "qwen3_moe", "gpt2", "phi3 window")
-OTHERS = tuple(model for model in MODELS if model not in FEW)
+OTHERS = tuple(model for model in MODELS | NEWEST if model not in FEW)
 VARIANTS: dict[str, dict[str, Any]] = {
     "dora": {"lora_variant": "dora"},
     "rslora": {"lora_variant": "rslora"},

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from tiny import make_tokenizer
 
 VOCABULARY = 400
@@ -93,6 +94,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
         "layer_types": _SLIDING,
     },
+}
+"""Settings of each, by model_type and what is special about it."""
+NEWEST: dict[str, dict[str, Any]] = {
     "afmoe": _EXPERTS
     | {"head_dim": 8, "num_dense_layers": 1, "sliding_window": 6, "layer_types": _SLIDING},
     "nemotron_h": {
@@ -175,7 +179,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "laurel_rank": 4,
     },
 }
-"""Settings of each, by model_type and what is special about it."""
+"""Those that earlier versions of transformers lack, or compute in another way."""
+if Version(transformers.__version__) < Version("5.24"):
+    NEWEST.clear()
 
 _STATES = {"mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_heads": 8, "mamba_d_head": 8}
 _FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -248,13 +254,13 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
 
 
 def model_type(model: str) -> str:
-    """Model type of a key of MODELS or MORE_MODELS."""
+    """Model type of a key of MODELS, NEWEST or MORE_MODELS."""
     return model.split()[0]
 
 
 def settings_of(model: str) -> dict[str, Any]:
-    """All settings of a key of MODELS or MORE_MODELS."""
-    return SIZES | (MODELS | MORE_MODELS)[model]
+    """All settings of a key of MODELS, NEWEST or MORE_MODELS."""
+    return SIZES | (MODELS | NEWEST | MORE_MODELS)[model]
 
 
 def make_transformers_model(directory: Path, model: str, **changes: Any) -> Path:

@@ -43,6 +43,9 @@ _FAMILIES = {
     "zamba2": _SHARED,
 }
 """Families that are refused whatever their settings."""
+_SINCE = dict.fromkeys(("dbrx", "nemotron_h", "recurrent_gemma"), "5.24")
+"""Families that transformers computes in another way before a version: with 5.3, Nemotron-H and
+RecurrentGemma let tokens depend on later ones."""
 _TOKENS = 3
 """Tokens with which a whole model is called; fewer than any window."""
 
@@ -91,6 +94,12 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
         raise UserError(
             f"{name} is of model_type {model_type!r}, which transformers "
             f"{transformers.__version__} does not know. {_source_of_type(settings)}"
+        )
+    since = _SINCE.get(model_type)
+    if since is not None and Version(transformers.__version__) < Version(since):
+        raise UserError(
+            f"{name} is of model_type {model_type!r}, which needs transformers {since} or newer, "
+            f"and {transformers.__version__} is installed. Try pip install -U transformers."
         )
     is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if not is_causal and whole_class_name(model_type) is None:

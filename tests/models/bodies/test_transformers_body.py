@@ -22,6 +22,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from transformers_models import (
     MODELS,
     MORE_MODELS,
+    NEWEST,
     make_transformers_model,
     settings_of,
     transformers_model,
@@ -34,7 +35,11 @@ from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base, storage_of, weights
 from ftkit.models.pretrained.save import save_hf
 
-ALL = [*MODELS, *(pytest.param(model, marks=pytest.mark.matrix) for model in MORE_MODELS)]
+ALL = [
+    *MODELS,
+    *(pytest.param(model, marks=pytest.mark.slow) for model in NEWEST),
+    *(pytest.param(model, marks=pytest.mark.matrix) for model in MORE_MODELS),
+]
 
 
 class Tiny:
@@ -157,7 +162,7 @@ def test_a_parameter_that_no_rule_of_transformers_writes_is_not_left_out(
     base = open_base(str(make_transformers_model(tmp_path, "llama")), "transformers")
     tensors = list(weights(base))
     parts = ["self_attn.q_proj.weight", "self_attn.absent.weight"]
-    rule = WeightConverter("self_attn.both.weight", parts, [Chunk(dim=0)])
+    rule = WeightConverter("self_attn.both.weight", parts, operations=[Chunk(dim=0)])
     name = "ftkit.models.pretrained.transformers_storage.get_model_conversion_mapping"
     monkeypatch.setattr(name, lambda *_, **__: [rule])
     storage = storage_of(base.architecture, "hf")
