@@ -115,6 +115,7 @@ def reference_model(
             model,
             base,
             strategy,
+            strategy.sharding,
             rope_length=min(architecture.context_length, max_seq_length),
             seed=recipe.seed,
             adapter=None if adapter is None else adapter.tensors,

@@ -96,6 +96,7 @@ def reference_beside(
                         outline_beside(reference, plan),
                         reference,
                         strategy,
+                        strategy.sharding,
                         rope_length=max_seq_length,
                         seed=plan.recipe.seed,
                         progress=phase.advance,

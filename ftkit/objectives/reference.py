@@ -56,7 +56,7 @@ class Reference(Companion):
 
 
 class Frozen(Companion):
-    """A model of its own that computes beside the trained one, distributed as that is."""
+    """A model of its own that computes beside the trained one."""
 
     def __init__(self, model: LanguageModel, sharding: Sharding, context: Context) -> None:
         """Wrap a loaded model.

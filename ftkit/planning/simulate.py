@@ -232,6 +232,7 @@ def _run(
     strategy = make_strategy(plan)
     with (
         strategy.simulated() as sharding,
+        strategy.simulated_beside(sharding) as sharding_beside,
         # Tables that were computed on the CPU are real tensors.
         FakeTensorMode(allow_non_fake_inputs=True),
         _in_host_memory(plan) as host,
@@ -244,11 +245,11 @@ def _run(
         model.body.build_rope_cache(CPU, min(context, asked + answers))
         _pack(model)
         if frozen is not None:
-            sharding.allocate(frozen, CPU)
+            sharding_beside.allocate(frozen, CPU)
             frozen.body.build_rope_cache(CPU, asked)
             _pack(frozen)
         with _mistakes_of_plugin():
-            peaks = _Step(model, strategy, sharding, batch, accumulates, frozen).peaks()
+            peaks = _Step(model, strategy, sharding_beside, batch, accumulates, frozen).peaks()
         further = further_passes(recipe)
         refers = min(further.below_adapter, 1)
         return Simulation(
@@ -461,7 +462,7 @@ class _Step:
         self,
         model: LanguageModel,
         strategy: Strategy,
-        sharding: Sharding,
+        sharding_beside: Sharding,
         batch: MicroBatchSize,
         accumulates: bool,
         frozen: LanguageModel | None,
@@ -479,7 +480,7 @@ class _Step:
         companion: Companion | None = None
         if frozen is not None:
             kind = Teacher if objective.needs_teacher else FrozenReference
-            companion = kind(frozen, sharding, computing)
+            companion = kind(frozen, sharding_beside, computing)
         elif objective.needs_reference:
             companion = Computed(np.zeros(batch.sequences))
             if is_below_adapter(plan.recipe):

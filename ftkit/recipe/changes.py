@@ -80,6 +80,7 @@ KIND_OF: dict[str, Kind] = {
     "checkpoint.max_staged_bytes": "hardware",
     "memory.activation_checkpointing": "hardware",
     "memory.offload_activations": "hardware",
+    "memory.shard_model_beside": "hardware",
     "optimizer": "tunable",  # within a family: see carries_over
     "logger_name": "hardware",
     "seed": "fixed",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import check_objective
+from ftkit.recipe.objectives import check_objective, model_beside
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
     LOGGER_PACKAGES,
@@ -72,6 +72,12 @@ class Plan:
     def shards(self) -> int:
         """Number of ranks over which the parameters of one model are sharded."""
         return self.rules.shards(self.options, self.devices, self.num_nodes)
+
+    @property
+    def shards_beside(self) -> int:
+        """Number of ranks over which a frozen model beside the trained one is sharded."""
+        everywhere = self.recipe.memory.shard_model_beside and self.shards == 1
+        return self.world_size if everywhere else self.shards
 
     @property
     def largest_micro_batch(self) -> int:
@@ -161,7 +167,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count, nodes)
     notices += _check_kind(devices, strategy)
     RULES[strategy].check(recipe, precision, devices)
-    RULES[strategy].shards(options, count, nodes)
+    shards = RULES[strategy].shards(options, count, nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
     notices += _ignored_layers(recipe)
@@ -169,6 +175,8 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     _check_kernels(recipe, devices.accelerator, strategy)
     if trains and recipe.memory.offload_activations:
         notices += _check_offloading(recipe.memory, devices.accelerator)
+    if trains and recipe.memory.shard_model_beside:
+        notices += _check_sharding_beside(recipe, strategy, shards, count * nodes)
     size, tokens = _micro_batch(recipe.train, notices)
     plan = Plan(
         recipe=recipe,
@@ -249,6 +257,27 @@ def _check_offloading(memory: Memory, accelerator: str) -> list[str]:
         )
     on_cpu = accelerator == HOST_KIND
     return ["memory.offload_activations has no effect: this is host memory."] * on_cpu
+
+
+def _check_sharding_beside(
+    recipe: Recipe, strategy: StrategyName, shards: int, world_size: int
+) -> list[str]:
+    """Refuse a format that cannot be sharded; a notice where there is nothing more to shard."""
+    why = ""
+    if model_beside(recipe) is None:
+        why = "no frozen model computes beside the trained one"
+    elif world_size == 1:
+        why = "there is one rank"
+    elif shards > 1:
+        why = f"{strategy} shards that model as it does the trained one"
+    if why:  # not refused: a recipe may come from a machine where it had one
+        return [f"memory.shard_model_beside has no effect: {why}."]
+    if isinstance(recipe, LoraRecipe) and recipe.quantize == "bnb.int8":
+        raise UserError(
+            "memory.shard_model_beside is true, but quantize is bnb.int8: only the 4-bit kinds can "
+            "be sharded. Try --quantize bnb.nf4-dq, or --memory.shard_model_beside false."
+        )
+    return []
 
 
 def _check_in_backward(plan: Plan) -> None:

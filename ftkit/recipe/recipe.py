@@ -237,6 +237,10 @@ class Memory:
     for every Nth block, which saves and costs an Nth of that."""
     offload_activations: bool = False
     """Keep the inputs of blocks in host memory instead of GPU memory."""
+    shard_model_beside: bool = False
+    """Shard the frozen model beside the trained one (a teacher, or the reference of kto) over all
+    ranks, where each has the trained model whole (ddp, deepspeed stages 1 and 2): a rank keeps a
+    share of its weights, and gathers them block by block. Does not change the result."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Frozen models: loaded beside the model that is trained, or before it, and sharded as it is."""
+"""Frozen models: loaded beside the model that is trained, or before it."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.language_model import LanguageModel, outline_plain
-from ftkit.models.load_weights import fill
+from ftkit.models.load_weights import Sharding, fill
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.plan import Plan
@@ -54,8 +54,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def bytes_on_rank(model: LanguageModel, plan: Plan) -> int:
-    """Bytes of a frozen model's weights that each rank holds: all of them, or a share."""
-    return math.ceil(bytes_of(model.parameters()) / plan.shards)
+    """Bytes of the weights beside the trained model that each rank holds: all, or a share."""
+    return math.ceil(bytes_of(model.parameters()) / plan.shards_beside)
 
 
 @contextmanager
@@ -63,6 +63,7 @@ def frozen(
     model: LanguageModel,
     base: BaseModel,
     strategy: Strategy,
+    sharding: Sharding,
     *,
     rope_length: int,
     seed: int,
@@ -77,6 +78,7 @@ def frozen(
         model: outlined, on the meta device.
         base: the model whose weights are read.
         strategy: connected; whether it has a model to train already makes no difference.
+        sharding: of the strategy, for this model.
         rope_length: positions of the table of rotary embeddings.
         seed: of an adapter's initial values.
         adapter: initial values of an adapter by our names, instead of drawn ones.
@@ -86,7 +88,7 @@ def frozen(
     fill(
         model,
         base,
-        sharding=strategy.sharding,
+        sharding=sharding,
         device=strategy.device,
         rope_length=rope_length,
         seed=seed,

@@ -122,7 +122,7 @@ class Fsdp(Strategy):
                 yield parameter._unsharded_param
 
     def simulated(self) -> AbstractContextManager[Sharding]:
-        return _one_of_many(self.plan)
+        return one_of_many(self.plan, self.plan.shards)
 
     def simulates_first_step(self) -> bool:
         return True  # FSDP allocates memory in its first pass
@@ -228,12 +228,15 @@ def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 class FullyShard:
-    """Sharding of a model by rows of every parameter, block by block."""
+    """Sharding of a model by rows of every parameter, block by block.
+
+    Under another strategy, of a frozen model alone, by the default options of fsdp.
+    """
 
     def __init__(self, plan: Plan, mesh: Any) -> None:
-        assert isinstance(plan.options, FsdpOptions)
-        self._options = plan.options
-        self._mixed = plan.precision == "bf16-mixed"
+        self._options = plan.options if isinstance(plan.options, FsdpOptions) else FsdpOptions()
+        # Other strategies mix by autocast, which casts what is gathered where it needs it.
+        self._casts = plan.strategy == "fsdp" and plan.precision == "bf16-mixed"
         self._mesh = mesh
 
     def allocate(self, model: Any, device: torch.device) -> None:
@@ -241,7 +244,7 @@ class FullyShard:
 
         # Rotary tables stay float32: inputs of the blocks are not cast.
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self._mixed else None,
+            param_dtype=torch.bfloat16 if self._casts else None,
             reduce_dtype=torch.float32,  # 16-bit gradients are summed over ranks in float32
             cast_forward_inputs=False,
         )
@@ -306,9 +309,21 @@ _MESSAGES = (
 """Functions of torch.distributed that FSDP calls; the last two before torch 2.13."""
 
 
+def over_all_ranks(plan: Plan) -> FullyShard:
+    """Sharding over all ranks of a plan; every rank calls this."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return FullyShard(plan, init_device_mesh(plan.accelerator, (plan.world_size,)))
+
+
 @contextmanager
-def _one_of_many(plan: Plan) -> Iterator[Sharding]:
-    """Let this process act as one of the ranks that share a model, without communication."""
+def one_of_many(plan: Plan, shards: int) -> Iterator[Sharding]:
+    """Let this process act as one of the ranks that share a model, without communication.
+
+    Args:
+        plan: of the ranks.
+        shards: how many of them share it.
+    """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -326,13 +341,13 @@ def _one_of_many(plan: Plan) -> Iterator[Sharding]:
     try:
         if not connected:
             # torch's fake group: collectives return at once, so one process can be a rank of many.
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.shards)
-        if connected and plan.shards < plan.world_size:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
+        if connected and shards < plan.world_size:
             # Inside a run with hybrid sharding, the ranks that share a model are those of a node.
             nodes = _mesh_of_nodes(plan.accelerator, plan.num_nodes)
             mesh = DeviceMesh.from_group(nodes.get_group("shards"), "cpu")
         else:
-            mesh = init_device_mesh("cpu", (plan.shards,))
+            mesh = init_device_mesh("cpu", (shards,))
         for name in talk:
             # A run of the plan is connected to real ranks, which would wait for these messages.
             setattr(dist, name, lambda *_, **__: None)

@@ -170,6 +170,18 @@ class Strategy(ABC):
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
         """Fabric's own strategy object; the model is still on the meta device."""
 
+    @cached_property
+    def sharding_beside(self) -> Sharding:
+        """Placement of the parameters of a frozen model beside the trained one.
+
+        Every rank reads it, once the ranks are connected.
+        """
+        if self.plan.shards_beside == self.plan.shards:
+            return self.sharding
+        from ftkit.strategies.fsdp import over_all_ranks
+
+        return over_all_ranks(self.plan)
+
     @property
     def device(self) -> torch.device:
         """Device of this rank."""
@@ -395,6 +407,18 @@ class Strategy(ABC):
     def simulated(self) -> AbstractContextManager[Sharding]:
         """Context in which this process acts as one rank of the plan without communication."""
         return nullcontext(Whole())
+
+    def simulated_beside(self, sharding: Sharding) -> AbstractContextManager[Sharding]:
+        """The same for a frozen model beside the trained one.
+
+        Args:
+            sharding: of the trained one, from `simulated`.
+        """
+        if self.plan.shards_beside == self.plan.shards:
+            return nullcontext(sharding)
+        from ftkit.strategies.fsdp import one_of_many
+
+        return one_of_many(self.plan, self.plan.shards_beside)
 
     def simulates_first_step(self) -> bool:
         """Whether the simulation needs a step before the one that it measures."""

@@ -95,7 +95,7 @@ def load_beside(
     seed: int,
     display: Display,
 ) -> Frozen:
-    """Load the model, distributed as the trained one is; every rank does.
+    """Load the model, distributed as the plan says; every rank does.
 
     Args:
         beside: what it is.
@@ -113,10 +113,11 @@ def load_beside(
                 outlined,
                 found,
                 strategy,
+                strategy.sharding_beside,
                 rope_length=max_seq_length,
                 seed=seed,
                 progress=phase.advance,
             )
         )
     kind = Teacher if beside.key == "teacher" else FrozenReference
-    return kind(model, strategy.sharding, strategy.precision.forward_context)
+    return kind(model, strategy.sharding_beside, strategy.precision.forward_context)

@@ -366,6 +366,7 @@ def test_the_peak_of_another_reference_alone_is_predicted_within_2_percent(
         outline_frozen(reference, plan),
         reference,
         strategy,
+        strategy.sharding,
         rope_length=LENGTH,
         seed=0,
         progress=lambda done, total: None,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from messages import says
-from rank_jobs import DEEPSPEED, HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
 from tiny import make_llama
 from transformers_models import make_transformers_model
 
@@ -25,9 +25,20 @@ from ftkit.training.recorder import Recorder
 from ftkit.utils.console.display import Display
 
 pytestmark = pytest.mark.slow
-STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
-STAGE_3 = (("strategy.stage", 3),)
 Changes = tuple[tuple[str, Any], ...]
+STAGE_3 = (("strategy.stage", 3),)
+SHARDED = (("memory.shard_model_beside", True),)
+STRATEGIES: dict[str, tuple[str, Changes]] = {
+    "ddp": ("ddp", ()),
+    "ddp, sharded teacher": ("ddp", SHARDED),
+    "fsdp": ("fsdp", ()),
+    "ZeRO-2, sharded teacher": ("deepspeed", (("strategy.stage", 2), *SHARDED)),
+    "ZeRO-3": ("deepspeed", STAGE_3),
+}
+TWO = [
+    pytest.param(name, marks=[needs_deepspeed] * (strategy == "deepspeed"))
+    for name, (strategy, _) in STRATEGIES.items()
+]
 LAYOUTS: dict[str, Changes] = {
     "one by one": (("train.micro_batch_size", 1),),
     "two": (("train.micro_batch_size", 2),),
@@ -94,11 +105,11 @@ def found(run: Run, teacher: Path) -> Found:
     known = {key: alone[case] for key, case in single.items()}
     for name in OPTIONS:
         case = single[name,]
-        for strategy in ("ddp", "fsdp", "deepspeed"):
-            changes = case.changes + (STAGE_3 if strategy == "deepspeed" else ())
-            double[name, strategy] = Case(strategy, case.method, changes=changes)
+        for kind, (strategy, more) in STRATEGIES.items():
+            changes = case.changes + more
+            double[name, kind] = Case(strategy, case.method, changes=changes)
             start = known[name, "half"].out_dir
-            double[name, strategy, "resumed"] = Case(
+            double[name, kind, "resumed"] = Case(
                 strategy, case.method, changes=changes, start=start
             )
     sharded = double["forward", "fsdp"]
@@ -127,13 +138,13 @@ def test_the_layout_of_micro_batches_changes_nothing(layout: str, found: Found) 
     assert_same(found["forward", layout], found["forward",])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", TWO)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_two_ranks_learn_as_one_does(options: str, strategy: str, found: Found) -> None:
     assert_same(found[options, strategy], found[options,])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", TWO)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_run_resumes_under_every_strategy(options: str, strategy: str, found: Found) -> None:
     assert_same(found[options, strategy, "resumed"], found[options,])
@@ -150,13 +161,13 @@ def test_a_run_in_two_shards_resumes_on_one_device(found: Found) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["ddp", DEEPSPEED])
+@pytest.mark.parametrize("strategy", TWO)
 def test_a_run_in_two_shards_resumes_under_every_strategy(
     strategy: str, run: Run, teacher: Path, found: Found
 ) -> None:
-    changes = changes_for(teacher, "forward") + (STAGE_3 if strategy == "deepspeed" else ())
+    name, more = STRATEGIES[strategy]
     start = found["forward", "half in two"].out_dir
-    case = Case(strategy, "full", changes=changes, start=start)
+    case = Case(name, "full", changes=changes_for(teacher, "forward") + more, start=start)
     assert_same(run(2, [case])[case], found["forward",])
 
 
@@ -185,6 +196,22 @@ def resume(half: Outcome, teacher: Path, out_dir: Path) -> Outcome:
     return Outcome(out_dir)
 
 
+@pytest.mark.parametrize(
+    ("precision", "quantize"),
+    [("bf16-mixed", None), ("bf16-true", "bnb.nf4"), ("32-true", "bnb.nf4-dq")],
+)
+def test_a_sharded_teacher_teaches_the_same_in_every_format(
+    precision: str, quantize: str | None, run: Run, teacher: Path
+) -> None:
+    """Only where its weights are differs: what it computes is equal to the bit."""
+    changes = changes_for(teacher, "forward") + (("quantize", quantize),) * bool(quantize)
+    whole, sharded = (
+        Case("ddp", "lora", precision, changes=changes + more) for more in ((), SHARDED)
+    )
+    known = run(2, [whole, sharded])
+    assert known[sharded].losses == pytest.approx(known[whole].losses, rel=1e-6)
+
+
 def test_the_teacher_of_a_run_is_fixed_wherever_it_lies(
     found: Found, teacher: Path, tmp_path: Path
 ) -> None:
@@ -199,7 +226,7 @@ def test_the_teacher_of_a_run_is_fixed_wherever_it_lies(
 
 
 def test_a_run_names_its_teacher_and_counts_its_memory(found: Found, teacher: Path) -> None:
-    for strategy, shards in (("ddp", 1), ("fsdp", 2)):
+    for strategy, shards in (("ddp", 1), ("ddp, sharded teacher", 2), ("fsdp", 2)):
         resolved = found["forward", strategy].report.resolved
         assert resolved is not None and resolved.beside == str(teacher)
         assert resolved.beside_parameters and resolved.beside_rank_bytes
