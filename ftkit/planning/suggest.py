@@ -123,6 +123,8 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         )
     if not recipe.memory.activation_checkpointing:
         yield _Step("activation checkpointing", (("memory.activation_checkpointing", "true"),))
+    if planned.beside is not None and plan.shards_beside < plan.world_size and plan.shards == 1:
+        yield _Step("frozen model sharded", (("memory.shard_model_beside", "true"),))
     if not isinstance(recipe, LoraRecipe):
         # Any LoRA key makes the recipe one of LoRA.
         yield _Step("LoRA", (("lora_r", "8"),))
@@ -175,6 +177,7 @@ _GENTLE = (
     "16-bit arithmetic",
     "activation checkpointing",
     "8-bit optimizer state",
+    "frozen model sharded",
 )
 
 

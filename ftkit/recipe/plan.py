@@ -76,8 +76,9 @@ class Plan:
     @property
     def shards_beside(self) -> int:
         """Number of ranks over which a frozen model beside the trained one is sharded."""
-        everywhere = self.recipe.memory.shard_model_beside and self.shards == 1
-        return self.world_size if everywhere else self.shards
+        if self.shards > 1 or not self.recipe.memory.shard_model_beside:
+            return self.shards
+        return 1 if model_beside(self.recipe) is None else self.world_size
 
     @property
     def largest_micro_batch(self) -> int:
@@ -93,8 +94,14 @@ class Plan:
 
     @property
     def sharding(self) -> str:
-        """Sharded state of training, in words."""
-        return self.rules.sharding(self.options)
+        """What is sharded, in words."""
+        words = self.rules.sharding(self.options)
+        if self.shards_beside == self.shards:
+            return words
+        beside = model_beside(self.recipe)
+        assert beside is not None
+        weights = f"weights of the {beside.key}"
+        return weights if words == "nothing" else f"{words}; {weights}"
 
     @property
     def kind(self) -> DeviceKind:

@@ -411,6 +411,32 @@ def test_a_plan_says_what_a_teacher_costs() -> None:
     assert found.as_dict()["beside"]["rank_bytes"] == teacher.rank_bytes
 
 
+def test_a_plan_counts_a_share_of_a_teacher_that_is_sharded_beside_a_whole_student() -> None:
+    keys: dict[str, object] = {"objective": "distill", "lora_r": 8, "precision": "bf16-true"}
+    keys |= {"teacher": "random:pythia-410m", "devices": 4, "strategy": "ddp"}
+    whole, sharded = planned(**keys), planned(**keys, memory__shard_model_beside=True)
+    assert whole.beside is not None and sharded.beside is not None
+    assert sharded.beside.rank_bytes * 4 == whole.beside.rank_bytes
+    saved = whole.beside.rank_bytes - sharded.beside.rank_bytes
+    in_peak = [one.memory.breakdown_bytes["parameters"] for one in (whole, sharded)]
+    assert in_peak[0] - in_peak[1] == pytest.approx(saved, rel=0.01)
+    assert whole.memory.peak_bytes - sharded.memory.peak_bytes > saved / 2
+
+    size = f"{(whole.least_bytes + sharded.memory.high_bytes) // 2**21}MiB"
+    whole, sharded = (
+        planned(gpu=size, **keys, memory__shard_model_beside=value) for value in (False, True)
+    )
+    assert whole.fits is False and sharded.fits
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        if [key for key, _ in changed] != ["memory.shard_model_beside"]:
+            raise UserError("not this one")
+        return sharded
+
+    (only,) = changes_that_fit(whole, attempt, most=1)
+    assert only.overrides == (("memory.shard_model_beside", "true"),)
+
+
 def test_a_plan_says_what_a_reference_in_every_step_costs(tmp_path: Path) -> None:
     file = tmp_path / "labelled.json"
     file.write_text(json.dumps(make_labelled(20)))

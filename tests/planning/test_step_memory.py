@@ -52,6 +52,8 @@ AVERAGED = ("train.ema_decay", 0.9)
 PAIRS = (("data.json_path", "BESIDE/pairs.json"), ("data.mask_prompt", None))
 REWARD = (*PAIRS, ("objective", "reward"))
 KTO = (("data.json_path", "BESIDE/labelled.json"), PAIRS[1], ("objective", "kto"))
+SHARDED_BESIDE = ("memory.shard_model_beside", True)
+ZERO_2 = ("strategy.stage", 2)
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
     Case("single", "full"),
@@ -298,6 +300,11 @@ def test_the_peak_with_a_reference_beside_on_several_ranks_is_predicted_within_2
         Case(name, "lora", "32-true", (*other, *keys, two)),
         Case(name, "lora", "32-true", (*KTO, *keys)),
     ]
+    if strategy in ("ddp", "ZeRO-2"):
+        cases += [
+            Case(name, "full", "32-true", (*KTO, *keys, two, SHARDED_BESIDE)),
+            Case(name, "lora", "bf16-true", (*other, *keys, SHARDED_BESIDE)),
+        ]
     assert_predicted_within_2_percent(tmp_path, 2, cases, make_base_and_reference)
 
 
@@ -464,6 +471,17 @@ def test_the_peak_with_a_teacher_is_predicted_within_2_percent(tmp_path: Path) -
     assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_teacher)
 
 
+@pytest.mark.slow
+def test_the_peak_with_a_sharded_teacher_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    keys = (*distilled(tmp_path), SHARDED_BESIDE)
+    cases = [
+        Case("ddp", "full", "bf16-mixed", (*keys, CHECKPOINTED)),
+        Case("ddp", "lora", "bf16-true", (*keys, ("quantize", "bnb.nf4"))),
+    ]
+    cases += [Case("deepspeed", "full", "bf16-true", (*keys, ZERO_2))] * HAS_DEEPSPEED
+    assert_predicted_within_2_percent(tmp_path, 2, cases, make_base_and_teacher)
+
+
 @pytest.mark.matrix
 def test_the_peak_with_a_teacher_is_predicted_in_other_settings(tmp_path: Path) -> None:
     keys = distilled(tmp_path)
@@ -490,6 +508,6 @@ def test_the_peak_with_a_teacher_on_several_ranks_is_predicted_within_2_percent(
         cases += [
             Case("deepspeed", "full", "32-true", keys),
             Case("deepspeed", "lora", "bf16-true", keys),
-            Case("deepspeed", "full", "bf16-true", (*keys, ("strategy.stage", 2))),
+            Case("deepspeed", "full", "bf16-true", (*keys, ZERO_2)),
         ]
     assert_predicted_within_2_percent(tmp_path, 2, cases, make_base_and_teacher)

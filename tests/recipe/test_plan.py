@@ -21,6 +21,12 @@ OLD_GPU = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=Fals
 FOUR_GPUS = Devices(accelerator="cuda", count=4, names=("A100",) * 4)
 FOUR_OLD_GPUS = dataclasses.replace(FOUR_GPUS, names=("V100",) * 4, bf16_native=False)
 EIGHT_BIT = "bitsandbytes.optim.AdamW8bit"
+DISTILLED: dict[str, object] = {
+    "objective": "distill",
+    "teacher": "large",
+    "devices": 4,
+    "memory__shard_model_beside": True,
+}
 
 
 def recipe(method: Method = "lora", **keys: object) -> Recipe:
@@ -551,6 +557,11 @@ def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object
         (CPU, {"teacher": "large"}, "teacher is large ... sft ... --objective distill"),
         (GPU, {"objective": "orpo", "reference": "a/b"}, "reference is a/b ... orpo ... dpo"),
         (CPU, {"compile": "true", "strategy": "deepspeed"}, "compile is true ... deepspeed"),
+        (
+            FOUR_GPUS,
+            DISTILLED | {"quantize": "bnb.int8"},
+            "memory.shard_model_beside is true ... quantize is bnb.int8",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused_with_options_that_work(
@@ -570,6 +581,49 @@ def test_on_cpus_a_notice_says_that_offloading_has_no_effect() -> None:
         "offload_activations has no effect" in notice for notice in plan(CPU, **keys).notices
     )
     assert not any("offload" in notice for notice in plan(GPU, **keys).notices)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shards", "sharded"),
+    [
+        ({}, 4, "weights of the teacher"),
+        (
+            {
+                "strategy": "deepspeed",
+                "strategy__stage": 2,
+                "strategy__offload_optimizer": False,
+            },
+            4,
+            "ZeRO-2: optimizer state, gradients; weights of the teacher",
+        ),
+        ({"memory__shard_model_beside": False}, 1, "nothing"),
+    ],
+)
+def test_a_model_beside_is_sharded_where_the_trained_one_is_whole(
+    keys: dict[str, object], shards: int, sharded: str
+) -> None:
+    made = plan(FOUR_GPUS, **DISTILLED | keys)
+    assert (made.shards, made.shards_beside, made.sharding) == (1, shards, sharded)
+    assert not made.notices
+
+
+@pytest.mark.parametrize(
+    ("keys", "shards", "why"),
+    [
+        ({"devices": 1}, 1, "one rank"),
+        ({"strategy": "fsdp"}, 4, "fsdp shards that model"),
+        ({"strategy": "deepspeed"}, 4, "deepspeed shards that model"),
+        ({"objective": "sft", "teacher": "null"}, 1, "no frozen model"),
+        ({"objective": "kto", "teacher": "null"}, 1, "no frozen model"),
+    ],
+)
+def test_a_notice_says_where_there_is_nothing_more_to_shard(
+    keys: dict[str, object], shards: int, why: str
+) -> None:
+    made = plan(FOUR_GPUS, **DISTILLED | {"quantize": "bnb.nf4"} | keys)
+    assert made.shards_beside == shards and "weights of" not in made.sharding
+    (notice,) = made.notices
+    assert says(notice, f"memory.shard_model_beside has no effect ... {why}")
 
 
 # --- Kernels ------------------------------------------------------------------------------------

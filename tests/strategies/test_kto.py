@@ -110,6 +110,8 @@ def found(runs: Runs) -> Found:
     for kind, strategy in zip(OFTEN, ("fsdp", "ZeRO-3"), strict=True):
         start = known[kind, "half"].out_dir
         double[kind, "resumed"] = runs.case(kind, strategy, start=start)
+    sharded = (("memory.shard_model_beside", True),)
+    double["full", "sharded reference"] = runs.case("full", "ddp", sharded)
     double["full", "half in two"] = runs.case("full", "fsdp", stop_after=4)
     known |= runs.of(2, double)
     start = known["full", "half in two"].out_dir
@@ -168,6 +170,14 @@ def test_no_layout_changes_what_is_learned(kind: str, how: str, found: Found) ->
 
 def test_a_run_in_two_shards_resumes_on_one_device(found: Found) -> None:
     assert_same(found["full", "of two"], found["full", "alone"])
+
+
+def test_a_reference_is_sharded_beside_a_model_that_is_whole(found: Found) -> None:
+    whole, sharded = found["full", "ddp"], found["full", "sharded reference"]
+    assert sharded.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert_same(sharded, found["full", "alone"])
+    on_rank = [one.report.resolved.beside_rank_bytes or 0 for one in (whole, sharded)]
+    assert on_rank[1] == -(-on_rank[0] // 2)
 
 
 def test_a_base_that_is_named_as_the_reference_changes_nothing(found: Found) -> None:
