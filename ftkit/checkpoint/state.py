@@ -8,11 +8,11 @@ communication between ranks, and loading reads the ranges that the current layou
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
 
 from ftkit.checkpoint.metadata import CheckpointError
 from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, share_of
 from ftkit.errors import UserError
+from ftkit.models.language_model import LanguageModel
 from ftkit.models.load_weights import Sharding, kept_parameters
 from ftkit.models.lora.targets import our_name
 from ftkit.strategies.state import AVERAGE, BLOCK, PARAMETER, OptimizerStateView, StatePart
@@ -24,7 +24,7 @@ def stored_name(kind: str, parameter: str) -> str:
 
 
 def capture(
-    model: nn.Module, state: OptimizerStateView, rank: int, world_size: int
+    model: LanguageModel, state: OptimizerStateView, rank: int, world_size: int
 ) -> Iterator[Piece]:
     """Pieces of the training state that this rank writes: views of live memory."""
     for name, parameter in kept_parameters(model).items():
@@ -62,7 +62,7 @@ def has_average(stored: StoredState) -> bool:
     return any(name.startswith(f"{AVERAGE}/") for name in stored.names())
 
 
-def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -> None:
+def replace_trained(model: LanguageModel, sharding: Sharding, stored: StoredState) -> None:
     """Replace the trained parameters by those of a checkpoint's result; every rank calls this.
 
     The optimizer keeps its own copies unchanged, so nothing can be trained afterwards.
@@ -81,7 +81,7 @@ def replace_trained(model: nn.Module, sharding: Sharding, stored: StoredState) -
 
 
 def restore(
-    model: nn.Module, state: OptimizerStateView, stored: StoredState, scalars: dict[str, float]
+    model: LanguageModel, state: OptimizerStateView, stored: StoredState, scalars: dict[str, float]
 ) -> None:
     """Restore the training state from a checkpoint that any layout has written.
 

@@ -24,6 +24,7 @@ from ftkit.models.pretrained.base_model import (
     open_base,
     open_without_weights,
     parameter_shapes,
+    weight_reader,
     weights,
 )
 from ftkit.models.pretrained.reward_model import as_reward_model
@@ -90,7 +91,7 @@ def plan_use(
 
 
 def open_result(result: Result, base: str | None = None, option: str = "--base") -> BaseModel:
-    """Open the base model of an adapter, a model itself, or a checkpoint's model without weights.
+    """Open what a result needs: its base model, a model itself, or a checkpoint without weights.
 
     Input and output embeddings are tied if they are in the result.
 
@@ -102,7 +103,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
     Raises:
         UserError: it is not there, or is not the one that the result was made from.
     """
-    if result.kind == "checkpoint":
+    if result.kind == "checkpoint" and not result.trains_part:
         # Tied weights are stored once, as those of the embedding.
         has_head = stored_name(PARAMETER, HEAD) in _stored(result)
         found = open_without_weights(result.directory / BASE)
@@ -136,7 +137,7 @@ def base_of(result: Result, base: str | None, option: str) -> BaseModel:
     """Open the model that a result was made from.
 
     Args:
-        result: an adapter, or a checkpoint of a full fine-tune.
+        result: an adapter, or a checkpoint of a fine-tune of all or part of the weights.
         base: where the base model is, if not where the run had it.
         option: of the command line, by which that is given.
 
@@ -228,9 +229,13 @@ def full_weights(result: Result, base: BaseModel) -> Iterator[tuple[str, Tensor]
         yield from weights(base)
         return
     stored = _stored(result)
+    read = weight_reader(base) if result.trains_part else None
     try:
         for name in parameter_shapes(base):
-            yield name, result_parameter(stored, name)[:]
+            if read is not None and stored_name(PARAMETER, name) not in stored:
+                yield name, read(name)  # frozen: the base model has it
+            else:
+                yield name, result_parameter(stored, name)[:]
     except CheckpointError as error:
         raise UserError(f"{result.directory} is damaged: {error}.") from None
 

@@ -79,6 +79,11 @@ class Result:
         return "lora" if self.kind == "adapter" else None
 
     @property
+    def trains_part(self) -> bool:
+        """Whether its run trained a part of the base model, which has the rest of the weights."""
+        return self.recipe is not None and self.recipe.train.trains_part
+
+    @property
     def scores(self) -> bool:
         """True for a reward model, which gives sequences a score and answers nothing."""
         if self.recipe is not None:

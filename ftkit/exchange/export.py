@@ -142,7 +142,10 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     # A model with more than its language part (vision, MTP) is written whole, with the base model's
     # tensors for the rest.
     base = with_extra_weights(
-        open_result(result), result, options.checkpoint_dir, "--checkpoint_dir"
+        open_result(result, options.checkpoint_dir, "--checkpoint_dir"),
+        result,
+        options.checkpoint_dir,
+        "--checkpoint_dir",
     )
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     shapes = parameter_shapes(base)

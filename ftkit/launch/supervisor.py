@@ -34,7 +34,7 @@ from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, check_kernels_installed, check_loggers_installed, make_plan
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import FINETUNE, Method, Recipe
+from ftkit.recipe.recipe import FINETUNE, Recipe
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
@@ -274,7 +274,7 @@ def prepare_run(
         if not force:
             require_room(recipe, devices, command)
         # May download gigabytes, so a run that certainly does not fit is refused before.
-        base = _find_base(recipe.checkpoint_dir, recipe.method, recipe.access_token, start)
+        base = _find_base(recipe, start)
         reference = _find_reference(recipe, start)
         beside = _find_beside(recipe, base, start)
         if not in_place:
@@ -347,8 +347,9 @@ def prepare_run(
         yield job
 
 
-def _find_base(name: str, method: Method, token: str | None, start: Start | None) -> str | None:
+def _find_base(recipe: Recipe, start: Start | None) -> str | None:
     """The base model; None: the checkpoint has all that is needed of it."""
+    name, token = recipe.checkpoint_dir, recipe.access_token
     if name.startswith("random:"):
         if start is not None:
             raise UserError(
@@ -357,8 +358,8 @@ def _find_base(name: str, method: Method, token: str | None, start: Start | None
             )
         return name
     # A full fine-tune has its own weights: of the base it needs settings and tokenizer, which the
-    # checkpoint has, and the files of parts that are not trained, which it has not.
-    if start is not None and method == "full":
+    # checkpoint has, and the weights of parts that are not trained, which it has not.
+    if start is not None and recipe.method == "full" and not recipe.train.trains_part:
         saved = start.checkpoint / BASE
         if saved.is_dir() and not has_extra_weights(saved):
             return None

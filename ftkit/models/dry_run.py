@@ -60,22 +60,61 @@ def _try_shortened(architecture: Architecture) -> None:
 
 def try_architecture(architecture: Architecture) -> None:
     """Run forward and backward pass; raise RuntimeError if no block has gradients."""
+    model = _outlined(architecture, tied=False)
+    # Tables of positions are real tensors on the CPU.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _loss(model).backward()
+    if not any(parameter.grad is not None for parameter in model.body.blocks.parameters()):
+        raise RuntimeError("no parameter of its blocks has a gradient")
+
+
+def modules_passed_back(model: LanguageModel) -> frozenset[str]:
+    """Names of the modules whose input gets a gradient in the backward pass of a model.
+
+    The others are below everything that is trained: the backward pass ends before them.
+
+    Args:
+        model: some of whose parameters are trained; only their names are used.
+    """
+    trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    copy = _outlined(model.architecture, tied=model.tied)
+    for name, parameter in copy.named_parameters():
+        parameter.requires_grad_(name in trained)
+    found: set[str] = set()
+
+    def note(name: str, inputs: tuple[object, ...], options: dict[str, object]) -> None:
+        given = (*inputs, *options.values())
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in given):
+            found.add(name)
+
+    for name, module in copy.named_modules():
+        module.register_forward_pre_hook(
+            lambda _, inputs, options, name=name: note(name, inputs, options), with_kwargs=True
+        )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _loss(copy)
+    return frozenset(found)
+
+
+def _outlined(architecture: Architecture, *, tied: bool) -> LanguageModel:
     with torch.device("meta"):
         # bfloat16: on fake tensors, torch computes the shapes of grouped products in this dtype
         # only.
-        model = LanguageModel(architecture, tied=False).to(torch.bfloat16)
-    in_rows = architecture.attention.takes_rows
-    # Tables of positions are real tensors on the CPU.
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model.to_empty(device="cpu")
-        model.body.build_rope_cache(torch.device("cpu"), max(_LENGTHS))
-        model.kernel = "cpu"
-        shape = (1, sum(_LENGTHS)) if in_rows else (2, max(_LENGTHS))
-        tokens = torch.zeros(shape, dtype=torch.long, device="cpu")
-        labels = torch.zeros(tokens.numel(), dtype=torch.long, device="cpu")
-        places = torch.arange(tokens.numel(), device="cpu")
-        lengths = _LENGTHS if in_rows else None
-        loss = model(tokens, places, labels, sequence_lengths=lengths)
-        loss.backward()
-    if not any(parameter.grad is not None for parameter in model.body.blocks.parameters()):
-        raise RuntimeError("no parameter of its blocks has a gradient")
+        return LanguageModel(architecture, tied=tied).to(torch.bfloat16)
+
+
+def _loss(model: LanguageModel) -> torch.Tensor:
+    """Loss of two sequences, on fake tensors."""
+    in_rows = model.architecture.attention.takes_rows
+    model.to_empty(device="cpu")
+    model.tie()
+    model.body.build_rope_cache(torch.device("cpu"), max(_LENGTHS))
+    model.kernel = "cpu"
+    shape = (1, sum(_LENGTHS)) if in_rows else (2, max(_LENGTHS))
+    tokens = torch.zeros(shape, dtype=torch.long, device="cpu")
+    labels = torch.zeros(tokens.numel(), dtype=torch.long, device="cpu")
+    places = torch.arange(tokens.numel(), device="cpu")
+    loss: torch.Tensor = model(
+        tokens, places, labels, sequence_lengths=_LENGTHS if in_rows else None
+    )
+    return loss

@@ -9,6 +9,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.models.bodies.experts import packed_in
+from ftkit.models.dry_run import modules_passed_back
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.targets import is_adapter
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
@@ -78,6 +79,7 @@ def flops_per_token(
 
     Each parameter of a matrix counts 2 in the forward pass, 2 in the backward pass for the gradient
     of its input, and 2 more if it is trained; causal attention counts 6 x layers x width x length.
+    Below everything that is trained there is no backward pass: matrices and attention count 2.
     The output layer counts for tokens that carry loss, because it is computed for these alone;
     experts count for the tokens that pass them. Recomputation does not count. See Chowdhery et al.
     2022 (PaLM), appendix B.
@@ -89,15 +91,26 @@ def flops_per_token(
         label_fraction: share of the tokens that carry loss.
         further: passes beside the one that is trained on.
     """
+    passed_back = modules_passed_back(model) if model.trains_part else None
 
     def of_step(name: str, weight: Tensor) -> int:
-        passes = further.of_model + (0 if is_adapter(name) else further.below_adapter)
-        # A frozen weight needs no gradient of its own, which is a third of the operations.
-        return (6 if weight.requires_grad else 4) + 2 * passes
+        passes = 1 + further.of_model + (0 if is_adapter(name) else further.below_adapter)
+        # The gradients of the input and of the weight take as much as the forward pass each.
+        passes += passed_back is None or name in passed_back
+        return 2 * (passes + weight.requires_grad)
 
+    blocks = list(model.body.blocks)
+    backward = len(blocks)
+    if passed_back is not None:
+        names = {module: name for name, module in model.named_modules()}
+        backward = sum(
+            names[block] in passed_back or any(p.requires_grad for p in block.parameters())
+            for block in blocks
+        )
     lengths = attention_length, label_fraction
     passes = further.of_model + further.below_adapter
-    found = _flops(model, of_step, 6 + 2 * passes, *lengths)
+    per_score = 2 + 2 * passes + 4 * backward / len(blocks)
+    found = _flops(model, of_step, per_score, *lengths)
     if further.other is not None:
         found += further.of_other * forward_flops_per_token(
             further.other, attention_length=attention_length, label_fraction=label_fraction
@@ -125,7 +138,7 @@ _PerWeight = Callable[[str, Tensor], int]
 def _flops(
     model: LanguageModel,
     per_weight: _PerWeight,
-    per_score: int,
+    per_score: float,
     attention_length: float,
     label_fraction: float,
 ) -> float:
@@ -133,8 +146,9 @@ def _flops(
     # PaLM counts 12 for whole attention in training; causal attention needs half of the scores.
     of_scores = architecture.attention.width * attention_length
     share = architecture.expert_share
-    of_head = _matrix_flops(model.head, share, per_weight) * label_fraction
-    return per_score * of_scores + _matrix_flops(model.body, share, per_weight) + of_head
+    of_head = _matrix_flops(model.head, "head", share, per_weight) * label_fraction
+    of_body = _matrix_flops(model.body, "body", share, per_weight)
+    return per_score * of_scores + of_body + of_head
 
 
 def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
@@ -152,10 +166,12 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
     return with_one / matrices - 1
 
 
-def _matrix_flops(module: nn.Module, expert_share: float, per_weight: _PerWeight) -> float:
-    """Operations of the matrices of a module, for one token."""
+def _matrix_flops(
+    module: nn.Module, prefix: str, expert_share: float, per_weight: _PerWeight
+) -> float:
+    """Operations of the matrices of a module, which has a name, for one token."""
     total = 0.0
-    for name, part in module.named_modules():
+    for name, part in module.named_modules(prefix=prefix):
         if isinstance(part, nn.Linear):
             # Whole words: every token passes the shared experts, which have other names.
             share = expert_share if "experts" in name.split(".") else 1.0

@@ -20,6 +20,7 @@ from ftkit.models.lora.layers import add_adapter
 from ftkit.models.loss import Head, HeadOutput, OutputLayer
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
+from ftkit.models.trained_part import freeze_rest
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
 from ftkit.utils.accelerators.kinds import device_kind
 
@@ -47,6 +48,8 @@ class LanguageModel(nn.Module):
         """Settings of the adapter; None: there is none."""
         self.quantized: Quantization | None = None
         """Quantisation of the weights in the blocks; None: they are not quantised."""
+        self.trains_part = False
+        """Whether parameters were chosen to be trained by their names: the rest is the base's."""
         self.routing = Routing((), 0, None)
         """Counts of the experts that routers choose in training."""
         # On the meta device too, so that parameters are counted and adapted once.
@@ -137,6 +140,9 @@ def outline(
         with torch.device("meta"):
             add_adapter(model, base, recipe)
         model.lora = recipe
+    elif recipe.train.trains_part:
+        freeze_rest(model, base, recipe.train)
+        model.trains_part = True
     model.head.label_smoothing = recipe.train.label_smoothing
     if recipe.kernels == "liger":
         from ftkit.models.liger import apply_liger

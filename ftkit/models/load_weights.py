@@ -164,14 +164,14 @@ def initial_score(shape: torch.Size, seed: int) -> Tensor:
     return values.normal_(std=INITIAL_STD, generator=generator)
 
 
-def kept_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that checkpoints and results hold, by the model's names.
+def kept_parameters(model: LanguageModel) -> dict[str, nn.Parameter]:
+    """Parameters that checkpoints hold, by the model's names.
 
-    These are the adapter and the layers that are trained whole, if the model is adapted, because
-    the base model has the rest; otherwise all parameters, also those that are not trained.
+    If the model is adapted or trained in part, these are the adapter and what else is trained,
+    because the base model has the rest; otherwise all parameters, also those that are not trained.
     """
     named = dict(model.named_parameters())
-    is_whole = not any(is_adapter(name) for name in named)
+    is_whole = model.lora is None and not model.trains_part
     return {n: p for n, p in named.items() if is_whole or p.requires_grad or is_adapter(n)}
 
 
@@ -214,9 +214,14 @@ def _computed_weight(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:
     return unpacked
 
 
-def trained_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole trained parameters by our names, for a result; called by every rank."""
+def result_weights(model: LanguageModel, sharding: Sharding) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a result, whole, by our names; called by every rank.
+
+    They are what was trained of an adapted model, and all parameters of another.
+    """
     # An evaluation before may have left parameters gathered.
     sharding.reshard(model)
-    for name, parameter in kept_parameters(model).items():
+    is_adapted = model.lora is not None
+    held = kept_parameters(model) if is_adapted else dict(model.named_parameters())
+    for name, parameter in held.items():
         yield our_name(name), sharding.whole(parameter)

@@ -28,6 +28,7 @@ from ftkit.models.pretrained.hub_errors import naming
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.second_model import check_context, check_logits
+from ftkit.models.trained_part import trained_names
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.planning.memory import (
     PredictedMemory,
@@ -362,6 +363,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(found, recipe.objective)
     require_trainable(base)
+    trained_names(base, recipe.train)  # refuses what the run would refuse
     beside, other = _other_models(recipe, base)
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:
@@ -589,7 +591,9 @@ def _disk_bytes(
     kept = made.recipe.checkpoint
     if not kept.save:
         return 0
-    result = memory.trained_parameters * parameter_dtype(made).itemsize
-    if not isinstance(made.recipe, LoraRecipe):
-        result += extra_weights_bytes
+    itemsize = parameter_dtype(made).itemsize
+    if isinstance(made.recipe, LoraRecipe):
+        result = memory.trained_parameters * itemsize
+    else:
+        result = memory.parameters * itemsize + extra_weights_bytes
     return kept.most_at_once(steps) * memory.checkpoint_bytes + result

@@ -28,6 +28,7 @@ from ftkit.errors import UserError
 from ftkit.models import language_model
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
+from ftkit.models.dry_run import modules_passed_back
 from ftkit.models.flops import further_passes, parameter_count
 from ftkit.models.language_model import (
     LanguageModel,
@@ -194,12 +195,12 @@ def _smaller_depth(depth: int, period: int) -> int:
 
 
 def _layers_differ(base: BaseModel, plan: Plan) -> bool:
-    """Whether layers differ in kind, or can be adapted individually by their numbers."""
+    """Whether layers differ in kind, or can be chosen individually by their numbers."""
     recipe = plan.recipe
     if not base.architecture.has_equal_layers:
         return True
     if not isinstance(recipe, LoraRecipe):
-        return False
+        return recipe.train.trains_part
     targets = recipe.lora_targets or []
     names = [targets] if isinstance(targets, str) else targets
     return any("." in name for name in (*names, *(recipe.lora_modules_to_save or [])))
@@ -325,6 +326,7 @@ def _sizes(
         hidden=0 if model is None else sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
+        forward_only_elements=0 if model is None else sum(_large(_forward_only(model))),
         largest_trained=max((p.numel() for p in trained), default=0),
         embedding_elements=sum(of_embedding),
         head_elements=sum(of_head),
@@ -337,6 +339,20 @@ def _sizes(
         small_frozen_elements=sum(p.numel() for p in frozen if p.numel() < PERSISTENT_ELEMENTS),
         frozen_head_bytes=bytes_of(head),
     )
+
+
+def _forward_only(model: LanguageModel) -> list[nn.Parameter]:
+    """Parameters below everything that is trained, which no backward pass needs."""
+    if not model.trains_part:
+        return []
+    passed_back = modules_passed_back(model)
+    needed = {
+        parameter
+        for name, module in model.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if name in passed_back or parameter.requires_grad
+    }
+    return [parameter for parameter in model.parameters() if parameter not in needed]
 
 
 def _large(parameters: Iterable[nn.Parameter]) -> list[int]:

@@ -50,6 +50,8 @@ KIND_OF: dict[str, Kind] = {
     "train.max_norm": "tunable",
     "train.optimizer_in_backward": "hardware",
     "train.tie_embeddings": "fixed",
+    "train.only": "fixed",
+    "train.freeze": "fixed",
     "train.save_interval": "hardware",
     "train.log_interval": "hardware",
     "eval.interval": "hardware",

@@ -605,8 +605,9 @@ class ExportOptions(OutputOptions):
     quantization: GgufNumbers | None = option(None, example="q8_0")
     """Number format of the matrices in a GGUF file. Default: as stored."""
     checkpoint_dir: str | None = None
-    """Path of the base model. An exported checkpoint of a vision or audio model takes the parts
-    beside the language model from it. Default: where the run loaded it from."""
+    """Path of the base model. An exported checkpoint takes from it what was not trained: the parts
+    of a vision or audio model beside its language model, or all that train.only and train.freeze
+    left out. Default: where the run loaded it from."""
 
     def __post_init__(self) -> None:
         if self.check is not None:

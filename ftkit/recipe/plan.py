@@ -612,6 +612,13 @@ def _ignored_layers(recipe: Recipe) -> list[str]:
 
 
 def _check_lora(recipe: LoraRecipe) -> None:
+    for key, pattern in (("only", recipe.train.only), ("freeze", recipe.train.freeze)):
+        if pattern is not None:
+            raise UserError(
+                f"train.{key} is {pattern!r}, but LoRA freezes the whole base model. Choose the "
+                "layers that it adapts with --lora_targets, train a part of the model itself with "
+                f"ftkit finetune_full, or remove it with --train.{key} null."
+            )
     if recipe.lora_r < 1:
         raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
     if recipe.lora_variant == "dora" and recipe.lora_init != "default":

@@ -91,12 +91,24 @@ class Train:
     train.max_norm, and one micro-batch per step."""
     tie_embeddings: bool | None = None
     """Share the weights of embedding and head. Default: as in the base model."""
+    only: str | None = None
+    """Full fine-tuning: train only the parameters with a match of this regular expression in their
+    Hugging Face name, such as 'layers[.](2[4-9]|3[01])[.]' or embed_tokens. All others stay frozen:
+    they take no gradients, no optimizer state and no space in checkpoints."""
+    freeze: str | None = None
+    """Full fine-tuning: do not train the parameters with a match of this regular expression in
+    their Hugging Face name, even if train.only has chosen them."""
     save_interval: int | None = 1000
     """Optimizer steps between two checkpoints; empty: save by time only, see
     checkpoint.save_every."""
     log_interval: int = 1
     """Optimizer steps between two values sent to the loggers of logger_name (metrics.csv has every
     step)."""
+
+    @property
+    def trains_part(self) -> bool:
+        """Whether parameters are chosen by name, so that some may stay those of the base model."""
+        return self.only is not None or self.freeze is not None
 
     @property
     def auto_key(self) -> MicroBatchKey | None:

@@ -240,11 +240,17 @@ class MuonWithAdamW(Optimizer):
                 (matrices if is_matrix else others).append(parameter)
         # By default updates have the size of AdamW's, so that one learning rate suits both.
         arguments = {"adjust_lr_fn": "match_rms_adamw"} | muon_arguments
-        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **arguments)
-        adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=fused or None)
-        self._parts = (muon, adamw)
+        parts: list[Optimizer] = []
+        # An optimizer without parameters is refused by torch; a part of a model may have one kind.
+        if matrices:
+            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **arguments)
+            parts.append(muon)
+        if others:
+            adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=fused or None)
+            parts.append(adamw)
+        self._parts = parts
         # The dictionaries of the groups are shared with both parts, so a new rate reaches them.
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        super().__init__([group for part in parts for group in part.param_groups], {})
         # One state in one place: checkpoints need not know that there are two optimizers.
         for part in self._parts:
             part.state = self.state
@@ -252,12 +258,13 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        muon, adamw = self._parts
-        # Groups may have been replaced since, as OptimizerInBackward does.
-        muon.param_groups = [group for group in self.param_groups if uses_muon(group)]
-        adamw.param_groups = [group for group in self.param_groups if not uses_muon(group)]
-        muon.step()
-        adamw.step()
+        for part in self._parts:
+            # Groups may have been replaced since, as OptimizerInBackward does.
+            is_muon = isinstance(part, torch.optim.Muon)
+            part.param_groups = [
+                group for group in self.param_groups if uses_muon(group) == is_muon
+            ]
+            part.step()
 
 
 def uses_muon(group: dict[str, Any]) -> bool:

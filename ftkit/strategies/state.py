@@ -5,7 +5,7 @@ strategy.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
+from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.lora.targets import our_name
-from ftkit.strategies.optimizers import MuonWithAdamW, uses_muon
+from ftkit.strategies.optimizers import MuonWithAdamW, hidden_matrices, uses_muon
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""
@@ -196,10 +197,37 @@ def canonical_kind(optimizer: Optimizer, key: str) -> str:
     return _ADAM_KINDS.get(key, key) if is_adam else key
 
 
+_MATRIX, _VECTOR = (2, 3), (3,)
+Shapes = Sequence[tuple[int, ...]]
+
+
+def shapes_like(model: LanguageModel, optimizer_class: type[Optimizer]) -> Shapes:
+    """Small shapes of the kinds that are trained: optimizers may keep other state for each.
+
+    Args:
+        model: outlined or filled.
+        optimizer_class: that updates it.
+    """
+    trained = trainable(model)
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    if optimizer_class is MuonWithAdamW:  # an embedding is updated as a vector is
+        matrices = hidden_matrices(model)
+    return [_MATRIX] * bool(matrices) + [_VECTOR] * (len(trained) > len(matrices))
+
+
 def state_kinds(
-    optimizer_class: type[Optimizer], arguments: dict[str, Any], device: torch.device
+    optimizer_class: type[Optimizer],
+    arguments: dict[str, Any],
+    device: torch.device,
+    shapes: Shapes = (_MATRIX, _VECTOR),
 ) -> dict[str, bool]:
-    """Kinds of tensors that an optimizer keeps, learned from a step with two small parameters.
+    """Kinds of tensors that an optimizer keeps, learned from a step with small parameters.
+
+    Args:
+        optimizer_class: of the recipe.
+        arguments: of the optimizer.
+        device: of the parameters.
+        shapes: of the small parameters.
 
     Returns:
         For each kind, whether it has the parameter's shape.
@@ -209,8 +237,7 @@ def state_kinds(
     """
     if optimizer_class.__module__.startswith("deepspeed."):  # takes a second to construct
         return {"exp_avg": True, "exp_avg_sq": True}
-    # A matrix and a vector: Adafactor, for one, keeps other state for each.
-    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in ((2, 3), (3,))]
+    parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     for parameter in parameters:
         # Zeros are enough: state is created for every parameter that has a gradient.
         parameter.grad = torch.zeros_like(parameter)

@@ -223,6 +223,8 @@ class Sizes:
     """Elements of all parameters: a quantised element holds two numbers."""
     small_elements: int
     """Elements of parameters below PERSISTENT_ELEMENTS, which ZeRO-3 keeps gathered."""
+    forward_only_elements: int
+    """Elements of those above it that no backward pass needs, below everything that is trained."""
     largest_trained: int
     """Numbers of the largest trained parameter."""
     embedding_elements: int

@@ -24,7 +24,6 @@ _PREFETCH_ELEMENTS = 50_000_000
 _REUSE_ELEMENTS = 1_000_000_000
 """DeepSpeed's default of stage3_max_reuse_distance."""
 _FP32_BYTES = 4
-_LAST = "block 0, backward"
 _REDUCTION = "gradients added up"
 """Stretch after the backward pass, in which ranks add up what is left in the bucket."""
 
@@ -67,6 +66,8 @@ class _ZeroRank:
         self._working_bytes, self._states = working_bytes, states
         self._bucket = min(self._sizes.trained, REDUCE_BUCKET_ELEMENTS)
         self._share = math.ceil(self._sizes.trained / world_size)
+        # Usually that of the first block; below everything that is trained there is none.
+        self._last = [name for name in self._peaks if name.endswith("backward")][-1]
 
     def host(self) -> dict[Category, int]:
         """Bytes in host memory, by category."""
@@ -107,7 +108,7 @@ class _ZeroRank:
 
     def _reduces_in(self, name: str) -> bool:
         """Whether ranks add up gradients during a stretch: when the bucket is full, and last."""
-        last = _LAST if self._options.stage == 3 else _REDUCTION
+        last = self._last if self._options.stage == 3 else _REDUCTION
         return name == last or (name.endswith("backward") and self._sizes.trained > self._bucket)
 
     def _gradients(self, name: str) -> int:
@@ -157,7 +158,9 @@ class _ZeroRank:
         # They are gathered ahead, a bucket at a time, into one buffer that is copied parameter by
         # parameter. Those needed again soon enough are kept; the distance counts both ways.
         large = self._sizes.elements - self._sizes.small_elements
-        ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, large)
+        # No backward pass needs those below everything that is trained.
+        needed_again = large - self._sizes.forward_only_elements
+        ahead, kept = min(_PREFETCH_ELEMENTS, large), min(_REUSE_ELEMENTS // 2, needed_again)
         if name in ("optimizer", _REDUCTION):
             return 0
         if any(self._passes_before()):
@@ -167,8 +170,13 @@ class _ZeroRank:
         if name == "loss, forward":  # the last buffer has been copied
             return kept
         if name in ("loss, backward", FIRST_GRADIENT) or name.startswith("block -"):
-            return kept if kept == large and "backward" in name else kept + ahead
-        return 2 * ahead if kept < large else large + ahead * ("forward" in name)
+            if kept == needed_again and "backward" in name:
+                return kept
+            has_backward = "backward" in name or name.replace("forward", "backward") in self._peaks
+            return kept + ahead + (0 if has_backward else self._sizes.block_elements)
+        if large > _REUSE_ELEMENTS // 2:
+            return 2 * ahead
+        return large + ahead * ("forward" in name)
 
     def _passes_before(self) -> set[int]:
         """Passes of the trained model since a backward pass, before each of those that train."""

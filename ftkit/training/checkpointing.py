@@ -26,7 +26,7 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import capture, replace_trained
 from ftkit.checkpoint.store import Store, best_checkpoint, is_milestone
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
-from ftkit.models.load_weights import trained_weights
+from ftkit.models.load_weights import result_weights
 from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.pretrained.base_model import BaseModel, save_without_weights
 from ftkit.models.pretrained.tokenizer import GENERATION
@@ -305,7 +305,7 @@ class Checkpointing:
         adapter: list[tuple[str, Tensor]] = []
         if isinstance(recipe, LoraRecipe):
             with self._weights.in_place():
-                weights = trained_weights(setup.model, setup.strategy.sharding)
+                weights = result_weights(setup.model, setup.strategy.sharding)
                 # Copied now, because a thread writes the files while training changes the weights.
                 adapter = [(name, tensor.cpu().clone()) for name, tensor in weights if rank() == 0]
         if rank() > 0:

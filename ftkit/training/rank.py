@@ -39,7 +39,7 @@ from ftkit.checkpoint.saver import SavingFailed
 from ftkit.errors import UserError, device_line, is_out_of_memory
 from ftkit.evaluation.scoring import Scoring
 from ftkit.models.chat_templates.prompt_styles import prompt_style_file
-from ftkit.models.load_weights import trained_weights
+from ftkit.models.load_weights import result_weights
 from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.lora.serving import serving_notice
 from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
@@ -147,7 +147,7 @@ def _save_result(setup: Setup, out: Path) -> None:
     """Write the result; every rank takes part in gathering the weights."""
     recipe, base, beside = setup.recipe, setup.base, setup.chat_files
     # One parameter at a time: the whole model never exists beside its shards.
-    tensors = trained_weights(setup.model, setup.strategy.sharding)
+    tensors = result_weights(setup.model, setup.strategy.sharding)
     if rank() > 0:
         # Gathering a parameter is a collective, which every rank has to reach.
         for _ in tensors:

@@ -47,6 +47,7 @@ from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
+from ftkit.models.trained_part import trained_names
 from ftkit.objectives.objective import Objective, checked_amounts, make_objective
 from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
@@ -61,7 +62,7 @@ from ftkit.strategies.distributed import rank
 from ftkit.strategies.frozen import bytes_on_rank, outline_beside
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
 from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
-from ftkit.strategies.state import bytes_per_number, state_kinds
+from ftkit.strategies.state import bytes_per_number, shapes_like, state_kinds
 from ftkit.strategies.strategy import (
     Strategy,
     compute_dtype,
@@ -193,6 +194,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
 
     base = base_for(open_base_model(job.base, start, recipe.implementation), recipe.objective)
     require_trainable(base)
+    trained_names(base, train)  # a part that does not exist is refused before data are read
     max_seq_length = checked_length(base, train.max_seq_length)
     traits = base.architecture.attention
     kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
@@ -429,7 +431,8 @@ def _check_checkpoints(setup: Setup, existing_bytes: int) -> None:
     if not (setup.is_saved or setup.start.stored is not None):
         return
     optimizer_class, arguments = strategy.optimizer_of()
-    kinds = state_kinds(optimizer_class, arguments, strategy.device)
+    shapes = shapes_like(setup.model, optimizer_class)
+    kinds = state_kinds(optimizer_class, arguments, strategy.device, shapes)
     if setup.start.stored is not None:
         check_kinds(kinds, setup.start.stored, recipe.optimizer["class_path"])
     if not setup.is_saved or rank() > 0:

@@ -341,7 +341,7 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "ftkit.models.load_weights:trained_weights",
+            "ftkit.models.load_weights:result_weights",
             OUT_OF_MEMORY,
             "saving",
             marks=pytest.mark.slow,

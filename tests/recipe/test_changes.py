@@ -85,6 +85,8 @@ def test_a_checkpoint_of_a_version_without_a_key_continues() -> None:
         ({"data": "FLAN"}, "data.prompt_style alpaca -> flan"),
         ({"train__max_seq_length": 512}, "train.max_seq_length not set -> 512"),
         ({"train__tie_embeddings": "true"}, "train.tie_embeddings not set -> true"),
+        ({"train__only": "mlp"}, "train.only not set -> mlp"),
+        ({"train__freeze": "mlp"}, "train.freeze not set -> mlp"),
         ({"optimizer": "SGD"}, "optimizer torch.optim.AdamW -> torch.optim.SGD"),
         ({"objective": "dpo", "objective__beta": 0.2}, "objective sft -> dpo"),
         ({"reference": "some/model"}, "reference not set -> some/model"),

@@ -35,9 +35,10 @@ KINDS: dict[str, tuple[Method, Changes]] = {
     "another": ("lora", (("reference", "OTHER"),)),
     "another, full": ("full", (("reference", "OTHER"),)),
     "whole layers": ("lora", (("lora_modules_to_save", "[embed_tokens]"),)),
+    "a part": ("full", (("train.only", "layers[.]1[.]"),)),
     "named base": ("lora", (("reference", "BASE"),)),
 }
-OFTEN, FEW = ("below the adapter", "full"), ("another", "another, full", "whole layers")
+OFTEN, FEW = ("below the adapter", "full"), ("another", "another, full", "whole layers", "a part")
 STRATEGIES: dict[str, tuple[str, Changes]] = {
     "ddp": ("ddp", ()),
     "fsdp": ("fsdp", ()),

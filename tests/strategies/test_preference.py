@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[Method, Changes]] = {
     "per token, with SFT": ("lora", (*DPO, ("objective.loss", "ipo"), ("objective.sft_weight", 1))),
     "robust": ("lora", (*DPO, ("objective.loss", "robust"), ("objective.label_noise", 0.1))),
     "whole layers": ("lora", (*DPO, ("lora_modules_to_save", "[embed_tokens]"))),
+    "a part": ("full", (*DPO, ("train.only", "layers[.]1[.]"))),
     "another model": ("lora", (*DPO, ("reference", "OTHER"))),
     "another, quantised": ("lora", (*DPO, ("reference", "OTHER"), ("quantize", "bnb.nf4"))),
 }

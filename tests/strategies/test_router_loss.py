@@ -18,6 +18,7 @@ AT_ONCE: Changes = (("train.micro_batch_size", 11),)
 PADDED: Changes = (("train.padding_free", False),)
 CHECKPOINTED: Changes = (("memory.activation_checkpointing", True),)
 QUANTIZED: Changes = (("quantize", "bnb.nf4"),)
+HEAD = ("train.only", "lm_head")
 UNCLIPPED: Changes = (*AT_ONCE, ("train.max_norm", None))
 
 
@@ -34,6 +35,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     )
     single = {
         ("full",): Case("single", "full", changes=routers),
+        # Routers below what is trained have a loss without gradients.
+        ("head",): Case("single", "full", changes=(*routers, HEAD)),
         ("one by one",): Case("single", "full", changes=(*routers, *ONE_BY_ONE)),
         ("at once",): Case("single", "full", changes=(*routers, *AT_ONCE)),
         ("padded",): Case("single", "full", changes=(*routers, *PADDED)),
@@ -57,6 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     }
     for strategy in ("ddp", "fsdp", "deepspeed"):
         double[strategy, "full"] = Case(strategy, "full", changes=routers)
+        double[strategy, "head"] = Case(strategy, "full", changes=(*routers, HEAD))
         double[strategy, "nf4"] = Case(strategy, "lora", changes=(*routers, *QUANTIZED))
     in_two = run(2, list(double.values()))
     return known | {name: in_two[case] for name, case in double.items()}
@@ -80,7 +84,7 @@ def test_updates_in_the_backward_pass_change_nothing(found: Found) -> None:
     assert_same(found["in backward",], found["unclipped",])
 
 
-@pytest.mark.parametrize("method", ["full", "nf4"])
+@pytest.mark.parametrize("method", ["full", "nf4", "head"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_learn_as_one_does(strategy: str, method: str, found: Found) -> None:
     assert_same(found[strategy, method], found[method,])

@@ -10,7 +10,7 @@ from tiny import make_llama, make_tokenizer
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import Whole, fill, trained_weights
+from ftkit.models.load_weights import Whole, fill, result_weights
 from ftkit.models.lora.adapter_files import check_adapter, check_shapes, read_adapter, save_adapter
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.parsing import read_recipe
@@ -78,7 +78,7 @@ def logits(model: LanguageModel) -> Tensor:
 
 def export(model: LanguageModel, base: BaseModel, recipe: LoraRecipe, out: Path) -> Path:
     check_adapter(base, recipe)
-    parameters = trained_weights(model, Whole())
+    parameters = result_weights(model, Whole())
     save_adapter(parameters, base, recipe, out, tie_embeddings=recipe.train.tie_embeddings)
     return out
 

@@ -204,7 +204,8 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
     base, start = Path(values["checkpoint_dir"]), None
     if case.start is not None:
         start = Outcome(case.start).checkpoint
-        if case.method == "full" and not has_extra_weights(start / "base"):
+        is_whole = not {"train.only", "train.freeze"} & values.keys()
+        if case.method == "full" and is_whole and not has_extra_weights(start / "base"):
             base = start / "base"
         for name in ("metrics.csv", "validation.csv"):
             shutil.copyfile(case.start / name, out_dir / name)

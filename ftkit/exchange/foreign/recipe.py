@@ -80,6 +80,13 @@ class ImportRecipe:
                     "with data, or --data JSON --data.path FILE."
                 )
             recipe = read_recipe([keys_file, *self._files], self._overrides, method=self._method)
+        for key, pattern in (("only", recipe.train.only), ("freeze", recipe.train.freeze)):
+            if pattern is not None:
+                raise UserError(
+                    f"train.{key} is {pattern!r}, but ftkit import takes over runs that train an "
+                    f"adapter or the whole model. Try --train.{key} null, or begin a new run from "
+                    "the model that the other program has saved."
+                )
         if not isinstance(recipe, LoraRecipe):
             return recipe
         self.adapter = recipe.adapter or self.adapter

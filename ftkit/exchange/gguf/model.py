@@ -64,7 +64,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     """
     require_gguf()
     out = options.directory
-    base = open_result(result)
+    base = open_result(result, options.checkpoint_dir, "--checkpoint_dir")
     settings = _settings_for_gguf(base)
     family = settings["model_type"]
     # The first tensor stands for all: their number format is the default of the file.

@@ -128,6 +128,35 @@ def test_weights_that_are_not_trained_take_four() -> None:
     assert found == 4 * (BLOCKS + HEAD) + 6 * adapters
 
 
+ATTENTION, MLP = 4 * WIDTH**2, 8 * WIDTH**2
+"""Weights of one layer."""
+
+
+@pytest.mark.parametrize(
+    ("only", "operations"),
+    [
+        # Forward everywhere, and the gradient of the one weight.
+        ("embed_out", 2 * BLOCKS + 4 * HEAD + 2 * LAYERS * WIDTH * 100),
+        # The backward pass ends above the first trained matrix, and above its attention's scores.
+        (
+            "layers[.]5[.]",
+            2 * 5 * (ATTENTION + MLP) + 6 * (ATTENTION + MLP) + 4 * HEAD
+            + (2 * 5 + 6) * WIDTH * 100,
+        ),
+        (
+            "layers[.]5[.].*dense_4h_to_h.weight",
+            2 * 5 * (ATTENTION + MLP) + 2 * (ATTENTION + MLP // 2) + 4 * MLP // 2 + 4 * HEAD
+            + (2 * 5 + 6) * WIDTH * 100,
+        ),
+        # All layers pass gradients on, and none has its own.
+        ("embed_in", 4 * (BLOCKS + HEAD) + 6 * LAYERS * WIDTH * 100),
+    ],
+)  # fmt: skip
+def test_below_what_is_trained_there_is_no_backward_pass(only: str, operations: int) -> None:
+    model = make_model("full", **{"train.only": only})
+    assert flops_per_token(model, attention_length=100, label_fraction=1) == operations
+
+
 @pytest.mark.parametrize(
     ("objective", "of_base", "of_adapter"), [("sft", 4, 6), ("dpo", 6, 6), ("kto", 10, 8)]
 )
