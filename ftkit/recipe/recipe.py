@@ -398,7 +398,8 @@ class Lora:
     """Adapt the output head."""
     lora_targets: list[str] | str | None = None
     """Adapt these layers instead of the ones above: a list of Hugging Face names, such as [q_proj,
-    v_proj], or a name or regular expression for full names, such as '.*layers.[0-3].*_proj'."""
+    v_proj], a name or regular expression for full names, such as '.*layers.[0-3].*_proj', or
+    all-linear: all linear layers but routers and the head."""
     lora_modules_to_save: list[str] | None = None
     """Layers to train fully and save with the adapter, such as [embed_tokens, lm_head]."""
     lora_variant: LoraVariant = "lora"
@@ -426,6 +427,8 @@ class LoraRecipe(Lora, Recipe):
         return "lora"
 
 
+ALL_LINEAR = "all-linear"
+"""Value of lora_targets, PEFT's word for all linear layers but the head."""
 LAYER_SWITCHES = (
     "lora_query",
     "lora_key",

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 import regex
 import torch.nn as nn
@@ -10,7 +11,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, SCORE
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
-from ftkit.recipe.recipe import Lora
+from ftkit.recipe.recipe import ALL_LINEAR, Lora
 
 TRAINED, INITIAL = "default", "initial"
 """Names of the low-rank matrices of a layer: the trained ones and, if their initial values come
@@ -70,12 +71,13 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
     Raises:
         UserError: a name of `lora_targets` matches no layer.
     """
-    if lora.lora_targets is None:
+    if lora.lora_targets in (None, ALL_LINEAR):
+        all_linear = lora.lora_targets is not None
         # With the dot, an ending begins at a word of the name.
         endings = tuple(
             f".{ending}"
             for key, layer_endings in base.architecture.lora_layers.items()
-            if getattr(lora, key)
+            if (key != "lora_head" if all_linear else getattr(lora, key))
             for ending in layer_endings
         )
         return [name for name in linear if name.endswith(endings)]
@@ -95,6 +97,25 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
             )
         chosen |= matching
     return [name for name in linear if name in chosen]
+
+
+def unadapted_experts(model: Any, base: BaseModel, lora: Lora) -> str | None:
+    """Return a notice if all-linear leaves out the experts of a model; None: it does not.
+
+    Args:
+        model: outlined and adapted.
+        base: that it was outlined from.
+        lora: targets and switches.
+    """
+    if lora.lora_targets != ALL_LINEAR or lora.lora_experts or base.architecture.expert_share == 1:
+        return None
+    adapted = (name.split(".") for name, _ in model.named_parameters() if is_adapter(name))
+    if any("experts" in name for name in adapted):
+        return None
+    advice = ""
+    if any(experts.takes_pairs for experts in model.body.fused_experts()):
+        advice = " Try --lora_experts true, which adapts them too."
+    return f"lora_targets {ALL_LINEAR} does not adapt the experts of {base.name}.{advice}"
 
 
 def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import ALL, FUSED, MAKERS, TOKENS, VARIANTS, build, export, logits, lora_recipe, train
+from messages import says
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
 from torch import Tensor
@@ -20,7 +21,7 @@ from ftkit.launch.supervisor import launch
 from ftkit.models.language_model import outline
 from ftkit.models.lora.adapter_files import check_adapter, read_adapter
 from ftkit.models.lora.layers import _without_bitsandbytes, initial_adapter
-from ftkit.models.lora.targets import is_adapter, our_name
+from ftkit.models.lora.targets import is_adapter, our_name, unadapted_experts
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
@@ -222,12 +223,53 @@ def adapted(base: BaseModel, **keys: Any) -> set[str]:
         ("q_proj", {"transformer.h.0.attn.qkv.q_proj", "transformer.h.1.attn.qkv.q_proj"}),
         (["layers.1.self_attn.o_proj", "lm_head"], {"transformer.h.1.attn.proj", "lm_head"}),
         (r".*layers\.0.*(gate|up)_proj", {"transformer.h.0.mlp.fc_1", "transformer.h.0.mlp.fc_2"}),
+        (
+            "all-linear",
+            {
+                f"transformer.h.{layer}.{name}"
+                for layer in range(2)
+                for name in (
+                    *(f"attn.qkv.{part}_proj" for part in "qkv"),
+                    *("attn.proj", "mlp.fc_1", "mlp.fc_2", "mlp.proj"),
+                )
+            },
+        ),
     ],
 )
 def test_targets_are_names_or_a_regular_expression(
     llama: BaseModel, targets: Any, layers: set[str]
 ) -> None:
     assert adapted(llama, lora_targets=targets) == layers
+
+
+@pytest.mark.parametrize("model", ["phi3", "mixtral", "qwen3_moe", "mamba2", "falcon_h1", "gpt2"])
+def test_all_linear_layers_load_in_peft(model: str, tmp_path: Path) -> None:
+    base = open_base(str(make_transformers_model(tmp_path / "base", model)))
+    recipe = lora_recipe(base, lora_targets="all-linear")
+    trained = train(build(base, recipe))
+    written = export(trained, base, recipe, tmp_path / "adapter")
+    names = settings_of(written)["target_modules"]
+    assert names and not any("all-linear" in name or "router" in name for name in names)
+    theirs = logits_of_peft(base, written)
+    torch.testing.assert_close(logits(trained), theirs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "words"),
+    [
+        ("mixtral", {}, ["experts", "--lora_experts true"]),
+        ("mixtral", {"lora_experts": True, "lora_dropout": 0.0}, None),
+        ("qwen3_moe", {}, ["experts", "--lora_experts true"]),
+        ("phi3", {}, None),
+    ],
+)
+def test_experts_that_are_not_linear_layers_are_named(
+    model: str, keys: dict[str, Any], words: list[str] | None, tmp_path: Path
+) -> None:
+    base = open_base(str(make_transformers_model(tmp_path / "base", model)))
+    recipe = lora_recipe(base, lora_targets="all-linear", **keys)
+    notice = unadapted_experts(outline(base, recipe, torch.float32), base, recipe)
+    assert notice is None if words is None else says(str(notice), *words)
 
 
 def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path) -> None:

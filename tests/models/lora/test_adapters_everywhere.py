@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 KINDS: dict[str, tuple[tuple[str, Any], ...]] = {  # olora starts as pissa does
     "dora": (("lora_variant", "dora"),),
     "rslora": (("lora_variant", "rslora"),),
+    "all linear": (("lora_targets", "all-linear"),),
     "pissa": (("lora_init", "pissa"),),
     "whole layers": (
         ("lora_modules_to_save", ("embed_tokens", "norm")),
@@ -44,6 +45,7 @@ FIRST = {
     ("fsdp", "dora"),
     ("deepspeed", "dora"),
     ("ddp", "rslora"),
+    ("fsdp", "all linear"),
     ("fsdp", "pissa"),
     ("deepspeed", "whole layers"),
     ("ZeRO-2", "whole layers"),
