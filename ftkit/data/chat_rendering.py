@@ -11,13 +11,13 @@ import numpy.typing as npt
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Example, Rendered, Renderer, Rendering
 from ftkit.models.chat_templates import Reasoning, TrainOn
+from ftkit.models.chat_templates.span_weights import with_span_weights
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 from ftkit.models.chat_templates.turns import (
     TurnFinder,
     WeightedSpan,
     Written,
     plain_messages,
-    with_span_weights,
 )
 
 LOST = "no token lies in a turn of the assistant"
