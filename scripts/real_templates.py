@@ -7,8 +7,10 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.models.chat_templates.sandbox import DATE
@@ -96,7 +98,7 @@ def table(source: Path, base: Path, scratch: Path) -> tuple[list[str], bool]:
         base: a model with a tokenizer of byte pairs.
         scratch: a directory that exists.
     """
-    rows, counts = [], {"exact": 0, "split": 0, "refused": 0, "WRONG": 0}
+    rows, counts = [], {"exact": 0, "split": 0, "put": 0, "refused": 0, "WRONG": 0}
     for name, text in templates(source):
         cells = []
         directory = tokenizer_with(base, text, scratch / "tokenizer")
@@ -136,21 +138,21 @@ def tokenizer_with(base: Path, template: str, out: Path) -> Path:
 
 
 def verdict(directory: Path, record: dict[str, Any]) -> str:
-    """Judge a conversation: exact, split into several samples, refused, or wrong."""
+    """Judge a conversation: exact, split into several samples, put together, refused, or wrong."""
     ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
     template = text_template(directory / CHAT_TEMPLATE, ours.special_tokens)
     (rendering,) = ChatRenderer(ours, template, train_on="assistant").render([record])
     if rendering.refused is not None:
         return f"refused: {cell_text(rendering.refused)}"
     try:
-        missing = check(rendering.samples, theirs, record)
+        how, missing = check(rendering.samples, theirs, record)
     except Wrong as error:
         return f"WRONG: {cell_text(error)}"
     count = len(rendering.samples)
-    return ("exact" if count == 1 else f"split: {count} samples, exact") + missing
+    return (how if count == 1 else f"{how}: {count} samples") + missing
 
 
-def check(samples: Sequence[Any], theirs: Any, record: dict[str, Any]) -> str:
+def check(samples: Sequence[Any], theirs: Any, record: dict[str, Any]) -> tuple[str, str]:
     """Compare samples with transformers' tokens, and their masks with the words of messages.
 
     Args:
@@ -159,26 +161,29 @@ def check(samples: Sequence[Any], theirs: Any, record: dict[str, Any]) -> str:
         record: the conversation.
 
     Returns:
-        A note if the template leaves out tool calls.
+        How its samples were made, and a note if the template leaves out tool calls.
 
     Raises:
         Wrong: they differ.
     """
+    # Newer versions of transformers take no function as an argument of a template.
+    chat_template_utils.datetime = Mock(now=lambda: DATE)
     messages = record["messages"]
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
     ends = ends if len(samples) > 1 else [len(messages)]
     if len(ends) != len(samples):
         raise Wrong(f"{len(samples)} samples of {len(ends)} turns")
-    trained = ""
+    trained, how = "", "exact" if len(samples) == 1 else "split"
     for end, sample in zip(ends, samples, strict=True):
-        expected = theirs.apply_chat_template(
-            messages[:end],
-            tools=record.get("tools"),
-            return_dict=False,
-            strftime_now=DATE.strftime,
-        )
-        if sample.ids != expected:
-            raise Wrong("other tokens than transformers")
+        options = {"tools": record.get("tools"), "return_dict": False}
+        if sample.ids != theirs.apply_chat_template(messages[:end], **options):
+            # Then the sample is the prompt of the turn, and what follows it.
+            prompt = theirs.apply_chat_template(
+                messages[: end - 1], add_generation_prompt=True, **options
+            )
+            if sample.ids[: sample.trained[0][0]] != prompt:
+                raise Wrong("other tokens than transformers")
+            how = "put together"
         for first, last in sample.trained:
             trained += theirs.decode(sample.ids[first:last]) + "\n"
     whole, written = json.dumps(messages), theirs.decode(samples[-1].ids)
@@ -189,7 +194,8 @@ def check(samples: Sequence[Any], theirs: Any, record: dict[str, Any]) -> str:
     for word in NOT_OURS:
         if word in trained:
             raise Wrong(f"{word!r} is trained")
-    return ", but the template leaves out tool calls" * (CALLED in whole and CALLED not in written)
+    lost = CALLED in whole and CALLED not in written
+    return how, ", but the template leaves out tool calls" * lost
 
 
 def cell_text(reason: object) -> str:

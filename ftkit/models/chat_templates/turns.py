@@ -3,7 +3,9 @@
 A prompt is the rendering of all messages before a turn; the text that is added with the turn is the
 assistant's, its end included. Both are rendered for each turn that is trained on, and the whole
 conversation has to begin with both: so a turn is learned after exactly the prompt that the model
-gets when it answers. Spans that a template marks as generated are cut to their turn.
+gets when it answers. If the turn does not begin with the prompt, because that opens or closes a
+thought, the answer is put behind it (`ftkit.models.chat_templates.continuation`). Spans that a
+template marks as generated are cut to their turn.
 
 Each text is rendered once more, with brackets around every other message: so the code that makes
 tokens of it can check that none of these messages carries loss, independently of the turns.
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.confined import Exceeded, run_each_confined
+from ftkit.models.chat_templates.continuation import Brackets, Continuer, unused_brackets
 from ftkit.models.chat_templates.sandbox import NotRendered
 from ftkit.models.chat_templates.template import ChatTemplate, MarksNotFound, Span, TemplateRefusal
 
@@ -35,8 +38,6 @@ REFUSED = "the template refuses it: "
 
 _MOST_SHOWN = 40
 """Characters of a prompt in a reason."""
-_PRIVATE_USE = (0xE000, 0xF900)
-"""Characters of Unicode that no text needs: two of them are brackets."""
 
 
 WeightedSpan = tuple[int, int, float]
@@ -91,6 +92,7 @@ class TurnFinder:
         """
         self._template = template
         self._train_on, self._reasoning = train_on, reasoning
+        self._added_tokens = tuple(added_tokens)
         # The expression takes the first alternative that matches, so longer tokens stand before
         # their own beginnings. Tokens of white space end no turn.
         longest_first = sorted(filter(str.strip, added_tokens), key=len, reverse=True)
@@ -108,7 +110,7 @@ class TurnFinder:
         chosen, masked = self._chosen(record["messages"])
         if not chosen:
             raise TemplateRefusal(NO_TURN)
-        conversation, count = _Conversation(self._template, record), len(record["messages"])
+        conversation, count = self._conversation(record), len(record["messages"])
         # By name, because each template writes tools in a form of its own.
         if not all(name in conversation.whole for name in _tool_names(record)):
             raise TemplateRefusal(NO_TOOLS)
@@ -121,7 +123,7 @@ class TurnFinder:
                 raise TemplateRefusal(CHANGED)
             spans = _between([turn for turn in turns if turn], len(conversation.whole))
             # Earlier turns may well be written without their thoughts: nothing is split here.
-            sample = conversation.written(count, spans, learned=chosen[-1:], others=masked)
+            sample = conversation.written(spans, learned=chosen[-1:], others=masked)
             return [sample._replace(weights=_weights(record, weighted, of_weighted))]
         # All turns in one sample, if later ones leave earlier ones as they were; else one sample
         # each.
@@ -129,9 +131,11 @@ class TurnFinder:
         if None not in turns:
             spans = [span for turn in turns if turn for span in turn.generated]
             others = {*range(count)}.difference(chosen)
-            sample = conversation.written(count, spans, learned=chosen, others=others)
+            sample = conversation.written(spans, learned=chosen, others=others)
             samples = [sample._replace(weights=_weights(record, chosen, turns))]
-        elif self._reasoning == "refuse":
+        elif self._reasoning == "refuse" and not (
+            chosen == [count - 1] and conversation.said(count - 1).is_put_together
+        ):
             raise TemplateRefusal(CHANGED)
         else:
             samples = [self._alone(conversation, record, i) for i in chosen]
@@ -190,9 +194,12 @@ class TurnFinder:
         ]
         return chosen, masked if self._train_on == "all" else []
 
+    def _conversation(self, record: dict[str, Any]) -> "_Conversation":
+        return _Conversation(self._template, record, self._added_tokens)
+
     def _turn(self, conversation: "_Conversation", index: int) -> _Turn | None:
-        """Locate a turn in the whole conversation; None if later turns changed it."""
-        start, text, marks = self._said(conversation, index)
+        """Locate a turn in the whole conversation; None if it is not there behind its prompt."""
+        start, text, marks, _ = conversation.said(index)
         whole = conversation.whole
         # By rendering up to the turn, in every conversation: few templates mark turns, and the text
         # of a turn may also occur elsewhere.
@@ -203,25 +210,10 @@ class TurnFinder:
 
     def _alone(self, conversation: "_Conversation", record: dict[str, Any], index: int) -> Written:
         """Return the conversation up to a turn; only that turn is trained on."""
-        start, text, marks = self._said(conversation, index)
+        start, text, marks, _ = conversation.said(index)
         turn = _found(start, next(self._ends(text, start)), marks, text, text)
-        sample = conversation.written(
-            index + 1, turn.generated, learned=[index], others=range(index)
-        )
+        sample = conversation.written_until(index, turn.generated)
         return sample._replace(weights=_weights(record, [index], [turn]))
-
-    def _said(
-        self, conversation: "_Conversation", index: int
-    ) -> tuple[int, str, list[Span] | None]:
-        """End of the prompt of a turn, the text up to the turn's end, and marked spans."""
-        # The turn is what the answer adds to the prompt, which it has to leave as it is.
-        prompt = conversation.prompt(index)
-        text, marks = conversation.until(index + 1)
-        if not text.startswith(prompt) or len(text) == len(prompt):
-            raise TemplateRefusal(OTHER_PROMPT + conversation.added_by(prompt, text))
-        if not all(name in text[len(prompt) :] for name in _called(conversation.messages[index])):
-            raise TemplateRefusal(NO_TOOLS)
-        return len(prompt), text, marks
 
     def _ends(self, text: str, start: int) -> Iterator[int]:
         """Yield possible ends of a turn, last first: behind an end token or at the end of the text.
@@ -237,14 +229,30 @@ class TurnFinder:
             end = found.start()
 
 
+class _Said(NamedTuple):
+    """A turn behind its prompt."""
+
+    start: int
+    """Characters of the prompt."""
+    text: str
+    """Prompt and turn."""
+    marks: list[Span] | None
+    """Spans of the text that the template marks; None: it never marks any."""
+    is_put_together: bool
+    """Whether the template would write the turn otherwise than behind this prompt."""
+
+
 class _Conversation:
     """Renderings of the first messages of a conversation; each is made once."""
 
-    def __init__(self, template: ChatTemplate, record: dict[str, Any]) -> None:
-        self._template = template
+    def __init__(
+        self, template: ChatTemplate, record: dict[str, Any], added_tokens: Collection[str]
+    ) -> None:
+        self._template, self._added_tokens = template, added_tokens
         self.messages, self._tools = plain_messages(record["messages"]), record.get("tools")
         self._until: dict[int, tuple[str, list[Span] | None]] = {}
         self._prompts: dict[int, str] = {}
+        self._said: dict[int, _Said] = {}
 
     @property
     def whole(self) -> str:
@@ -262,33 +270,83 @@ class _Conversation:
                 )
         return self._until[count]
 
+    def said(self, index: int) -> _Said:
+        """Return the prompt of a turn with what the turn adds to it.
+
+        Raises:
+            TemplateRefusal: that cannot be told, or tool calls are left out.
+        """
+        if index not in self._said:
+            prompt = self.prompt(index)
+            text, marks = self.until(index + 1)
+            is_put_together = not text.startswith(prompt)
+            if is_put_together:
+                text, marks = self._put_together(index)
+            if len(text) == len(prompt):
+                raise TemplateRefusal(OTHER_PROMPT)
+            if not all(name in text[len(prompt) :] for name in _called(self.messages[index])):
+                raise TemplateRefusal(NO_TOOLS)
+            self._said[index] = _Said(len(prompt), text, marks, is_put_together)
+        return self._said[index]
+
+    def _put_together(self, index: int) -> tuple[str, list[Span] | None]:
+        prompt = self.prompt(index)
+        text, marks = self.until(index + 1)
+        continuer = Continuer(self._template, self.messages, self._tools, self._added_tokens)
+        added = continuer.after(prompt, text, index)
+        if added is None:
+            raise TemplateRefusal(OTHER_PROMPT + self.added_by(prompt, text))
+        if marks is None:
+            return prompt + added, None
+        # The marks lie in another text. A turn that has one is generated as a whole.
+        before = len(self.until(index)[0])
+        is_marked = any(end > before for _, end in marks)
+        return prompt + added, [(len(prompt), len(prompt) + len(added))] * is_marked
+
     def written(
-        self, count: int, trained: list[Span], *, learned: Sequence[int], others: Collection[int]
+        self, trained: list[Span], *, learned: Sequence[int], others: Collection[int]
     ) -> Written:
-        """Return the first messages as a sample.
+        """Return the whole conversation as a sample.
 
         Args:
-            count: of messages, the first ones.
             trained: characters that carry loss.
             learned: numbers of turns that carry loss.
             others: numbers of messages of which nothing may carry loss.
         """
-        text = self.until(count)[0]
+        places = self._places(self.whole, len(self.messages), others)
+        return Written(self.whole, trained, places, any(map(self._omits_reasoning, learned)))
+
+    def written_until(self, index: int, trained: list[Span]) -> Written:
+        """Return the conversation up to a turn, which alone carries loss, as a sample.
+
+        Args:
+            index: of the turn.
+            trained: characters of it that carry loss.
+        """
+        start, text, _, is_put_together = self.said(index)
+        places = (
+            self._places(text[:start], index, range(index), add_generation_prompt=True)
+            if is_put_together
+            else self._places(text, index + 1, range(index))
+        )
+        return Written(text, trained, places, self._omits_reasoning(index))
+
+    def _places(
+        self, text: str, count: int, others: Collection[int], **options: bool
+    ) -> list[Span]:
+        """Places of messages in the text of the first ones."""
         # Rendered a second time with brackets, and not taken from the turns: a check must not trust
         # what it checks.
-        unused = (chr(code) for code in range(*_PRIVATE_USE) if chr(code) not in text)
-        # Characters that the text does not have, so that brackets cannot be mistaken.
-        opening, closing = next(unused), next(unused)
+        brackets = next(unused_brackets(text))
         messages = [
-            _bracketed(message, opening, closing) if i in others else message
+            brackets.around(message) if i in others else message
             for i, message in enumerate(self.messages[:count])
         ]
         try:
-            bracketed = self._template.render(messages, tools=self._tools)
+            bracketed = self._template.render(messages, tools=self._tools, **options)
         except TemplateRefusal:  # it looks at how a text begins or ends
             bracketed = ""
-        places = _inside(bracketed, opening, closing, text)
-        return Written(text, trained, places, any(map(self._omits_reasoning, learned)))
+        return _inside(bracketed, brackets, text)
 
     def _omits_reasoning(self, index: int) -> bool:
         """Return whether a turn has reasoning that its rendering does not contain."""
@@ -298,7 +356,8 @@ class _Conversation:
             return False
         text = self.until(index + 1)[0]
         with suppress(TemplateRefusal):  # where every token is learned, there may be no prompt
-            text = text.removeprefix(self.prompt(index))
+            start, said, *_ = self.said(index)
+            text = said[start:]
         return thought not in _squeezed(text)
 
     def added_by(self, prompt: str, text: str) -> str:
@@ -413,29 +472,15 @@ def _squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
-def _bracketed(message: dict[str, Any], opening: str, closing: str) -> dict[str, Any]:
-    """Return a message with brackets around what it says, inside any white space around it.
-
-    So a template that trims its texts trims them as before.
-    """
-
-    def bracketed(text: str) -> str:
-        core = text.strip()
-        return text.replace(core, opening + core + closing, 1) if core else text
-
-    keys = ("content", "reasoning_content")
-    return message | {key: bracketed(message[key]) for key in keys if message.get(key)}
-
-
-def _inside(bracketed: str, opening: str, closing: str, text: str) -> list[Span]:
+def _inside(bracketed: str, brackets: Brackets, text: str) -> list[Span]:
     """Return spans between brackets, as positions in the bare text; [] if the texts differ."""
     spans: list[Span] = []
     pieces: list[str] = []
     at, begun = 0, None
-    for piece in re.split(f"([{opening}{closing}])", bracketed):
-        if piece == opening:
+    for piece in re.split(f"([{brackets.opening}{brackets.closing}])", bracketed):
+        if piece == brackets.opening:
             begun = at
-        elif piece == closing:
+        elif piece == brackets.closing:
             if begun is not None:
                 spans.append((begun, at))
             # A bracket may be lost or doubled in what a template makes; only pairs count.

@@ -25,6 +25,7 @@ from ftkit.models.chat_templates.turns import (
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 ALL = [*NAMED, *FAMILIES]
+PUT_TOGETHER = ("deepseek-r1", "mistral-v3")
 DATE = {"date_string": "26 Jul 2024"}
 
 
@@ -98,8 +99,11 @@ BARE = '{"name": "weather", "parameters": {"at": "Bonn"}}<|eot_id|>'
 LISTED = '[TOOL_CALLS] [{"name": "weather", "arguments": {"at": "Bonn"}, "id": "call00001"}]</s>'
 OTHERS: dict[tuple[str, str], list[list[str]] | str] = {
     ("qwen3", "turns"): [[THOUGHT.format("", "Hello.")], [THOUGHT.format("", "So long 👋")]],
-    ("deepseek-r1", "turns"): OTHER_PROMPT + r": it ends with '<think>\n'",
-    ("mistral-v3", "turns"): OTHER_PROMPT,
+    ("deepseek-r1", "turns"): [
+        ["\n</think>\n\nHello.<｜end▁of▁sentence｜>"],
+        ["\n</think>\n\nSo long 👋<｜end▁of▁sentence｜>"],
+    ],
+    ("mistral-v3", "turns"): [[" Hello.</s>"], [" So long 👋</s>"]],
     ("qwen", "tools"): [[TAGGED, "Sunny.<|im_end|>"]],
     ("qwen3", "tools"): [["<think>\n\n</think>\n\n\n" + TAGGED], [THOUGHT.format("", "Sunny.")]],
     ("llama3 llama-3.1", "tools"): [[BARE, "Sunny.<|eot_id|>"]],
@@ -142,8 +146,13 @@ def test_tokens_are_those_of_transformers(
     said_at = [i for i, m in enumerate(record["messages"]) if m["role"] == "assistant"]
     ends = [len(record["messages"])] if len(found) == 1 else [i + 1 for i in said_at]
     for sample, end in zip(found, ends, strict=True):
-        whole = apply(record["messages"][:end], tools=record.get("tools"), **DATE)
-        assert sample.ids == whole["input_ids"]
+        messages, tools = record["messages"][:end], record.get("tools")
+        if sample.ids != apply(messages, tools=tools, **DATE)["input_ids"]:
+            # Put together: what the template's prompt writes is not what the turn begins with.
+            prompt = apply(messages[:-1], tools=tools, add_generation_prompt=True, **DATE)
+            assert (
+                name in PUT_TOGETHER and sample.ids[: sample.trained[0][0]] == prompt["input_ids"]
+            )
 
 
 @pytest.mark.parametrize("name", NAMED)
