@@ -206,7 +206,7 @@ def _extras(turn: dict[str, Any], where: str) -> Record:
             "them."
         )
     if thoughts:
-        # Templates look for it here; those that look elsewhere find it under its own name too.
+        # Templates find it under its own name too.
         extras["reasoning_content"] = next(iter(thoughts.values()))
     return extras
 

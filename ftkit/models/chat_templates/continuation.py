@@ -133,7 +133,7 @@ class Continuer:
         if so_far is None or not (prompt.startswith(so_far) and turn.startswith(so_far)):
             return None
         # A template that writes no thoughts writes the same with one.
-        probe = bare | dict.fromkeys(_THOUGHTS, thought or _PROBE)
+        probe = bare | {"reasoning_content": thought or _PROBE}
         probed = self._rendered([*before, own.around(probe)])
         thinking = _rest(probed, probe, others, own)
         if probed is None or (thinking is not None and thinking.thought is None):

@@ -124,7 +124,7 @@ class ChatTemplate:
         given = {
             # First, so that no name of a token replaces what follows.
             **self.special_tokens,
-            "messages": messages,
+            "messages": [_with_thought_under_other_names(message) for message in messages],
             "tools": tools,
             # As in transformers, so that templates may test for it.
             "documents": None,
@@ -145,6 +145,16 @@ class ChatTemplate:
         return UserError(
             f"The chat template ({self.name}) {error}.\nTry --data.chat_template chatml."
         )
+
+
+def _with_thought_under_other_names(message: Message) -> Message:
+    """Name the thought of a message as templates may: reasoning_content, or thinking (gpt-oss)."""
+    # As transformers does since 5.24.
+    names = ("reasoning_content", "thinking", "reasoning")
+    thought = next((message[name] for name in names if message.get(name) is not None), None)
+    if thought is None:
+        return message
+    return {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def template_of(tokenizer_directory: Path) -> str | None:

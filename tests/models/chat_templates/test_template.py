@@ -46,6 +46,13 @@ def test_settings_and_filters_are_those_of_transformers() -> None:
     assert [ChatTemplate(source, "tried").render(MESSAGES)] == list(found[0])
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_has_the_names_that_transformers_gives_it(name: str) -> None:
+    source = "{{ messages[0].reasoning_content }}{{ messages[0].thinking }}"
+    message = {"role": "assistant", "content": "3", name: "1"}
+    assert ChatTemplate(source, "tried").render([message]) == "11"
+
+
 def test_what_a_template_raises_is_the_reason() -> None:
     template = ChatTemplate("{{ raise_exception('No system role.') }}", "tried")
     with pytest.raises(TemplateRefusal, match=r"^No system role$"):
