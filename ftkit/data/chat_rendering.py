@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Example, Rendered, Renderer, Rendering
 from ftkit.models.chat_templates import Reasoning, TrainOn
+from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.span_weights import with_span_weights
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 from ftkit.models.chat_templates.turns import (
@@ -160,23 +161,25 @@ class ChatRenderer(Renderer):
         messages, tools = plain_messages(record["messages"]), record.get("tools")
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         last = said[-1] if said else len(messages)
-        prompt = self._template.render(messages[:last], tools=tools, add_generation_prompt=True)
+        template = self._template.with_arguments(record.get(ARGUMENTS))
+        prompt = template.render(messages[:last], tools=tools, add_generation_prompt=True)
         questions = [m["content"] for m in messages[:last] if m["role"] == "user"]
         assert self._tokenizer is not None
         return Example(
             prompt=self._tokenizer.encode_all_rendered([prompt])[0].ids,
-            expected=self._expected(messages[: last + 1], tools) if said else "",
+            expected=self._expected(record | {"messages": messages[: last + 1]}) if said else "",
             stop_ids=self.stop_ids,
             record=record,
             instruction=questions[-1] if questions else "",
         )
 
-    def _expected(self, messages: list[dict[str, Any]], tools: Any) -> str:
+    def _expected(self, record: Record) -> str:
         """The text of the last message; where it has none, how its tool calls are written."""
-        if messages[-1]["content"].strip():
-            return str(messages[-1]["content"])
+        said = str(record["messages"][-1]["content"])
+        if said.strip():
+            return said
         try:
-            (written,) = self._answers.written({"messages": messages, "tools": tools})
+            (written,) = self._answers.written(record)
         except TemplateRefusal:
             return ""
         text = "".join(written.text[first:end] for first, end in written.trained)

@@ -29,6 +29,12 @@ from ftkit.data.spec import (
 )
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import Reasoning, TrainOn
+from ftkit.models.chat_templates.arguments import (
+    ARGUMENTS,
+    RULE,
+    arguments_problem,
+    given_arguments,
+)
 from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_style
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
@@ -48,8 +54,8 @@ class OwnDataOptions:
     sources: list[dict[str, Any]] | None = None
     """Several sources instead of path: a list of objects with path and, optionally, weight (how
     often an epoch repeats its samples; default 1) or samples (how many an epoch takes), and options
-    for this source only: columns, subset, split, revision, prompt_style, chat_template, train_on,
-    mask_prompt."""
+    for this source only: columns, subset, split, revision, prompt_style, chat_template,
+    chat_template_kwargs, train_on, mask_prompt."""
     columns: dict[str, str] | None = None
     """Names of the records' keys where they differ from ftkit's: --data.columns.instruction
     question --data.columns.output answer. ftkit's names are instruction, input, output, sys_prompt,
@@ -65,6 +71,9 @@ class OwnDataOptions:
     """Template that turns a conversation into text: tokenizer (the model's own; the default for
     conversations), a name (chatml, llama3, ...), or a file. Also turns instructions into
     conversations."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Values of variables that the chat template reads: --data.chat_template_kwargs.enable_thinking
+    false. The template that is kept with the result has them as defaults."""
     train_on: TrainOn | None = None
     """Trained tokens: every turn of the assistant (the default for conversations), only its last
     turn (the default for prompts with completions), or all. For instructions use mask_prompt."""
@@ -111,6 +120,7 @@ class _SourceOptions:
     revision: str | None = None
     prompt_style: Any = "alpaca"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     train_on: TrainOn | None = None
     mask_prompt: bool | None = None
 
@@ -119,12 +129,14 @@ _EXCLUSIVE = (
     ("path", "json_path", "sources"),
     ("mask_prompt", "train_on"),
     ("prompt_style", "chat_template"),
+    ("prompt_style", ARGUMENTS),
 )
 """Groups of options that exclude each other."""
 _OF_HUB = ("subset", "split", "revision")
 _OF_ONE_SOURCE = ("path", "json_path", *_OF_HUB)
-_INHERITED = ("columns", "prompt_style", "chat_template", "train_on", "mask_prompt")
-_RENDERING = ("prompt_style", "chat_template", "train_on", "mask_prompt", "reasoning", "overlong")
+_OF_RENDERING = ("prompt_style", "chat_template", ARGUMENTS, "train_on", "mask_prompt")
+_INHERITED = ("columns", *_OF_RENDERING)
+_RENDERING = (*_OF_RENDERING, "reasoning", "overlong")
 """Options that decide how records are rendered."""
 OPTIONS_WITHOUT_FILES = (
     *("columns", *_RENDERING),
@@ -250,6 +262,8 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key in (*_OF_HUB, "chat_template"):
             accepted = isinstance(value, str) and bool(value)
             check_value(name, value, accepted, "a text", f"'\"{value}\"'")
+        elif key == ARGUMENTS:
+            _check_arguments(name, value)
         elif key in _CHOICES:
             choices = get_args(_CHOICES[key])
             near = nearest(str(value), choices, cutoff=0.3) or choices[0]
@@ -267,6 +281,14 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
             check_value(name, value, accepted, "a whole number above 0", "1000")
         elif key == "mask_prompt" and of_source:
             check_value(name, value, isinstance(value, bool), "true or false", "true")
+
+
+def _check_arguments(name: str, value: Any) -> None:
+    if (problem := arguments_problem(value)) is not None:
+        raise UserError(
+            f"{name} {problem}, but has to be {RULE}.\n"
+            f"{how_to_set(f'{name}.enable_thinking', 'false')}"
+        )
 
 
 def _check_columns(name: str, value: Any) -> None:
@@ -572,8 +594,12 @@ class OwnData(DataSource):
             if shape == "instruction" and source.mask_prompt is not None:
                 default = masked
             shape = "messages"
-        train_on = source.train_on or default
-        return dataclasses.replace(rules, chat_template=template, train_on=train_on), shape
+        return dataclasses.replace(
+            rules,
+            chat_template=template,
+            chat_template_kwargs=given_arguments(source.chat_template_kwargs or {}) or None,
+            train_on=source.train_on or default,
+        ), shape
 
 
 def _conversation(record: Record, *, keeps_input: bool) -> Record:
@@ -606,7 +632,9 @@ def _check_meant(
     if shape == "messages":
         refused["prompt_style"] = "Set chat_template instead, and remove {key}"
     if shape in ("completion", "text", "tokens"):
-        refused["chat_template"] = "Remove {key}"
+        refused["chat_template"] = refused[ARGUMENTS] = "Remove {key}"
+    if shape == "instruction" and source.chat_template is None:
+        refused[ARGUMENTS] = "Give chat_template too, or remove {key}"
     group = source.key.rpartition(".")[0]
     for key, advice in refused.items():
         if key in source.given:

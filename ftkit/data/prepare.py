@@ -35,6 +35,7 @@ from ftkit.data.rendering import (
 )
 from ftkit.data.samples.sample_set import SampleRows, SampleSet
 from ftkit.data.spec import Overlong, Part, Rules
+from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.prompt_styles import template_of_style
 from ftkit.models.chat_templates.template import (
     NAMED,
@@ -342,10 +343,13 @@ def _template(rules: Rules, tokenizer: Any) -> ChatTemplate:
         return template_of_style(rules.prompt_style, tokenizer or _NoTokenizer())
     assert rules.chat_template is not None
     if tokenizer is not None:
-        return resolve_chat_template(rules.chat_template, tokenizer)
-    # Texts alone are shown, without the model: any template stands in for its own.
-    is_of_tokenizer = rules.chat_template == OF_TOKENIZER
-    return text_template("chatml" if is_of_tokenizer else rules.chat_template, {})
+        template = resolve_chat_template(rules.chat_template, tokenizer)
+    elif rules.chat_template == OF_TOKENIZER:
+        # Texts alone are shown, without the model: any template stands in for its own.
+        return text_template("chatml", {})
+    else:
+        template = text_template(rules.chat_template, {})
+    return template.with_defaults(rules.chat_template_kwargs)
 
 
 class _NoTokenizer:
@@ -478,6 +482,8 @@ def advice_for(
         return (
             f"Try --data.chat_template {best}, which accepts {fitting[best].taken:,} of the "
             f"{len(records):,} that were tried."
+            + f" Remove data.{ARGUMENTS}."
+            * bool(part.rules.chat_template_kwargs)
         )
     if reason.startswith(REFUSED):
         return (
@@ -489,7 +495,8 @@ def advice_for(
 
 def _with_template(name: str) -> dict[str, Any]:
     """Rules that take a chat template by name, also in the place of a prompt style."""
-    return {"chat_template": name, "prompt_style": None}
+    # Arguments are for one template.
+    return {"chat_template": name, "chat_template_kwargs": None, "prompt_style": None}
 
 
 class _Trial(NamedTuple):

@@ -36,6 +36,8 @@ class Rules:
     chat_template: str | None = None
     """How a conversation becomes text: tokenizer, a name, or a file; None: it does not, or as the
     prompt style says."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Values of variables that the chat template reads, by name."""
     train_on: TrainOn = "assistant"
     reasoning: Reasoning = "split"
     overlong: Overlong = "truncate"

@@ -11,6 +11,7 @@ from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result
+from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.prompt_styles import (
     PROMPT_STYLE,
     AnyStyle,
@@ -44,6 +45,8 @@ class Question:
     """Messages of a conversation; empty: the text is the prompt."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools that may be called."""
+    arguments: Mapping[str, Any] | None = None
+    """Values of variables that the chat template reads."""
 
 
 def question_of(record: Mapping[str, Any]) -> Question:
@@ -58,7 +61,12 @@ def question_of(record: Mapping[str, Any]) -> Question:
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         said = messages[-1]["content"] if messages else ""
-        return Question(text=said, messages=messages, tools=record.get("tools"))
+        return Question(
+            text=said,
+            messages=messages,
+            tools=record.get("tools"),
+            arguments=record.get(ARGUMENTS),
+        )
     for key in ("prompt", "text"):
         if key in record:
             return Question(text=record[key])
@@ -95,7 +103,9 @@ def prompt_text(question: Question, template: ChatTemplate, system: str | None =
     if messages[0]["role"] != "system":
         messages = (*system_message(system), *messages)
     try:
-        return template.render(messages, tools=question.tools, add_generation_prompt=True)
+        return template.with_arguments(question.arguments).render(
+            messages, tools=question.tools, add_generation_prompt=True
+        )
     except TemplateRefusal as refusal:
         raise UserError(
             f"The chat template {template.name} does not accept this conversation: {refusal}. Try "

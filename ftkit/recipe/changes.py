@@ -115,6 +115,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "ignore_index": -100,
     "include_multiturn_conversations": False,
     "chat_template": None,
+    "chat_template_kwargs": None,
     "train_on": None,
     "reasoning": "split",
     "overlong": None,

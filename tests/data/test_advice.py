@@ -116,6 +116,14 @@ def test_what_is_advised_takes_the_records(
     assert options(advice) and works.samples and not works.omits_reasoning
 
 
+def test_arguments_are_not_for_the_advised_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(SOURCES["alternating"] + "{{ mood }}")
+    ours = part(str(file), chat_template_kwargs={"mood": ""})
+    advice = advice_for(REFUSED, [TWICE], ours, tokenizer)
+    assert says(advice, "--data.chat_template ... Remove data.chat_template_kwargs")
+
+
 def test_a_template_that_loses_what_is_trained_on_is_not_advised(tokenizer: Tokenizer) -> None:
     before = part("gemma")
     assert options(advice_for(REFUSED, [TWICE], before, tokenizer))

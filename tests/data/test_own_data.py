@@ -160,6 +160,18 @@ def test_a_chat_template_makes_conversations_of_instructions() -> None:
         ("messages", {"prompt_style": "phi-2"}, "data.prompt_style is phi-2", "chat_template"),
         ("completion", {"prompt_style": "phi-2"}, "holds completions", "--data.prompt_style null"),
         ("completion", {"chat_template": "chatml"}, "holds completions", "chat_template null"),
+        (
+            "text",
+            {"chat_template_kwargs": {"a": 1}},
+            "holds documents",
+            "chat_template_kwargs null",
+        ),
+        (
+            "instruction",
+            {"chat_template_kwargs": {"a": 1}},
+            "holds instructions",
+            "Give chat_template",
+        ),
         ("text", {"train_on": "last"}, "data.train_on is last", "set it to all"),
         ("messages", {"overlong": "split"}, "data.overlong is split", "--data.overlong drop"),
     ],
@@ -242,6 +254,17 @@ def test_a_class_with_arguments_is_not_taken_for_a_prompt() -> None:
     assert style["class_path"] == "litgpt.prompts.ChatML"
 
 
+def test_arguments_of_templates_are_named_on_the_command_line() -> None:
+    write("a.jsonl", ROWS["messages"])
+    overrides = {"data": "JSON", "data.path": "a.jsonl", "checkpoint_dir": "base"}
+    overrides |= {"data.chat_template_kwargs.enable_thinking": "false"}
+    overrides |= {"data.chat_template_kwargs.reasoning_effort": "high"}
+    data = read_recipe([], list(overrides.items())).data
+    (found,) = (part.read() for part in data_source(data).parts())
+    expected = {"enable_thinking": False, "reasoning_effort": "high"}
+    assert found.rules.chat_template_kwargs == expected
+
+
 def test_columns_are_named_on_the_command_line() -> None:
     write("a.jsonl", {"question": "a", "answer": "b"})
     overrides = {"data": "JSON", "data.path": "a.jsonl", "data.columns.instruction": "question"}
@@ -267,6 +290,24 @@ def test_columns_are_named_on_the_command_line() -> None:
             {"path": "a", "prompt_style": "alpaca", "chat_template": "chatml"},
             "data.prompt_style is alpaca ... data.chat_template is chatml",
             "--data.chat_template null",
+        ),
+        (
+            {"path": "a", "prompt_style": "alpaca", "chat_template_kwargs": {"a": 1}},
+            "data.prompt_style is alpaca ... data.chat_template_kwargs is",
+            "--data.chat_template_kwargs null",
+        ),
+        *(
+            (
+                {"path": "a", "chat_template_kwargs": value},
+                f"data.chat_template_kwargs {why} ... object of",
+                "--data.chat_template_kwargs.enable_thinking false",
+            )
+            for value, why in (
+                ("high", "is not such"),
+                ({"a b": 1}, "has 'a b'"),
+                ({"tools": []}, "has tools, which"),
+                ({"a": float("nan")}, "has a value ... under a"),
+            )
         ),
         ({"path": "a", "train_on": "user"}, "assistant, last, all", "--data.train_on "),
         ({"path": "a", "reasoning": "keep"}, "one of split, refuse", "--data.reasoning refuse"),

@@ -44,6 +44,15 @@ RECORD: dict[str, Any] = {
 }
 
 
+ASKED = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: "
+    "{% if message.role == 'assistant' %}{{ mood or 'moon' }} {% endif %}{{ message.content }}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant: {{ mood or 'moon' }} "
+    "{% endif %}"
+)
+"""A template with an argument."""
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that came with a chat template and two end tokens."""
@@ -61,6 +70,8 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, O
     directory = tmp_path_factory.mktemp("data")
     chats, texts = directory / "chats.jsonl", directory / "texts.jsonl"
     chats.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    asked = directory / "asked.jinja"
+    asked.write_text(ASKED)
     lines = (json.dumps({"text": " ".join(WORDS * 3)}) + "\n" for _ in range(40))
     texts.write_text("".join(lines))
     common = (("checkpoint_dir", str(base)), ("data.mask_prompt", None))
@@ -69,6 +80,15 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, O
     cases = {
         "named": Case("single", "lora", changes=(*on_chats, ("data.chat_template", "zephyr"))),
         "own": Case("single", "full", changes=on_chats),
+        "asked": Case(
+            "single",
+            "full",
+            changes=(
+                *on_chats,
+                ("data.chat_template", str(asked)),
+                ("data.chat_template_kwargs.mood", "sun"),
+            ),
+        ),
         "documents": Case("single", "lora", changes=on_texts),
     }
     outcomes = make_run(tmp_path_factory)(1, list(cases.values()))
@@ -127,13 +147,14 @@ def test_transformers_gives_the_tokens_of_training_with_every_result(
 
 def text_of(messages: list[dict[str, str]], name: str) -> str:
     """A conversation as the template of a run writes it, ready for an answer."""
-    if name == "own":
+    if name in ("own", "asked"):
         said = "".join(f"{m['role']}: {m['content']}</s>\n" for m in messages)
-        return f"<s>{said}assistant: "
+        text = f"<s>{said}assistant: "
+        return text.replace("assistant: ", "assistant: sun ") if name == "asked" else text
     return "".join(f"<|{m['role']}|>\n{m['content']}</s>\n" for m in messages) + "<|assistant|>\n"
 
 
-@pytest.mark.parametrize("name", ["named", "own"])
+@pytest.mark.parametrize("name", ["named", "own", "asked"])
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
 def test_generate_and_chat_prompt_as_in_training(
     trained: dict[str, Outcome],

@@ -82,6 +82,10 @@ def test_a_checkpoint_of_a_version_without_a_key_continues() -> None:
         ({"seed": 1}, "seed 1337 -> 1"),
         ({"data__mask_prompt": "true"}, "data.mask_prompt false -> true"),
         ({"data__prompt_style": "llama3"}, "data.prompt_style alpaca -> llama3"),
+        (
+            {"data__chat_template_kwargs": "{enable_thinking: false}"},
+            "data.chat_template_kwargs not set -> {'enable_thinking': False}",
+        ),
         ({"data": "FLAN"}, "data.prompt_style alpaca -> flan"),
         ({"train__max_seq_length": 512}, "train.max_seq_length not set -> 512"),
         ({"train__tie_embeddings": "true"}, "train.tie_embeddings not set -> true"),

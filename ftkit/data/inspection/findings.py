@@ -15,6 +15,7 @@ from ftkit.data.prepare import NO_LABELS, NO_REASONING, advice_for
 from ftkit.data.records.record import Record
 from ftkit.data.samples.layout import IntArray
 from ftkit.data.samples.sample_set import Sample, SampleSet
+from ftkit.models.chat_templates.template import OF_TOKENIZER
 from ftkit.models.chat_templates.turns import NO_TOOLS
 from ftkit.utils.console.formatting import percent_text, shortened
 
@@ -399,8 +400,8 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     if own is None or part.part.shape not in ("instruction", "messages"):
         return None
     used = part.renderer.template
-    # Compared by their text: a named template may be the model's own.
-    if used.source == own:
+    # Compared by their text too: a named template may be the model's own.
+    if used.source == own or part.part.rules.chat_template == OF_TOKENIZER:
         return None
     return Finding(
         kind="template_not_used",

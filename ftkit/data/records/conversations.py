@@ -7,12 +7,14 @@ from typing import Any
 from ftkit.data.records.keys import (
     TRAIN_MARKS,
     Refusal,
+    arguments_of,
     check_message_keys,
     is_empty,
     mark_of,
     unused_of,
 )
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
+from ftkit.models.chat_templates.arguments import ARGUMENTS
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 """Keys of a record that may hold its messages."""
@@ -121,12 +123,14 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
 
 
 def _conversation(messages: list[Record], row: dict[str, Any]) -> Record:
-    """Messages with the system prompt and the tools that stand beside them."""
+    """Messages with what stands beside them: system prompt, tools, arguments of the template."""
     system = row.get("system")
     # Of two system prompts the one inside the messages counts.
     if system and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": _content(system, ", system", False)})
-    return _with_tools({"messages": messages}, row)
+    record = _with_tools({"messages": messages}, row)
+    arguments = arguments_of(row)
+    return record | {ARGUMENTS: arguments} if arguments else record
 
 
 def _keys_of_message(turn: dict[str, Any]) -> tuple[str, str]:

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftkit.data.records.record import Misfit, Shape, keys_of
+from ftkit.models.chat_templates.arguments import (
+    ARGUMENTS,
+    RULE,
+    arguments_problem,
+    given_arguments,
+)
 
 _FLAGS = ("train", "loss")
 """Keys of a message or content part that say whether it is trained: 0 or 1, false or true."""
@@ -26,11 +32,13 @@ _REJECTED = ("rejected_response", "rejected_messages")
 _MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 _OF_MESSAGES = (*_MEDIA, *LABEL_KEYS)
 _TEMPLATE_VALUES = (
-    *("chat_template_kwargs", "enable_thinking", "reasoning_effort", "model_identity"),
+    *("enable_thinking", "reasoning_effort", "model_identity"),
     "thinking",  # of a record; of a message it is what the assistant thinks
 )
+"""Keys of a record that are arguments of its chat template."""
+_ARGUMENTS = (ARGUMENTS, *_TEMPLATE_VALUES)
 _RECORD_WEIGHTS = ("loss_weight", "loss_scale")
-_MEANINGFUL = frozenset((*LABEL_KEYS, *_REJECTED, *_MEDIA, *_TEMPLATE_VALUES, "history", "tools"))
+_MEANINGFUL = frozenset((*LABEL_KEYS, *_REJECTED, *_MEDIA, *_ARGUMENTS, "history", "tools"))
 _TEXTS = ("instruction", "input", "output", "prompt", "completion", "text")
 _MOST_NAMED = 20
 # Bounds memory: see `KeyCounter.add`.
@@ -111,8 +119,8 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
                 check_label(row[key], key)
         elif key in _MEDIA:
             _check_media(row, key, shape)
-        elif key in _TEMPLATE_VALUES:
-            _check_template_value(row[key], key, shape)
+        elif key in _ARGUMENTS:
+            _check_argument(row[key], key, shape)
         elif key == "history":
             _check_history(row[key], shape)
         elif key == "tools":
@@ -295,18 +303,61 @@ def _check_media(row: Mapping[str, Any], key: str, shape: Shape) -> None:
         raise Refusal(_explain_media(key, ""))
 
 
-def _check_template_value(value: Any, key: str, shape: Shape) -> None:
-    if shape not in ("messages", "instruction"):
-        return  # no template is given anything
-    # A text in a column of this name is not a switch of the template.
-    if key == "thinking" and not isinstance(value, bool):
+def _check_argument(value: Any, key: str, shape: Shape) -> None:
+    # Conversations have them, and documents no template.
+    if shape != "instruction" or not _is_argument(value, key):
         return
     raise Refusal(
-        f": {key} is {_short(value)}, which is meant for the chat template, but ftkit does not "
-        "pass values of a record to templates yet, so a different prompt would be trained.\n"
-        f"Remove {key}, and set it for all records in a template of your own: --data.chat_template "
-        "FILE."
+        f": {key} is {_short(value)}, which is meant for the chat template, but only conversations "
+        "pass values to it.\n"
+        f"Write the record with messages; or remove {key}, and set it for all records: "
+        f"--data.{ARGUMENTS}."
     )
+
+
+def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a conversation for its chat template, by name.
+
+    Raises:
+        Refusal: they are none, or two differ.
+    """
+    if row.keys().isdisjoint(_ARGUMENTS):
+        return {}
+    of_row = {
+        key: row[key]
+        for key in _TEMPLATE_VALUES
+        if not is_empty(row.get(key)) and _is_argument(row[key], key)
+    }
+    given = _parsed_arguments(row.get(ARGUMENTS))
+    for name, arguments in ((f"{ARGUMENTS} ", given), ("", of_row)):
+        if (problem := arguments_problem(arguments)) is not None:
+            raise Refusal(
+                f": {name}{problem}; arguments of the chat template are {RULE}.\nCorrect it."
+            )
+    for key, value in of_row.items():
+        if given.get(key, value) not in (None, value):
+            raise Refusal(
+                f" has {key} {_short(value)}, but {ARGUMENTS} with {key} {_short(given[key])}.\n"
+                "Remove one of the two."
+            )
+    return given_arguments(given) | of_row
+
+
+def _parsed_arguments(value: Any) -> Any:
+    if is_empty(value):
+        return {}
+    if not isinstance(value, str):
+        return value
+    # Tables often store objects as JSON text.
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _is_argument(value: Any, key: str) -> bool:
+    # A text in a column of this name is not a switch of the template.
+    return key != "thinking" or isinstance(value, bool)
 
 
 def _check_history(value: Any, shape: Shape) -> None:

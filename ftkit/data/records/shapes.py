@@ -38,6 +38,7 @@ from ftkit.data.records.record import (
     kind_of,
 )
 from ftkit.errors import UserError
+from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.recipe.objectives import Preference
 
 INSTRUCTION = ("instruction", "output")
@@ -196,7 +197,7 @@ KNOWN = (
     "A record has instruction and output, prompt and completion, messages, conversations "
     "(ShareGPT), or text."
 )
-_BESIDE_MESSAGES = ("tools", "functions", "system")
+_BESIDE_MESSAGES = ("tools", "functions", "system", ARGUMENTS)
 _NOUNS: dict[Shape, str] = {
     "instruction": "instruction",
     "completion": "completion",
@@ -366,10 +367,11 @@ class RecordReader:
         for half in halves:
             # `named`: there is no doubt which of two answers is meant.
             check_record_keys(half, self._form.shape, answered=True, named=True)
-        for key, item in row.items():
-            if not (key in PAIR_KEYS or key in self._form.used or is_empty(item)):
-                self._unused.add(key)
         chosen, rejected = map(self._form.convert, halves)
+        read = PAIR_KEYS | self._form.used
+        for key, item in row.items():
+            if not (key in read or is_empty(item) or _is_kept(key, item, chosen)):
+                self._unused.add(key)
         _check_unweighted(
             row, (chosen, rejected), "the answers of a preference pair are compared as wholes"
         )
@@ -519,6 +521,8 @@ def _is_preference(row: dict[str, Any]) -> bool:
 
 def _is_kept(key: str, item: Any, record: Record) -> bool:
     """Return whether a key that may hold anything was read into the record."""
+    if key in record.get(ARGUMENTS, {}):
+        return True
     kept = {"history": "history", "system": "sys_prompt"}.get(key)
     return kept in record and (key == "history" or record["sys_prompt"] == item)
 

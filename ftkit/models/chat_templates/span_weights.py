@@ -6,6 +6,7 @@ Parts are located by rendering the conversation once more with brackets around t
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 from ftkit.models.chat_templates.turns import NO_TURN, WeightedSpan, Written, plain_messages
 
@@ -41,6 +42,7 @@ def with_span_weights(
     if not weighted:
         return samples
     parts = [part for message in weighted for part in _parts(message)]
+    template = template.with_arguments(record.get(ARGUMENTS))
     plain = plain_messages(
         [_bracketed_parts(message) if message in weighted else message for message in messages]
     )

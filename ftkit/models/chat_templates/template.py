@@ -1,5 +1,6 @@
 """Chat templates: they render conversations to the text that a model reads."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftkit.errors import UserError
+from ftkit.models.chat_templates.arguments import ARGUMENTS, with_defaults
 from ftkit.models.chat_templates.confined import Exceeded, run_confined
 from ftkit.models.chat_templates.sandbox import NotRendered, check_source, rendered
 from ftkit.utils.damaged_files import reading, require_regular
@@ -23,6 +25,7 @@ Span = tuple[int, int]
 
 _MOST_CHARACTERS = 2**22
 """Most characters of a template's file; real ones have a few thousand."""
+_WORD = re.compile(r"[^\W\d]\w*")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 OF_TOKENIZER = "tokenizer"
@@ -51,6 +54,8 @@ class ChatTemplate:
     """Name in messages: chatml, the path of its file, or where it comes from."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of bos_token, eos_token and others, which templates may use."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Values of other variables in each rendering."""
 
     def __post_init__(self) -> None:
         """Compile the source once, so that an invalid one is refused here.
@@ -71,6 +76,29 @@ class ChatTemplate:
                 f"The chat template ({self.name}) {problem}: {error}.\n"
                 "Correct it there, or try --data.chat_template chatml."
             ) from None
+
+    def with_arguments(self, arguments: Mapping[str, Any] | None) -> "ChatTemplate":
+        """Return the template with the arguments of a record: values of variables, by name."""
+        return dataclasses.replace(self, arguments=arguments) if arguments else self
+
+    def with_defaults(self, arguments: Mapping[str, Any] | None) -> "ChatTemplate":
+        """Return the template with the arguments of a run, which its text holds from now on.
+
+        Raises:
+            UserError: it does not read one of them.
+        """
+        if not arguments:
+            return self
+        words = dict.fromkeys(_WORD.findall(self.source))
+        for name in arguments:
+            if name not in words:
+                near = nearest(name, words)
+                raise UserError(
+                    f"data.{ARGUMENTS}.{name} is {arguments[name]!r}, but the chat template "
+                    f"({self.name}) does not read {name}.\n"
+                    + (f"Write {near}, or remove {name}." if near else f"Remove {name}.")
+                )
+        return dataclasses.replace(self, source=with_defaults(self.source, arguments))
 
     def render(
         self,
@@ -124,6 +152,7 @@ class ChatTemplate:
         given = {
             # First, so that no name of a token replaces what follows.
             **self.special_tokens,
+            **self.arguments,
             "messages": [_with_thought_under_other_names(message) for message in messages],
             "tools": tools,
             # As in transformers, so that templates may test for it.

@@ -18,6 +18,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ftkit.models.chat_templates import Reasoning, TrainOn
+from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.confined import Exceeded, run_each_confined
 from ftkit.models.chat_templates.continuation import Brackets, Continuer, unused_brackets
 from ftkit.models.chat_templates.sandbox import NotRendered
@@ -195,7 +196,8 @@ class TurnFinder:
         return chosen, masked if self._train_on == "all" else []
 
     def _conversation(self, record: dict[str, Any]) -> "_Conversation":
-        return _Conversation(self._template, record, self._added_tokens)
+        template = self._template.with_arguments(record.get(ARGUMENTS))
+        return _Conversation(template, record, self._added_tokens)
 
     def _turn(self, conversation: "_Conversation", index: int) -> _Turn | None:
         """Locate a turn in the whole conversation; None if it is not there behind its prompt."""

@@ -1,5 +1,6 @@
 """Every key of a record is honoured, refused by name, or named once as not used."""
 
+import json
 from typing import Any
 
 import pytest
@@ -260,8 +261,7 @@ PREFERENCE = "the objective learns from one answer"
             for kind in ("image", "image_url", "input_audio", "audio", "video")
         ),
         *(
-            (record | {key: value}, f": {key} is", "--data.chat_template FILE")
-            for record in (chat(), INSTRUCTION, {"prompt": [ASKED], "completion": [SAID]})
+            (INSTRUCTION | {key: value}, f": {key} is", "with messages ... chat_template_kwargs")
             for key, value in (
                 ("chat_template_kwargs", {"enable_thinking": False}),
                 ("enable_thinking", False),
@@ -269,6 +269,21 @@ PREFERENCE = "the objective learns from one answer"
                 ("model_identity", "You are Ann."),
                 ("thinking", True),
             )
+        ),
+        *(
+            (chat() | {"chat_template_kwargs": value}, f"chat_template_kwargs {why}", "Correct it")
+            for value, why in (
+                (["high"], "is not such an object"),
+                ({"a-b": 1}, "has 'a-b', which cannot be the name"),
+                ({"loop": 1}, "has 'loop', which cannot be the name"),
+                ({"messages": "a"}, "has messages, which conversation"),
+                ({"eos_token": "a"}, "has eos_token, which conversation"),
+            )
+        ),
+        (
+            chat() | {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "has enable_thinking true, but chat_template_kwargs with enable_thinking false",
+            "Remove one",
         ),
         *(
             (record | {"loss_weight": value}, f": loss_weight is {value}", "Make loss_weight such")
@@ -425,6 +440,41 @@ def test_ordinary_tables_keep_working(
     row: Record, columns: dict[str, str] | None, unused: list[str]
 ) -> None:
     assert sorted(read(row, columns=columns)[1]) == unused
+
+
+@pytest.mark.parametrize(
+    "record", [chat(), {"prompt": [ASKED], "completion": [SAID]}, {"conversations": SHAREGPT}]
+)
+def test_conversations_have_arguments_of_their_template(record: Record) -> None:
+    arguments = {"enable_thinking": False, "reasoning_effort": "high", "builtin_tools": ["a"]}
+    for row, thinking in (
+        (record | {"chat_template_kwargs": arguments | {"mood": None}}, None),
+        # As tables store them.
+        (record | {"chat_template_kwargs": json.dumps(arguments)}, None),
+        (
+            record
+            | {"chat_template_kwargs": {"builtin_tools": ["a"], "reasoning_effort": "high"}}
+            | {"enable_thinking": False, "thinking": True, "reasoning_effort": "high"},
+            True,
+        ),
+    ):
+        ((found,), unused) = read(row)
+        expected = arguments | ({} if thinking is None else {"thinking": thinking})
+        assert (found["chat_template_kwargs"], unused) == (expected, [])
+
+
+def test_a_text_called_thinking_is_no_argument() -> None:
+    ((found,), unused) = read(chat() | {"thinking": "Hm."})
+    assert "chat_template_kwargs" not in found and unused == ["thinking"]
+
+
+def test_both_answers_of_a_pair_have_its_arguments() -> None:
+    reader = RecordReader(None, preference="pairs")
+    row = {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID], "enable_thinking": False}
+    (found,) = reader.records([(1, row)], "a.jsonl, line {}".format)
+    for half in found.values():
+        assert half["chat_template_kwargs"] == {"enable_thinking": False}
+    assert reader.unused.names == ()
 
 
 EMPTY: list[Any] = [None, "", [], {}, [None], [""], {"bytes": None}]
