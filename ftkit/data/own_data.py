@@ -69,8 +69,8 @@ class OwnDataOptions:
     """Version of a hub data set: a commit, a tag or a branch."""
     chat_template: str | None = None
     """Template that turns a conversation into text: tokenizer (the model's own; the default for
-    conversations), a name (chatml, llama3, ...), or a file. Also turns instructions into
-    conversations."""
+    conversations), a name (chatml, llama3, ...), a file, or the jinja text itself. Also turns
+    instructions into conversations."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Values of variables that the chat template reads: --data.chat_template_kwargs.enable_thinking
     false. The template that is kept with the result has them as defaults."""

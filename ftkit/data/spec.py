@@ -34,8 +34,8 @@ class Rules:
     """How the instruction of a record becomes a prompt, also each of a conversation; None: a chat
     template says it, or records are of another shape."""
     chat_template: str | None = None
-    """How a conversation becomes text: tokenizer, a name, or a file; None: it does not, or as the
-    prompt style says."""
+    """How a conversation becomes text: tokenizer, a name, a file, or a jinja text; None: it does
+    not, or as the prompt style says."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Values of variables that the chat template reads, by name."""
     train_on: TrainOn = "assistant"

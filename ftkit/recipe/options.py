@@ -365,9 +365,9 @@ class AnswerOptions(UseOptions):
     system: str | None = None
     """System message for conversations without one."""
     chat_template: str | None = None
-    """Chat template for prompts: tokenizer (the model's own), a name such as chatml, or a file.
-    Default: as in the run; without a run, the model's own, or else the prompt style that LitGPT has
-    for models of this name."""
+    """Chat template for prompts: tokenizer (the model's own), a name such as chatml, a file, or a
+    jinja text. Default: as in the run; without a run, the model's own, or else the prompt style
+    that LitGPT has for models of this name."""
     prompt_style: str | None = None
     """Prompt style of LitGPT, such as alpaca, instead of a chat template."""
     raw: bool = False

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 PROMPT_MARK = "{instruction}"
+TEMPLATE_MARKS = ("{{", "{%")
+"""A chat template that has one of these is its own text, and no name or file."""
 """Pattern that distinguishes a prompt template from the name of a prompt style."""
 EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
 """Keys with one meaning: the one that is set later replaces the other."""
@@ -220,6 +222,8 @@ def _parse_value(key: str, text: str) -> Any:
     # YAML would read "Q: {instruction}" as a mapping.
     if key.endswith(".prompt_style") and PROMPT_MARK in text and "class_path" not in text:
         return _prompt_text(text)
+    if key.endswith(".chat_template") and any(mark in text for mark in TEMPLATE_MARKS):
+        return _unquoted(text) or text
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
@@ -245,11 +249,15 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _prompt_text(text: str) -> str:
     r"""A prompt as text, which YAML would often read as a mapping; \n is a new line."""
-    # In quotes it is YAML, which has escapes of its own.
+    return _unquoted(text) or text.replace("\\n", "\n")
+
+
+def _unquoted(text: str) -> str | None:
+    """A text in quotes, which are YAML's and have its escapes; None: it is not in quotes."""
     if text[:1] in ("'", '"'):
         with contextlib.suppress(yaml.YAMLError):
             return str(parse_yaml(text))
-    return text.replace("\\n", "\n")
+    return None
 
 
 def _assign(merged: dict[str, Any], key: str, value: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from messages import key_words, message_of, says
 
+from ftkit.data.prepare import make_renderer
 from ftkit.data.records.hub import HubName
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.read import RecordSet
@@ -18,7 +19,7 @@ from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import STYLES
 from ftkit.recipe.objectives import Preference
-from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.recipe import Component
 
 SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -245,6 +246,30 @@ def test_a_custom_prompt_is_text_on_the_command_line(given: str) -> None:
     overrides = [("checkpoint_dir", "base"), ("data", "JSON"), ("data.prompt_style", given)]
     style = read_recipe([], overrides).data["init_args"]["prompt_style"]
     assert style == "Q: {instruction}\nA: "
+
+
+INLINE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("given", [INLINE, json.dumps(INLINE)])
+def test_a_template_is_text_on_the_command_line_and_in_a_recipe(given: str) -> None:
+    path = write("a.jsonl", ROWS["messages"])
+    overrides = [("checkpoint_dir", "base"), ("data", "JSON"), ("data.path", path)]
+    found = read_recipe([], [*overrides, ("data.chat_template", given)])
+    Path("recipe.yaml").write_text(to_yaml(found))
+    for recipe in (found, read_recipe([Path("recipe.yaml")], [])):
+        (source,) = data_source(recipe.data).parts()
+        assert data_source(recipe.data).files() == (Path(path),)
+        made = make_renderer(source.read(), None).template
+        assert (made.source, made.name) == (INLINE, "given as text")
+        assert made.render(SAID) == "user: ?\nassistant: !\n"
+
+
+def test_a_text_that_is_no_template_is_refused_with_its_line() -> None:
+    found = part(
+        path=write("a.jsonl", ROWS["messages"]), chat_template="{% for m in messages %}\n{{"
+    )
+    assert says(message_of(make_renderer, found, None), "given as text ... not a valid ... line")
 
 
 def test_a_class_with_arguments_is_not_taken_for_a_prompt() -> None:

@@ -234,13 +234,14 @@ def test_a_named_way_to_prompt_is_used(
     assert ("its own chat template" in err) == ("--system" in options)
 
 
-def test_a_template_can_be_a_file(
+def test_a_template_can_be_a_file_or_a_text(
     instructed: Path, said: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ bos_token }}{{ messages[0].content }}?")
-    out, _ = said("generate", instructed, "--prompt", PROMPT, "--chat_template", file)
-    assert out == expected_answer(instructed, f"{PROMPT}?", stop_ids=[1, 20]) + "\n"
+    for given in (file, file.read_text()):
+        out, _ = said("generate", instructed, "--prompt", PROMPT, "--chat_template", given)
+        assert out == expected_answer(instructed, f"{PROMPT}?", stop_ids=[1, 20]) + "\n"
 
 
 def test_an_input_stands_below_the_instruction_where_the_template_has_no_place_for_it(

@@ -12,6 +12,7 @@ from ftkit.errors import UserError
 from ftkit.models.chat_templates.arguments import ARGUMENTS, with_defaults
 from ftkit.models.chat_templates.confined import Exceeded, run_confined
 from ftkit.models.chat_templates.sandbox import NotRendered, check_source, rendered
+from ftkit.recipe.parsing import TEMPLATE_MARKS
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.names import nearest
 
@@ -264,16 +265,17 @@ def check_chat_template(value: object, key: str = "data.chat_template") -> None:
         key: named in the message.
 
     Raises:
-        UserError: it is neither a name nor a file.
+        UserError: it is neither a name, nor a file, nor the text of a template.
     """
-    if value == OF_TOKENIZER or value in NAMED:
+    if value == OF_TOKENIZER or value in NAMED or _is_text(value):
         return
     if isinstance(value, str | Path) and Path(value).expanduser().is_file():
         return
     near = nearest(str(value), [OF_TOKENIZER, *NAMED]) or "chatml"
     raise UserError(
         f"{key} is {value}, but has to be {OF_TOKENIZER} (the model's own), the path "
-        f"of a jinja file, or one of {', '.join(NAMED)}.\nTry --{key} {near}."
+        f"of a jinja file, one of {', '.join(NAMED)}, or a jinja text with {{{{ }}}}.\n"
+        f"Try --{key} {near}."
     )
 
 
@@ -283,7 +285,7 @@ def resolve_chat_template(
     """Return the template that data.chat_template names.
 
     Args:
-        value: tokenizer, a name, or the path of a file.
+        value: tokenizer, a name, the path of a file, or the text of a template.
         tokenizer: of the base model.
         key: named in messages.
 
@@ -305,10 +307,16 @@ def resolve_chat_template(
 
 
 def text_template(value: str | Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Return a named template or one from a file; needs no tokenizer.
+    """Return a named template, one from a file, or one given as text; needs no tokenizer.
 
     Raises:
         UserError: it is not a template.
     """
+    if _is_text(value):
+        return ChatTemplate(str(value), "given as text", special_tokens)
     file = NAMED.get(str(value)) or Path(value).expanduser()
     return ChatTemplate(read_template(file), str(value), special_tokens)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and any(mark in value for mark in TEMPLATE_MARKS)
