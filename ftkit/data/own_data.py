@@ -15,7 +15,7 @@ from ftkit.data.records.hub import HubName
 from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.data.records.read import RecordSet, read_files, read_hub
 from ftkit.data.records.record import Record, Shape
-from ftkit.data.records.shapes import COLUMNS
+from ftkit.data.records.shapes import COLUMNS, TURN_COLUMNS
 from ftkit.data.spec import (
     Content,
     DataSource,
@@ -59,7 +59,8 @@ class OwnDataOptions:
     columns: dict[str, str] | None = None
     """Names of the records' keys where they differ from ftkit's: --data.columns.instruction
     question --data.columns.output answer. ftkit's names are instruction, input, output, sys_prompt,
-    history; prompt, completion; messages, tools, system; text."""
+    history; prompt, completion; messages, tools, system; text; inside messages role and content.
+    user_role, assistant_role, system_role and tool_role are the names of roles."""
     subset: str | None = None
     """Subset (configuration) of a hub data set."""
     split: str | None = None
@@ -301,7 +302,7 @@ def _check_columns(name: str, value: Any) -> None:
         "a mapping from ftkit's keys to those of the records",
         works,
     )
-    known = [key for keys in COLUMNS.values() for key in keys]
+    known = [*(key for keys in COLUMNS.values() for key in keys), *TURN_COLUMNS]
     for ours in value:
         if ours not in known:
             near = nearest(str(ours), known) or "instruction"

@@ -25,9 +25,12 @@ _ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response", "ipython"), "tool"),
-    "function_call": "assistant",
+    "tool_response": "tool",
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 """Canonical role by its name in data; None: the name itself."""
+_CALLING = ("function_call", "tool_call")
+"""Roles of turns whose text is the JSON of a call, or of a list of them."""
 _OPENAI, _SHAREGPT = ("role", "content"), ("from", "value")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that hold the reasoning before an answer."""
@@ -149,7 +152,18 @@ def _messages(row: dict[str, Any], key: str) -> list[Record]:
             f": {key} is {kind_of(turns)}, but has to be a list of messages. {_RULE}\n"
             "Correct or remove the record."
         )
-    return [_message(turn, f", message {n}") for n, turn in enumerate(turns, 1)]
+    messages: list[Record] = []
+    may_join = False
+    for number, turn in enumerate(turns, 1):
+        message = _message(turn, f", message {number}")
+        is_call = turn.get("role") == "tool_call"
+        # ms-swift writes calls at one time as turns behind each other.
+        if is_call and may_join and message.keys() == messages[-1].keys():
+            messages[-1]["tool_calls"] += message["tool_calls"]
+        else:
+            messages.append(message)
+        may_join = is_call
+    return messages
 
 
 def _message(turn: Any, where: str) -> Record:
@@ -162,15 +176,21 @@ def _message(turn: Any, where: str) -> Record:
             raise Misfit(f"{where} has no {sender}; its keys: {keys_of(turn)}. {_RULE}\nAdd it.")
         raise Misfit(
             f"{where}: {sender} is {name!r}, but has to be one of {', '.join(_ROLES)}.\n"
-            "Correct it, or remove the record."
+            "Correct it, name a role (--data.columns.assistant_role NAME), or remove the record."
         )
     # None: the name is already canonical.
     role = _ROLES[name] or name
     value = turn.get(said)
     calls = _tool_calls(turn.get("tool_calls") or turn.get("function_call"), where)
     # ShareGPT writes calls as a turn of their own, whose value is their JSON.
-    if name == "function_call":
+    if name in _CALLING:
         calls, value = _tool_calls(_parsed(value, said, where), where), None
+    if isinstance(value, list):
+        value, thought, others = _sorted_parts(value, where)
+        calls = calls + others
+        # Beside another thought of the message, if it has one: two that differ are refused.
+        name_of_thought = "reasoning" if turn.get("reasoning_content") else "reasoning_content"
+        turn = turn | ({name_of_thought: thought} if thought else {})
     message: Record = {"role": role, "content": _content(value, where, bool(calls), said)}
     if calls:
         if role != "assistant":
@@ -185,6 +205,33 @@ def _message(turn: Any, where: str) -> Record:
         message |= _extras(turn, where)
         message |= _train_marks(turn, role, message["content"], value, where)
     return message
+
+
+def _sorted_parts(parts: Sequence[Any], where: str) -> tuple[list[Any], str, list[Record]]:
+    """Parts of a content, without those of LLaMA-Factory v1 that are a thought or a call.
+
+    Returns:
+        The other parts, the thought, and the calls.
+    """
+    texts: list[Any] = []
+    thought, calls = "", list[Record]()
+    for number, part in enumerate(parts, 1):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = _part_text(part) if kind in ("reasoning", "tool_call") else None
+        if text is None:
+            texts.append(part)
+            continue
+        if mark_of(part, f"{where}, part {number}") is not None:
+            raise Refusal(
+                f"{where}, part {number} is a {kind} with a weight, but only texts have weights of "
+                "their own.\nGive the weight to the message."
+            )
+        check_text(text, str(kind), where)
+        if kind == "reasoning":
+            thought += text
+        else:
+            calls += _tool_calls(_parsed(text, "tool_call", where), where)
+    return texts, thought, calls
 
 
 def _extras(turn: dict[str, Any], where: str) -> Record:

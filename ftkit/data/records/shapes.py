@@ -192,6 +192,11 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "pair": ("chosen", "rejected"),
 }
 """Canonical keys of each shape, as data.columns names them."""
+_ROLES = {f"{role}_role": role for role in ("system", "user", "assistant", "tool")}
+TURN_COLUMNS = ("role", "content", *_ROLES)
+"""What data.columns names inside messages: their keys, and the names of roles."""
+_WITH_TURNS = (PAIR_KEYS | {"completion"}) - {"tools", "functions", "system"}
+"""Keys of a row that may hold messages."""
 
 KNOWN = (
     "A record has instruction and output, prompt and completion, messages, conversations "
@@ -268,7 +273,10 @@ class RecordReader:
                 that made them.
         """
         self._preference, self._takes_tokens = preference, takes_tokens
-        self._columns = dict(columns or {})
+        every = dict(columns or {})
+        self._columns = {ours: name for ours, name in every.items() if ours not in TURN_COLUMNS}
+        # Names inside messages say nothing about the shape.
+        self._of_turns = {ours: name for ours, name in every.items() if ours in TURN_COLUMNS}
         self._found: set[str] = set()
         self._answered = answered
         self._form: Form | None = None
@@ -303,10 +311,12 @@ class RecordReader:
         """
         if self._form is None:
             raise UserError(f"{where} is empty. {KNOWN}\nSet data.path to data with records.")
-        for ours, theirs in self._columns.items():
-            if theirs not in self._found:
+        for ours, theirs in (self._columns | self._of_turns).items():
+            if ours not in self._found:
+                what = "role" if ours in _ROLES else "key"
+                which = "message" if ours in TURN_COLUMNS else "record"
                 raise UserError(
-                    f"data.columns.{ours} is {theirs}, but no record of {where} has this key.\n"
+                    f"data.columns.{ours} is {theirs}, but no {which} of {where} has this {what}.\n"
                     f"Correct or remove data.columns.{ours}."
                 )
         return self._form
@@ -393,22 +403,45 @@ class RecordReader:
     def _renamed(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Misfit(f" is {kind_of(value)}. {KNOWN}\nCorrect or remove it.")
-        if not self._columns:
-            return value
-        theirs = self._columns.values()
-        row = {key: item for key, item in value.items() if key not in theirs}
-        for ours, name in self._columns.items():
+        row = self._of_ours(value, self._columns) if self._columns else value
+        if not self._of_turns:
+            return row
+        turns = {key: row[key] for key in _WITH_TURNS if isinstance(row.get(key), list)}
+        return row | {key: [self._turn(turn) for turn in of] for key, of in turns.items()}
+
+    def _turn(self, turn: Any) -> Any:
+        """A message with our names of its keys and of its role."""
+        if not isinstance(turn, dict):
+            return turn
+        keys = {ours: name for ours, name in self._of_turns.items() if ours not in _ROLES}
+        named = self._of_ours(turn, keys)
+        # A message has OpenAI's keys or ShareGPT's, not one of each.
+        for ours, theirs in (("role", "from"), ("content", "value")) if keys else ():
+            if ours not in named and theirs in named:
+                named[ours] = named.pop(theirs)
+        sender = "role" if "role" in named else "from"
+        for ours, name in self._of_turns.items():
+            if ours in _ROLES and named.get(sender) == name:
+                self._found.add(ours)
+                return named | {sender: _ROLES[ours]}
+        return named
+
+    def _of_ours(self, value: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+        """An object with our names of the keys that columns name."""
+        theirs = columns.values()
+        made = {key: item for key, item in value.items() if key not in theirs}
+        for ours, name in columns.items():
             if name in value:
-                self._found.add(name)
-                row[ours] = value[name]
-        return row
+                self._found.add(ours)
+                made[ours] = value[name]
+        return made
 
     def _explained(self, misfit: Misfit, value: Any) -> str:
         """Explain why a row does not fit; it may have another shape."""
         if isinstance(misfit, Refusal):
             return str(misfit)
-        if self._columns:
-            read = ", ".join(f"{ours} from {theirs}" for ours, theirs in self._columns.items())
+        if columns := self._columns | self._of_turns:
+            read = ", ".join(f"{ours} from {theirs}" for ours, theirs in columns.items())
             text, _, advice = str(misfit).partition("\n")
             return f"{text} data.columns takes {read}.\nCorrect data.columns. {advice}"
         if self._form is None or self._preference == "pairs":

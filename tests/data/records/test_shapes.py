@@ -28,6 +28,91 @@ def refusal(*rows: Any, **options: Any) -> str:
     return message_of(read, *rows, **options)
 
 
+NAMES = {"messages": "dialog", "role": "speaker", "content": "text"}
+ROLES = {"user_role": "Customer", "assistant_role": "Bot"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        (
+            {"dialog": [{"speaker": "user", "text": "?"}, {"speaker": "assistant", "text": "!"}]},
+            NAMES,
+        ),
+        # The text of the record itself is not a message's.
+        (
+            {"text": "Once.", "dialog": [{"speaker": "Customer", "text": "?"}]}
+            | {"messages": [], "tools": []},
+            NAMES | ROLES,
+        ),
+        (
+            {"messages": [{"role": "Customer", "content": "?"}, {"role": "Bot", "content": "!"}]},
+            ROLES,
+        ),
+        (
+            {"conversations": [{"from": "Customer", "value": "?"}, {"from": "Bot", "value": "!"}]},
+            ROLES,
+        ),
+        # One key named, the other known.
+        ({"conversations": [{"who": "human", "value": "?"}]}, {"role": "who"}),
+        ({"conversations": [{"from": "gpt", "says": "!"}]}, {"content": "says"}),
+        (
+            {"messages": [{"content": "user", "role": "?"}, {"content": "assistant", "role": "!"}]},
+            {"role": "content", "content": "role"},
+        ),
+        (
+            {"prompt": [{"who": "user", "says": "?"}], "completion": [{"who": "bot", "says": "!"}]},
+            {"role": "who", "content": "says"},
+        ),
+    ],
+)
+def test_keys_and_roles_of_messages_may_have_other_names(
+    row: Record, columns: dict[str, str]
+) -> None:
+    reader = RecordReader(columns)
+    bot = {"speaker": "Bot", "text": "!"}
+    filled = row | ({"dialog": [*row["dialog"], bot]} if columns.keys() > NAMES.keys() else {})
+    (record,) = reader.records([(1, filled)], "a.jsonl, line {}".format)
+    assert all(message in SAID for message in record["messages"])
+    assert len(record["messages"]) == sum(
+        len(turns) for turns in filled.values() if isinstance(turns, list)
+    )
+    reader.finish("a.jsonl")
+    assert set(reader.unused.names) <= {"text"}
+
+
+def test_answers_of_pairs_may_have_other_names_of_keys() -> None:
+    reader = RecordReader({"role": "who", "assistant_role": "Bot"}, preference="pairs")
+    halves = [[{"who": "Bot", "content": text}] for text in "!."]
+    row = {"prompt": [{"who": "user", "content": "?"}], "chosen": halves[0], "rejected": halves[1]}
+    (found,) = reader.records([(1, row)], "a.jsonl, line {}".format)
+    assert found["chosen"]["messages"] == SAID
+    assert found["rejected"]["messages"][1]["content"] == "."
+
+
+def test_names_inside_messages_do_not_choose_the_answer_of_a_pair() -> None:
+    row = {"messages": SAID, "rejected_response": "."}
+    assert "rejected" in refusal(row, columns={"assistant_role": "Bot"})
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"role": "speaker"}, "data.columns.role is speaker, but no message ... this key"),
+        ({"assistant_role": "Bot"}, "data.columns.assistant_role is Bot ... no message ... role"),
+    ],
+)
+def test_a_name_inside_messages_that_none_has_is_refused(
+    columns: dict[str, str], reason: str
+) -> None:
+    assert says(refusal({"messages": SAID}, columns=columns), reason)
+
+
+def test_an_unknown_role_is_refused_with_how_to_name_it() -> None:
+    row = {"messages": [{"role": "Bot", "content": "!"}]}
+    assert says(refusal(row), "role is 'Bot' ... --data.columns.assistant_role")
+
+
 # Recognised
 
 
@@ -234,7 +319,7 @@ def conversation(*messages: Any, **others: Any) -> Record:
     [
         *((name, "user") for name in ("human", "user", "prompter")),
         *((name, "assistant") for name in ("gpt", "assistant", "model", "chatgpt", "bing")),
-        *((name, "tool") for name in ("tool", "observation", "function")),
+        *((name, "tool") for name in ("tool", "observation", "function", "tool_response")),
         *((name, name) for name in ("system", "developer")),
     ],
 )
@@ -285,6 +370,53 @@ def test_tool_calls_have_one_form(calls: object) -> None:
 def test_calls_alone_may_say_whether_they_are_trained() -> None:
     said = {"role": "assistant", "tool_calls": [CALL], "train": False}
     assert conversation(said)["messages"] == [said | {"content": ""}]
+
+
+def test_calls_and_results_may_be_turns_of_their_own() -> None:
+    """As ms-swift writes them: turns behind each other are calls at one time."""
+    text = json.dumps(CALL["function"])
+    called, result = {"role": "tool_call", "content": text}, {"role": "tool_response"}
+    messages = [SAID[0], called, called, result | {"content": "1"}, result | {"content": "2"}]
+    found = conversation(*messages, called | {"content": f"[{text}, {text}]"}, SAID[1])
+    twice = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
+    results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    assert found["messages"] == [SAID[0], twice, *results, twice, SAID[1]]
+    # One that is not trained stays apart.
+    found = conversation(SAID[0], called, called | {"loss": False})
+    assert [len(message["tool_calls"]) for message in found["messages"][1:]] == [1, 1]
+    turns = [{"role": "function_call", "content": text}, {"role": "function_call", "content": text}]
+    assert len(conversation(SAID[0], *turns)["messages"]) == 3
+
+
+def part_of(kind: str, text: str, **others: Any) -> Record:
+    return {"type": kind, "value": text, **others}
+
+
+def test_parts_may_be_thoughts_and_calls() -> None:
+    """As LLaMA-Factory v1 writes them."""
+    parts = [
+        part_of("reasoning", "Hm."),
+        part_of("text", "Let me "),
+        part_of("text", "look."),
+        part_of("tool_call", json.dumps(CALL["function"])),
+    ]
+    (message,) = conversation({"role": "assistant", "content": parts, "loss_weight": 0.5})[
+        "messages"
+    ]
+    assert message == {
+        "role": "assistant",
+        "content": "Let me look.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [CALL],
+        "train": True,
+        "weight": 0.5,
+    }
+    (message,) = conversation({"role": "assistant", "content": parts[3:]})["messages"]
+    assert (message["content"], message["tool_calls"]) == ("", [CALL])
+    # Weights of texts are at their places without the other parts.
+    weighed = [parts[0], parts[1], part_of("text", "look.", weight=0.5)]
+    (message,) = conversation({"role": "assistant", "content": weighed})["messages"]
+    assert message["spans"] == [[7, 12, 0.5]]
 
 
 def test_turns_of_sharegpt_may_be_calls_of_tools() -> None:
@@ -386,6 +518,17 @@ def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> Non
             "only the assistant has tool_calls",
         ),
         ({"from": "function_call", "value": "f()"}, {}, "value ... valid JSON"),
+        (
+            {"role": "assistant", "content": [part_of("reasoning", "Hm.", weight=0.5)]},
+            {},
+            "part 1 is a reasoning with a weight",
+        ),
+        (
+            {"role": "assistant", "content": [part_of("reasoning", "a")], "reasoning_content": "b"},
+            {},
+            "reasoning_content and reasoning, which differ",
+        ),
+        ({"role": "user", "content": [part_of("tool_call", "{}")]}, {}, "tool call has no name"),
         ({"role": "assistant", "content": "a", "weight": -0.5}, {}, "weight is -0.5"),
         ({"role": "assistant", "content": "a", "train": "no"}, {}, "train is 'no'"),
         (
