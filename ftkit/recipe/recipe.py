@@ -92,11 +92,11 @@ class Train:
     tie_embeddings: bool | None = None
     """Share the weights of embedding and head. Default: as in the base model."""
     only: str | None = None
-    """Full fine-tuning: train only the parameters with a match of this regular expression in their
+    """Only of finetune_full: train the parameters with a match of this regular expression in their
     Hugging Face name, such as 'layers[.](2[4-9]|3[01])[.]' or embed_tokens. All others stay frozen:
     they take no gradients, no optimizer state and no space in checkpoints."""
     freeze: str | None = None
-    """Full fine-tuning: do not train the parameters with a match of this regular expression in
+    """Only of finetune_full: do not train the parameters with a match of this regular expression in
     their Hugging Face name, even if train.only has chosen them."""
     save_interval: int | None = 1000
     """Optimizer steps between two checkpoints; empty: save by time only, see
