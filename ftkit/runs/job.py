@@ -20,7 +20,7 @@ from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.runs.report.report import Loss, Progress, Report, Restart, Resumed
-from ftkit.utils.console.formatting import parse_duration, utc_now, utc_text
+from ftkit.utils.console.formatting import exact_utc_text, parse_duration, utc_now
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_json, write_with_reserve
 from ftkit.utils.hardware import hardware, versions
@@ -136,7 +136,7 @@ class Job:
             exit_reason="the process ended without an error message",
             exit_code=1,
             phase="set_up",
-            started_at=utc_text(self.started_at_s),
+            started_at=exact_utc_text(self.started_at_s),
             finished_at=utc_now(),
             command=list(self.command),
             method=self.recipe.method,

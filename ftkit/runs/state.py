@@ -43,7 +43,7 @@ from ftkit.runs.report.report import (
 )
 from ftkit.runs.resume import Start
 from ftkit.runs.sync.download import UrlCopy
-from ftkit.utils.console.formatting import utc_text
+from ftkit.utils.console.formatting import exact_utc_text, utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.json_values import from_json
 from ftkit.utils.process import launcher_starts_again
@@ -157,10 +157,16 @@ def is_report_of(report: Path, job_file: Path) -> bool:
     try:
         # By the time of the start, which a report and a job have in common.
         with reading(job_file, "a JSON object with a number started_at_s"):
-            started_at = utc_text(float(json.loads(job_file.read_bytes())["started_at_s"]))
-        return read_report(report).started_at == started_at
+            texts = _texts_of_start(float(json.loads(job_file.read_bytes())["started_at_s"]))
+        return read_report(report).started_at in texts
     except UserError:
         return False
+
+
+def _texts_of_start(started_at_s: float) -> tuple[str, str]:
+    """Return how a report writes when its session started."""
+    # Two sessions may start in one second; reports of earlier versions say no more than that.
+    return exact_utc_text(started_at_s), utc_text(started_at_s)
 
 
 def _rows_of(file: Path) -> list[Row]:
@@ -337,7 +343,9 @@ def last_session(run: RunDirectory) -> LastSession | None:
     report = _read_if_sound(run.report)
     job = _job_of_killed(run)
     # A report of another session: that of the killed one was never written.
-    if job is not None and (report is None or report.started_at != utc_text(job.started_at_s)):
+    if job is not None and (
+        report is None or report.started_at not in _texts_of_start(job.started_at_s)
+    ):
         # Steps by the rows, which a rank writes more often than its report.
         rank = run.rank_of_killed(0)
         noted = brought_up_to_files(_read_if_sound(rank.report) or job.new_report(), run)

@@ -106,6 +106,26 @@ def test_a_killed_session_is_a_restart_by_the_files_it_left(resumed: Recipe) -> 
     assert (restart.world_size_before, restart.world_size) == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("started_at", "state"),
+    [
+        ("2027-01-15T07:43:20.000Z", "interrupted"),
+        ("2027-01-15T07:43:20Z", "interrupted"),  # as earlier versions wrote it
+        ("2027-01-15T07:43:20.250Z", "killed"),  # another session, in the same second
+        ("2027-01-15T07:43:19.999Z", "killed"),
+    ],
+)
+def test_a_report_is_that_of_the_session_with_its_start(
+    resumed: Recipe, started_at: str, state: str
+) -> None:
+    save_run(resumed, 5)
+    ended(resumed.out_dir, "interrupted", 5)
+    report = dataclasses.replace(read_report(resumed.out_dir), started_at=started_at)
+    write_report(report, resumed.out_dir)
+    killed(resumed, steps=7)
+    assert look(resumed.out_dir).state == state
+
+
 def test_the_error_of_another_rank_is_part_of_the_reason(resumed: Recipe) -> None:
     save_run(resumed, 5)
     killed(resumed, steps=7, error="connection closed by peer")

@@ -119,6 +119,11 @@ def utc_text(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
+def exact_utc_text(seconds: float) -> str:
+    """A time in seconds since the epoch in UTC, to the millisecond: 2026-11-20T21:30:00.250Z."""
+    return f"{utc_text(seconds)[:-1]}.{int(seconds % 1 * 1000):03}Z"
+
+
 # Read and written here in one spelling; the package humanize only writes.
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Bytes of each."""

@@ -25,7 +25,7 @@ from ftkit.runs.report import table
 from ftkit.runs.report.report import Report
 from ftkit.runs.resume import follow_moved
 from ftkit.runs.state import RunState, StateName, look
-from ftkit.utils.console.formatting import utc_now
+from ftkit.utils.console.formatting import exact_utc_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.views.comparison.compare import compare
@@ -60,7 +60,7 @@ class Run(os.PathLike[str]):
         """Its absolute directory."""
         self._child: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
-        self._started_at = utc_now()
+        self._started_at = exact_utc_text(time.time())
 
     @property
     def outcome(self) -> StateName:
