@@ -60,10 +60,12 @@ def _try_shortened(architecture: Architecture) -> None:
 
 def try_architecture(architecture: Architecture) -> None:
     """Run forward and backward pass; raise RuntimeError if no block has gradients."""
+    # Before fake tensors: it may have to build the model.
+    in_rows = architecture.attention.takes_rows
     model = _outlined(architecture, tied=False)
     # Tables of positions are real tensors on the CPU.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _loss(model).backward()
+        _loss(model, in_rows=in_rows).backward()
     if not any(parameter.grad is not None for parameter in model.body.blocks.parameters()):
         raise RuntimeError("no parameter of its blocks has a gradient")
 
@@ -77,6 +79,7 @@ def modules_passed_back(model: LanguageModel) -> frozenset[str]:
         model: some of whose parameters are trained; only their names are used.
     """
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
+    in_rows = model.architecture.attention.takes_rows
     copy = _outlined(model.architecture, tied=model.tied)
     for name, parameter in copy.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -92,7 +95,7 @@ def modules_passed_back(model: LanguageModel) -> frozenset[str]:
             lambda _, inputs, options, name=name: note(name, inputs, options), with_kwargs=True
         )
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _loss(copy)
+        _loss(copy, in_rows=in_rows)
     return frozenset(found)
 
 
@@ -103,9 +106,8 @@ def _outlined(architecture: Architecture, *, tied: bool) -> LanguageModel:
         return LanguageModel(architecture, tied=tied).to(torch.bfloat16)
 
 
-def _loss(model: LanguageModel) -> torch.Tensor:
+def _loss(model: LanguageModel, *, in_rows: bool) -> torch.Tensor:
     """Loss of two sequences, on fake tensors."""
-    in_rows = model.architecture.attention.takes_rows
     model.to_empty(device="cpu")
     model.tie()
     model.body.build_rope_cache(torch.device("cpu"), max(_LENGTHS))

@@ -39,8 +39,8 @@ def test_the_numbers_above_the_list_are_those_of_its_rows(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_models_do_what_the_list_says() -> None:
-    found = lines("llama", "gpt2", "mixtral", "mamba")
-    assert len(found) == 4
+    found = lines("llama", "gpt2", "mixtral", "mamba", "hy_v4")
+    assert len(found) == 5
     assert all(line in TEXT for line in found)
 
 

@@ -31,7 +31,17 @@ KINDS: dict[str, tuple[Method, Changes]] = {
     "whole layers": ("lora", (*DPO, ("lora_modules_to_save", "[embed_tokens]"))),
     "a part": ("full", (*DPO, ("train.only", "layers[.]1[.]"))),
     "another model": ("lora", (*DPO, ("reference", "OTHER"))),
-    "another, quantised": ("lora", (*DPO, ("reference", "OTHER"), ("quantize", "bnb.nf4"))),
+    "another, quantised": (
+        "lora",
+        (
+            *DPO,
+            ("reference", "OTHER"),
+            ("quantize", "bnb.nf4"),
+            # On some CPUs a gradient is what rounding leaves, of which Adam would make steps of
+            # 1e-5 below its usual eps of 1e-8.
+            ("optimizer.eps", 1e-6),
+        ),
+    ),
 }
 OFTEN = ("adapter", "full")
 FEW = [kind for kind in KINDS if kind not in OFTEN]
