@@ -84,7 +84,7 @@ def reference_beside(
         display: shows progress.
 
     Raises:
-        UserError: there is no memory for both.
+        UserError: the reference does not fit into memory beside the result.
     """
     plan = _quantized(session.plan, session.quantize)
     strategy = make_strategy(plan)

@@ -79,7 +79,7 @@ def flops_per_token(
 
     Each parameter of a matrix counts 2 in the forward pass, 2 in the backward pass for the gradient
     of its input, and 2 more if it is trained; causal attention counts 6 x layers x width x length.
-    Below everything that is trained there is no backward pass: matrices and attention count 2.
+    Layers before the first trained one have no backward pass: their matrices and attention count 2.
     The output layer counts for tokens that carry loss, because it is computed for these alone;
     experts count for the tokens that pass them. Recomputation does not count. See Chowdhery et al.
     2022 (PaLM), appendix B.

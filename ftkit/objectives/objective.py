@@ -133,6 +133,7 @@ class Objective(ABC):
         Returns:
             [statistics].
         """
+        # Not abstract: only objectives that observe mismatched sequences have statistics.
         raise NotImplementedError
 
 

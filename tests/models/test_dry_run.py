@@ -85,7 +85,9 @@ def test_a_family_of_a_newer_transformers_is_trained_without_a_change_here(
     # By name: where another test imported transformers anew, that is another module.
     seen = f"{TransformersArchitecture.__module__}.transformers.NewestForCausalLM"
     monkeypatch.setattr(seen, NewestForCausalLM, raising=False)
-    try_architecture(read_transformers_architecture({"model_type": "newest", **SIZES}, "it"))
+    found = read_transformers_architecture({"model_type": "newest", **SIZES}, "it")
+    assert (found.class_name, found.layers) == ("NewestForCausalLM", SIZES["num_hidden_layers"])
+    try_architecture(found)  # raises if it has no loss or its blocks no gradients
 
 
 def directory_with(settings: dict[str, Any], directory: Path) -> Path:

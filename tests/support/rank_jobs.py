@@ -41,6 +41,7 @@ DEEPSPEED = pytest.param("deepspeed", marks=needs_deepspeed)
 def require_deepspeed(*words: str) -> None:
     """Skip a test one of whose parameters holds the name of the strategy, where it is missing."""
     if "deepspeed" in words and not HAS_DEEPSPEED:
+        # It has no wheel: scripts/setup_env builds it, where there is a compiler.
         pytest.skip(_NO_DEEPSPEED)
 
 

@@ -24,7 +24,7 @@ RULE = "an object of texts, numbers, true, false, or lists and objects of these,
 
 
 def arguments_problem(arguments: object) -> str | None:
-    """Return what is wrong with arguments, as "its name a-b is no name"; None: nothing.
+    """Return what is wrong with arguments, or None if they can be used.
 
     Args:
         arguments: from a recipe or a record.
