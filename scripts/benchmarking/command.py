@@ -37,7 +37,9 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="JSON file for the figures; a .md and a .svg are written beside it"
     )
-    parser.add_argument("--go_on", action="store_true", help="keep the runs that --out has")
+    parser.add_argument(
+        "--go_on", action="store_true", help="keep the runs that --out has and that did not fail"
+    )
     parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
     parser.add_argument(
         "--write", action="store_true",

@@ -128,6 +128,7 @@ def measure(options: argparse.Namespace) -> Figures:
     if options.steps:
         machine = dataclasses.replace(machine, steps=options.steps)
     figures = begun(options, {"runs": []})
+    figures["runs"] = [row for row in figures["runs"] if not row["measured"]["failure"]]
     done = {(row["round"], row["axis"], row["name"]) for row in figures["runs"]}
     figures |= {
         "method": options.method,
@@ -137,7 +138,7 @@ def measure(options: argparse.Namespace) -> Figures:
         "versions": versions(),
     }
     ranks = {"cpu": 2, "gpu": len(figures["hardware"]["gpus"]), "tiny": 1}[kind]
-    imports = imports_bytes()
+    imports = None if kind == "gpu" else imports_bytes()
     with tempfile.TemporaryDirectory() as name:
         for number_ in range(options.rounds):
             for point in points(machine, ranks):

@@ -7,7 +7,8 @@ is one token, so that all programs see the same ids, however they treat spaces.
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,23 @@ SIZES = {
     ),
 }
 """Sizes by name. The largest Llamas have the shapes of TinyLlama, OpenLLaMA 3B and Llama 2 7B."""
+
+
+def once(target: Path, make: Callable[[Path], object]) -> Path:
+    """Make a directory unless it exists; it appears only when it is complete."""
+    if not target.is_dir():
+        unfinished = target.with_name(target.name + ".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make(unfinished)
+        unfinished.rename(target)
+    return target
+
+
+def model_in(place: Path, name: str, precision: str) -> Path:
+    """The random model of this size and precision in a directory of models, made if missing."""
+    dtype = torch.float32 if precision == "32-true" else torch.bfloat16
+    target = place / f"{name}-{precision}"
+    return once(target, lambda made: make_model(made, name, dtype))
 
 
 def make_model(directory: Path, name: str, dtype: torch.dtype) -> int:

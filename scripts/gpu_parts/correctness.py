@@ -1,14 +1,17 @@
 """Parts that check training on a GPU: tests, quick starts, limits, checkpoints."""
 
+import os
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ftkit.checkpoint.store import Store
 from ftkit.runs.report.metrics import read_metrics
 from ftkit.runs.report.report import Report, read_report
-from gpu_parts.part import Found, Scene, call, exit_summary, ftkit
+from gpu_parts.part import Found, Scene, call, exit_summary, ftkit, python_path
 
 PLAIN: dict[str, Any] = {
     "data": "JSON",
@@ -34,6 +37,9 @@ def tests(scene: Scene, found: Found) -> None:
     """Run the tests for GPUs; without one they are skipped."""
     file = scene.directory / "tests.xml"
     words: list[object] = [sys.executable, "-m", "pytest", "tests/gpu", "-q", f"--junitxml={file}"]
+    # Most of their time goes into starting processes.
+    if find_spec("xdist") and (processes := (os.cpu_count() or 1) // 2) > 1:
+        words += ["-n", min(processes, 8)]
     done = call([*words, "-p", "no:cacheprovider"], scene)
     (scene.results / "tests.txt").write_text(done.stdout + done.stderr)
     if not file.exists():
@@ -47,10 +53,11 @@ def tests(scene: Scene, found: Found) -> None:
     found.figure("exit_code", done.returncode)
 
 
-def quick_starts(scene: Scene, found: Found) -> None:
-    """Run the quick start, unchanged and on quantised weights."""
-    for kind in ("bnb.nf4",) if scene.dry else (None, "bnb.nf4", "bnb.int8"):
-        out = scene.directory / f"quick-{kind}"
+def quick_start(kind: str | None) -> Callable[[Scene, Found], None]:
+    """Run the quick start, unchanged or on quantised weights."""
+
+    def run(scene: Scene, found: Found) -> None:
+        out = scene.directory / "out"
         keys: dict[str, Any] = {"config": "recipes/quickstart.yaml", "out_dir": out}
         if kind is not None:
             keys |= {"quantize": kind}
@@ -62,19 +69,21 @@ def quick_starts(scene: Scene, found: Found) -> None:
         name = f"quick start, {kind or 'not quantised'}"
         if done.returncode:
             found.check(name, passed=False, said=exit_summary(done))
-            continue
+            return
         report = read_report(out)
         assert report.exact_match and report.throughput
         after = report.exact_match.after or 0.0
         found.check(name, passed=scene.dry or after > 0.9, said=f"exact match {after:.0%}")
-        found.figure(name, _summary(report))
+        found.figure(name, summary_of(report))
+
+    return run
 
 
-def fullest_micro_batch(scene: Scene, found: Found) -> None:
+def fullest(key: str) -> Callable[[Scene, Found], None]:
     """Check that a micro-batch chosen by prediction runs, and note how much memory it leaves."""
-    model = "random:pythia-14m" if scene.dry else "random:tiny-llama-1.1b"
-    for key in ("micro_batch_size", "micro_batch_tokens"):
-        out = scene.directory / key
+
+    def run(scene: Scene, found: Found) -> None:
+        out = scene.directory / "out"
         keys: dict[str, Any] = {f"train__{key}": "auto"}
         if key == "micro_batch_tokens":
             keys["train__micro_batch_size"] = 512
@@ -84,7 +93,7 @@ def fullest_micro_batch(scene: Scene, found: Found) -> None:
             **PLAIN,
             **keys,
             out_dir=out,
-            checkpoint_dir=model,
+            checkpoint_dir="random:pythia-14m" if scene.dry else "random:tiny-llama-1.1b",
             accelerator=scene.accelerator,
             precision="32-true" if scene.dry else "bf16-true",
             train__global_batch_size=4 if scene.dry else 512,
@@ -92,11 +101,11 @@ def fullest_micro_batch(scene: Scene, found: Found) -> None:
             train__max_seq_length=64 if scene.dry else 2048,
             checkpoint__save=False,
         )
-        if done.returncode:
-            found.check(f"{key} auto", passed=False, said=exit_summary(done))
-            continue
-        found.check(f"{key} auto", passed=True)
-        found.figure(f"{key} auto", _summary(read_report(out)))
+        found.check(f"{key} auto", passed=done.returncode == 0, said=exit_summary(done))
+        if done.returncode == 0:
+            found.figure(f"{key} auto", summary_of(read_report(out)))
+
+    return run
 
 
 def saves(scene: Scene, found: Found) -> None:
@@ -109,9 +118,9 @@ def saves(scene: Scene, found: Found) -> None:
     model = made_model(scene)
     checksums: dict[str, list[str]] = {}
     for name, asynchronous, path in (
-        ("synchronous", False, ""),
-        ("asynchronous", True, ""),
-        ("copied beside training", True, f":{site}"),
+        ("synchronous", False, []),
+        ("asynchronous", True, []),
+        ("copied beside training", True, [site]),
     ):
         out = scene.directory / name.replace(" ", "-")
         words: list[object] = [sys.executable, "-m", "ftkit", "finetune_full"]
@@ -132,7 +141,7 @@ def saves(scene: Scene, found: Found) -> None:
         for key, value in keys.items():
             text = str(value).lower() if isinstance(value, bool) else value
             words += [f"--{key.replace('__', '.')}", text]
-        done = call(words, scene, PYTHONPATH=f"{Path.cwd()}{path}")
+        done = call(words, scene, PYTHONPATH=python_path(*path))
         if done.returncode:
             found.check(name, passed=False, said=exit_summary(done))
             continue
@@ -191,7 +200,7 @@ def made_model(scene: Scene) -> Path:
     return directory
 
 
-def _summary(report: Report) -> dict[str, Any]:
+def summary_of(report: Report) -> dict[str, Any]:
     """Numbers of a report to keep."""
     throughput, peak, step = report.throughput, report.peak_memory, report.step_s
     resolved = report.resolved
@@ -205,6 +214,8 @@ def _summary(report: Report) -> dict[str, Any]:
         "micro_batch_size": resolved.micro_batch_size if resolved else None,
         "padding_fraction": report.tokens.padding_fraction if report.tokens else None,
         "warnings": report.warnings,
+        "set_up_s": report.phases_s.set_up if report.phases_s else None,
+        "loss": report.loss.last if report.loss else None,
     }
 
 

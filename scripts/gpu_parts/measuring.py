@@ -1,73 +1,121 @@
-"""Parts that measure: memory against its prediction, levers, scaling, other programs."""
+"""Parts that measure: memory against its prediction, speed, levers, scaling, other programs."""
 
 import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from gpu_parts.part import ROOT, Found, Scene, call, exit_summary
+from ftkit.runs.report.report import read_report
+from gpu_parts.correctness import PLAIN, summary_of
+from gpu_parts.part import ROOT, Found, Scene, call, exit_summary, ftkit
 
-TOTAL_S = 420
-"""Latest start of a pair of runs within a part of ten minutes."""
-RUN_S = 170
+PEERS = {"full": "tinyllama-1.1b, full", "lora": "llama-7b, lora", "qlora": "llama-7b, qlora"}
+"""Cases of scripts/benchmark peers, by method."""
+ALL_LAYERS: dict[str, Any] = {"lora_targets": "all-linear", "lora_r": 8, "lora_dropout": 0.05}
+SPEEDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("tiny-llama-1.1b", {}),
+    "lora": ("Llama-2-7b-hf", ALL_LAYERS),
+    "lora_no_dropout": ("Llama-2-7b-hf", ALL_LAYERS | {"lora_dropout": 0.0}),
+    "lora_qv": ("Llama-2-7b-hf", {"lora_r": 8, "lora_dropout": 0.05}),
+    "qlora": ("Llama-2-7b-hf", ALL_LAYERS | {"quantize": "bnb.nf4"}),
+}
+"""Model and keys of runs with 8 sequences of 512 tokens a step, in bf16-true."""
+SEQUENCES, LENGTH, STEPS = 8, 512, 12
 
 
-def calibration(recipes: range) -> Callable[[Scene, Found], None]:
-    """Compare predicted and measured memory of these recipes of scripts/calibrate_memory."""
+def calibration(recipe: int) -> Callable[[Scene, Found], None]:
+    """Compare predicted and measured memory of this recipe of scripts/calibrate_memory."""
 
     def run(scene: Scene, found: Found) -> None:
-        file = scene.results / f"memory-{recipes.start}.json"
+        file = scene.results / f"memory-{recipe}-figures.json"
         words: list[object] = [sys.executable, ROOT / "scripts/calibrate_memory", "--output", file]
-        words += ["--cpu", "--numbers", 0] if scene.dry else ["--numbers", *recipes]
+        words += ["--cpu", "--numbers", 0] if scene.dry else ["--numbers", recipe]
         done = call(words, scene)
         figures = json.loads(file.read_text()) if file.exists() else {"recipes": []}
         for row in figures["recipes"]:
             name = f"{row['model']} {' '.join(map(str, row['settings'].values()))}"
             found.check(name, None if row["failure"] else True, row["failure"] or "")
-        found.check("all close enough", passed=done.returncode == 0, said=exit_summary(done, 1))
+        found.check("close enough", passed=done.returncode == 0, said=done.stdout.strip()[:400])
         found.figure("constants", figures.get("constants"))
 
     return run
 
 
-def levers(method: str) -> Callable[[Scene, Found], None]:
-    """Measure each lever of a method, off and on."""
+def speed(name: str) -> Callable[[Scene, Found], None]:
+    """Measure tokens per second and memory of one of SPEEDS, on random weights."""
 
     def run(scene: Scene, found: Found) -> None:
-        options: list[object] = ["--methods", method, "--pairs", 1]
-        if scene.dry:
-            options += ["--tiny", "--only", "padding_free", "--steps", 3]
-        else:
-            options += ["--total_s", TOTAL_S, "--limit_s", RUN_S, "--go_on"]
-        figures = _benchmark(scene, found, "levers", f"levers-{method}", options)
-        for row in figures.get("pairs", []):
-            failed = row.get("refused") or row["on"]["failure"] or row["off"]["failure"]
-            found.check(row["lever"], None if failed else True, failed or "")
+        model, keys = SPEEDS[name]
+        length = 32 if scene.dry else LENGTH
+        record = {"instruction": "name colours", "input": "", "output": "red green " * length}
+        steps = 3 if scene.dry else STEPS
+        data = scene.directory / "records.json"
+        data.write_text(json.dumps([record] * SEQUENCES * steps))
+        out = scene.directory / "out"
+        done = ftkit(
+            scene,
+            "finetune_full" if name == "full" else "finetune",
+            **PLAIN | {"data__path": data, "data__mask_prompt": False} | keys,
+            out_dir=out,
+            checkpoint_dir="random:pythia-14m" if scene.dry else f"random:{model}",
+            accelerator=scene.accelerator,
+            precision="bf16-true",
+            train__global_batch_size=SEQUENCES,
+            train__micro_batch_size=SEQUENCES,
+            train__max_steps=steps,
+            train__max_seq_length=length,
+            checkpoint__save=False,
+        )
+        found.check("run", passed=done.returncode == 0, said=exit_summary(done))
+        if done.returncode == 0:
+            found.figure(name, summary_of(read_report(out)))
 
     return run
 
 
-def scaling(scene: Scene, found: Found) -> None:
-    """Measure cost against length, size and ranks."""
-    options: list[object] = ["--rounds", 1, "--limit_s", RUN_S]
-    if scene.dry:
-        options += ["--tiny", "--axes", "length"]
-    figures = _benchmark(scene, found, "scaling", "scaling", options)
-    for row in figures.get("runs", []):
-        failure = row["measured"]["failure"]
-        found.check(f"{row['axis']}: {row['name']}", failure is None, failure or "")
-
-
-def peers(case: str) -> Callable[[Scene, Found], None]:
-    """Measure other programs beside ftkit, installed from a folder."""
+def lever(name: str, method: str) -> Callable[[Scene, Found], None]:
+    """Measure one lever of scripts/benchmark, off and on."""
 
     def run(scene: Scene, found: Found) -> None:
-        options: list[object] = ["--rounds", 1, "--cases", case, "--limit_s", RUN_S, "--go_on"]
-        options += ["--environments", scene.results / "environments", "--wheels", scene.wheels]
-        figures = _benchmark(scene, found, "peers", f"peers-{case.replace(', ', '-')}", options)
+        options: list[object] = ["--methods", method, "--pairs", 1, "--only", name]
+        options += ["--models", scene.models]
+        if scene.dry:
+            options += ["--tiny", "--steps", 3]
+        figures = _benchmark(scene, found, "levers", f"levers-{method}", options)
+        for row in figures.get("pairs", []):
+            if row["lever"] == name:
+                failed = row.get("refused") or row["on"]["failure"] or row["off"]["failure"]
+                found.check(row["lever"], not failed, failed or "")
+
+    return run
+
+
+def scaling(axis: str) -> Callable[[Scene, Found], None]:
+    """Measure cost against length, size or ranks."""
+
+    def run(scene: Scene, found: Found) -> None:
+        options: list[object] = ["--rounds", 1, "--axes", axis]
+        options += ["--tiny"] if scene.dry else []
+        figures = _benchmark(scene, found, "scaling", f"scaling-{axis}", options)
         for row in figures.get("runs", []):
             failure = row["measured"]["failure"]
-            found.check(row["program"], None if failure else True, failure or "")
+            found.check(f"{row['axis']}: {row['name']}", failure is None, failure or "")
+
+    return run
+
+
+def peer(program: str, method: str) -> Callable[[Scene, Found], None]:
+    """Measure a program on a case of scripts/benchmark peers."""
+
+    def run(scene: Scene, found: Found) -> None:
+        options: list[object] = ["--rounds", 1, "--programs", program, "--installed"]
+        options += ["--models", scene.models]
+        options += ["--tiny", "--cases", "1m, full"] if scene.dry else ["--cases", PEERS[method]]
+        figures = _benchmark(scene, found, "peers", f"peers-{method}", options)
+        for row in figures.get("runs", []):
+            if row["program"] == program:
+                failure = row["measured"]["failure"]
+                found.check(program, not failure, failure or "")
 
     return run
 
@@ -75,10 +123,13 @@ def peers(case: str) -> Callable[[Scene, Found], None]:
 def _benchmark(
     scene: Scene, found: Found, command: str, name: str, options: list[object]
 ) -> dict[str, Any]:
-    """Run scripts/benchmark; return its figures, whose file is beside those of the parts."""
+    """Run scripts/benchmark; return its figures, whose file is beside those of the parts.
+
+    Parts with the same name share it.
+    """
     file = scene.results / f"{name}-figures.json"
     words: list[object] = [sys.executable, ROOT / "scripts/benchmark", command, "--out", file]
-    done = call([*words, *options], scene)
+    done = call([*words, "--go_on", "--limit_s", scene.limit_s, *options], scene)
     found.check(f"benchmark {command}", done.returncode == 0, exit_summary(done, 1))
     figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return figures

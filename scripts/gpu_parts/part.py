@@ -30,10 +30,12 @@ class Scene:
     """Directory for its files; empty at first."""
     results: Path
     """Directory for figures that are kept."""
+    models: Path
+    """Directory for models with files, which several parts use."""
     dry: bool
     """True if it runs on CPU at tiny size, only to check that everything runs."""
-    wheels: Path | None = None
-    """Folder with the packages of other programs."""
+    limit_s: float
+    """Seconds that it has."""
 
     @property
     def accelerator(self) -> str:
@@ -62,16 +64,20 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part."""
+    """One part: so small that it is done whole or not at all."""
 
     name: str
     shows: str
     """Purpose, in a few words."""
     run: Callable[[Scene, Found], None]
+    usual_s: int
+    """Seconds that it takes on an H100; it is not begun if fewer are left."""
     gpus: int = 1
     """Number of GPUs that it needs."""
-    needs_wheels: bool = False
-    limit_s: int = 600
+    needs: tuple[str, ...] = ()
+    """Packages that it needs beside those of ftkit."""
+    beside_others: bool = False
+    """True if it may run beside others: it measures no time and little memory."""
 
 
 def call(words: list[object], scene: Scene, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -82,8 +88,14 @@ def call(words: list[object], scene: Scene, **environment: str) -> subprocess.Co
         text=True,
         errors="replace",
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        env=os.environ | {"PYTHONPATH": python_path()} | environment,
     )
+
+
+def python_path(*more: object) -> str:
+    """PYTHONPATH that finds ftkit in this repository, and packages where they are found now."""
+    found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(filter(None, [str(ROOT), *map(str, more), *found]))
 
 
 def ftkit(scene: Scene, command: str, **keys: Any) -> subprocess.CompletedProcess[str]:

@@ -33,10 +33,15 @@ def command_environment() -> dict[str, str]:
     """Finds ftkit, but no network, no account and no terminal; one thread per process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WANDB_"))}
     return kept | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": with_python_path(ROOT),
         "HF_ENDPOINT": "http://127.0.0.1:9",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def with_python_path(*places: object) -> str:
+    """PYTHONPATH with these places first; on some machines packages are found by it alone."""
+    return os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def start_up_of_ranks(directory: Path, statements: str) -> Path:

@@ -57,7 +57,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--environments", type=Path, default=ENVIRONMENTS,
         help=f"where the other programs are installed; default: {ENVIRONMENTS}",
     )  # fmt: skip
-    parser.add_argument("--wheels", type=Path, help="install from this folder, without network")
+    parser.add_argument(
+        "--installed", action="store_true",
+        help="take the other programs from where ftkit's libraries are, instead of --environments",
+    )  # fmt: skip
+    parser.add_argument("--models", type=Path, help="directory for models, which are kept there")
 
 
 def chosen(options: argparse.Namespace, *, is_gpu: bool) -> list[Case]:
@@ -97,8 +101,10 @@ def measure(options: argparse.Namespace) -> Figures:
     is_gpu = not options.tiny and is_gpu_here()
     cases = chosen(options, is_gpu=is_gpu)
     figures = begun(options, {"runs": [], "cases": {}, "versions": {}})
+    figures["runs"] = [row for row in figures["runs"] if not row["measured"]["failure"]]
     done = {(row["round"], row["case"], row["program"]) for row in figures["runs"]}
-    pythons = environments(options.programs, options.environments.absolute(), options.wheels)
+    directory = None if options.installed else options.environments.absolute()
+    pythons = environments(options.programs, directory)
     figures |= {
         "cases": figures["cases"] | {case.name: dataclasses.asdict(case) for case in cases},
         "warm_up_steps": WARM_UP_STEPS,
@@ -106,8 +112,10 @@ def measure(options: argparse.Namespace) -> Figures:
         "versions": figures["versions"] | {n: versions_of(p) for n, p in pythons.items()},
     }
     with tempfile.TemporaryDirectory() as name:
-        place = Workspace(Path(name), pythons, options.limit_s, is_gpu)
-        imports = {name: place.imports_bytes(name) for name in pythons}
+        models = (options.models or Path(name) / "models").absolute()
+        place = Workspace(Path(name), models, pythons, options.limit_s, is_gpu)
+        # On a GPU, memory is that of the GPU.
+        imports = {name: None if is_gpu else place.imports_bytes(name) for name in pythons}
         for number_ in range(options.rounds):
             for case in cases:
                 for program in options.programs:

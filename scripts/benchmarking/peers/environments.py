@@ -28,13 +28,12 @@ REPORTED = ("torch", "litgpt", "lightning", "trl", "transformers", "peft", "acce
 STAMP = "installed.json"
 
 
-def python_of(name: str, directory: Path, wheels: Path | None = None) -> Path:
+def python_of(name: str, directory: Path) -> Path:
     """Return the Python of an environment, which is made if needed: that takes minutes.
 
     Args:
         name: of the program.
         directory: where environments lie.
-        wheels: a folder with all packages; no index is used then.
 
     Raises:
         subprocess.CalledProcessError: it cannot be installed; pip has printed why.
@@ -47,12 +46,8 @@ def python_of(name: str, directory: Path, wheels: Path | None = None) -> Path:
         return python
     print(f"installing {name} in {environment} ...", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
-    if wheels is not None:
-        found = ["--no-index", "--find-links", str(wheels)]
-        _pip(python, [*found, pinned_torch(), *REQUIREMENTS[name]])
-    else:
-        _install_torch(python)
-        _pip(python, [pinned_torch(), *REQUIREMENTS[name]])
+    _install_torch(python)
+    _pip(python, [pinned_torch(), *REQUIREMENTS[name]])
     stamp.write_text(wanted)
     return python
 

@@ -1,9 +1,8 @@
 """Start of each program for a case: its command line, model and data."""
 
 import json
-import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ from benchmarking.workload import (
     alpaca_lengths,
     in_file_order,
     make_labelled,
-    make_model,
     make_pairs,
     make_records,
+    model_in,
+    once,
     order_of_ftkit,
     order_of_litgpt,
     tokens_of,
@@ -65,9 +65,11 @@ IMPORTS_OF = {
 
 @dataclass(frozen=True)
 class Workspace:
-    """Directory of models and data of the cases, which are made once."""
+    """Directories of models and runs."""
 
     directory: Path
+    models: Path
+    """Where models lie, which are made once."""
     pythons: dict[str, Path]
     """Python of the environment of each program."""
     limit_s: float
@@ -76,8 +78,7 @@ class Workspace:
 
     def model(self, case: Case) -> Path:
         """The model of a case in Hugging Face layout."""
-        target = self.directory / f"{case.model}-{case.precision}"
-        return _once(target, lambda made: make_model(made, case.model, DTYPES[case.precision]))
+        return model_in(self.models, case.model, case.precision)
 
     def litgpt_model(self, case: Case) -> Path:
         """The model of a case in LitGPT's layout."""
@@ -90,7 +91,7 @@ class Workspace:
             if seen.exit_code != 0:
                 raise RuntimeError(f"LitGPT's model could not be made:\n{seen.output}")
 
-        return _once(source.with_name(source.name + "-litgpt"), make)
+        return once(source.with_name(source.name + "-litgpt"), make)
 
     def records(self, case: Case) -> list[Record]:
         """Samples of a case, in the order in which they are trained on."""
@@ -313,15 +314,20 @@ def padding_in_order(records: Sequence[Record], micro_batch_size: int) -> float:
     return 1 - sum(lengths) / sum(max(batch) * len(batch) for batch in batches)
 
 
-def environments(names: Sequence[str], directory: Path, wheels: Path | None) -> dict[str, Path]:
-    """The Python of each program; ftkit has that of this process."""
+def environments(names: Sequence[str], directory: Path | None) -> dict[str, Path]:
+    """The Python of each program; ftkit has that of this process.
+
+    Args:
+        names: of the programs.
+        directory: where environments lie; None: the programs are installed beside ftkit.
+    """
     from benchmarking.peers.environments import python_of
 
     pythons = {"ftkit": Path(sys.executable)}
     for name in names:
         first = name.partition(" ")[0]
         if first not in pythons:
-            pythons[first] = python_of(first, directory, wheels)
+            pythons[first] = python_of(first, directory) if directory else Path(sys.executable)
     return pythons
 
 
@@ -345,13 +351,3 @@ def _measured(seen: Watched, limit_s: float) -> Measured:
 def _failed(seen: Watched) -> Measured:
     lines = [line for line in seen.output.splitlines() if line.strip()]
     return Measured(failure=lines[-1].strip() if lines else f"exit code {seen.exit_code}")
-
-
-def _once(target: Path, make: Callable[[Path], object]) -> Path:
-    """Make a directory unless it exists; it appears only when it is complete."""
-    if not target.is_dir():
-        unfinished = target.with_name(target.name + ".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        make(unfinished)
-        unfinished.rename(target)
-    return target

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from command import ROOT, Start, command_environment, start_up_of_ranks
 from compared_runs import at_work, make_run, note_in_ranks
-from kernels import Kernel, kernel
+from jupyter_kernels import Kernel, kernel
 from messages import says
 from plugins import write_documented
 from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for, watched
