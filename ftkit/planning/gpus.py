@@ -59,7 +59,9 @@ least that people have reported for a card, rounded down. It depends a little on
 HOST = "host memory"
 """Name used in place of a GPU: the memory of this machine, for ranks on CPUs."""
 
-# Not calibrated: estimates from public reports, until scripts/calibrate_memory has run on a GPU.
+# Estimates from public reports. On one H200 with CUDA 13, four recipes of scripts/calibrate_memory
+# gave a context of 0.73 GiB, workspaces of 64 MiB, fragmentation of 0.5 to 2.8 % and an error of
+# 0.02 %: too few cards to take these numbers over.
 CONTEXT_BYTES = int(0.5 * _GIB)
 """CUDA context and loaded kernels of a process; about 0.3 to 0.6 GiB."""
 WORKSPACE_BYTES = 2 * 32 * 2**20

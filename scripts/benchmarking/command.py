@@ -40,6 +40,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--go_on", action="store_true", help="keep the runs that --out has and that did not fail"
     )
+    parser.add_argument("--models", type=Path, help="directory for models, which are kept there")
     parser.add_argument("--show", type=Path, metavar="FILE", help="only show these figures")
     parser.add_argument(
         "--write", action="store_true",
@@ -81,11 +82,22 @@ def with_tables(document: str, text: str, file: str) -> str:
 
 
 def begun(options: argparse.Namespace, empty: Figures) -> Figures:
-    """Return the figures of --out that the command continues, or empty ones."""
-    if options.go_on and options.out and options.out.exists():
-        found: Figures = json.loads(options.out.read_text())
-        return found
-    return empty
+    """Return the figures of --out that the command continues, or empty ones.
+
+    Runs that failed are left out, so that they are done again.
+    """
+    if not (options.go_on and options.out and options.out.exists()):
+        return empty
+    found: Figures = json.loads(options.out.read_text())
+    for name in ("runs", "pairs"):
+        if name in found:
+            found[name] = [row for row in found[name] if not has_failed(row)]
+    return found
+
+
+def has_failed(row: Figures) -> bool:
+    """Return whether a measurement of a row has a failure."""
+    return any(isinstance(value, dict) and value.get("failure") for value in row.values())
 
 
 def keep(figures: Figures, options: argparse.Namespace) -> None:

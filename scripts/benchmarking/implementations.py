@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace) -> Figures:
                 }
                 if (_key(row), pair) in done:
                     continue
-                keys = keys_of(scene, method, place, place)
+                keys = keys_of(scene, method, place, options.models or place)
                 keys["accelerator"] = "cuda" if machine == "gpu" else "cpu"
                 # Each comes first in half of the pairs, so that a warm cache of files favours
                 # neither.

@@ -177,7 +177,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="levers with one of these texts in their names",
     )  # fmt: skip
     parser.add_argument("--methods", nargs="+", choices=EVERY, default=EVERY)
-    parser.add_argument("--models", type=Path, help="directory for models, which are kept there")
 
 
 def exit_code(figures: Figures) -> int:  # as all commands have it
@@ -201,7 +200,6 @@ def measure(options: argparse.Namespace) -> Figures:
     """Measure all pairs; the file is written after each."""
     machine = machine_of(options)
     figures = begun(options, {"pairs": []})
-    figures["pairs"] = [row for row in figures["pairs"] if not has_failed(row)]
     done = {(row["lever"], row["method"], row["pair"]) for row in figures["pairs"]}
     figures |= {
         "machine": machine,
@@ -268,11 +266,6 @@ def measured_pair(
         how = "full" if method == "full" else "lora"
         runs[kind] = run_ftkit(how, with_lever, out_dir, limit_s)
     return runs
-
-
-def has_failed(row: Figures) -> bool:
-    """Return whether one of the runs of a pair failed."""
-    return any(row[kind]["failure"] for kind in ("on", "off") if kind in row)
 
 
 def keys_of(scene: Scene, method: Method, place: Path, models: Path) -> dict[str, Any]:

@@ -128,7 +128,6 @@ def measure(options: argparse.Namespace) -> Figures:
     if options.steps:
         machine = dataclasses.replace(machine, steps=options.steps)
     figures = begun(options, {"runs": []})
-    figures["runs"] = [row for row in figures["runs"] if not row["measured"]["failure"]]
     done = {(row["round"], row["axis"], row["name"]) for row in figures["runs"]}
     figures |= {
         "method": options.method,
@@ -144,7 +143,7 @@ def measure(options: argparse.Namespace) -> Figures:
             for point in points(machine, ranks):
                 if point.axis not in options.axes or (number_, point.axis, point.name) in done:
                     continue
-                keys = keys_of(point, machine, Path(name))
+                keys = keys_of(point, machine, Path(name), options.models or Path(name))
                 keys["accelerator"] = "cuda" if kind == "gpu" else "cpu"
                 out_dir = Path(tempfile.mkdtemp(dir=name)) / "out"
                 run = run_ftkit(options.method, keys, out_dir, options.limit_s)
@@ -157,19 +156,14 @@ def measure(options: argparse.Namespace) -> Figures:
     return figures
 
 
-def keys_of(point: Point, machine: Machine, place: Path) -> dict[str, Any]:
+def keys_of(point: Point, machine: Machine, place: Path, models: Path) -> dict[str, Any]:
     """Keys of a run; model and records are made if they are missing.
 
     Every rank computes one micro-batch a step.
     """
-    import torch
-
     from benchmarking import workload
 
-    model = place / point.model
-    if not model.is_dir():
-        dtype = torch.float32 if machine.precision == "32-true" else torch.bfloat16
-        workload.make_model(model, point.model, dtype)
+    model = workload.model_in(models.absolute(), point.model, machine.precision)
     micro = max(1, machine.tokens // point.length)
     batch = micro * int(point.keys.get("devices", 1))
     count = machine.steps * batch

@@ -40,7 +40,7 @@ def tests(scene: Scene, found: Found) -> None:
     # Most of their time goes into starting processes.
     if find_spec("xdist") and (processes := (os.cpu_count() or 1) // 2) > 1:
         words += ["-n", min(processes, 8)]
-    done = call([*words, "-p", "no:cacheprovider"], scene)
+    done = call([*words, "-p", "no:cacheprovider"])
     (scene.results / "tests.txt").write_text(done.stdout + done.stderr)
     if not file.exists():
         found.check("pytest", passed=False, said=exit_summary(done))
@@ -65,7 +65,7 @@ def quick_start(kind: str | None) -> Callable[[Scene, Found], None]:
             keys |= {"train__max_steps": 2, "train__global_batch_size": 2}
             keys |= {"train__micro_batch_size": 2, "eval__exact_match": 2, "eval__max_iters": 1}
             keys |= {"eval__max_new_tokens": 0}
-        done = ftkit(scene, "finetune", **keys, accelerator=scene.accelerator)
+        done = ftkit("finetune", **keys, accelerator=scene.accelerator)
         name = f"quick start, {kind or 'not quantised'}"
         if done.returncode:
             found.check(name, passed=False, said=exit_summary(done))
@@ -88,7 +88,6 @@ def fullest(key: str) -> Callable[[Scene, Found], None]:
         if key == "micro_batch_tokens":
             keys["train__micro_batch_size"] = 512
         done = ftkit(
-            scene,
             "finetune_full",
             **PLAIN,
             **keys,
@@ -101,9 +100,11 @@ def fullest(key: str) -> Callable[[Scene, Found], None]:
             train__max_seq_length=64 if scene.dry else 2048,
             checkpoint__save=False,
         )
-        found.check(f"{key} auto", passed=done.returncode == 0, said=exit_summary(done))
-        if done.returncode == 0:
-            found.figure(f"{key} auto", summary_of(read_report(out)))
+        if done.returncode:
+            found.check(f"{key} auto", passed=False, said=exit_summary(done))
+            return
+        found.check(f"{key} auto", passed=True)
+        found.figure(f"{key} auto", summary_of(read_report(out)))
 
     return run
 
@@ -141,7 +142,7 @@ def saves(scene: Scene, found: Found) -> None:
         for key, value in keys.items():
             text = str(value).lower() if isinstance(value, bool) else value
             words += [f"--{key.replace('__', '.')}", text]
-        done = call(words, scene, PYTHONPATH=python_path(*path))
+        done = call(words, PYTHONPATH=python_path(*path))
         if done.returncode:
             found.check(name, passed=False, said=exit_summary(done))
             continue
@@ -167,7 +168,6 @@ def paged_optimizer(scene: Scene, found: Found) -> None:
         for more in options:
             optimizer = "AdamW8bit" if scene.dry else "PagedAdamW8bit"
             done = ftkit(
-                scene,
                 "finetune_full",
                 **PLAIN,
                 **more,

@@ -30,7 +30,7 @@ def calibration(recipe: int) -> Callable[[Scene, Found], None]:
         file = scene.results / f"memory-{recipe}-figures.json"
         words: list[object] = [sys.executable, ROOT / "scripts/calibrate_memory", "--output", file]
         words += ["--cpu", "--numbers", 0] if scene.dry else ["--numbers", recipe]
-        done = call(words, scene)
+        done = call(words)
         figures = json.loads(file.read_text()) if file.exists() else {"recipes": []}
         for row in figures["recipes"]:
             name = f"{row['model']} {' '.join(map(str, row['settings'].values()))}"
@@ -53,7 +53,6 @@ def speed(name: str) -> Callable[[Scene, Found], None]:
         data.write_text(json.dumps([record] * SEQUENCES * steps))
         out = scene.directory / "out"
         done = ftkit(
-            scene,
             "finetune_full" if name == "full" else "finetune",
             **PLAIN | {"data__path": data, "data__mask_prompt": False} | keys,
             out_dir=out,
@@ -66,9 +65,11 @@ def speed(name: str) -> Callable[[Scene, Found], None]:
             train__max_seq_length=length,
             checkpoint__save=False,
         )
-        found.check("run", passed=done.returncode == 0, said=exit_summary(done))
-        if done.returncode == 0:
-            found.figure(name, summary_of(read_report(out)))
+        if done.returncode:
+            found.check("run", passed=False, said=exit_summary(done))
+            return
+        found.check("run", passed=True)
+        found.figure(name, summary_of(read_report(out)))
 
     return run
 
@@ -94,7 +95,7 @@ def scaling(axis: str) -> Callable[[Scene, Found], None]:
     """Measure cost against length, size or ranks."""
 
     def run(scene: Scene, found: Found) -> None:
-        options: list[object] = ["--rounds", 1, "--axes", axis]
+        options: list[object] = ["--rounds", 1, "--axes", axis, "--models", scene.models]
         options += ["--tiny"] if scene.dry else []
         figures = _benchmark(scene, found, "scaling", f"scaling-{axis}", options)
         for row in figures.get("runs", []):
@@ -129,7 +130,7 @@ def _benchmark(
     """
     file = scene.results / f"{name}-figures.json"
     words: list[object] = [sys.executable, ROOT / "scripts/benchmark", command, "--out", file]
-    done = call([*words, "--go_on", "--limit_s", scene.limit_s, *options], scene)
+    done = call([*words, "--go_on", "--limit_s", scene.limit_s, *options])
     found.check(f"benchmark {command}", done.returncode == 0, exit_summary(done, 1))
     figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return figures

@@ -71,7 +71,7 @@ class Part:
     """Purpose, in a few words."""
     run: Callable[[Scene, Found], None]
     usual_s: int
-    """Seconds that it takes on an H100; it is not begun if fewer are left."""
+    """Seconds to expect, a little more than on an H200; it is not begun if fewer are left."""
     gpus: int = 1
     """Number of GPUs that it needs."""
     needs: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Part:
     """True if it may run beside others: it measures no time and little memory."""
 
 
-def call(words: list[object], scene: Scene, **environment: str) -> subprocess.CompletedProcess[str]:
+def call(words: list[object], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the root of the repository, and capture its output."""
     return subprocess.run(
         [str(word) for word in words],
@@ -98,13 +98,13 @@ def python_path(*more: object) -> str:
     return os.pathsep.join(filter(None, [str(ROOT), *map(str, more), *found]))
 
 
-def ftkit(scene: Scene, command: str, **keys: Any) -> subprocess.CompletedProcess[str]:
+def ftkit(command: str, **keys: Any) -> subprocess.CompletedProcess[str]:
     """Run ftkit; two underscores in keys stand for a dot."""
     words: list[object] = [sys.executable, "-m", "ftkit", command]
     for key, value in keys.items():
         text = str(value).lower() if isinstance(value, bool) else value
         words += [f"--{key.replace('__', '.')}", text]
-    return call(words, scene)
+    return call(words)
 
 
 def exit_summary(done: subprocess.CompletedProcess[str], lines: int = 3) -> str:

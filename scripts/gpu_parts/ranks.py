@@ -33,7 +33,6 @@ def strategies(scene: Scene, found: Found) -> None:
     for strategy in ("single", "ddp", "fsdp", "deepspeed"):
         out = scene.directory / strategy
         done = ftkit(
-            scene,
             "finetune_full",
             **KEYS,
             out_dir=out,

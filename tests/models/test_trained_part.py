@@ -30,7 +30,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
 
 
 def count(base: BaseModel, **keys: str) -> int:
-    return len(trained_names(base, Train(**keys)))  # type: ignore[arg-type]
+    return len(trained_names(base, Train(**keys)))
 
 
 PER_LAYER = 9

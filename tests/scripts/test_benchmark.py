@@ -494,7 +494,15 @@ def test_two_implementations_are_measured_on_the_same_weights(
     monkeypatch.chdir(ROOT)
     out = tmp_path / "implementations.json"
     arguments = SimpleNamespace(
-        show=None, tiny=True, pairs=1, steps=None, limit_s=600, out=out, write=False, go_on=False
+        show=None,
+        tiny=True,
+        pairs=1,
+        steps=None,
+        limit_s=600,
+        out=out,
+        write=False,
+        go_on=False,
+        models=tmp_path / "models",
     )
     assert run(implementations, arguments) == 0
     pairs = json.loads(out.read_text())["pairs"]
@@ -507,6 +515,23 @@ def test_two_implementations_are_measured_on_the_same_weights(
         assert theirs == pytest.approx(ours, rel=1e-5 if pair["method"] == "full" else 1e-3)
     assert (tmp_path / "implementations.md").read_text().strip() in capsys.readouterr().out
     assert (tmp_path / "implementations.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "failed"),
+    [
+        ("runs", {"measured": {"failure": None}}, {"measured": {"failure": "no memory"}}),
+        ("pairs", {"refused": "needs a GPU"}, {"on": {"failure": None}, "off": {"failure": "no"}}),
+    ],
+)
+def test_runs_that_failed_are_done_again(
+    tmp_path: Path, name: str, whole: dict[str, Any], failed: dict[str, Any]
+) -> None:
+    from benchmarking.command import begun, keep
+
+    options = SimpleNamespace(out=tmp_path / "figures.json", go_on=True)
+    keep({name: [whole, failed]}, options)
+    assert begun(options, {}) == {name: [whole]}
 
 
 @pytest.mark.slow
@@ -525,7 +550,7 @@ def test_levers_are_measured_in_pairs(
         methods=["full"],
         steps=None,
         limit_s=120,
-        total_s=None,
+        models=tmp_path / "models",
         out=tmp_path / "levers.json",
         write=False,
         go_on=False,

@@ -13,10 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 from command import ROOT, command_environment
+from runs import TIMEOUT_S, wait_for
 
 SUITE = ROOT / "scripts" / "gpu_suite"
+ONE_OF_EACH_KIND = [
+    "tests", "quick_start_nf4", "speed_full", "speed_qlora", "memory_0", "kernels", "saves",
+    "paged",
+    "peer: ftkit, full", "peer: litgpt, full", "lever: padding_free, full",
+    "fullest: micro_batch_tokens", "scaling_length", "strategies", "dead_rank",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -146,7 +154,7 @@ def test_packages_on_the_python_path_reach_parts_and_commands_of_tests(
     (tmp_path / "carried.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = [sys.executable, "-c", "import carried, ftkit"]
-    assert suite.correctness.call(words, None).returncode == 0
+    assert suite.correctness.call(words).returncode == 0
     environment = {"PYTHONPATH": command_environment()["PYTHONPATH"]}
     assert subprocess.run(words, env=environment).returncode == 0
 
@@ -179,6 +187,21 @@ def test_a_part_that_fails_or_hangs_keeps_its_results(
     assert suite.is_wrong(found)
 
 
+@pytest.mark.slow
+def test_a_suite_that_is_stopped_ends_its_parts(tmp_path: Path) -> None:
+    words = [sys.executable, str(SUITE), "--dry_run", "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parts = ["--parts", "quick_start_lora", "speed_full"]
+    suite = subprocess.Popen([*words, *parts], stdout=subprocess.PIPE, text=True, env=environment)
+    assert "quick_start_lora: it learns" in suite.stdout.readline()
+    wait_for(lambda: len(psutil.Process(suite.pid).children(recursive=True)) > 1)
+    inside = psutil.Process(suite.pid).children(recursive=True)
+    suite.terminate()
+    said, _ = suite.communicate(timeout=TIMEOUT_S)
+    assert suite.returncode == 143 and "speed_full" not in said
+    assert not any(process.is_running() for process in inside)
+
+
 def test_problems_are_listed_below_the_table(suite: ModuleType) -> None:
     text = suite.summary(
         {"tests": result("done", True, None), "saves": result("done", True, False)}, []
@@ -192,20 +215,20 @@ def test_problems_are_listed_below_the_table(suite: ModuleType) -> None:
     "parts",
     [
         pytest.param(["saves", "peer: ftkit, full"], marks=pytest.mark.slow),
-        pytest.param([], marks=pytest.mark.matrix),
+        pytest.param(ONE_OF_EACH_KIND, marks=pytest.mark.matrix),
     ],
-    ids=["some", "all"],
+    ids=["some", "one of each kind"],
 )
 def test_parts_run_through_on_a_cpu(tmp_path: Path, parts: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(SUITE), "--dry_run", "--out", str(tmp_path)]
-    words += ["--parts", *parts] if parts else []
+    words += ["--parts", *parts]
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results.json").read_text())["parts"]
     ran = {name for name, part in found.items() if part["outcome"] == "done"}
     assert all(found[name]["outcome"].startswith("needs ") for name in found.keys() - ran)
-    assert not parts or sorted(found) == sorted(parts)
+    assert sorted(found) == sorted(parts)
     assert (tmp_path / "results.md").read_text().strip() in done.stdout
 
 

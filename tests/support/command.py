@@ -33,15 +33,11 @@ def command_environment() -> dict[str, str]:
     """Finds ftkit, but no network, no account and no terminal; one thread per process."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WANDB_"))}
     return kept | {
-        "PYTHONPATH": with_python_path(ROOT),
+        # On some machines, libraries are found by it alone.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "HF_ENDPOINT": "http://127.0.0.1:9",
         "OMP_NUM_THREADS": "1",
     }
-
-
-def with_python_path(*places: object) -> str:
-    """PYTHONPATH with these places first; on some machines packages are found by it alone."""
-    return os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def start_up_of_ranks(directory: Path, statements: str) -> Path:

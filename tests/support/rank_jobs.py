@@ -199,9 +199,9 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         # In its first step one gradient of a value projection is 7e-10, what rounding leaves of
         # terms near 4e-3. Below its usual eps of 1e-8 Adam turns such noise into steps of 1e-5.
         values["optimizer.eps"] = 1e-6
-    beside = str(data.parent)
+    place = str(data.parent)
     for key, value in case.changes:
-        values[key] = value.replace("BESIDE", beside) if isinstance(value, str) else value
+        values[key] = value.replace("BESIDE", place) if isinstance(value, str) else value
     base, start = Path(values["checkpoint_dir"]), None
     if case.start is not None:
         start = Outcome(case.start).checkpoint

@@ -61,7 +61,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--installed", action="store_true",
         help="take the other programs from where ftkit's libraries are, instead of --environments",
     )  # fmt: skip
-    parser.add_argument("--models", type=Path, help="directory for models, which are kept there")
 
 
 def chosen(options: argparse.Namespace, *, is_gpu: bool) -> list[Case]:
@@ -101,7 +100,6 @@ def measure(options: argparse.Namespace) -> Figures:
     is_gpu = not options.tiny and is_gpu_here()
     cases = chosen(options, is_gpu=is_gpu)
     figures = begun(options, {"runs": [], "cases": {}, "versions": {}})
-    figures["runs"] = [row for row in figures["runs"] if not row["measured"]["failure"]]
     done = {(row["round"], row["case"], row["program"]) for row in figures["runs"]}
     directory = None if options.installed else options.environments.absolute()
     pythons = environments(options.programs, directory)

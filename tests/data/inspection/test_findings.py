@@ -411,7 +411,9 @@ def test_answers_with_one_label_alone_are_a_finding(
     numbers = seen.sources[0].train
     assert numbers.desirable == {"false": 38, "true": 0}.get(remedy, numbers.desirable)
     shown = seen.samples[0]
-    label = labels[int(re.search(r"number (\d+)", "".join(shown.texts))[1]) % len(labels)]
+    number = re.search(r"number (\d+)", "".join(shown.texts))
+    assert number is not None
+    label = labels[int(number[1]) % len(labels)]
     assert shown.desirable is bool(label)
 
 

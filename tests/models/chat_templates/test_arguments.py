@@ -33,18 +33,24 @@ def template(source: str = VALUE, **defaults: Any) -> ChatTemplate:
     return ChatTemplate(source, "tried").with_defaults(defaults)
 
 
+def as_transformers_renders(source: str, **arguments: Any) -> list[str]:
+    found: Any = render_jinja_template([MESSAGES], chat_template=source, **arguments)
+    texts: list[str] = found[0]
+    return texts
+
+
 @pytest.mark.parametrize("value", VALUES)
 def test_a_default_is_the_value_everywhere(value: Any) -> None:
     found = template(mood=value)
-    theirs, _ = render_jinja_template([MESSAGES], chat_template=found.source)
+    theirs = as_transformers_renders(found.source)
     assert [found.render(MESSAGES)] == theirs == [template().render(MESSAGES, mood=value)]
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_default_changes_nothing_else(source: str) -> None:
     found = template(source, mood="sun")
-    expected, _ = render_jinja_template([MESSAGES], chat_template=source, mood="sun")
-    theirs, _ = render_jinja_template([MESSAGES], chat_template=found.source)
+    expected = as_transformers_renders(source, mood="sun")
+    theirs = as_transformers_renders(found.source)
     assert [found.render(MESSAGES)] == theirs == expected
 
 

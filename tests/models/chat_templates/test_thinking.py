@@ -78,8 +78,8 @@ def test_the_answer_begins_where_the_prompt_ends(name: str, tokenizer: Tokenizer
     # Each turn is a sample: earlier turns are written otherwise than after their prompts.
     assert learned(name, tokenizer, {"messages": TURNS}) == [one.thinking] * 2
     assert learned(name, tokenizer, {"messages": TURNS}, train_on="last") == [one.thinking]
-    call, answer = learned(name, tokenizer, TOOLS)
-    assert call == one.call and "Sunny." in answer
+    texts = learned(name, tokenizer, TOOLS)
+    assert texts[0] == one.call and "Sunny." in texts[1] and len(texts) == 2
 
 
 @pytest.mark.parametrize("name", THINKERS)
