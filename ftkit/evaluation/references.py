@@ -128,6 +128,7 @@ def reference_model(
         key = {
             "model": fingerprint(base),
             "adapter": None if adapter is None else _digest(adapter),
+            "tied": recipe.train.tie_embeddings,
             "precision": plan.precision,
             "parameters": str(parameter_dtype(plan)),
             "quantize": recipe.quantize if isinstance(recipe, LoraRecipe) else None,

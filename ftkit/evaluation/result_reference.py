@@ -29,12 +29,12 @@ from ftkit.models.pretrained.base_model import (
 from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.objectives.reference import FrozenReference
 from ftkit.objectives.reference_values import ReferenceValues
-from ftkit.recipe.objectives import model_beside
+from ftkit.recipe.objectives import needs_reference_beside
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Quantization
 from ftkit.runs.directory import RunDirectory
-from ftkit.strategies.frozen import frozen, outline_beside
+from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.strategy import Strategy, make_strategy
 from ftkit.utils.console.display import Display
 
@@ -63,7 +63,7 @@ def prepare_reference(
         UserError: the model is needed, and not here or another one.
     """
     assert result.recipe is not None
-    if model_beside(result.recipe) is None:
+    if not needs_reference_beside(result.recipe):
         return _reference_values(result, options, base, max_seq_length, wanted)
     try:
         return _open_reference(result, options, base, max_seq_length)
@@ -93,7 +93,7 @@ def reference_beside(
             with display.phase("loading the reference", brief=True) as phase:
                 model = stack.enter_context(
                     frozen(
-                        outline_beside(reference, plan),
+                        outline_frozen(reference, plan),
                         reference,
                         strategy,
                         strategy.sharding,

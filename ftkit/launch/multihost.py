@@ -458,9 +458,7 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement, token: str | 
         reference = values["recipe"]["reference"]
         values["reference"] = str(find_or_download(reference, token=token).resolve())
     if values["beside"] is not None:
-        named = values["recipe"]
-        # A recipe with an objective that has none of the first two names neither.
-        beside = named["teacher"] or named["reference"] or base
+        beside = values["recipe"]["teacher"] or values["recipe"]["reference"]
         if not beside.startswith("random:"):
             values["beside"] = str(find_or_download(beside, token=token).resolve())
     make_reserve(run.reserve)

@@ -28,7 +28,6 @@ from ftkit.models.pretrained.hub import (
 )
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Recipe, Train
@@ -257,9 +256,6 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
     Weights are not read, so the answer is the same whether they are on this machine or not.
     """
     names = [recipe.checkpoint_dir, *filter(None, (recipe.teacher, recipe.reference))]
-    beside = model_beside(recipe)
-    if beside is not None and beside.is_base:  # it is there twice
-        names.append(recipe.checkpoint_dir)
     # There are no files to estimate it from.
     if any(name.startswith("random:") for name in names):
         return True

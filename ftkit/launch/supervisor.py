@@ -276,7 +276,7 @@ def prepare_run(
         # May download gigabytes, so a run that certainly does not fit is refused before.
         base = _find_base(recipe, start)
         reference = _find_reference(recipe, start)
-        beside = _find_beside(recipe, base, start)
+        beside = _find_beside(recipe)
         if not in_place:
             require_unclaimed(wanted, print_notice)
             place = RunCheckpoints(path=wanted, store=RunDirectory(wanted).store)
@@ -390,31 +390,13 @@ def _find_reference(recipe: Recipe, start: Start | None) -> str | None:
     return None if found is None else str(found.resolve())
 
 
-def _find_beside(recipe: Recipe, base: str | None, start: Start | None) -> str | None:
-    """The frozen model that is held beside the trained one; None: there is none.
-
-    Args:
-        recipe: of the run.
-        base: the base model; None: the checkpoint has all that is needed to go on training it.
-        start: where the run continues.
-    """
+def _find_beside(recipe: Recipe) -> str | None:
+    """The frozen model that is held beside the trained one; None: there is none."""
     beside = model_beside(recipe)
     if beside is None or beside.name.startswith("random:"):
         return None if beside is None else beside.name
-    if beside.is_base and base is not None:
-        return base
-    try:
-        with naming("checkpoint_dir" if beside.is_base else beside.key):
-            return str(find_or_download(beside.name, token=recipe.access_token).resolve())
-    except UserError as error:
-        if start is None or not beside.is_base:
-            raise
-        raise UserError(
-            f"{error}\n"
-            f"The checkpoint {start.checkpoint} has the trained weights, but the run compares with "
-            f"the base model {start.metadata.base.name} in every step: give its path with "
-            "--checkpoint_dir PATH."
-        ) from None
+    with naming(beside.key):
+        return str(find_or_download(beside.name, token=recipe.access_token).resolve())
 
 
 def _show_start(start: Start, run: RunDirectory, display: Display) -> None:

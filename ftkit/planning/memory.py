@@ -261,10 +261,9 @@ def predict_measured(
     first = measured.ranks[0]
     model = base_for(read_blueprint(base, plan.recipe.implementation), plan.recipe.objective)
     weighted = first.micro_batch is not None and first.micro_batch.weighted
-    known = model_beside(plan.recipe)
-    other = None if beside is None else read_blueprint(beside)
-    if known is not None and known.is_base:
-        other = model
+    known, other = model_beside(plan.recipe), None
+    if known is not None and beside is not None:
+        other = read_blueprint(beside, known.implementation)
     batch = heaviest_micro_batch(
         model, plan, longest_sample_tokens, weighted=weighted, beside=other
     )

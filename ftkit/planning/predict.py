@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ftkit.data.records.hub import as_owner_of
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.architectures.architecture import Implementation, ModelLayout
 from ftkit.models.dry_run import require_trainable
 from ftkit.models.flops import (
     ONLY_TRAINING,
@@ -51,7 +51,7 @@ from ftkit.recipe.recipe import (
     MicroBatchKey,
     Recipe,
 )
-from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_beside, outline_frozen
+from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
@@ -364,7 +364,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     base = base_for(found, recipe.objective)
     require_trainable(base)
     trained_names(base, recipe.train)  # refuses what the run would refuse
-    beside, other = _other_models(recipe, base)
+    beside, other = _other_models(recipe)
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:
         if isinstance(recipe, LoraRecipe):
@@ -471,7 +471,7 @@ def _beside(
 ) -> PlannedBeside:
     known = model_beside(made.recipe)
     assert known is not None
-    model = outline_beside(beside, made)
+    model = outline_frozen(beside, made)
     return PlannedBeside(
         key=known.key,
         name=beside.name,
@@ -510,21 +510,23 @@ class _StepFlops:
         return per_token(further) / per_token(ONLY_TRAINING) - 1
 
 
-def _other_models(recipe: Recipe, base: BaseModel) -> tuple[BaseModel | None, BaseModel | None]:
+def _other_models(recipe: Recipe) -> tuple[BaseModel | None, BaseModel | None]:
     """Describe the frozen model beside the trained one, and another reference that is not there."""
-    beside, found = model_beside(recipe), None
+    beside = model_beside(recipe)
     if beside is not None:
-        found = base if beside.is_base else _read_other(recipe, beside.name, beside.key)
-    if recipe.reference is None or beside is not None:
-        return found, None
+        return _read_other(recipe, beside.name, beside.key, beside.implementation), None
+    if recipe.reference is None:
+        return None, None
     return None, _read_other(recipe, recipe.reference, "reference")
 
 
-def _read_other(recipe: Recipe, name: str, key: str) -> BaseModel:
+def _read_other(
+    recipe: Recipe, name: str, key: str, implementation: Implementation | None = None
+) -> BaseModel:
     """Describe a second model of a recipe, under a key."""
     with naming(key):
         unreached = fetch_settings(name, token=recipe.access_token)
-        return read_blueprint(name, unreached=unreached)
+        return read_blueprint(name, implementation, unreached=unreached)
 
 
 def _with_advice(error: UserError, recipe: Recipe) -> UserError:

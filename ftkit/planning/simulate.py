@@ -55,7 +55,7 @@ from ftkit.recipe.objectives import is_below_adapter, objective_rules
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
-from ftkit.strategies.frozen import bytes_of, outline_beside, outline_frozen
+from ftkit.strategies.frozen import bytes_of, outline_frozen
 from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hidden_matrices
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
@@ -226,7 +226,7 @@ def _run(
     model.routing = model.body.watch_routing(
         trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
     )
-    frozen = None if beside is None else outline_beside(beside, plan)
+    frozen = None if beside is None else outline_frozen(beside, plan)
     sizes = _sizes(
         model, frozen, plan.shards, is_teacher=objective_rules(recipe.objective).needs_teacher
     )

@@ -27,7 +27,7 @@ KIND_OF: dict[str, Kind] = {
     "kernels": "hardware",
     "router_aux_loss_coef": "tunable",
     "objective": "fixed",
-    "reference": "fixed",
+    "reference": "fixed",  # but for one in memory: known by its fingerprint, too
     "teacher": "hardware",  # known by its fingerprint, wherever it lies
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
     "train.global_batch_size": "tunable",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -250,27 +251,37 @@ class ModelBeside:
     """What it is to the objective, and the key of recipes that names it."""
     name: str
     """A directory or name, as for checkpoint_dir."""
-    is_base: bool
-    """Whether it is the base model itself, as it is before training."""
+    implementation: Literal["litgpt", "transformers"] | None = None
+    """The library whose code computes it; None: the usual one."""
+
+
+def needs_reference_beside(recipe: Recipe) -> bool:
+    """Whether the reference of a recipe has to be a model in memory beside the trained one.
+
+    Its log-probabilities cannot be computed before training, and it is not the trained model below
+    its adapter.
+    """
+    rules = objective_rules(recipe.objective)
+    # Which answer follows which prompt depends on the order of the samples.
+    return rules.needs_reference and rules.observes_mismatched and not is_below_adapter(recipe)
 
 
 def model_beside(recipe: Recipe) -> ModelBeside | None:
-    """Return the model that a recipe's objective needs beside the trained one; None: it needs none.
+    """Return the model that a run of a recipe holds beside the trained one; None: it holds none.
 
-    That is a teacher, or a reference whose log-probabilities cannot be computed before training and
-    that is not the trained model below its adapter.
+    That is its teacher, or its reference if that is needed in every step.
     """
-    rules = objective_rules(recipe.objective)
-    if rules.needs_teacher and recipe.teacher is not None:
-        return ModelBeside(key="teacher", name=recipe.teacher, is_base=False)
-    # Which answer follows which prompt depends on the order of the samples.
-    if rules.needs_reference and rules.observes_mismatched and not is_below_adapter(recipe):
-        return ModelBeside(
-            key="reference",
-            name=recipe.reference or recipe.checkpoint_dir,
-            is_base=recipe.reference is None,
-        )
-    return None
+    if objective_rules(recipe.objective).needs_teacher and recipe.teacher is not None:
+        return ModelBeside(key="teacher", name=recipe.teacher)
+    if recipe.reference is None or not needs_reference_beside(recipe):
+        return None
+    # The same model is computed by the same code, so that the first step finds no difference.
+    is_base = recipe.reference == recipe.checkpoint_dir
+    return ModelBeside(
+        key="reference",
+        name=recipe.reference,
+        implementation=recipe.implementation if is_base else None,
+    )
 
 
 def objective_options(objective: Component) -> dict[str, Any]:
@@ -328,6 +339,30 @@ def objective_options(objective: Component) -> dict[str, Any]:
     return dataclasses.asdict(options(**given))
 
 
+def _without_reference(recipe: Recipe) -> str:
+    """Message to a recipe that needs a second model in memory and names none."""
+    objective, base = recipe.objective["class_path"], shlex.quote(recipe.checkpoint_dir)
+    begin = f"objective is {objective}, which compares with its reference in every step"
+    if not isinstance(recipe, LoraRecipe):
+        return (
+            f"{begin}, but reference is not set, and full fine-tuning changes the model itself. "
+            f"Try --reference {base}, which holds a second, frozen copy of it in memory, or LoRA "
+            "(ftkit finetune), which needs none."
+        )
+    if recipe.adapter is not None:
+        return (
+            f"adapter is {recipe.adapter}, but {begin}: below this adapter that would be another "
+            "model. Try --reference MODEL with the model that the adapter makes (ftkit merge "
+            "writes it), which holds it in memory too, or leave adapter out."
+        )
+    return (
+        f"lora_modules_to_save is {json.dumps(recipe.lora_modules_to_save)}, which changes these "
+        f"layers themselves, but {begin}, and reference is not set. Try --reference {base}, which "
+        "holds a second, frozen copy of the model in memory, or --lora_modules_to_save null, which "
+        "needs none."
+    )
+
+
 def check_objective(recipe: Recipe) -> None:
     """Refuse an objective with settings that make no sense for it.
 
@@ -359,18 +394,8 @@ def check_objective(recipe: Recipe) -> None:
             f"teacher is {recipe.teacher}, but objective is {name}, which has no teacher. Try "
             "--objective distill, or leave teacher out."
         )
-    beside = model_beside(recipe)
-    if (
-        isinstance(recipe, LoraRecipe)
-        and recipe.adapter is not None
-        and beside is not None
-        and beside.is_base
-    ):
-        raise UserError(
-            f"adapter is {recipe.adapter}, but objective is {name}, whose reference computes in "
-            "every step and would be the base model without this adapter. Try --reference MODEL "
-            "with the model that the adapter makes (ftkit merge writes it), or leave adapter out."
-        )
+    if recipe.reference is None and needs_reference_beside(recipe):
+        raise UserError(_without_reference(recipe))
     if rules.observes_mismatched and train.global_batch_size == 1:
         raise UserError(
             f"train.global_batch_size is 1, but objective is {name}, which compares each example "

@@ -311,7 +311,8 @@ class Recipe:
     """The model that dpo and kto compare with, if it is not the one with which training begins: a
     directory or name as for checkpoint_dir, with the same vocabulary. For dpo its log-probabilities
     are computed before the first step; for kto it stays in memory during training, distributed as
-    the trained model is."""
+    the trained model is. kto needs it in full fine-tuning and with lora_modules_to_save, such as
+    checkpoint_dir again, of which it then holds a frozen copy."""
     teacher: str | None = None
     """The model that distill learns from: a directory or name as for checkpoint_dir, with the same
     tokenizer and vocabulary. It stays in memory during training, distributed as the trained model

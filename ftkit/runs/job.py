@@ -120,7 +120,7 @@ class Job:
         """The recipe, which names models by where they are on this machine."""
         names: dict[str, Any] = {"checkpoint_dir": self.base}
         beside = model_beside(self.recipe)
-        if beside is not None and not beside.is_base and self.beside is not None:
+        if beside is not None and self.beside is not None:
             names[beside.key] = self.beside
         return dataclasses.replace(self.recipe, **names)
 

@@ -10,42 +10,32 @@ from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.load_weights import Sharding, fill
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
 from ftkit.utils.progress import OnProgress
 
 
-def outline_frozen(base: BaseModel, plan: Plan, *, tied: bool | None = None) -> LanguageModel:
+def outline_frozen(base: BaseModel, plan: Plan) -> LanguageModel:
     """Build a model that only computes, on the meta device: as it is, in the formats of a plan.
 
     Args:
         base: the model.
         plan: of the run; if it quantises the trained model, this one is quantised too.
-        tied: whether embedding and head are one; None: as in the base.
     """
     # The recipe's quantization saves memory for this model as much as for the trained one.
     recipe = plan.recipe
     kind = recipe.quantize if isinstance(recipe, LoraRecipe) else None
-    dtypes = parameter_dtype(plan), compute_dtype(plan)
-    model = outline_plain(base, *dtypes, tied=base.tied if tied is None else tied, kind=kind)
+    dtypes, tied = (parameter_dtype(plan), compute_dtype(plan)), base.tied
+    # The base model as the reference is the one with which training begins. Earlier versions named
+    # none where it was held in memory.
+    is_begin = recipe.teacher is None and recipe.reference in (None, recipe.checkpoint_dir)
+    if is_begin and recipe.train.tie_embeddings is not None:
+        tied = recipe.train.tie_embeddings
+    model = outline_plain(base, *dtypes, tied=tied, kind=kind)
     traits = base.architecture.attention
     model.kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
     return model.requires_grad_(False).eval()
-
-
-def outline_beside(base: BaseModel, plan: Plan) -> LanguageModel:
-    """Build the model that a plan's objective needs beside the trained one, on the meta device.
-
-    Args:
-        base: of `ftkit.recipe.objectives.model_beside`.
-        plan: of the run.
-    """
-    beside, tied = model_beside(plan.recipe), plan.recipe.train.tie_embeddings
-    # The base model as training begins with it, which may tie what is not tied in its files.
-    is_begin = beside is not None and beside.is_base and tied is not None
-    return outline_frozen(base, plan, tied=tied if is_begin else None)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -4,7 +4,6 @@ from contextlib import ExitStack
 
 from ftkit.checkpoint.metadata import BaseIdentity, Metadata
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -43,11 +42,9 @@ def open_beside(
         UserError: its tokens are not those of the trained model, or its context is too short.
     """
     # Its fingerprint depends on the implementation, which a resumed run keeps.
-    implementation: Implementation | None = None
+    implementation = beside.implementation
     if start is not None and start.beside is not None:
         implementation = implementation_of(start.beside.fingerprint)
-    elif beside.is_base:
-        implementation = base.architecture.implementation
     found = open_base(directory, implementation)
     if beside.key == "teacher":
         check_logits(base, found, beside.key)
@@ -74,8 +71,8 @@ def beside_identity(
     identity = BaseIdentity(name=beside.name, fingerprint=fingerprint(found))
     known = None if start is None else start.beside
     if start is not None and known is not None and identity.fingerprint != known.fingerprint:
-        key = "checkpoint_dir" if beside.is_base else beside.key
-        verb = "learned from" if beside.key == "teacher" else "was compared with"
+        key = beside.key
+        verb = "learned from" if key == "teacher" else "was compared with"
         raise UserError(
             f"{key} {beside.name} is not the model that the run {verb} up to step {start.step} "
             f"({known.name}): its weights differ. Try --{key} {known.name}, or start a new run "

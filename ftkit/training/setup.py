@@ -60,7 +60,7 @@ from ftkit.runs.job import Job
 from ftkit.runs.report.report import Resolved
 from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.frozen import bytes_on_rank, outline_beside
+from ftkit.strategies.frozen import bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
 from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
 from ftkit.strategies.state import bytes_per_number, shapes_like, state_kinds
@@ -261,7 +261,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     # On the meta device: the whole model never exists on a rank, which fills only its own part.
     with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-        outlined = None if frozen_base is None else outline_beside(frozen_base, plan)
+        outlined = None if frozen_base is None else outline_frozen(frozen_base, plan)
     if isinstance(recipe, LoraRecipe) and (left_out := unadapted_experts(model, base, recipe)):
         journal.warn(left_out)
     model.kernel = kernel

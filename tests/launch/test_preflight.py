@@ -259,9 +259,15 @@ def test_a_run_whose_teacher_has_other_tokens_starts_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"mine", "other"}
 
 
-@pytest.mark.parametrize(("objective", "plans"), [("sft", 0), ("kto", 1)])
+@pytest.mark.parametrize(
+    ("keys", "plans"), [({}, 0), ({"objective": "kto", "reference": "mine"}, 1)]
+)
 def test_a_base_model_that_is_there_twice_counts_twice(
-    gpu: Gpu24GiB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str, plans: int
+    gpu: Gpu24GiB,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, str],
+    plans: int,
 ) -> None:
     """Its 550 million parameters, with gradients and Adam's state, are just below suspicion."""
     monkeypatch.chdir(tmp_path)
@@ -270,7 +276,7 @@ def test_a_base_model_that_is_there_twice_counts_twice(
     config = {"vocab_size": 32000, "max_position_embeddings": 256, **sizes}
     Path("mine/config.json").write_text(json.dumps(config))
     gpu.answer["fits"] = True
-    preflight.require_room(recipe(checkpoint_dir="mine", objective=objective), CUDA, COMMAND)
+    preflight.require_room(recipe(checkpoint_dir="mine", **keys), CUDA, COMMAND)
     assert gpu.plans == plans
 
 

@@ -441,7 +441,7 @@ def test_a_plan_says_what_a_reference_in_every_step_costs(tmp_path: Path) -> Non
     file = tmp_path / "labelled.json"
     file.write_text(json.dumps(make_labelled(20)))
     data = {"data": "JSON", "data__json_path": str(file), "precision": "bf16-true"}
-    found = planned(objective="kto", gpu="200MiB", **data)
+    found = planned(objective="kto", reference=MODEL, gpu="200MiB", **data)
     beside = found.beside
     assert beside is not None and (beside.key, beside.name) == ("reference", found.base_model)
     assert beside.parameters == found.memory.parameters

@@ -52,6 +52,7 @@ AVERAGED = ("train.ema_decay", 0.9)
 PAIRS = (("data.json_path", "BESIDE/pairs.json"), ("data.mask_prompt", None))
 REWARD = (*PAIRS, ("objective", "reward"))
 KTO = (("data.json_path", "BESIDE/labelled.json"), PAIRS[1], ("objective", "kto"))
+WITH_BASE = (*KTO, ("reference", "BASE"))
 SHARDED_BESIDE = ("memory.shard_model_beside", True)
 ZERO_2 = ("strategy.stage", 2)
 LAST_LAYERS = ("train.only", "layers[.][23][.]|lm_head")
@@ -270,7 +271,7 @@ def compared(directory: Path) -> tuple[tuple[str, Any], ...]:
 @pytest.mark.slow
 def test_the_peak_with_a_reference_beside_is_predicted_within_2_percent(tmp_path: Path) -> None:
     cases = [
-        Case("single", "full", "32-true", KTO),
+        Case("single", "full", "32-true", WITH_BASE),
         Case("single", "lora", "bf16-mixed", (*compared(tmp_path), CHECKPOINTED)),
     ]
     assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_reference)
@@ -280,8 +281,8 @@ def test_the_peak_with_a_reference_beside_is_predicted_within_2_percent(tmp_path
 def test_the_peak_with_a_reference_beside_is_predicted_in_other_settings(tmp_path: Path) -> None:
     one = ("train.micro_batch_size", 1)
     cases = [
-        Case("single", "full", "bf16-true", (*KTO, WHOLE_BATCH, CHECKPOINTED)),
-        Case("single", "full", "bf16-mixed", (*KTO, one)),
+        Case("single", "full", "bf16-true", (*WITH_BASE, WHOLE_BATCH, CHECKPOINTED)),
+        Case("single", "full", "bf16-mixed", (*WITH_BASE, one)),
         Case("single", "lora", "bf16-true", (*compared(tmp_path), ("quantize", "bnb.nf4"))),
         Case("single", "lora", "32-true", (*KTO, one)),
     ]
@@ -301,8 +302,8 @@ def test_the_peak_with_a_reference_beside_on_several_ranks_is_predicted_within_2
     name = "deepspeed" if stage else name
     other, two = compared(tmp_path), ("train.micro_batch_size", 2)
     cases = [
-        Case(name, "full", "32-true", (*KTO, *keys)),
-        Case(name, "full", "32-true", (*KTO, *keys, two)),
+        Case(name, "full", "32-true", (*WITH_BASE, *keys)),
+        Case(name, "full", "32-true", (*WITH_BASE, *keys, two)),
         Case(name, "full", "bf16-true", (*other, *keys)),
         Case(name, "lora", "bf16-true", (*other, *keys, CHECKPOINTED)),
         Case(name, "lora", "32-true", (*other, *keys, two)),
@@ -310,7 +311,7 @@ def test_the_peak_with_a_reference_beside_on_several_ranks_is_predicted_within_2
     ]
     if strategy in ("ddp", "ZeRO-2"):
         cases += [
-            Case(name, "full", "32-true", (*KTO, *keys, two, SHARDED_BESIDE)),
+            Case(name, "full", "32-true", (*WITH_BASE, *keys, two, SHARDED_BESIDE)),
             Case(name, "lora", "bf16-true", (*other, *keys, SHARDED_BESIDE)),
         ]
     assert_predicted_within_2_percent(tmp_path, 2, cases, make_base_and_reference)
@@ -360,7 +361,7 @@ def test_the_peak_of_a_part_under_zero_3_is_at_most_5_percent_lower_than_predict
         Case("deepspeed", "full", "bf16-true", (("train.only", "lm_head"),)),
         Case("deepspeed", "full", "32-true", (("train.only", "embed_tokens"),)),
         Case("deepspeed", "full", "bf16-true", (*LAST_MATRICES, CHECKPOINTED)),
-        Case("deepspeed", "full", "32-true", (*KTO, LAST_LAYERS)),
+        Case("deepspeed", "full", "32-true", (*WITH_BASE, LAST_LAYERS)),
     ]
     base = make_base(tmp_path)
     errors = errors_of_predictions(tmp_path, 2, cases, base).values()

@@ -73,7 +73,6 @@ SETTINGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("orpo", {"reference": "other"}, ("reference is other", "orpo", "--objective dpo")),
     ("distill", {}, ("teacher is not set", "--teacher MODEL")),
     ("dpo", {"teacher": "other"}, ("teacher is other", "dpo", "--objective distill")),
-    ("kto", {"adapter": "mine"}, ("adapter is mine", "kto", "--reference MODEL", "ftkit merge")),
     ("kto", {"train__global_batch_size": 1}, ("train.global_batch_size is 1", "kto")),
     *(
         ("reward", {key.replace(".", "__"): value}, (f"{key} is {value}", "reward", f"--{key} "))
@@ -89,27 +88,49 @@ def test_settings_that_contradict_the_objective_are_refused(
     assert says(message_of(check_objective, recipe(objective=name, **keys)), *words)
 
 
-BESIDE: list[tuple[Method, dict[str, Any], tuple[str, str, bool] | None]] = [
+WITHOUT_REFERENCE: list[tuple[Method, dict[str, Any], str]] = [
+    ("full", {}, "reference is not set ... --reference base ... ftkit finetune)"),
+    ("full", {"train__only": "norm"}, "reference is not set ... --reference base"),
+    (
+        "lora",
+        {"lora_modules_to_save": "[norm]"},
+        'lora_modules_to_save is ["norm"] ... --reference base ... --lora_modules_to_save null',
+    ),
+    ("lora", {"adapter": "mine"}, "adapter is mine ... --reference MODEL ... ftkit merge"),
+]
+
+
+@pytest.mark.parametrize(("method", "keys", "words"), WITHOUT_REFERENCE)
+def test_a_second_model_in_memory_has_to_be_asked_for(
+    method: Method, keys: dict[str, Any], words: str
+) -> None:
+    made = recipe(method, objective="kto", **keys)
+    assert says(message_of(check_objective, made), "objective is kto", words)
+    check_objective(recipe(method, objective="kto", reference="base", **keys))
+    check_objective(recipe(method, objective="dpo", **keys))
+
+
+BESIDE: list[tuple[Method, dict[str, Any], tuple[str, str, str | None] | None]] = [
     ("lora", {"objective": "kto"}, None),
-    ("full", {"objective": "kto"}, ("reference", "base", True)),
-    ("lora", {"objective": "kto", "lora_modules_to_save": "[norm]"}, ("reference", "base", True)),
-    ("lora", {"objective": "kto", "reference": "other"}, ("reference", "other", False)),
+    ("full", {"objective": "kto", "reference": "base"}, ("reference", "base", "transformers")),
+    ("lora", {"objective": "kto", "reference": "base"}, ("reference", "base", "transformers")),
+    ("lora", {"objective": "kto", "reference": "other"}, ("reference", "other", None)),
     ("lora", {"objective": "kto", "reference": "other", "adapter": "mine"},
-     ("reference", "other", False)),
+     ("reference", "other", None)),
     ("full", {"objective": "dpo", "reference": "other"}, None),
-    ("full", {"objective": "distill", "teacher": "large"}, ("teacher", "large", False)),
+    ("full", {"objective": "distill", "teacher": "large"}, ("teacher", "large", None)),
     ("full", {}, None),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "keys", "expected"), BESIDE)
 def test_a_model_is_held_beside_the_trained_one_where_nothing_else_gives_its_numbers(
-    method: Method, keys: dict[str, Any], expected: tuple[str, str, bool] | None
+    method: Method, keys: dict[str, Any], expected: tuple[str, str, str | None] | None
 ) -> None:
-    made = recipe(method, **keys)
+    made = recipe(method, model_implementation="transformers", **keys)
     check_objective(made)
     found = model_beside(made)
-    assert (found and (found.key, found.name, found.is_base)) == expected
+    assert (found and (found.key, found.name, found.implementation)) == expected
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

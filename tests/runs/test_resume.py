@@ -21,6 +21,7 @@ from messages import message_of, says
 from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
+from ftkit.checkpoint.metadata import BaseIdentity
 from ftkit.checkpoint.store import Store
 from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
@@ -186,6 +187,25 @@ def test_setting_a_resolved_default_is_not_a_change(out: Path) -> None:
     assert found(new_recipe).changes == ()
     new_recipe = recipe(out, resume="auto", precision="32-true")
     assert found(new_recipe).changes == ("precision bf16-mixed -> 32-true",)
+
+
+@pytest.mark.parametrize("saved", [{}, {"reference": "models/base"}], ids=["earlier", "named"])
+def test_a_reference_in_memory_may_lie_elsewhere_and_be_named_later(
+    out: Path, saved: dict[str, str]
+) -> None:
+    """Earlier versions held the base model where none was named; its fingerprint is compared."""
+    known = BaseIdentity(name="models/base", fingerprint="r" * 16)
+    keys = {"method": "full", "objective": "kto"}
+    save_run(recipe(out, **keys, **saved), 5, beside=known)
+    start = found(recipe(out, **keys, reference="moved/base", resume="true"))
+    assert start.changes == ()
+
+
+def test_a_reference_that_was_computed_before_training_stays(out: Path) -> None:
+    keys = {"method": "full", "objective": "dpo"}
+    save_run(recipe(out, **keys), 5)
+    text = refusal(recipe(out, **keys, reference="other", resume="true"))
+    assert says(text, "reference not set -> other")
 
 
 # --- Complete runs ------------------------------------------------------------------------------

@@ -31,11 +31,14 @@ ROWS: dict[str, Changes] = {
 }
 KINDS: dict[str, tuple[Method, Changes]] = {
     "below the adapter": ("lora", ()),
-    "full": ("full", ()),
+    "full": ("full", (("reference", "BASE"),)),
     "another": ("lora", (("reference", "OTHER"),)),
     "another, full": ("full", (("reference", "OTHER"),)),
-    "whole layers": ("lora", (("lora_modules_to_save", "[embed_tokens]"),)),
-    "a part": ("full", (("train.only", "layers[.]1[.]"),)),
+    "whole layers": (
+        "lora",
+        (("reference", "BASE"), ("lora_modules_to_save", "[embed_tokens]")),
+    ),
+    "a part": ("full", (("reference", "BASE"), ("train.only", "layers[.]1[.]"))),
     "named base": ("lora", (("reference", "BASE"),)),
 }
 OFTEN, FEW = ("below the adapter", "full"), ("another", "another, full", "whole layers", "a part")
@@ -62,7 +65,6 @@ class Runs:
     def __init__(self, tmp_path_factory: pytest.TempPathFactory, labelled: Path) -> None:
         self._run = make_run(tmp_path_factory)
         self.other = make_llama(labelled.parent / "other", num_hidden_layers=1)
-        self._base: Path | None = None
         self._changes: Changes = (
             *NO_EVALUATION,
             ("objective", "kto"),
@@ -79,16 +81,14 @@ class Runs:
     def case(self, kind: str, strategy: str = "single", more: Changes = (), **keys: Any) -> Case:
         method, changes = KINDS[kind]
         name, of_strategy = STRATEGIES.get(strategy, (strategy, ()))
-        places = {"OTHER": str(self.other), "BASE": str(self._base)}
-        own = tuple((key, places.get(value, value)) for key, value in changes)
+        other = str(self.other)
+        own = tuple((key, other if value == "OTHER" else value) for key, value in changes)
         all_changes = (*self._changes, *own, *of_strategy, *more)
         return Case(name, method, changes=all_changes, **keys)
 
     def of(self, world_size: int, cases: dict[tuple[str, str], Case]) -> Found:
         found = self._run(world_size, list(cases.values()))
-        outcomes = {name: found[case] for name, case in cases.items()}
-        self._base = base_of(next(iter(outcomes.values())))
-        return outcomes
+        return {name: found[case] for name, case in cases.items()}
 
 
 def base_of(outcome: Outcome) -> Path:
@@ -106,6 +106,7 @@ def found(runs: Runs) -> Found:
     single = {(kind, "alone"): runs.case(kind) for kind in OFTEN}
     single |= {(kind, name): runs.case(kind, more=ROWS[name]) for kind in OFTEN for name in ROWS}
     single |= {(kind, "half"): runs.case(kind, stop_after=4) for kind in OFTEN}
+    single["named base", "alone"] = runs.case("named base")
     known = runs.of(1, single)
     double = {(kind, name): runs.case(kind, name) for kind in OFTEN for name in STRATEGIES}
     for kind, strategy in zip(OFTEN, ("fsdp", "ZeRO-3"), strict=True):
@@ -116,9 +117,7 @@ def found(runs: Runs) -> Found:
     double["full", "half in two"] = runs.case("full", "fsdp", stop_after=4)
     known |= runs.of(2, double)
     start = known["full", "half in two"].out_dir
-    last = {("full", "of two"): runs.case("full", start=start)}
-    last["named base", "alone"] = runs.case("named base")
-    return known | runs.of(1, last)
+    return known | runs.of(1, {("full", "of two"): runs.case("full", start=start)})
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,8 @@ CONTROL: tuple[tuple[str, Any], ...] = (
 )
 """What decides how it is learned beside the optimizer; the loss falls and rises again soon.
 
-BESIDE is the directory of the data; two ranks have one record between them in one of the sets.
+BASE is the base model of the case, BESIDE the directory of the data; two ranks have one record
+between them in one of the sets.
 """
 LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
 
@@ -201,7 +202,10 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         values["optimizer.eps"] = 1e-6
     place = str(data.parent)
     for key, value in case.changes:
-        values[key] = value.replace("BESIDE", place) if isinstance(value, str) else value
+        if value == "BASE":
+            values[key] = str(base)
+        else:
+            values[key] = value.replace("BESIDE", place) if isinstance(value, str) else value
     base, start = Path(values["checkpoint_dir"]), None
     if case.start is not None:
         start = Outcome(case.start).checkpoint

@@ -296,7 +296,7 @@ def test_evaluating_on_other_pairs_computes_their_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "another", "another, lora"])
+@pytest.mark.parametrize("kind", ["base", "another", "another, lora"])
 def test_a_reference_that_computes_beside_the_trained_model_does_so_in_evaluate(
     kind: str,
     train: TrainPairs,
@@ -306,11 +306,11 @@ def test_a_reference_that_computes_beside_the_trained_model_does_so_in_evaluate(
 ) -> None:
     file = tmp_path / "labelled.json"
     file.write_text(json.dumps(make_labelled(PAIRS)))
-    keys: dict[str, Any] = {"objective": "kto", "data__json_path": str(file)}
     reference = base
-    if kind != "full":
+    if kind != "base":
         reference = make_llama(tmp_path / "another", hidden_size=32)
-        keys["reference"] = str(reference)
+    keys: dict[str, Any] = {"objective": "kto", "data__json_path": str(file)}
+    keys["reference"] = str(reference)
     outcome = train("lora" if kind.endswith("lora") else "full", "run", **keys)
     outcome.complete()
     words = ["evaluate", str(outcome.out_dir), "--accelerator", "cpu", "--format", "json"]
@@ -335,6 +335,39 @@ def test_a_reference_that_computes_beside_the_trained_model_does_so_in_evaluate(
     with pytest.raises(UserError) as refused:
         run_command([*words, "--reference", str(other)])
     assert says(str(refused.value), str(other), "weights differ", "--reference PATH")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("objective", "loss"), [("kto", 0.5), ("dpo", math.log(2))])
+def test_the_base_model_as_the_reference_is_tied_as_the_trained_one(
+    objective: str, loss: float, train: TrainPairs, base: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "labelled.json"
+    file.write_text(json.dumps(make_labelled(PAIRS)))
+    keys = {"data__json_path": str(file)} if objective == "kto" else {}
+    outcome = train(
+        "full",
+        "run",
+        objective=objective,
+        reference=str(base),
+        train__tie_embeddings=True,
+        train__max_steps=1,
+        eval__final_validation=False,
+        **keys,
+    )
+    assert outcome.losses == [pytest.approx(loss, rel=1e-6)]
+
+
+@pytest.mark.slow
+def test_a_tied_model_is_another_reference_than_the_same_files_untied(
+    train: TrainPairs, computed: Computed
+) -> None:
+    short = {"train__max_steps": 1, "eval__final_validation": False}
+    train("full", "as it is", **short)
+    untied = computed.sequences
+    tied = train("full", "tied", train__tie_embeddings=True, **short)
+    assert computed.sequences == 2 * untied
+    assert tied.losses == [pytest.approx(math.log(2), rel=1e-6)]
 
 
 def test_a_reference_is_refused_where_evaluate_needs_none(train: TrainPairs) -> None:
