@@ -5,7 +5,9 @@ What the cards cannot show stands in docs/gpus.md.
 
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from simulated_card.counts import Counts
 from simulated_card.kinds import KINDS
 from simulated_card.machine import cards, with_cards
 from simulated_card.settings import Shortage
+from transformers_models import make_transformers_model
 
 from ftkit.runs.report.report import read_report
 
@@ -41,6 +44,7 @@ IN_BACKWARD = (
     *("--train.optimizer_in_backward", "true", "--train.max_norm", "null"),
     *("--train.micro_batch_size", "11"),
 )
+IN_ROWS = ("--train.padding_free", "true")
 AHEAD_AND_ONCE = ("--strategy.prefetch", "1", "--strategy.sync_every_micro_step", "false")
 EXACT, ROUNDED = 1e-6, 3e-3
 """Relative differences of losses: of equal mathematics in float32, and in 16 bits."""
@@ -56,6 +60,13 @@ def machine(
     return on_card(server_with_cards, tmp_path_factory.mktemp("cards"), tiny_base, tiny_data)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives a model of `transformers_models`, made once."""
+    directory = tmp_path_factory.mktemp("models")
+    return cache(lambda model: make_transformers_model(directory / model, model))
+
+
 @dataclass(frozen=True)
 class Case:
     """A run on cards, and how near its losses are to those of one CPU."""
@@ -69,6 +80,8 @@ class Case:
     """Whether others hold what it shows, each a part."""
     reference: str | None = None
     """Precision on the CPU, where that one is for GPUs alone."""
+    model: str | None = None
+    """Of `transformers_models`; None: the tiny Llama."""
 
 
 def lora(*words: tuple[str, ...], **how: object) -> Case:
@@ -110,7 +123,7 @@ CASES = {
     "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto"), matrix=True),
     # One card: precisions and optimizers.
     "full, bf16-true": full(ONE, BF16, within=ROUNDED),
-    "full, in rows without flash attention": full(ONE, ("--train.padding_free", "true")),
+    "full, in rows without flash attention": full(ONE, IN_ROWS),
     "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
     "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true", matrix=True),
     "checkpointed in host memory": full(ONE, OFFLOADED, matrix=True),
@@ -136,6 +149,13 @@ CASES = {
         within=None,
         matrix=True,
     ),
+    # Windows of six tokens, shorter than every sequence.
+    "Gemma 3, bf16-true": full(ONE, BF16, within=ROUNDED, model="gemma3_text"),
+    "Gemma 3": full(ONE, model="gemma3_text", matrix=True),
+    "Gemma 3 in rows": full(ONE, IN_ROWS, model="gemma3_text", matrix=True),
+    "Mistral, bf16-true": full(ONE, BF16, within=ROUNDED, model="mistral window"),
+    "Mistral": full(ONE, model="mistral window", matrix=True),
+    "Mistral in rows": full(ONE, IN_ROWS, model="mistral window", matrix=True),
     # DDP.
     "DDP, LoRA": lora(DDP, fast=True),
     "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true"),
@@ -185,10 +205,15 @@ def ranks_of(case: Case) -> int:
         for name, case in CASES.items()
     ],
 )
-def test_a_run_on_simulated_cards_learns_as_on_a_cpu(machine: OnCard, name: str) -> None:
+def test_a_run_on_simulated_cards_learns_as_on_a_cpu(
+    machine: OnCard, made: Callable[[str], Path], name: str
+) -> None:
     case = CASES[name]
     require_deepspeed(*case.words)
-    found = machine.completed(case.command, *case.words, ranks=ranks_of(case))
+    words = case.words
+    if case.model is not None:
+        words += ("--checkpoint_dir", str(made(case.model)))
+    found = machine.completed(case.command, *words, ranks=ranks_of(case))
     resolved = read_report(found.out_dir).resolved
     assert resolved.accelerator == "cuda"
     in_row = "varlen" if resolved.precision != "32-true" else "sdpa per sequence"
@@ -196,7 +221,7 @@ def test_a_run_on_simulated_cards_learns_as_on_a_cpu(machine: OnCard, name: str)
     assert resolved.attention == ("padded" if is_default else in_row)
     assert len(found.losses) in (2, 4)
     if case.within is not None:
-        expected = machine.on_cpu(case.command, *case.words, precision=case.reference)
+        expected = machine.on_cpu(case.command, *words, precision=case.reference)
         assert found.losses == pytest.approx(expected.losses, rel=case.within)
 
 

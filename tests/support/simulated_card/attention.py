@@ -2,17 +2,27 @@
 
 from typing import Any
 
+Window = tuple[int, int]
+"""Tokens before and after a query that it sees beside itself; -1: no limit."""
+
 
 def install() -> None:
     """Compute what torch asks of flash attention; right after torch was imported."""
     import torch
     from torch import Tensor
 
-    def scores(q: Tensor, k: Tensor, starts: Tensor, scale: float) -> Tensor:
+    def scores(
+        q: Tensor, k: Tensor, starts: Tensor, scale: float, is_causal: bool, window: Window
+    ) -> Tensor:
         """[heads, tokens, tokens] float32, of tokens that see each other."""
         places = torch.arange(len(q), device=q.device)
         sequence = torch.searchsorted(starts, places.to(starts.dtype), right=True)
-        seen = (sequence[:, None] == sequence) & (places[:, None] >= places)
+        seen = sequence[:, None] == sequence
+        before = places[:, None] - places  # tokens from the key to the query
+        left, right = window
+        for limit, distance in ((left, before), (0 if is_causal else right, -before)):
+            if limit != -1:  # the kernel's word for none
+                seen &= distance <= limit
         k = k.float().repeat_interleave(q.size(1) // k.size(1), 1)
         found = torch.einsum("qhs,khs->hqk", q.float(), k) * scale
         return found.masked_fill(~seen, float("-inf"))
@@ -30,11 +40,13 @@ def install() -> None:
         return_debug_mask: bool,
         *,
         scale: float,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
         **options: Any,
     ) -> tuple[Tensor, ...]:
         assert q.dtype in (torch.float16, torch.bfloat16) and starts.dtype == torch.int32
-        assert is_causal and longest == longest_k and not dropout
-        found = scores(q, k, starts, scale)
+        assert longest == longest_k and not dropout
+        found = scores(q, k, starts, scale, is_causal, (window_size_left, window_size_right))
         sums = found.logsumexp(-1)
         v = v.float().repeat_interleave(q.size(1) // v.size(1), 1)
         result = torch.einsum("hqk,khs->qhs", (found - sums[..., None]).exp(), v).to(q.dtype)
@@ -49,12 +61,20 @@ def install() -> None:
         result: Tensor,
         sums: Tensor,
         starts: Tensor,
+        starts_k: Tensor,
+        longest: int,
+        longest_k: int,
+        dropout: float,
+        is_causal: bool,
         *_: Any,
         scale: float,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
         **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         times = q.size(1) // k.size(1)
-        shares = (scores(q, k, starts, scale) - sums[..., None]).exp()
+        window = (window_size_left, window_size_right)
+        shares = (scores(q, k, starts, scale, is_causal, window) - sums[..., None]).exp()
         of_result = gradient.float()
         of_v = torch.einsum("hqk,qhs->khs", shares, of_result)
         values = v.float().repeat_interleave(times, 1)
