@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import command_environment, command_line
 from launchers import slurm, torchrun
+from local_tasks import ALL, write_tasks
 from on_card import CARDS, OnCard, on_card
 from preloaded import Preloaded
 from rank_jobs import Outcome, needs_deepspeed, require_deepspeed
@@ -67,6 +68,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda model: make_transformers_model(directory / model, model))
 
 
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"), *ALL)
+
+
 @dataclass(frozen=True)
 class Case:
     """A run on cards, and how near its losses are to those of one CPU."""
@@ -98,6 +104,7 @@ def optimizer(name: str, rate: str, *more: str) -> tuple[str, ...]:
 
 EIGHT_BIT = optimizer("bitsandbytes.optim.AdamW8bit", "1e-3")
 SGD = optimizer("SGD", "0.1", "--optimizer.momentum", "0.9")
+ADAPTED_EXPERTS = ("--lora_experts", "true")
 TRAINED_WHOLE = ("--lora_head", "false", "--lora_modules_to_save", "[embed_tokens,lm_head]")
 
 CASES = {
@@ -156,6 +163,23 @@ CASES = {
     "Mistral, bf16-true": full(ONE, BF16, within=ROUNDED, model="mistral window"),
     "Mistral": full(ONE, model="mistral window", matrix=True),
     "Mistral in rows": full(ONE, IN_ROWS, model="mistral window", matrix=True),
+    # Mixtures of experts.
+    "experts, bf16-true": full(ONE, BF16, within=ROUNDED, model="qwen3_moe", matrix=True),
+    "experts, checkpointed in host memory": full(ONE, OFFLOADED, model="qwen3_moe"),
+    "experts, nf4, with adapters": lora(
+        ONE, NF4, ADAPTED_EXPERTS, CHECKPOINTED, model="qwen3_moe", matrix=True
+    ),
+    "FSDP, experts": full(FSDP, model="qwen3_moe"),
+    "FSDP, experts, bf16-true": full(FSDP, BF16, within=1e-2, model="qwen3_moe", matrix=True),
+    "FSDP, experts, in host memory": full(
+        FSDP, ("--strategy.cpu_offload", "true"), model="qwen3_moe", matrix=True
+    ),
+    "FSDP, experts, nf4, with adapters": lora(
+        FSDP, NF4, ADAPTED_EXPERTS, OFFLOADED, model="qwen3_moe"
+    ),
+    "FSDP, experts with sinks, checkpointed in host memory": full(
+        FSDP, OFFLOADED, model="gpt_oss", matrix=True
+    ),
     # DDP.
     "DDP, LoRA": lora(DDP, fast=True),
     "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true"),
@@ -270,35 +294,55 @@ def test_a_card_without_memory_ends_the_run_as_that_whoever_says_so(
 
 ON_CPU = ("--accelerator", "cpu", "--devices", "1")
 PLACES = {"cpu": ON_CPU, "card": ONE, "ddp": DDP, "fsdp": FSDP, "zero": (*ZERO_3, *ON_CARD)}
+METHODS = {
+    "full": full(),
+    "LoRA": lora(),
+    "QLoRA": lora(NF4),
+    "updates in the backward pass": full(IN_BACKWARD),
+}
 MOVES = [
-    ("cpu", "card"),
-    ("card", "cpu"),
+    ("full", "cpu", "card"),
+    ("full", "card", "cpu"),
     *(
-        pytest.param(source, target, marks=pytest.mark.slow)
-        for source, target in [
-            ("card", "ddp"),
-            ("ddp", "fsdp"),
-            ("fsdp", "cpu"),
-            ("cpu", "fsdp"),
-            ("card", "zero"),
-            ("zero", "fsdp"),
+        pytest.param(*move, marks=pytest.mark.slow)
+        for move in [
+            ("full", "card", "ddp"),
+            ("full", "ddp", "fsdp"),
+            ("full", "fsdp", "cpu"),
+            ("full", "cpu", "fsdp"),
+            ("full", "card", "zero"),
+            ("full", "zero", "fsdp"),
+            ("LoRA", "card", "cpu"),
+            ("QLoRA", "cpu", "card"),
+            ("QLoRA", "card", "cpu"),
+            ("updates in the backward pass", "cpu", "card"),
+            ("updates in the backward pass", "card", "cpu"),
         ]
     ),
-    pytest.param("fsdp", "card", marks=pytest.mark.matrix),
-    pytest.param("zero", "card", marks=pytest.mark.matrix),
+    *(
+        pytest.param(*move, marks=pytest.mark.matrix)
+        for move in [
+            ("full", "fsdp", "card"),
+            ("full", "zero", "card"),
+            ("LoRA", "cpu", "card"),
+            ("QLoRA", "fsdp", "cpu"),
+            ("updates in the backward pass", "fsdp", "cpu"),
+        ]
+    ),
 ]
 """Between one device and several on cards there is one format: tests of checkpoints hold that."""
 
 
-@pytest.mark.parametrize(("source", "target"), MOVES)
+@pytest.mark.parametrize(("method", "source", "target"), MOVES)
 def test_a_run_resumes_between_cards_and_cpus(
-    machine: OnCard, tmp_path: Path, source: str, target: str
+    machine: OnCard, tmp_path: Path, method: str, source: str, target: str
 ) -> None:
     require_deepspeed(*PLACES[source], *PLACES[target])
-    whole = machine.on_cpu("finetune_full")
-    out = tmp_path / "run"
+    case, out = METHODS[method], tmp_path / "run"
+    whole = machine.on_cpu(case.command, *case.words)
     for place, more in ((source, ("--stop_after", "2")), (target, ("--resume", "auto"))):
-        line = machine.words("finetune_full", *PLACES[place], *more, "--out_dir", str(out))
+        words = (*PLACES[place], *case.words, *more)
+        line = machine.words(case.command, *words, "--out_dir", str(out))
         attempt = machine.server.run(*line)
         assert attempt.code == 0, attempt.output
     losses = Outcome(out).losses
@@ -326,6 +370,21 @@ def test_validation_and_answers_are_those_of_a_cpu(machine: OnCard, place: str) 
     assert ours.examples == theirs.examples
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["card", "ddp", "fsdp", "zero"])
+def test_scores_of_tasks_are_those_of_a_cpu(machine: OnCard, tasks: Path, place: str) -> None:
+    asked = ("--eval.tasks", f"[{tasks}]", "--eval.limit", "5")
+    require_deepspeed(*PLACES[place])
+    found = machine.completed("finetune", *PLACES[place], *asked, ranks=1 if place == "card" else 2)
+    expected = machine.completed("finetune", *ON_CPU, *asked)
+    ours, theirs = (read_report(outcome.out_dir).tasks for outcome in (found, expected))
+    assert len(ours) == len(theirs) == 6
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.task, one.metric, one.samples) == (other.task, other.metric, other.samples)
+        scores = (other.before, other.after)
+        assert (one.before, one.after) == pytest.approx(scores, rel=1e-4)
+
+
 def use(machine: OnCard, *words: object) -> str:
     attempt = machine.server.run(*words)
     assert attempt.code == 0, attempt.output
@@ -338,6 +397,19 @@ def test_results_answer_and_are_evaluated_on_a_card(machine: OnCard) -> None:
     answer, on_cpu = use(machine, *asked), use(machine, *asked, "--accelerator", "cpu")
     assert answer.splitlines()[:-1] == on_cpu.splitlines()[:-1]  # the last one has the speed
     assert "loss" in use(machine, "evaluate", final)
+
+
+@pytest.mark.slow
+def test_a_result_does_tasks_on_a_card_as_on_a_cpu(machine: OnCard, tasks: Path) -> None:
+    final = machine.completed("finetune", *ONE).out_dir / "final"
+    words = ("evaluate", final, "--tasks", tasks, "--precision", "32-true", "--format", "json")
+    ours, theirs = (
+        json.loads(use(machine, *words, "--accelerator", kind))["tasks"] for kind in ("cuda", "cpu")
+    )
+    assert len(ours) == 6
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one["task"], one["metric"]) == (other["task"], other["metric"])
+        assert one["value"] == pytest.approx(other["value"], rel=1e-4)
 
 
 def test_results_become_other_files_beside_a_card(machine: OnCard, tmp_path: Path) -> None:
