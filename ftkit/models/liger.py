@@ -1,7 +1,8 @@
 """Fused kernels of Liger-Kernel in place of torch's operations, with the same parameters.
 
 Hsu et al. 2024, https://arxiv.org/abs/2410.10989. Private parts that are used here, as they are in
-Liger-Kernel 0.8.5: `liger_cross_entropy_kernel` with its arguments.
+Liger-Kernel 0.8.5: `liger_cross_entropy_kernel` with its arguments. Other versions than
+`ftkit.recipe.plan.LIGER` are refused.
 """
 
 from collections.abc import Iterable

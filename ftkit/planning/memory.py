@@ -207,7 +207,8 @@ def _unsimulated_savings(*, compiles: bool, kernels: Kernels) -> str:
         reasons.append("compiled blocks keep less")
     if kernels == "liger" and not has_liger():
         reasons.append(
-            "Liger-Kernel is not installed on this machine, and torch's kernels need more memory"
+            "no Liger-Kernel that ftkit knows is installed on this machine, and torch's kernels "
+            "need more memory"
         )
     return "; ".join(reasons)
 

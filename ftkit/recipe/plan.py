@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from importlib import metadata
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
@@ -37,6 +38,9 @@ from ftkit.recipe.strategies import (
 from ftkit.utils.accelerators.kinds import HOST_KIND, DeviceKind, device_kind
 from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.remote.urls import display_path, url_of
+
+LIGER = "liger-kernel>=0.8.5,<0.9"
+"""Liger-Kernel that ftkit knows: its loss takes a private kernel, whose arguments may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -563,10 +567,9 @@ def check_kernels_installed(kernels: Kernels, accelerator: str, *, compiles: boo
     Raises:
         UserError: names what to install.
     """
-    if kernels == "liger" and not has_liger():
+    if kernels == "liger" and (obstacle := _liger_obstacle()) is not None:
         raise UserError(
-            "kernels is liger, but Liger-Kernel is not installed. Try pip install "
-            "'liger-kernel>=0.8.5', or --kernels torch."
+            f"kernels is liger, but {obstacle}. Try pip install '{LIGER}', or --kernels torch."
         )
     # torch.compile writes C++ for CPUs; Triton compiles its launchers, which are C.
     variable, usual = ("CXX", "g++") if accelerator == "cpu" else ("CC", "gcc")
@@ -598,8 +601,26 @@ def check_loggers_installed(names: Iterable[LoggerName]) -> None:
 
 
 def has_liger() -> bool:
-    """Whether Liger-Kernel and Triton are installed."""
-    return all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
+    """Whether a Liger-Kernel that ftkit knows, and Triton, are installed."""
+    return _liger_obstacle() is None
+
+
+def _liger_obstacle() -> str | None:
+    """Why Liger's kernels cannot run in this environment; None: they can."""
+    from packaging.requirements import Requirement
+
+    try:
+        version = metadata.version("liger-kernel")
+    except metadata.PackageNotFoundError:
+        return "Liger-Kernel is not installed"
+    if not Requirement(LIGER).specifier.contains(version, prereleases=True):
+        return (
+            f"Liger-Kernel {version} is installed, and ftkit uses a private kernel of it that it "
+            "does not know in this version"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed, which compiles them"
+    return None
 
 
 def _ignored_layers(recipe: Recipe) -> list[str]:

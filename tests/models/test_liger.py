@@ -1,40 +1,56 @@
 """Liger's kernels against torch's: numbers by Triton's interpreter, memory, and code for GPUs.
 
-No GPU is needed: pip install 'ftkit[liger]' is enough. What only a GPU shows is in tests/gpu.
+No GPU is needed. What only a GPU shows is in tests/gpu.
 """
 
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ftkit.recipe.plan import LIGER
+
 MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800)]
 CASES = Path(__file__).parent.parent / "support" / "liger_cases.py"
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, float]]:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """PYTHONPATH with the kernels, which are installed for these tests where they are missing."""
+    if not MISSING:
+        yield sys.path
+        return
+    place = tmp_path_factory.mktemp("kernels")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]
+    packages = ["--no-deps", "--target", str(place), LIGER, "triton"]
+    done = subprocess.run([*pip, *packages], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    yield [str(place), *sys.path]
+    shutil.rmtree(place)
+
+
+@pytest.fixture(scope="module")
+def found(path: list[str]) -> dict[str, dict[str, float]]:
     """Results of the cases, in their own process: the interpreter is chosen before imports."""
-    return _run("numbers", TRITON_INTERPRET="1")
+    return _run(path, "numbers", TRITON_INTERPRET="1")
 
 
-def _run(what: str, **variables: str) -> dict[str, dict[str, float]]:
+def _run(path: list[str], what: str, **variables: str) -> dict[str, dict[str, float]]:
     environment = os.environ | variables
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment["PYTHONPATH"] = os.pathsep.join(path)
     process = subprocess.run(
         [sys.executable, str(CASES), what],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert process.returncode == 0, process.stderr[-3000:]
     answer: dict[str, dict[str, float]] = json.loads(process.stdout.splitlines()[-1])
@@ -69,9 +85,9 @@ def test_parameters_keep_their_names(found: dict[str, dict[str, float]]) -> None
 
 
 @pytest.fixture(scope="module", params=["80", "90"])
-def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
+def compiled(path: list[str], request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
     """Results without the interpreter, by compute capability."""
-    return _run(f"code {request.param}")
+    return _run(path, f"code {request.param}")
 
 
 def test_the_kernels_compile_for_gpus_that_are_not_here(

@@ -2,15 +2,18 @@
 
 import dataclasses
 import re
+import tomllib
+from importlib import metadata
 from typing import Any
 
 import pytest
+from command import ROOT
 from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.plan import Plan, check_kernels_installed, check_validations, make_plan
+from ftkit.recipe.plan import LIGER, Plan, check_kernels_installed, check_validations, make_plan
 from ftkit.recipe.recipe import Eval, Method, Recipe
 from ftkit.recipe.recipe_keys import accepted_types, key_types
 from ftkit.recipe.strategies import DeepSpeedOptions
@@ -633,12 +636,36 @@ def test_kernels_for_cuda_run_on_gpus() -> None:
     assert plan(GPU, kernels="liger").recipe.kernels == "liger"
 
 
-def test_without_its_package_or_a_compiler_a_run_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "kernels is liger ... Liger-Kernel is not installed"),
+        ("0.8.4", "Liger-Kernel 0.8.4 is installed ... private"),
+        ("0.9.0", "Liger-Kernel 0.9.0 is installed ... private"),
+        ("0.8.5", "Triton is not installed"),
+    ],
+)
+def test_kernels_that_are_missing_or_unknown_are_refused(
+    version: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftkit.recipe.plan.has_liger", lambda: False)
-    with pytest.raises(UserError, match=key_words("Liger-Kernel ... pip install")):
+    def installed(_: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError
+        return version
+
+    monkeypatch.setattr("ftkit.recipe.plan.metadata.version", installed)
+    monkeypatch.setattr("ftkit.recipe.plan.importlib.util.find_spec", lambda _: None)
+    install = f"pip install '{LIGER}', or --kernels torch"
+    with pytest.raises(UserError, match=key_words(f"{said} ... {install}")):
         check_kernels_installed("liger", "cuda", compiles=False)
+
+
+def test_the_extra_installs_kernels_that_are_known() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["liger"] == [LIGER]
+
+
+def test_without_a_compiler_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=key_words("no-such-compiler ... --compile false")):
         check_kernels_installed("auto", "cpu", compiles=True)
