@@ -582,3 +582,35 @@ def test_a_group_of_both_backends_takes_tensors_of_the_host_too(card: Machine) -
     *found, refused, _ = _ranks(card, "cpu:gloo,cuda:nccl")
     assert found[1] == [3, 3]
     assert refused == ""
+
+
+# --- Kernels that differ from card to card --------------------------------------------------------
+
+
+def test_experts_without_rows_have_no_gradient_on_any_card(card: Machine) -> None:
+    """And the host waits for no card to learn which they are."""
+
+    def body(*devices: str) -> list[list[object]]:
+        import torch
+        from simulated_card import counts
+
+        from ftkit.models.bodies.experts import grouped_product
+
+        torch.manual_seed(0)
+        x, weight = torch.randn(7, 8), torch.randn(4, 16, 8)
+        found = []
+        for device in devices:
+            ends = torch.tensor([0, 3, 3, 7], dtype=torch.int32, device=device)
+            rows, matrices = (t.clone().to(device).requires_grad_() for t in (x, weight))
+            counts.forget()
+            grouped_product(rows, matrices, ends, transposed=False).square().sum().backward()
+            waits = sum(n for (kind, _), n in counts.counted().items() if kind in counts.WAITS)
+            assert rows.grad is not None and matrices.grad is not None
+            found.append([waits, rows.grad.tolist(), matrices.grad.tolist()])
+        return found
+
+    h100, b200 = (f"cuda:{ALL_KINDS.index(kind)}" for kind in ("h100", "b200"))
+    on_h100, on_b200 = card.run(body, h100, b200)
+    assert on_b200 == on_h100
+    of_each = on_b200[2]
+    assert [any(map(any, matrix)) for matrix in of_each] == [False, True, False, True]

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+
+from ftkit.utils.accelerators.kinds import USUAL_KIND
 
 _PACKED = "packed_matrices"
 """Attribute of a module that holds its `PackedMatrices` by the names of its parameters."""
@@ -190,4 +193,18 @@ def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return [experts, a, b]: sums over each expert's rows, given [rows, a] and [rows, b]."""
     if is_fake(left):  # as in `_products`
         return left.new_empty(len(ends), left.size(-1), right.size(-1))
-    return F.grouped_mm(left.mT, right, offs=ends)
+    sums: Tensor = F.grouped_mm(left.mT, right, offs=ends)
+    if _forgets_empty_sums(left.device):
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        # Not a product: what is there may be NaN. The host need not know which experts they are.
+        sums.masked_fill_(is_empty[:, None, None], 0)
+    return sums
+
+
+@cache
+def _forgets_empty_sums(device: torch.device) -> bool:
+    """Return whether sums over no rows have the values of other sums, or any, instead of zeros."""
+    # CUTLASS's kernels for compute capability 10.0 and later write what the registers hold
+    # (https://github.com/NVIDIA/cutlass/issues/2674): a wrong gradient of experts that no token has
+    # chosen (https://github.com/pytorch/pytorch/issues/172439, open with torch 2.13).
+    return device.type == USUAL_KIND and torch.cuda.get_device_capability(device) >= (10, 0)

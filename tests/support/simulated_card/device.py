@@ -45,7 +45,7 @@ def install(cards: Cards, library: Any) -> None:
     """Make torch what it is with these cards; right after it was imported."""
     import torch
 
-    from simulated_card import attention, counts, groups, streams
+    from simulated_card import attention, counts, groups, products, streams
 
     library.card_register_kernels()
     library.card_register_namespace(b"c10d")
@@ -59,6 +59,7 @@ def install(cards: Cards, library: Any) -> None:
     streams.install()
     attention.install()
     groups.install()
+    products.install()
     torch._C._set_only_lift_cpu_tensors(True)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch._C._cuda_clearCublasWorkspaces = lambda: None

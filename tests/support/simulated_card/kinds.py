@@ -33,6 +33,12 @@ KINDS = {
         memory_bytes=int(139.8 * GIB),
         multiprocessors=132,
     ),
+    "b200": Kind(
+        name="NVIDIA B200",
+        capability=(10, 0),
+        memory_bytes=int(178.3 * GIB),
+        multiprocessors=148,
+    ),
     "a100": Kind(
         name="NVIDIA A100-SXM4-80GB",
         capability=(8, 0),
