@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from ftkit.errors import UserError
@@ -18,11 +17,11 @@ from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.body import Body
 from ftkit.models.lora.layers import add_adapter
 from ftkit.models.loss import Head, HeadOutput, OutputLayer
+from ftkit.models.offloading import Offloading
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
 from ftkit.models.trained_part import freeze_rest
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
-from ftkit.utils.accelerators.kinds import device_kind
 
 
 class LanguageModel(nn.Module):
@@ -50,6 +49,8 @@ class LanguageModel(nn.Module):
         """Quantisation of the weights in the blocks; None: they are not quantised."""
         self.trains_part = False
         """Whether parameters were chosen to be trained by their names: the rest is the base's."""
+        self.offloading: Offloading | None = None
+        """Where the inputs of checkpointed blocks are kept; None: where they are computed."""
         self.routing = Routing((), 0, None)
         """Counts of the experts that routers choose in training."""
         # On the meta device too, so that parameters are counted and adapted once.
@@ -151,11 +152,11 @@ def outline(
     if recipe.compile:
         compile_blocks(model.body, model.head.lm_head)
     if every := int(recipe.memory.activation_checkpointing):
-        offloads = recipe.memory.offload_activations
+        model.offloading = Offloading() if recipe.memory.offload_activations else None
         # `forward` is replaced, not the block: names of parameters stay, and hooks of FSDP and
         # DeepSpeed run outside.
         for block in list(model.body.blocks)[::every]:
-            block.forward = partial(_keep_only_the_input, block.forward, offloads)
+            block.forward = partial(_keep_only_the_input, block.forward, model.offloading)
     return model.to(dtype)
 
 
@@ -185,12 +186,16 @@ def trained_router_loss(architecture: Architecture, coefficient: float | None) -
 
 
 def _keep_only_the_input(
-    forward: Callable[..., Any], offloads: bool, hidden: Tensor, *rest: Any, **options: Any
+    forward: Callable[..., Any],
+    offloading: Offloading | None,
+    hidden: Tensor,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """Run a block and keep only its input: the backward pass computes the rest again."""
     if not torch.is_grad_enabled():
         return forward(hidden, *rest, **options)
-    with in_host_memory(hidden) if offloads else nullcontext():
+    with nullcontext() if offloading is None else offloading.saving(hidden):
         # ZeRO-3 has freed the parameters that the check would look at.
         return checkpoint(
             lambda hidden: forward(hidden, *rest, **options),  # the same for all blocks
@@ -198,17 +203,6 @@ def _keep_only_the_input(
             use_reentrant=False,
             determinism_check="none",
         )
-
-
-def in_host_memory(hidden: Tensor) -> AbstractContextManager[Any]:
-    """Context in which tensors saved for the backward pass go to host memory.
-
-    The memory is page-locked where that makes copies faster.
-    """
-    if hidden.is_cpu:
-        return nullcontext()
-    kind = device_kind(hidden.device.type)
-    return save_on_cpu(pin_memory=kind.pins_host_memory, device_type=kind.name)
 
 
 def outline_plain(

@@ -11,6 +11,7 @@ is checkpointed, they grow so with every N layers.
 """
 
 import dataclasses
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,10 +23,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import saved_tensors_hooks
 
 from ftkit.errors import UserError
-from ftkit.models import language_model
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.dry_run import modules_passed_back
@@ -226,6 +225,10 @@ def _run(
     model.routing = model.body.watch_routing(
         trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
     )
+    host = _HostMemory()
+    # On CPUs all of it is host memory.
+    if model.offloading is not None and plan.accelerator != HOST_KIND:
+        model.offloading.copies = host
     frozen = None if beside is None else outline_frozen(beside, plan)
     sizes = _sizes(
         model, frozen, plan.shards, is_teacher=objective_rules(recipe.objective).needs_teacher
@@ -236,7 +239,6 @@ def _run(
         strategy.simulated_beside(sharding) as sharding_beside,
         # Tables that were computed on the CPU are real tensors.
         FakeTensorMode(allow_non_fake_inputs=True),
-        _in_host_memory(plan) as host,
         _without_launches(kernels),
     ):
         sharding.allocate(model, CPU)
@@ -362,7 +364,6 @@ def _large(parameters: Iterable[nn.Parameter]) -> list[int]:
 
 def _page_locked_bytes(size_bytes: int) -> int:
     """Each block is a power of two (CachingHostAllocator.h)."""
-    # torch 2.11 also saves an empty tensor for each checkpointed block.
     return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
 
 
@@ -372,36 +373,27 @@ def with_layers(base: BaseModel, layers: int) -> BaseModel:
 
 
 class _HostMemory:
-    """Stand-in for host memory: tensors saved there leave the device, and are counted."""
+    """Stand-in for host memory: what is copied there is counted, and leaves the device."""
 
     def __init__(self) -> None:
         self._bytes = self.most_bytes = 0
 
-    def __call__(self, hidden: Tensor) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._save, self._bring_back)
+    def to_host(self, tensor: Tensor) -> tuple[Callable[[], Tensor], None]:
+        copied = partial(torch.empty, tensor.shape, dtype=tensor.dtype)
+        size_bytes = _page_locked_bytes(tensor.nbytes)
+        self._add(size_bytes)
+        weakref.finalize(copied, self._add, -size_bytes)
+        return copied, None
 
-    def _save(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-        self._bytes += _page_locked_bytes(tensor.nbytes)
+    def to_device(self, copy: Callable[[], Tensor]) -> tuple[Tensor, None]:
+        return copy(), None
+
+    def wait(self, moment: None) -> None:
+        pass
+
+    def _add(self, size_bytes: int) -> None:
+        self._bytes += size_bytes
         self.most_bytes = max(self.most_bytes, self._bytes)
-        return tensor.shape, tensor.dtype
-
-    def _bring_back(self, saved: tuple[torch.Size, torch.dtype]) -> Tensor:
-        tensor = torch.empty(saved[0], dtype=saved[1])
-        self._bytes -= _page_locked_bytes(tensor.nbytes)
-        return tensor
-
-
-@contextmanager
-def _in_host_memory(plan: Plan) -> Iterator[_HostMemory]:
-    """Count what is kept beside a GPU; on CPUs all of it is host memory."""
-    usual = language_model.in_host_memory
-    host = _HostMemory()
-    if plan.accelerator != HOST_KIND:
-        language_model.in_host_memory = host
-    try:
-        yield host
-    finally:
-        language_model.in_host_memory = usual
 
 
 @contextmanager

@@ -248,7 +248,8 @@ class Memory:
     memory for activations, about a third more time. Does not change the result. A number N: only
     for every Nth block, which saves and costs an Nth of that."""
     offload_activations: bool = False
-    """Keep the inputs of blocks in host memory instead of GPU memory."""
+    """Keep the inputs of checkpointed blocks in host memory instead of GPU memory, but for the last
+    two. Copies run beside the computation. Does not change the result."""
     shard_model_beside: bool = False
     """Shard the frozen model beside the trained one (a teacher, or the reference of kto) over all
     ranks, where each has the trained model whole (ddp, deepspeed stages 1 and 2): a rank keeps a

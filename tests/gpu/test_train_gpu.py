@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command import command_environment, command_line
+from tiny import make_llama
 
 from ftkit.runs.report.metrics import read_metrics
 from ftkit.runs.report.report import Report, read_report
@@ -120,6 +121,23 @@ def test_rows_without_padding_learn_as_padded_micro_batches(
     rows = "varlen" if torch.cuda.get_device_capability() >= (8, 0) else "sdpa per sequence"
     assert paths.keys() == {rows, "padded"}
     assert paths[rows] == 0 and paths["padded"]
+
+
+def test_offloaded_activations_come_back_unchanged(tiny_data: Path, tmp_path: Path) -> None:
+    """Copies run beside the computation: one that is read or overwritten early would show."""
+    base = make_llama(tmp_path / "deep", num_hidden_layers=12, hidden_size=512)
+    for name in ("true", "false"):
+        run(
+            base,
+            tiny_data,
+            tmp_path / name,
+            "finetune_full",
+            precision="bf16-true",
+            deterministic="true",
+            memory__activation_checkpointing="true",
+            memory__offload_activations=name,
+        )
+    assert losses(tmp_path / "true") == losses(tmp_path / "false")
 
 
 def test_16_mixed_scales_its_loss(tiny_base: Path, tiny_data: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from preloaded import Preloaded
 from rank_jobs import require_deepspeed
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
+from tiny import make_llama
 
 from ftkit.runs.report.report import read_report
 
@@ -107,6 +108,24 @@ def test_sequence_lengths_reach_the_card_without_a_wait(
     positions, starts = MICRO_STEPS["single"], MICRO_STEPS["single"] * ("--precision" in more)
     assert sent.pop("to_device pinned models/bodies/attention.py:_copied") == positions + starts
     assert not any("language_model" in what for what in sent)
+
+
+def test_activations_leave_the_card_and_come_back_without_a_wait(
+    machine: OnCard, tmp_path: Path
+) -> None:
+    """Inputs of five checkpointed blocks, of which the last two stay on the card as well."""
+    layers = 5
+    base = make_llama(tmp_path / "base", num_hidden_layers=layers)
+    words = (*ONE, "--checkpoint_dir", str(base), "--memory.activation_checkpointing", "true")
+    expected = machine.completed("finetune", *words)
+    found = machine.completed("finetune", *words, "--memory.offload_activations", "true")
+    assert found.losses == expected.losses
+    counts = machine.counts(found.out_dir)
+    assert counts.of_step(STEP, *WAITS) == WAITS_IN_A_STEP["single"]
+    copied = "pinned models/offloading.py:_copy"
+    sent = counts.of_step(STEP, "to_host_async", "to_device")
+    assert sent[f"to_host_async {copied}"] == layers * MICRO_STEPS["single"]
+    assert sent[f"to_device {copied}"] == (layers - 2) * MICRO_STEPS["single"]
 
 
 def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> None:
