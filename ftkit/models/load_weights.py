@@ -17,7 +17,8 @@ from ftkit.models.lora.layers import (
     lora_layers,
 )
 from ftkit.models.lora.targets import is_adapter, our_name
-from ftkit.models.pretrained.base_model import INITIAL_STD, BaseModel, weights
+from ftkit.models.pretrained.base_model import BaseModel, weights
+from ftkit.models.pretrained.random_weights import INITIAL_STD
 from ftkit.utils.progress import OnProgress
 
 
@@ -134,7 +135,7 @@ def fill(
                     put(ours, initial_adapter(ours, parameter.shape, seed))
         if not left:
             return
-        for ours, tensor in _weights(base, model, source):
+        for ours, tensor in _weights(base, model, source, device):
             if ours not in left:  # the checkpoint holds it: it is trained whole beside the adapter
                 continue
             dtype = model.get_parameter(names[ours]).dtype
@@ -185,11 +186,14 @@ def _adapted_weights(model: LanguageModel) -> dict[str, list[str]]:
 
 
 def _weights(
-    base: BaseModel, model: LanguageModel, source: Iterable[tuple[str, Tensor]] | None
+    base: BaseModel,
+    model: LanguageModel,
+    source: Iterable[tuple[str, Tensor]] | None,
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     """The base model's weights, tied or untied as the model is."""
     # A stored head that equals the embedding has no parameter in a tied model.
-    for name, tensor in weights(base) if source is None else source:
+    for name, tensor in weights(base, device) if source is None else source:
         if name == HEAD and model.tied:
             continue
         yield name, tensor

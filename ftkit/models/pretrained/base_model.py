@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.gguf.convert import conversion_place, gguf_settings
 from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
+from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import (
     DTYPES,
@@ -41,8 +41,6 @@ from ftkit.models.pretrained.weight_files import (
 )
 from ftkit.utils import embedded
 
-# The initializer_range of most config.json files.
-INITIAL_STD = 0.02
 SETTINGS = ("config.json", LITGPT_SETTINGS)
 _BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
 _COMPANIONS = (*SETTINGS, *_BESIDE, *hub.TOKENIZER_FILES)
@@ -318,37 +316,60 @@ def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
     return base.architecture.parameter_shapes(tied=base.tied)
 
 
-def weights(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
+def weights(base: BaseModel, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter as (our name, tensor), in the order of `parameter_shapes`.
 
     If each is dropped before the next is taken, memory holds one parameter. A tied model has no
     lm_head.weight, and neither has a reward model that is made of a language model.
 
+    Args:
+        base: with weights.
+        device: as `weight_reader` takes it.
+
     Raises:
         UserError: as `weight_reader`, before the first is yielded.
     """
-    read = weight_reader(base)
+    read = weight_reader(base, device)
     is_new = base.source is not None
     # An expression, not a generator function, which would only raise once it is iterated.
     return ((name, read(name)) for name in parameter_shapes(base) if not (is_new and name == HEAD))
 
 
-def weight_reader(base: BaseModel) -> Callable[[str], Tensor]:
+def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callable[[str], Tensor]:
     """Return a function that reads a parameter by its name in ftkit.
 
     Tensors are views of the mapped files and are read when touched; only rows that are scattered
-    over the heads of a fused projection (GPT-NeoX) are copied. Random weights are drawn.
+    over the heads of a fused projection (GPT-NeoX) are copied. Random weights are float32.
+
+    Args:
+        base: with weights.
+        device: where random weights are wanted, as views of one table of 16 MiB, which must not be
+            changed. None: in host memory, each in memory of its own. It makes no difference to the
+            numbers. Weights of files are in host memory in any case.
 
     Raises:
         UserError: a tensor is missing, unexpected or of another shape.
     """
     if base.source is not None:
-        return weight_reader(base.source)
+        return weight_reader(base.source, device)
     architecture = base.architecture
     if base.directory is None:
         shapes = parameter_shapes(base)
-        # Drawn when asked for, so that memory holds one parameter here, too.
-        return lambda name: _random_weight(architecture, name, shapes[name])
+        places = {name: place for place, name in enumerate(shapes)}
+        # It lives as long as the reader, so that it is not in the memory that a run measures.
+        numbers = random_numbers().to(device or "cpu")
+
+        def read(name: str) -> Tensor:
+            initial = architecture.initial(name, shapes[name])
+            if initial != "normal":
+                return torch.full(shapes[name], float(initial == "ones"), device=numbers.device)
+            view = random_weight(shapes[name], places[name], numbers)
+            if device is not None:
+                return view
+            # Safetensors files cannot be written of tensors that share memory.
+            return view.clone(memory_format=torch.contiguous_format)
+
+        return read
     if not base.has_weights:
         raise UserError(
             f"{base.directory} holds the settings of {base.name}, but not its weights. Give the "
@@ -416,18 +437,6 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
         layout="litgpt" if is_litgpt else "hf",
         settings={},
     )
-
-
-def _random_weight(architecture: Architecture, name: str, shape: torch.Size) -> Tensor:
-    """Draw a parameter with a seed of its own, so that every rank draws equal numbers."""
-    initial = architecture.initial(name, shape)
-    if initial == "normal":
-        # Python's own hash() of a name differs between processes.
-        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(name.encode()))
-        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
-            std=INITIAL_STD, generator=generator
-        )
-    return torch.full(shape, float(initial == "ones"), device="cpu")
 
 
 def short_name(directory: Path) -> str:
@@ -598,9 +607,10 @@ def _digest(base: BaseModel) -> str:
     # Not of the files: the same model has other bytes in each layout and number format.
     digest = hashlib.sha256(_text(base.architecture.identity()))
     if base.random:
-        digest.update(b"random")
+        # Changes when their numbers do: a reference's cached results are found by it.
+        digest.update(b"random windows")
         for name, shape in parameter_shapes(base).items():
-            # Nothing is read: the numbers follow from name and shape.
+            # Nothing is read: the numbers follow from names and shapes in their order.
             digest.update(_text([name, list(shape)]))
         return digest.hexdigest()
     for name, tensor in weights(base):

@@ -1,6 +1,7 @@
 """The oracle is transformers: tiny random models of every family, written by it and read back."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ from ftkit.models.pretrained.base_model import (
     save_without_weights,
     weights,
 )
+from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.save import save_hf
 from ftkit.recipe.recipe import Recipe
 from ftkit.utils import embedded
@@ -792,7 +794,7 @@ def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerpri
 def test_random_weights_are_told_apart_by_their_architecture_without_being_drawn(
     quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_model, "_random_weight", None)
+    monkeypatch.setattr(base_model, "random_weight", None)
     names = ("pythia-14m", "pythia-70m", "SmolLM2-135M")
     found = [fingerprint(open_base(f"random:{name}")) for name in (*names, *names)]
     assert found[:3] == found[3:] and len(set(found)) == 3
@@ -827,6 +829,63 @@ def test_random_weights_are_the_same_each_time_and_norms_let_pass(quickstart: Pa
     assert not torch.equal(*[by_name[f"transformer.h.{n}.mlp.fc.weight"] for n in (0, 1)])
     assert by_name["transformer.ln_f.weight"].eq(1).all()
     assert by_name["transformer.ln_f.bias"].eq(0).all()
+
+
+def test_random_weights_on_a_device_are_views_of_one_table_and_all_differ(quickstart: Path) -> None:
+    base = open_base("random:pythia-14m")
+    drawn = [t for _, t in weights(base, torch.device("cpu")) if t.dim() > 1]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in drawn}) == 1
+    for one, other in itertools.combinations(drawn, 2):
+        assert one.shape != other.shape or not one.eq(other).any(1).all()
+
+
+def test_random_weights_of_many_experts_begin_at_different_numbers() -> None:
+    numbers = torch.empty(len(random_numbers()), device="meta")
+    count, shape = 48 * 128 * 3, torch.Size((768, 2048))  # of Qwen3-30B-A3B in LitGPT's layout
+    views = (random_weight(shape, place, numbers) for place in range(count))
+    assert len({view.storage_offset() for view in views}) == count
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        ((4096, 4096), "square"),
+        ((262_144, 8960), "a large vocabulary"),
+        ((14_848, 59_392), "long rows"),
+        ((64, 1, 4), "kernels of a convolution"),
+        ((2048, 1024, 1), "kernels of one number"),
+        ((8, 512, 512), "few experts"),
+        ((256, 4096, 7168), "many experts"),
+        ((384, 4096, 7168), "more of them"),
+    ],
+)
+def test_rows_of_a_random_weight_differ_and_its_matrices_are_not_symmetric(
+    shape: tuple[int, ...], why: str
+) -> None:
+    numbers = random_numbers()
+    for place in (0, 1, 2, len(numbers) - 1):
+        view = random_weight(torch.Size(shape), place, numbers)
+        assert view.shape == shape, why
+        begins = sum(
+            step * torch.arange(size).reshape(-1, *[1] * (len(shape) - 2 - axis))
+            for axis, (size, step) in enumerate(zip(shape[:-1], view.stride()[:-1], strict=True))
+        )
+        assert isinstance(begins, Tensor)
+        assert len(begins.unique()) == begins.numel(), f"{why}: rows begin at different numbers"
+        side = min(32, *shape[-2:])
+        corner = view[..., :side, :side].reshape(-1, side, side)[-1]
+        assert side == 1 or not corner.equal(corner.t()), why
+
+
+def test_random_weights_are_equal_in_a_file_and_on_a_device(
+    quickstart: Path, tmp_path: Path
+) -> None:
+    base = open_base("random:pythia-14m")
+    read = dict(weights(base))
+    save_file(read, tmp_path / "random.safetensors")  # which refuses tensors that share memory
+    written = load_file(tmp_path / "random.safetensors")
+    for name, tensor in weights(base, torch.device("cpu")):
+        assert torch.equal(written[name], tensor)
 
 
 def test_random_weights_are_drawn_on_the_host_whatever_the_default_device_is(
