@@ -255,6 +255,11 @@ class ModelBeside:
     """The library whose code computes it; None: the usual one."""
 
 
+def is_compared_with_base(recipe: Recipe) -> bool:
+    """Whether the reference of a recipe, if it has one, is the model in its checkpoint_dir."""
+    return recipe.reference in (None, recipe.checkpoint_dir)
+
+
 def needs_reference_beside(recipe: Recipe) -> bool:
     """Whether the reference of a recipe has to be a model in memory beside the trained one.
 
@@ -276,7 +281,7 @@ def model_beside(recipe: Recipe) -> ModelBeside | None:
     if recipe.reference is None or not needs_reference_beside(recipe):
         return None
     # The same model is computed by the same code, so that the first step finds no difference.
-    is_base = recipe.reference == recipe.checkpoint_dir
+    is_base = is_compared_with_base(recipe)
     return ModelBeside(
         key="reference",
         name=recipe.reference,

@@ -10,6 +10,7 @@ from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.load_weights import Sharding, fill
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.recipe.objectives import is_compared_with_base
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
@@ -27,9 +28,8 @@ def outline_frozen(base: BaseModel, plan: Plan) -> LanguageModel:
     recipe = plan.recipe
     kind = recipe.quantize if isinstance(recipe, LoraRecipe) else None
     dtypes, tied = (parameter_dtype(plan), compute_dtype(plan)), base.tied
-    # The base model as the reference is the one with which training begins. Earlier versions named
-    # none where it was held in memory.
-    is_begin = recipe.teacher is None and recipe.reference in (None, recipe.checkpoint_dir)
+    # The base model as the reference is the one with which training begins, tied as that is.
+    is_begin = recipe.teacher is None and is_compared_with_base(recipe)
     if is_begin and recipe.train.tie_embeddings is not None:
         tied = recipe.train.tie_embeddings
     model = outline_plain(base, *dtypes, tied=tied, kind=kind)
