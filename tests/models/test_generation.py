@@ -189,7 +189,7 @@ def test_an_answer_broken_off_leaves_no_cache(model: LanguageModel) -> None:
     tokens = answer_in_tokens(model, PROMPT, stop_ids=(), max_new_tokens=9, sampling=Sampling())
     next(tokens)
     tokens.close()  # type: ignore[attr-defined]
-    assert isinstance(model.body, LitgptBody) and model.body.mask_cache is None
+    assert isinstance(model.body, LitgptBody) and model.body.cache is None
     assert answer(model) == without_cache(model, 12)
 
 

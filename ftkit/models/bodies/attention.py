@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal, Self
@@ -211,40 +211,81 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
-def attend_to_cache(
-    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scores: Scores
-) -> Tensor:
-    """Causal attention to the keys and values of a cache.
+@dataclass
+class KeyValueCache:
+    """Keys and values of all layers by the positions of their tokens."""
 
-    Args:
-        q: [batch, heads, tokens, head size].
-        keys: [batch, groups, length, head size], by position; later ones may have any value.
-        values: [batch, groups, length, value size].
-        positions: [batch, tokens], of the tokens.
-        scores: how products become weights.
+    shape: tuple[int, int]
+    """Number of sequences, and of positions in each."""
+    positions: Tensor | None = None
+    """[sequences, tokens], of the tokens in the current pass."""
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """[sequences, groups, positions, size] each, by the index of the layer."""
 
-    Returns:
-        [batch, tokens, heads, value size].
-    """
-    # Prompts of different lengths are in one batch, so each row has its own mask.
-    places = torch.arange(keys.size(2), device=keys.device)
-    hidden = places > positions[..., None]
-    if scores.window is not None:
-        hidden |= places <= positions[..., None] - scores.window
-    hidden = hidden[:, None]
-    if scores.are_plain:
-        k, v = _repeated(keys, q.size(1)), _repeated(values, q.size(1))
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scores.scale)
-    else:
-        attended = _weighted(q, keys, values, scores, hidden)
-    return attended.transpose(1, 2)
+    def _extended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of the current pass and return all of a layer.
+
+        Args:
+            layer: its index.
+            keys: [sequences, groups, tokens, size].
+            values: [sequences, groups, tokens, value size].
+        """
+        assert self.positions is not None
+        # Allocated in the first pass, when shapes and dtype of the layer are known.
+        if layer not in self.layers:
+            count, length = self.shape
+            self.layers[layer] = (
+                keys.new_zeros(count, keys.size(1), length, keys.size(3)),
+                values.new_zeros(count, values.size(1), length, values.size(3)),
+            )
+        for kept, new in zip(self.layers[layer], (keys, values), strict=True):
+            places = self.positions[:, None, :, None].expand_as(new)
+            # By position: tokens of padding are overwritten by those that follow the prompt.
+            kept.scatter_(2, places, new.to(kept.dtype))
+        return self.layers[layer]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        """Add the current pass to a layer, and compute causal attention to all positions so far.
+
+        Args:
+            layer: its index.
+            q: [sequences, heads, tokens, size].
+            k: [sequences, groups, tokens, size].
+            v: [sequences, groups, tokens, value size].
+            scores: how products become weights.
+
+        Returns:
+            [sequences, tokens, heads, value size].
+        """
+        keys, values = self._extended(layer, k, v)
+        assert self.positions is not None
+        # Prompts of different lengths are in one batch, so each row has its own mask.
+        places = torch.arange(keys.size(2), device=keys.device)
+        hidden = places > self.positions[..., None]
+        if scores.window is not None:
+            hidden |= places <= self.positions[..., None] - scores.window
+        hidden = hidden[:, None]
+        # The heads that share a group see the same places: as rows of one product they read its
+        # keys once, where repeated keys would be a copy of the whole cache for each token.
+        one_token = q.size(2) == 1
+        if one_token:
+            q = q.squeeze(2).unflatten(1, (keys.size(1), -1))
+        if scores.are_plain:
+            k, v = _repeated(keys, q.size(1)), _repeated(values, q.size(1))
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=~hidden, scale=scores.scale
+            )
+        else:
+            attended = _weighted(q, keys, values, scores, hidden)
+        return attended.flatten(1, 2)[:, None] if one_token else attended.transpose(1, 2)
 
 
 class AttentionLayer:
     """Common parts of attention layers, which compiled or fused functions may replace."""
 
     attend: Callable[..., Tensor] = staticmethod(attend)
-    """Replaced by an uncompiled version if blocks are compiled."""
+    attend_to_cache: Callable[..., Tensor] = staticmethod(KeyValueCache.attend)
+    """Both are replaced by uncompiled versions if blocks are compiled."""
     rotation: Literal["halves", "pairs"] = "halves"
     """Pairs of numbers of a head that are rotated together: half a head apart, or neighbours."""
     rotate: Rotation | None = None
@@ -346,7 +387,8 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -
     """Attention step by step, because SDPA has neither a bound of scores nor sinks.
 
     q is [count, heads, tokens, size], k [count, groups, length, size], v [count, groups, length,
-    value size], and hidden [..., tokens, length] bool.
+    value size], and hidden [..., tokens, length] bool. The heads of a group at one token may be
+    tokens of one head.
     """
     k, v = _repeated(k, q.size(1)), _repeated(v, q.size(1))
     products = q @ k.mT * scores.scale
@@ -356,7 +398,7 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -
     products = products.masked_fill(hidden, torch.finfo(q.dtype).min)
     if scores.sinks is None:
         return F.softmax(products, dim=-1, dtype=torch.float).to(dtype=q.dtype) @ v
-    sinks = scores.sinks.to(products.dtype)[:, None, None].expand(len(q), -1, q.size(2), 1)
+    sinks = scores.sinks.to(products.dtype).view(q.size(1), -1, 1).expand(len(q), -1, q.size(2), 1)
     weights = F.softmax(torch.cat((products, sinks), dim=-1), dim=-1, dtype=torch.float)
     # Without the weight of the sink, which has no value: a row may sum to less than one.
     return weights[..., :-1].to(dtype=q.dtype) @ v

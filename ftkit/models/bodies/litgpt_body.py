@@ -20,7 +20,13 @@ from litgpt.model import (
 )
 from torch import Tensor
 
-from ftkit.models.bodies.attention import AttentionKernel, AttentionLayer, Scores, Sequences
+from ftkit.models.bodies.attention import (
+    AttentionKernel,
+    AttentionLayer,
+    KeyValueCache,
+    Scores,
+    Sequences,
+)
 from ftkit.models.bodies.body import Body, GatedMlp
 from ftkit.models.bodies.experts import FusedExperts, count_of_each, rows_of_each
 from ftkit.models.bodies.norm import RMSNorm
@@ -37,7 +43,8 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     """[positions, rotated], or [positions, rotated, 2]: for global and for local attention."""
     sin: Tensor
     max_seq_length: int
-    mask_cache: Tensor | None
+    cache: KeyValueCache | None = None
+    """Of the answer that is being made; LitGPT's latent attention has its own."""
 
     def __init__(self, config: Config) -> None:
         plain = copy.copy(config)
@@ -97,6 +104,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         for layer in self.modules():
             if isinstance(layer, AttentionLayer):
                 layer.attend = torch.compiler.disable(layer.attend)
+                layer.attend_to_cache = torch.compiler.disable(layer.attend_to_cache)
             elif isinstance(layer, Experts):
                 layer.forward = torch.compiler.disable(layer.forward)  # type: ignore[method-assign]
 
@@ -120,12 +128,16 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         self, input_ids: Tensor, lengths: Sequence[int] | None, kernel: AttentionKernel
     ) -> Tensor:
         """Compute what `litgpt.GPT.forward` computes without a cache."""
-        config = self.config
         sequences = Sequences.of(input_ids, lengths, kernel)
         cos, sin = self._rotary_tables(input_ids, None if lengths is None else sequences)
         # LitGPT's latent attention only takes its own masks, so micro-batches are padded.
-        seen = None if config.latent_attention else sequences
-        x = self.embedding(input_ids)
+        seen = None if self.config.latent_attention else sequences
+        return self._through_blocks(input_ids, cos, sin, seen)
+
+    def _through_blocks(
+        self, input_ids: Tensor, cos: Tensor, sin: Tensor, seen: Sequences | KeyValueCache | None
+    ) -> Tensor:
+        config, x = self.config, self.embedding(input_ids)
         if config.scale_embeddings:
             # Rounded to the dtype first, as in LitGPT and transformers: equal numbers in 16 bits.
             x = x * torch.tensor(config.n_embd**0.5, dtype=x.dtype)
@@ -146,12 +158,19 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
         return self.cos[None, places], self.sin[None, places]
 
     def start_cache(self, batch: int, length: int) -> None:
-        super().set_kv_cache(batch_size=batch, max_seq_length=length, device=self.device)
+        if self.config.latent_attention:
+            super().set_kv_cache(batch_size=batch, max_seq_length=length, device=self.device)
+        else:
+            self.cache = KeyValueCache((batch, length))
 
     def hidden_cached(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self(input_ids, input_pos=positions)
+        if self.cache is None:
+            return self(input_ids, input_pos=positions)
+        self.cache.positions = positions.expand_as(input_ids)
+        return self._through_blocks(input_ids, self.cos[positions], self.sin[positions], self.cache)
 
     def end_cache(self) -> None:
+        self.cache = None
         super().clear_kv_cache()
 
 
@@ -168,10 +187,6 @@ class QKV(nn.Module):
         self.k_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
         self.v_proj = nn.Linear(width, config.n_query_groups * config.head_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute LitGPT's fused layer, which its code calls if there is a key-value cache."""
-        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-
 
 class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # litgpt has no types
     """LitGPT's attention with three projections, and with sequences in a row."""
@@ -186,30 +201,28 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | Sequences | None = None,
-        input_pos: Tensor | None = None,
-        input_pos_maxp1: int | None = None,
+        seen: Sequences | KeyValueCache,
+        *_: None,
     ) -> Tensor:
         """Causal attention within each sequence.
 
         Args:
             x: [batch, tokens, width].
-            cos: [1, tokens, rotated], the rotary table at the tokens' positions.
+            cos: [batch or 1, tokens, rotated], the rotary table at the tokens' positions.
             sin: likewise.
-            mask: the sequences in batch * tokens; with a key-value cache, LitGPT's mask.
-            input_pos: positions in the key-value cache; None: there is no cache.
-            input_pos_maxp1: see LitGPT.
+            seen: the sequences in batch * tokens, or a cache with the positions of the tokens.
+            _: positions in LitGPT's cache, which is not used.
         """
-        # Generation with a cache goes through LitGPT's own forward pass.
-        if not isinstance(mask, Sequences):
-            cached: Tensor = super().forward(x, cos, sin, mask, input_pos, input_pos_maxp1)
-            return cached
         heads = self._heads(x, cos, sin)
         scale = self.mscale**2 / math.sqrt(
             self.config.attention_scores_scalar or self.config.head_size
         )
         scores = Scores(scale, softcap=self.config.attention_logit_softcapping)
-        attended = self.attend(*heads, mask, scores)
+        if isinstance(seen, KeyValueCache):
+            parts = (part.unflatten(0, x.shape[:2]).transpose(1, 2) for part in heads)
+            attended = self.attend_to_cache(seen, self.block_idx, *parts, scores)
+        else:
+            attended = self.attend(*heads, seen, scores)
         result: Tensor = self.proj(attended.reshape(*x.shape[:2], -1))
         return result
 

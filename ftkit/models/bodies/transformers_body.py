@@ -11,7 +11,7 @@ kept.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -30,10 +30,10 @@ from ftkit.models.architectures.transformers_outline import (
 )
 from ftkit.models.bodies.attention import (
     AttentionKernel,
+    KeyValueCache,
     Scores,
     Sequences,
     attend,
-    attend_to_cache,
 )
 from ftkit.models.bodies.body import Body, GatedMlp
 from ftkit.models.bodies.experts import (
@@ -205,7 +205,7 @@ class TransformersBody(Body):
         if self._takes_rows:
             # Our attention has a cache by position, so that prompts of different lengths share a
             # batch.
-            self._attended.cache = _KeyValueCache((batch, length))
+            self._attended.cache = KeyValueCache((batch, length))
         else:
             self._so_far = torch.zeros(batch, length, dtype=torch.long, device=self.device)
 
@@ -293,46 +293,12 @@ class _Gating:
 
 
 @dataclass
-class _KeyValueCache:
-    """Keys and values of all layers by the positions of their tokens."""
-
-    shape: tuple[int, int]
-    """Number of sequences, and of positions in each."""
-    positions: Tensor | None = None
-    """[sequences, tokens], of the tokens in the current pass."""
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """[sequences, groups, positions, size] each, by the index of the layer."""
-
-    def extended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of the current pass and return all of a layer.
-
-        Args:
-            layer: its index.
-            keys: [sequences, groups, tokens, size].
-            values: [sequences, groups, tokens, value size].
-        """
-        assert self.positions is not None
-        # Allocated in the first pass, when shapes and dtype of the layer are known.
-        if layer not in self.layers:
-            count, length = self.shape
-            self.layers[layer] = (
-                keys.new_zeros(count, keys.size(1), length, keys.size(3)),
-                values.new_zeros(count, values.size(1), length, values.size(3)),
-            )
-        for kept, new in zip(self.layers[layer], (keys, values), strict=True):
-            places = self.positions[:, None, :, None].expand_as(new)
-            # By position: tokens of padding are overwritten by those that follow the prompt.
-            kept.scatter_(2, places, new.to(kept.dtype))
-        return self.layers[layer]
-
-
-@dataclass
 class _Attended:
     """State that all attention layers of a model share in a forward pass."""
 
     sequences: Sequences | None = None
     """Sequences of the batch; None: the cache is used."""
-    cache: _KeyValueCache | None = None
+    cache: KeyValueCache | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         """Attention of one layer.
@@ -349,9 +315,7 @@ class _Attended:
         """
         q, k = q.to(v.dtype), k.to(v.dtype)  # rotation may return float32
         if self.cache is not None:
-            assert self.cache.positions is not None
-            keys, values = self.cache.extended(layer, k, v)
-            return attend_to_cache(q, keys, values, self.cache.positions, scores)
+            return self.cache.attend(layer, q, k, v, scores)
         assert self.sequences is not None
         batch = len(q)
         # All sequences in a row, as in ftkit's attention for rows.

@@ -27,6 +27,7 @@ from ftkit.models.bodies import attention
 from ftkit.models.bodies.attention import (
     AttentionKernel,
     AttentionPath,
+    KeyValueCache,
     Scores,
     Sequences,
     attend,
@@ -209,21 +210,23 @@ def test_adapters_learn_from_rows_what_they_learn_from_padded_sequences(
     assert_equal(learned(model, padding_free=True), learned(model, padding_free=False))
 
 
+class Largest(TorchDispatchMode):
+    """Counts the numbers of the largest tensor that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        found = function(*arguments, **(options or {}))
+        if isinstance(found, Tensor):
+            self.numbers = max(self.numbers, found.numel())
+        return found
+
+
 def test_nothing_as_large_as_the_square_of_a_row_is_made() -> None:
     model = make_model("cpu")
     samples = make_samples((8,) * 64)
-
-    class Largest(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(
-            self, function: Any, types: Any, arguments: Any = (), options: Any = None
-        ) -> Any:
-            found = function(*arguments, **(options or {}))
-            if isinstance(found, Tensor):
-                self.numbers = max(self.numbers, found.numel())
-            return found
-
     with Largest() as largest:
         loss_of(model, samples, padding_free=True).backward()
     logits = 64 * 5 * VOCABULARY
@@ -446,6 +449,46 @@ def test_scores_are_those_of_their_definition(
     wanted = torch.autograd.grad(expected, (q, k, v), gradient)
     for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), gradient), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_SCORES)
+@pytest.mark.parametrize("value_size", [8, 6])
+def test_tokens_attend_to_a_cache_as_to_their_sequence(kind: str, value_size: int) -> None:
+    """Prompts of different lengths, padded; then a pass of two tokens, and of one at a time."""
+    scores = KINDS_OF_SCORES[kind]
+    generator = torch.Generator().manual_seed(0)
+    starts, count = torch.tensor([[5], [3]]), 4
+    length = 5 + count
+    q = torch.randn(2, 4, length, 8, generator=generator)
+    k = torch.randn(2, 2, length, 8, generator=generator)
+    v = torch.randn(2, 2, length, value_size, generator=generator)
+    by_token = [part.transpose(1, 2) for part in (q, k, v)]
+    expected = [by_definition(rq, rk, rv, scores) for rq, rk, rv in zip(*by_token, strict=True)]
+    cache = KeyValueCache((2, length + 1))
+    passes = [torch.arange(5).expand(2, 5)]
+    passes += [starts + torch.arange(2), starts + 2, starts + 3]
+    for positions in passes:
+        cache.positions = positions
+        places = positions[:, None, :, None]
+        own_q, own_k, own_v = (
+            part.gather(2, places.expand(-1, part.size(1), -1, part.size(3))) for part in (q, k, v)
+        )
+        found = cache.attend(7, own_q, own_k, own_v, scores)
+        for row, place in enumerate(positions):
+            known = place < starts[row] + count
+            wanted = expected[row][place[known]]
+            torch.testing.assert_close(found[row, known], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_attends_to_a_cache_without_a_copy_of_it() -> None:
+    cache, scores = KeyValueCache((1, 64)), Scores(0.4)
+    cache.positions = torch.arange(63)[None]
+    q, k, v = torch.randn(1, 8, 63, 16), torch.randn(1, 2, 63, 16), torch.randn(1, 2, 63, 16)
+    cache.attend(0, q, k, v, scores)
+    cache.positions = torch.tensor([[63]])
+    with Largest() as largest:
+        cache.attend(0, q[:, :, :1], k[:, :, :1], v[:, :, :1], scores)
+    assert largest.numbers <= 2 * 64 * 16, "as many as the keys of its groups"
 
 
 def test_a_window_is_passed_to_torchs_attention_over_variable_lengths(
