@@ -99,6 +99,7 @@ def rendering_of(part: Part, tokenizer: "Tokenizer") -> str:
     if part.rules.chat_template is not None:
         template = make_renderer(part, tokenizer).template
         values |= {"template": template.source, "special_tokens": dict(template.special_tokens)}
+        values |= {"stops": tokenizer.stops}
     return json.dumps(values, sort_keys=True)
 
 

@@ -13,6 +13,7 @@ from ftkit.data.rendering import Example, Rendered, Renderer, Rendering
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.span_weights import with_span_weights
+from ftkit.models.chat_templates.stops import TYPICAL
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
 from ftkit.models.chat_templates.turns import (
     TurnFinder,
@@ -25,36 +26,6 @@ LOST = "no token lies in a turn of the assistant"
 """Reason for a conversation without sample: its answer is only inside tokens that begin earlier."""
 OTHERS_SAID = "what another message says would carry loss"
 """Reason for a refusal: a token holds both an answer and what another message says."""
-
-_CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-    },
-}
-_TYPICAL: tuple[Record, ...] = (
-    {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "c"},
-            {"role": "assistant", "content": "d"},
-        ]
-    },
-    {
-        "messages": [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [{"id": "000000001", **_CALL}]},
-            {"role": "tool", "content": "b", "name": "look", "tool_call_id": "000000001"},
-            {"role": "assistant", "content": "c"},
-        ],
-        "tools": [_TOOL],
-    },
-)
-"""Conversations that show how turns end."""
 
 
 class _EncodedText(Protocol):
@@ -74,6 +45,9 @@ class _ChatTokenizer(Protocol):
 
     @property
     def added_tokens(self) -> dict[str, int]: ...
+
+    @property
+    def stops(self) -> tuple[str, ...]: ...
 
     def encode_all_rendered(self, texts: Sequence[str]) -> Sequence[_EncodedText]: ...
 
@@ -105,11 +79,10 @@ class ChatRenderer(Renderer):
             reasoning: handling of conversations whose later turns change earlier ones.
         """
         self._tokenizer, self._template = tokenizer, template
-        added = tokenizer.added_tokens if tokenizer else ()
-        self._finder = TurnFinder(template, added, train_on=train_on, reasoning=reasoning)
+        self._finder = self._turns(train_on, reasoning)
         self._learns_all = train_on == "all"
         # For the expected answers of `example`: the last turn, whatever is trained.
-        self._answers = TurnFinder(template, added, train_on="last", reasoning="split")
+        self._answers = self._turns("last", "split")
 
     @property
     def template(self) -> ChatTemplate:
@@ -119,11 +92,9 @@ class ChatRenderer(Renderer):
     def stop_ids(self) -> frozenset[int]:
         """EOS, and the last token of each turn where it is one of its own."""
         assert self._tokenizer is not None
-        finder = TurnFinder(
-            self._template, self._tokenizer.added_tokens, train_on="assistant", reasoning="split"
-        )
+        finder = self._turns("assistant", "split")
         written: list[Written] = []
-        for record in _TYPICAL:
+        for record in TYPICAL.values():
             try:
                 written += finder.written(record)
             except TemplateRefusal:  # it has no tools
@@ -134,9 +105,14 @@ class ChatRenderer(Renderer):
         last = {sample.ids[end - 1] for sample in samples for _, end in sample.trained}
         return frozenset(last & {*self._tokenizer.added_tokens.values()} | {self._tokenizer.eos_id})
 
+    def _turns(self, train_on: TrainOn, reasoning: Reasoning) -> TurnFinder:
+        tokenizer = self._tokenizer
+        added, stops = (tokenizer.added_tokens, tokenizer.stops) if tokenizer else ((), ())
+        return TurnFinder(self._template, added, stops, train_on=train_on, reasoning=reasoning)
+
     def text(self, record: Record) -> str:
         try:
-            return max((sample.text for sample in self._finder.written(record)), key=len)
+            return max((sample.whole for sample in self._finder.written(record)), key=len)
         except TemplateRefusal:
             return ""
 
@@ -182,7 +158,7 @@ class ChatRenderer(Renderer):
             (written,) = self._answers.written(record)
         except TemplateRefusal:
             return ""
-        text = "".join(written.text[first:end] for first, end in written.trained)
+        text = "".join(written.whole[first:end] for first, end in written.trained)
         assert self._tokenizer is not None
         # The token that ends the turn belongs to no expected answer.
         ends = (token for token in self._tokenizer.added_tokens if text.endswith(token))
@@ -202,7 +178,7 @@ class ChatRenderer(Renderer):
     def _tokens(self, written: Sequence[Written]) -> Iterator[Rendered | None]:
         """Tokens of texts; None: some that carry loss hold what another message says."""
         assert self._tokenizer is not None
-        encodings = self._tokenizer.encode_all_rendered([sample.text for sample in written])
+        encodings = self._tokenizer.encode_all_rendered([sample.whole for sample in written])
         for sample, encoded in zip(written, encodings, strict=True):
             trained = _token_spans(encoded.offsets, sample)
             if _hold(encoded.offsets, trained, sample.others):
@@ -240,7 +216,7 @@ def _token_spans(offsets: Sequence[Span], sample: Written) -> tuple[Span, ...]:
     edges = np.searchsorted(_begins(offsets), np.array(sample.trained, dtype=np.int64)).tolist()
     spans: list[Span] = []
     for (first, end), (_, last) in zip(edges, sample.trained, strict=True):
-        while first < end and sample.text[last : offsets[end - 1][1]].strip():
+        while first < end and sample.whole[last : offsets[end - 1][1]].strip():
             end -= 1
         if first < end:
             spans.append((first, end))

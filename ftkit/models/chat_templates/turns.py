@@ -22,6 +22,7 @@ from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.confined import Exceeded, run_each_confined
 from ftkit.models.chat_templates.continuation import Brackets, Continuer, unused_brackets
 from ftkit.models.chat_templates.sandbox import NotRendered
+from ftkit.models.chat_templates.stops import Stops
 from ftkit.models.chat_templates.template import ChatTemplate, MarksNotFound, Span, TemplateRefusal
 
 NO_TURN = "no turn to train on"
@@ -58,6 +59,13 @@ class Written(NamedTuple):
     """True if a turn that carries loss has reasoning that the template does not write with it."""
     weights: Sequence[WeightedSpan] = ()
     """Weights of characters whose weight is not 1, rising and apart from each other."""
+    stop: str = ""
+    """Token behind the text that ends its last turn, if it begins the message that would follow."""
+
+    @property
+    def whole(self) -> str:
+        """The text with the token that ends it."""
+        return self.text + self.stop
 
 
 class _Turn(NamedTuple):
@@ -79,6 +87,7 @@ class TurnFinder:
         self,
         template: ChatTemplate,
         added_tokens: Collection[str],
+        stops: Collection[str],
         *,
         train_on: TrainOn,
         reasoning: Reasoning,
@@ -88,12 +97,14 @@ class TurnFinder:
         Args:
             template: renders the conversations.
             added_tokens: texts of the tokens that may end a turn.
+            stops: texts of those at which the model's settings stop.
             train_on: rule for messages without a `train` key.
             reasoning: handling of conversations whose earlier turns are changed.
         """
         self._template = template
         self._train_on, self._reasoning = train_on, reasoning
         self._added_tokens = tuple(added_tokens)
+        self._stops = Stops(template, stops)
         # The expression takes the first alternative that matches, so longer tokens stand before
         # their own beginnings. Tokens of white space end no turn.
         longest_first = sorted(filter(str.strip, added_tokens), key=len, reverse=True)
@@ -122,9 +133,14 @@ class TurnFinder:
             of_weighted = [self._turn(conversation, i) for i in weighted]
             if None in (*turns, *of_weighted):
                 raise TemplateRefusal(CHANGED)
-            spans = _between([turn for turn in turns if turn], len(conversation.whole))
+            stop = ""
+            if chosen[-1] == count - 1:
+                with suppress(TemplateRefusal):  # where every token is learned, it needs no prompt
+                    stop = self._stop(conversation, count - 1)
+            length = len(conversation.whole) + len(stop)
+            spans = _between([turn for turn in turns if turn], length)
             # Earlier turns may well be written without their thoughts: nothing is split here.
-            sample = conversation.written(spans, learned=chosen[-1:], others=masked)
+            sample = conversation.written(spans, stop, learned=chosen[-1:], others=masked)
             return [sample._replace(weights=_weights(record, weighted, of_weighted))]
         # All turns in one sample, if later ones leave earlier ones as they were; else one sample
         # each.
@@ -132,7 +148,8 @@ class TurnFinder:
         if None not in turns:
             spans = [span for turn in turns if turn for span in turn.generated]
             others = {*range(count)}.difference(chosen)
-            sample = conversation.written(spans, learned=chosen, others=others)
+            stop = self._stop(conversation, count - 1) if chosen[-1] == count - 1 else ""
+            sample = conversation.written(spans, stop, learned=chosen, others=others)
             samples = [sample._replace(weights=_weights(record, chosen, turns))]
         elif self._reasoning == "refuse" and not (
             chosen == [count - 1] and conversation.said(count - 1).is_put_together
@@ -164,8 +181,9 @@ class TurnFinder:
                             _spans(others),
                             omits_reasoning,
                             [(first, end, weight) for first, end, weight in weights],
+                            stop,
                         )
-                        for text, trained, others, omits_reasoning, weights in found
+                        for text, trained, others, omits_reasoning, weights, stop in found
                     ]
         except Exceeded as error:
             raise self._template.explained(error) from None
@@ -202,28 +220,42 @@ class TurnFinder:
     def _turn(self, conversation: "_Conversation", index: int) -> _Turn | None:
         """Locate a turn in the whole conversation; None if it is not there behind its prompt."""
         start, text, marks, _ = conversation.said(index)
-        whole = conversation.whole
+        stop = self._stop(conversation, index)
+        is_last = index == len(conversation.messages) - 1
+        whole = conversation.whole + stop * is_last
         # By rendering up to the turn, in every conversation: few templates mark turns, and the text
         # of a turn may also occur elsewhere.
-        for end in self._ends(text, start):
-            if whole.startswith(text[:end]):
-                return _found(start, end, marks, text, whole)
+        for end in self._ends(text, start, stop):
+            if whole.startswith((text + stop)[:end]):
+                return _found(start, end, marks, text + stop, whole)
         return None
 
     def _alone(self, conversation: "_Conversation", record: dict[str, Any], index: int) -> Written:
         """Return the conversation up to a turn; only that turn is trained on."""
         start, text, marks, _ = conversation.said(index)
-        turn = _found(start, next(self._ends(text, start)), marks, text, text)
-        sample = conversation.written_until(index, turn.generated)
+        stop = self._stop(conversation, index)
+        end = next(self._ends(text, start, stop))
+        turn = _found(start, end, marks, text + stop, text + stop)
+        sample = conversation.written_until(index, turn.generated, stop)
         return sample._replace(weights=_weights(record, [index], [turn]))
 
-    def _ends(self, text: str, start: int) -> Iterator[int]:
+    def _stop(self, conversation: "_Conversation", index: int) -> str:
+        """The token that ends a turn from the message behind it; "" if it has one of its own."""
+        start, text, *_ = conversation.said(index)
+        if self._end.search(text, start):
+            return ""
+        return self._stops.behind(conversation.messages, index)
+
+    def _ends(self, text: str, start: int, stop: str) -> Iterator[int]:
         """Yield possible ends of a turn, last first: behind an end token or at the end of the text.
 
-        Some templates end not only a turn, but then the conversation.
+        Some templates end not only a turn, but then the conversation; some end it with the token
+        that begins the next message.
         """
         end = len(text)
         if not self._end.search(text, start):
+            if stop:
+                yield end + len(stop)
             # No end token: the turn reaches to the end of the text.
             yield end
         while found := self._end.search(text, start, end):
@@ -306,24 +338,27 @@ class _Conversation:
         return prompt + added, [(len(prompt), len(prompt) + len(added))] * is_marked
 
     def written(
-        self, trained: list[Span], *, learned: Sequence[int], others: Collection[int]
+        self, trained: list[Span], stop: str, *, learned: Sequence[int], others: Collection[int]
     ) -> Written:
         """Return the whole conversation as a sample.
 
         Args:
             trained: characters that carry loss.
+            stop: token behind the text that ends the last turn.
             learned: numbers of turns that carry loss.
             others: numbers of messages of which nothing may carry loss.
         """
         places = self._places(self.whole, len(self.messages), others)
-        return Written(self.whole, trained, places, any(map(self._omits_reasoning, learned)))
+        omits_reasoning = any(map(self._omits_reasoning, learned))
+        return Written(self.whole, trained, places, omits_reasoning, stop=stop)
 
-    def written_until(self, index: int, trained: list[Span]) -> Written:
+    def written_until(self, index: int, trained: list[Span], stop: str) -> Written:
         """Return the conversation up to a turn, which alone carries loss, as a sample.
 
         Args:
             index: of the turn.
             trained: characters of it that carry loss.
+            stop: token behind the text that ends the turn.
         """
         start, text, _, is_put_together = self.said(index)
         places = (
@@ -331,7 +366,7 @@ class _Conversation:
             if is_put_together
             else self._places(text, index + 1, range(index))
         )
-        return Written(text, trained, places, self._omits_reasoning(index))
+        return Written(text, trained, places, self._omits_reasoning(index), stop=stop)
 
     def _places(
         self, text: str, count: int, others: Collection[int], **options: bool

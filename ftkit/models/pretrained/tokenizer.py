@@ -217,6 +217,12 @@ class Tokenizer:
         return {token.content: token_id for token_id, token in added.items()}
 
     @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """Texts of the added tokens at which the model's settings stop."""
+        ends = end_tokens(self._directory)
+        return tuple(text for text, token_id in self.added_tokens.items() if token_id in ends)
+
+    @cached_property
     def largest_id(self) -> int:
         """The largest id of a token."""
         if self.backend == "sentencepiece":

@@ -219,7 +219,7 @@ class TestTheProcess:
     @pytest.mark.usefixtures("short")
     def test_a_conversation_with_too_many_turns_to_render_each_is_refused(self) -> None:
         template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "tried")
-        finder = TurnFinder(template, (), train_on="assistant", reasoning="split")
+        finder = TurnFinder(template, (), (), train_on="assistant", reasoning="split")
         roles = ("user", "assistant") * 5000
         record = {"messages": [{"role": role, "content": "x" * 99} for role in roles]}
         with pytest.raises(UserError, match=r"more than 1.8 s for one conversation"):
