@@ -60,8 +60,9 @@ class Train:
     """Not supported for fine-tuning (LitGPT's key for pretraining); leave empty."""
     max_seq_length: int | None = None
     """Cut sequences to this many tokens. Default: the context length of the model."""
-    lr_warmup_steps: int | None = 100
-    """Optimizer steps over which the learning rate rises linearly to its full value."""
+    lr_warmup_steps: int | Literal["auto"] | None = "auto"
+    """Optimizer steps over which the learning rate rises linearly to its full value. auto: 100, in
+    a short run at most a tenth of its steps; a resumed run keeps the warm-up that it began with."""
     lr_warmup_fraction: float | None = None
     """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
     lr_schedule: LrSchedule = "cosine"

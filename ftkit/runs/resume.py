@@ -402,6 +402,11 @@ def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recip
     if recipe.train.max_seq_length is not None:
         train = dataclasses.replace(saved.train, max_seq_length=metadata.max_seq_length)
         saved = dataclasses.replace(saved, train=train)
+    # Left to ftkit, the run keeps the warm-up that it began with.
+    if recipe.train.lr_warmup_steps == "auto":
+        saved = dataclasses.replace(
+            saved, train=dataclasses.replace(saved.train, lr_warmup_steps="auto")
+        )
     # A model that is held in memory is known by its fingerprint, wherever it lies. Earlier versions
     # held the base model where no reference was named.
     if metadata.beside is not None and recipe.reference is not None:

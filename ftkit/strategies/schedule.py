@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields
 
 from ftkit.recipe.recipe import LrSchedule, Train
 
+_WARMUP_STEPS = 100
+"""Of a warm-up that no key names, in a run of at least ten times as many; as in LitGPT."""
 # The default of get_inverse_sqrt_schedule in transformers.
 _INVERSE_SQRT_STEPS = 10_000
 """Without a warm-up, the rate falls by the square root of 2 over so many steps."""
@@ -83,6 +85,7 @@ def make_schedule(
     *,
     start_step: int = 0,
     start_samples: int = 0,
+    begun_warmup: int | None = None,
 ) -> tuple[Schedule, list[str]]:
     """Compute the schedule of a run, with notices for the user.
 
@@ -95,6 +98,7 @@ def make_schedule(
         learning_rate: the full one.
         start_step: optimizer steps already done, if the run continues.
         start_samples: samples that these consumed.
+        begun_warmup: steps of the warm-up so far, if the run continues.
     """
     batch = train.global_batch_size
     total = train.max_steps
@@ -108,6 +112,8 @@ def make_schedule(
     if train.lr_warmup_fraction is not None:
         # A share of one epoch, whatever the number of epochs.
         warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
+    elif train.lr_warmup_steps == "auto":
+        warmup = min(_WARMUP_STEPS, total // 10) if begun_warmup is None else begun_warmup
     else:
         warmup = train.lr_warmup_steps or 0
     notices = _notices(batch, samples, learning_rate, total)

@@ -253,6 +253,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         learning_rate,
         start_step=start.step,
         start_samples=start.samples,
+        begun_warmup=start.warmup_steps,
     )
     takes_best = recipe.checkpoint.result == "best"
     notices += check_validations(recipe.eval, schedule.total_steps, takes_best=takes_best)

@@ -50,6 +50,11 @@ class StartingPoint:
         return self.metadata.samples if self.metadata else 0
 
     @property
+    def warmup_steps(self) -> int | None:
+        """Steps of the warm-up of the run so far; None: it begins."""
+        return int(self.metadata.schedule["warmup_steps"]) if self.metadata else None
+
+    @property
     def is_validated(self) -> bool:
         """Whether the validation loss of this state is known."""
         return self.metadata is not None and self.metadata.validation_loss is not None

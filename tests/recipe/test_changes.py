@@ -126,7 +126,7 @@ def test_another_method_says_all(saved: str, now: str) -> None:
         ({"train__max_steps": 10}, "train.max_steps not set -> 10"),
         ({"train__global_batch_size": 32}, "train.global_batch_size 16 -> 32"),
         ({"train__max_norm": 1}, "train.max_norm not set -> 1.0"),
-        ({"train__lr_warmup_steps": 10}, "train.lr_warmup_steps 100 -> 10"),
+        ({"train__lr_warmup_steps": 10}, "train.lr_warmup_steps auto -> 10"),
         ({"train__min_lr": 0}, "train.min_lr 6e-05 -> 0.0"),
         ({"train__label_smoothing": 0.1}, "train.label_smoothing 0.0 -> 0.1"),
         ({"train__neftune_noise_alpha": 5}, "train.neftune_noise_alpha not set -> 5.0"),

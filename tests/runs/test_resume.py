@@ -189,6 +189,15 @@ def test_setting_a_resolved_default_is_not_a_change(out: Path) -> None:
     assert found(new_recipe).changes == ("precision bf16-mixed -> 32-true",)
 
 
+@pytest.mark.parametrize("begun", [100, 3])
+def test_a_warm_up_that_no_key_names_is_not_a_change(out: Path, begun: int) -> None:
+    """Earlier versions wrote 100 into every recipe that named none."""
+    save_run(recipe(out, train__lr_warmup_steps=begun), 5)
+    assert found(recipe(out, resume="auto")).changes == ()
+    new_recipe = recipe(out, resume="auto", train__lr_warmup_steps=7)
+    assert found(new_recipe).changes == (f"train.lr_warmup_steps {begun} -> 7",)
+
+
 @pytest.mark.parametrize("saved", [{}, {"reference": "models/base"}], ids=["earlier", "named"])
 def test_a_reference_in_memory_may_lie_elsewhere_and_be_named_later(
     out: Path, saved: dict[str, str]

@@ -192,6 +192,25 @@ def test_a_warm_up_fraction_counts_steps_of_one_epoch(
     assert made.warmup_steps == steps
 
 
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (199, 19), (1_000, 100), (5_000, 100)]
+)
+def test_a_warm_up_that_no_key_names_is_a_tenth_of_a_short_run(steps: int, warmup: int) -> None:
+    keys = {"train__max_steps": steps, "train__epochs": "null", "train__lr_warmup_steps": "auto"}
+    made, notices = schedule(**keys)
+    assert made.warmup_steps == warmup and not [text for text in notices if "warm-up" in text]
+    assert made == schedule(**keys | {"train__lr_warmup_steps": warmup})[0]
+
+
+@pytest.mark.parametrize("begun", [0, 2, 100])
+def test_a_run_that_continues_keeps_the_warm_up_that_it_began_with(begun: int) -> None:
+    train = recipe(train__max_steps=50, train__epochs="null").train
+    made, _ = make_schedule(train, 100, 1e-3, start_step=20, begun_warmup=begun)
+    assert made.warmup_steps == begun
+    named = recipe(train__max_steps=50, train__epochs="null", train__lr_warmup_steps=7).train
+    assert make_schedule(named, 100, 1e-3, begun_warmup=begun)[0].warmup_steps == 7
+
+
 @pytest.mark.parametrize("warmup", [0, 1, 10])
 def test_a_warm_up_within_the_run_gives_no_notice(warmup: int) -> None:
     assert schedule(train__lr_warmup_steps=warmup)[1] == []
