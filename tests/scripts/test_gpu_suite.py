@@ -202,6 +202,34 @@ def test_a_suite_that_is_stopped_ends_its_parts(tmp_path: Path) -> None:
     assert not any(process.is_running() for process in inside)
 
 
+@pytest.mark.parametrize(("dry", "passed"), [(True, None), (False, False)])
+def test_a_lever_that_needs_a_gpu_is_wrong_only_where_there_is_one(
+    suite: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dry: bool,
+    passed: bool | None,
+) -> None:
+    pairs = {"pairs": [{"lever": "kernels liger", "refused": "needs a GPU"}]}
+    monkeypatch.setattr(suite.measuring, "_benchmark", lambda *_: pairs)
+    part = sys.modules["gpu_parts.part"]
+    scene = part.Scene(directory=tmp_path, results=tmp_path, models=tmp_path, dry=dry, limit_s=9)
+    found = part.Found(lambda _: None)
+    suite.measuring.lever("kernels liger", "full")(scene, found)
+    assert [(check.passed, check.said) for check in found.checks] == [(passed, "needs a GPU")]
+
+
+def test_what_is_left_is_what_the_next_run_does(suite: ModuleType, arguments: Namespace) -> None:
+    right, wrong, cannot, *new = [part.name for part in suite.PARTS]
+    suite.write_result(arguments.out, right, result("done", True, None))
+    suite.write_result(arguments.out, wrong, result("done", True, False))
+    suite.write_result(arguments.out, cannot, result("needs 2 GPUs"))
+    text = suite.pack(arguments)
+    left = json.loads((arguments.out / "results.json").read_text())["left"]
+    assert left == [wrong, *new]
+    assert f"Left: {'; '.join(left)}." in text
+
+
 def test_problems_are_listed_below_the_table(suite: ModuleType) -> None:
     text = suite.summary(
         {"tests": result("done", True, None), "saves": result("done", True, False)}, []
