@@ -159,6 +159,14 @@ def test_packages_on_the_python_path_reach_parts_and_commands_of_tests(
     assert subprocess.run(words, env=environment).returncode == 0
 
 
+def test_parts_keep_the_bytecode_of_what_they_import(
+    suite: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    words = [sys.executable, "-c", "import sys; sys.exit(sys.dont_write_bytecode)"]
+    assert subprocess.run(words, env=suite.offline()).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("program", "outcome"),
     [
