@@ -18,6 +18,7 @@ from bitsandbytes.functional import (
     QuantState,
     create_dynamic_map,
     dequantize_4bit,
+    dequantize_blockwise,
     int8_vectorwise_quant,
     name2qmap,
     quantize_4bit,
@@ -321,46 +322,65 @@ class FourBitMatrices(PackedMatrices):
         size = (self.experts, -(-self.rows * self.columns // 2))
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
+    @property
+    def at_once(self) -> int:
+        # A block of scaled weights would belong to two matrices.
+        has_part_of_block = self.rows * self.columns % WEIGHT_BLOCK != 0
+        return 1 if has_part_of_block else super().at_once
+
+    @property
+    def _blocks(self) -> int:
+        """Number of blocks of a matrix."""
+        return -(-self.rows * self.columns // WEIGHT_BLOCK)
+
     def allocate(self, device: torch.device) -> None:
-        blocks = -(-self.rows * self.columns // WEIGHT_BLOCK)
-        dtype = torch.uint8 if self._nested else torch.float32
-        self._scales = torch.empty(self.experts, blocks, dtype=dtype, device=device)
-        if self._nested:
-            above = -(-blocks // NESTED_BLOCK)
-            self._scales_of_scales = torch.empty(self.experts, above, device=device)
-            self._offsets = torch.empty(self.experts, device=device)
-            if "dynamic" not in name2qmap:  # which cannot be computed while memory is simulated
-                name2qmap["dynamic"] = create_dynamic_map()
-            self._code_of_scales = name2qmap["dynamic"].to(device, copy=True)
+        if not self._nested:
+            self._scales = torch.empty(self.experts, self._blocks, device=device)
+            return
+        # In whole blocks of their own, so that scales of several matrices are unpacked at once.
+        above = -(-self._blocks // NESTED_BLOCK)
+        size = (self.experts, above * NESTED_BLOCK)
+        self._scales = torch.empty(size, dtype=torch.uint8, device=device)
+        self._scales_of_scales = torch.empty(self.experts, above, device=device)
+        self._offsets = torch.empty(self.experts, 1, device=device)
+        if "dynamic" not in name2qmap:  # which cannot be computed while memory is simulated
+            name2qmap["dynamic"] = create_dynamic_map()
+        self._code_of_scales = name2qmap["dynamic"].to(device, copy=True)
 
     def _pack_one(self, matrix: Tensor, expert: int) -> Tensor:
         packed, state = _quantize_in_pieces(matrix, self._quant_type, self._nested, VALUES_AT_ONCE)
         assert self._scales is not None, "allocate comes first"
-        self._scales[expert] = state.absmax
+        self._scales[expert, : self._blocks] = state.absmax
         if self._nested:
             self._scales_of_scales[expert] = state.state2.absmax
             self._offsets[expert] = state.offset
         return packed.flatten()
 
-    def unpacked(self, packed: Tensor, expert: int) -> Tensor:
-        assert self._scales is not None, "pack comes first"
-        # The state of one matrix, made of rows of the tables of all.
+    def unpacked(self, packed: Tensor, experts: slice) -> Tensor:
+        of_some = packed[experts]
+        # The state of one weight whose rows are those of all these matrices.
         state = QuantState(
-            absmax=self._scales[expert],
-            shape=torch.Size((self.rows, self.columns)),
+            absmax=self._unpacked_scales(experts),
+            shape=torch.Size((len(of_some), self.rows, self.columns)),
             blocksize=WEIGHT_BLOCK,
             quant_type=self._quant_type,
             dtype=self.compute_dtype,
         )
+        return dequantize_4bit(of_some.view(-1, 1), state)
+
+    def _unpacked_scales(self, experts: slice) -> Tensor:
+        """Return the scales of some experts' matrices, in a row; float32."""
+        assert self._scales is not None, "pack comes first"
+        scales = self._scales[experts]
         if self._nested:
-            state.nested, state.offset = True, self._offsets[expert]
-            state.state2 = QuantState(
-                absmax=self._scales_of_scales[expert],
+            state = QuantState(
+                absmax=self._scales_of_scales[experts],
                 code=self._code_of_scales,
                 blocksize=NESTED_BLOCK,
                 dtype=torch.float32,
             )
-        return dequantize_4bit(packed[expert].unsqueeze(1), state)
+            scales = dequantize_blockwise(scales, state).add_(self._offsets[experts])
+        return scales[:, : self._blocks].flatten()
 
 
 class EightBitMatrices(PackedMatrices):
@@ -380,10 +400,10 @@ class EightBitMatrices(PackedMatrices):
         )
         return packed
 
-    def unpacked(self, packed: Tensor, expert: int) -> Tensor:
+    def unpacked(self, packed: Tensor, experts: slice) -> Tensor:
         assert self._scales is not None, "pack comes first"
-        scales = (self._scales[expert] / 127).unsqueeze(1)
-        return packed[expert].to(self.compute_dtype).mul_(scales)
+        scales = (self._scales[experts] / 127).unsqueeze(-1)
+        return packed[experts].to(self.compute_dtype).mul_(scales)
 
 
 def quantize_experts(experts: FusedExperts, kind: Quantization, compute_dtype: torch.dtype) -> None:

@@ -19,7 +19,14 @@ from ftkit.evaluation.loading import open_adapter
 from ftkit.evaluation.result import find_result
 from ftkit.exchange.merge import Merged
 from ftkit.models.architectures.transformers_architecture import is_router
-from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, packed_in
+from ftkit.models.bodies import experts
+from ftkit.models.bodies.experts import (
+    FusedExperts,
+    PackedMatrices,
+    packed_in,
+    packed_product,
+    rows_of_each,
+)
 from ftkit.models.flops import flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import BaseModel, open_base, weights
@@ -63,14 +70,19 @@ def packed(model: nn.Module) -> dict[str, PackedMatrices]:
     }
 
 
+def one_of(matrices: PackedMatrices, held: Tensor, expert: int) -> Tensor:
+    """[1, out, in]."""
+    return matrices.unpacked(held, slice(expert, expert + 1))
+
+
 def in_numbers(model: LanguageModel) -> LanguageModel:
     """A copy whose experts have the numbers that the model computes with as their parameters."""
     plain = copy.deepcopy(model)
     for module in plain.modules():
         for name, matrices in packed_in(module).items():
             held = getattr(module, name)
-            of_each = [matrices.unpacked(held, expert) for expert in range(matrices.experts)]
-            whole = torch.stack([m.t() if matrices.transposed else m for m in of_each])
+            whole = torch.cat([one_of(matrices, held, i) for i in range(matrices.experts)])
+            whole = whole.mT.contiguous() if matrices.transposed else whole
             setattr(module, name, nn.Parameter(whole, requires_grad=False))
         if packed_in(module):
             module.packed_matrices = {}
@@ -96,7 +108,7 @@ def test_each_matrix_has_the_numbers_of_a_quantised_linear_layer(
             original = matrix.t() if model in TRANSPOSED else matrix
             expected = rounded(original, kind)
             held = found.get_parameter(name)
-            assert torch.equal(one.unpacked(held, expert), expected)
+            assert torch.equal(one_of(one, held, expert)[0], expected)
             assert not torch.equal(expected, original)
 
 
@@ -186,33 +198,132 @@ def test_packed_matrices_take_what_their_bits_take(
     if kind.endswith("-dq"):
         found -= 256 * 4 + 4 * 4  # a table of values for scales, and an offset for each expert
     assert found == 4 * 256 * 256 * bytes_per_weight
-    assert matrices.unpacked(held, 3).dtype == torch.bfloat16
+    assert one_of(matrices, held, 3).dtype == torch.bfloat16
 
 
-def test_one_matrix_is_in_numbers_at_a_time(
-    base_of: BaseOf, monkeypatch: pytest.MonkeyPatch
+EACH = (5, 2, 3, 1, 4, 7, 1, 2)
+"""Rows of each of eight experts."""
+SOME = (0, 5, 3, 0, 0, 7, 1, 0)
+
+
+@pytest.mark.parametrize("kind", ["bnb.nf4", "bnb.nf4-dq", "bnb.int8"])
+@pytest.mark.parametrize(
+    ("rows", "size", "at_once", "groups"),
+    [
+        (EACH, (256, 64), 1, 8),
+        (EACH, (256, 64), 3, 3),
+        (EACH, (256, 64), 8, 1),
+        (SOME, (256, 64), 1, 4),
+        (SOME, (256, 64), 8, 2),  # experts without rows are not unpacked
+        ((0,) * 8, (256, 64), 8, 0),
+        (EACH, (96, 64), 3, 3),  # part of a block of scales
+        (EACH, (12, 20), 1, 8),  # part of a block of weights
+    ],
+)
+def test_a_product_is_that_of_each_matrix_however_many_are_unpacked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Quantization,
+    rows: tuple[int, ...],
+    size: tuple[int, int],
+    at_once: int,
+    groups: int,
+) -> None:
+    torch.manual_seed(0)
+    matrices, held = packed_experts(torch.randn(len(rows), *size), kind)
+    given = torch.randn(sum(rows), size[1])
+    factors = torch.randn(sum(rows), size[0])
+    of_each = zip(given.split(rows), factors.split(rows), strict=True)
+    expected: list[tuple[Tensor, Tensor]] = []
+    for expert, (x, factor) in enumerate(of_each):
+        matrix = one_of(matrices, held, expert)[0]
+        expected.append((x @ matrix.T, factor @ matrix))
+    calls = watch_unpacked(monkeypatch, matrices, at_once)
+    x, ends = given.requires_grad_(), torch.tensor(rows).cumsum(0, dtype=torch.int32)
+    product = packed_product(x, held, matrices, ends, rows_of_each(ends, len(x)))
+    assert len(calls) == groups
+    product.backward(factors)
+    assert len(calls) == 2 * groups
+    results, gradients = zip(*expected, strict=True)
+    torch.testing.assert_close(product, torch.cat(results))
+    torch.testing.assert_close(x.grad, torch.cat(gradients))
+
+
+def test_matrices_with_part_of_a_block_are_unpacked_one_by_one() -> None:
+    """Bytes of the next matrix would be taken for the rest of the block."""
+    four, _ = packed_experts(torch.randn(8, 12, 20), "bnb.nf4")
+    eight, _ = packed_experts(torch.randn(8, 12, 20), "bnb.int8")
+    assert four.at_once == 1 and eight.at_once > 8
+
+
+def packed_experts(weight: Tensor, kind: Quantization) -> tuple[PackedMatrices, Tensor]:
+    """Matrices of a module that has no model around, and the packed parameter."""
+    module = nn.Module()
+    module.down_proj = nn.Parameter(weight.to("meta"))
+    quantize_experts(FusedExperts(module, ("down_proj",), False), kind, weight.dtype)
+    matrices = packed_in(module)["down_proj"]
+    return matrices, matrices.pack(weight)
+
+
+def watch_unpacked(
+    monkeypatch: pytest.MonkeyPatch, matrices: PackedMatrices, at_once: int
+) -> list[slice]:
+    """Let a number of matrices be unpacked at once; list the experts of each time."""
+    bytes_of_one = matrices.rows * matrices.columns * matrices.compute_dtype.itemsize
+    monkeypatch.setattr(experts, "BYTES_AT_ONCE", (at_once + 1) * bytes_of_one - 1)
+    found: list[slice] = []
+    unpacked = matrices.unpacked
+
+    def watched(packed: Tensor, experts: slice) -> Tensor:
+        found.append(experts)
+        return unpacked(packed, experts)
+
+    monkeypatch.setattr(matrices, "unpacked", watched)
+    return found
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", *OTHER_KINDS])
+def test_a_step_does_not_depend_on_how_many_matrices_are_unpacked_at_once(
+    base_of: BaseOf, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    keys = {"lora_targets": ["kv_proj"]} if model == "jetmoe" else {}
+    trained = train(built(base_of(model), "bnb.nf4-dq", **keys))
+    expected = step(trained)
+    largest = max(m.numbers // m.experts for m in packed(trained).values())
+    for at_once in (1, 3):
+        monkeypatch.setattr(experts, "BYTES_AT_ONCE", at_once * largest * 4)
+        assert {m.at_once for m in packed(trained).values()} >= {at_once}
+        loss, gradients = step(trained)
+        assert loss == expected[0]
+        assert_equal(gradients, expected[1])
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_one_group_is_in_numbers_at_a_time(
+    base_of: BaseOf, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     model = built(base_of("qwen3_moe"), "bnb.nf4")
     made: list[Any] = []
 
     def watched(unpacked: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*arguments: Any) -> Tensor:
-            assert all(matrix() is None for matrix in made)
+            assert all(group() is None for group in made)
             found = unpacked(*arguments)
             made.append(weakref.ref(found))
             return found
 
         return call
 
+    if at_once == 1:
+        monkeypatch.setattr(experts, "BYTES_AT_ONCE", 1)
     for matrices in packed(model).values():
         monkeypatch.setattr(matrices, "unpacked", watched(matrices.unpacked))
     count = TOKENS.numel()
     loss = model(TOKENS, torch.arange(count), TOKENS.flatten().roll(-1))
-    forward = len(made)
-    assert 2 * 2 < forward <= 2 * 2 * 4
-    assert all(matrix() is None for matrix in made)
+    # Two matrices of each expert in two layers; every expert has tokens.
+    assert len(made) == 2 * 2 * (4 // at_once)
+    assert all(group() is None for group in made)
     loss.backward()
-    assert len(made) == 2 * forward
+    assert len(made) == 2 * 2 * 2 * (4 // at_once)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text"])

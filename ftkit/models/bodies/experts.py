@@ -1,7 +1,7 @@
 """Fused experts: the matrices of a layer's experts are one parameter of three dimensions."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -19,6 +19,10 @@ _PACKED = "packed_matrices"
 """Attribute of a module that holds its `PackedMatrices` by the names of its parameters."""
 PAIRS = "_pairs"
 """Suffix: a parameter's name and this is the name of the module with its low-rank pairs."""
+BYTES_AT_ONCE = 128 * 2**20
+"""Bytes of quantised matrices that are unpacked at once, but at least one matrix. All of a layer of
+Qwen3-30B-A3B would be 1.2 GB in bfloat16; a GPU unpacks as many as these in about the time in which
+the host launches the operations of a group."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,12 @@ class PackedMatrices(ABC):
         """Number of weights in all matrices."""
         return self.experts * self.rows * self.columns
 
+    @property
+    def at_once(self) -> int:
+        """Number of matrices that are unpacked at once."""
+        bytes_of_one = self.rows * self.columns * self.compute_dtype.itemsize
+        return max(1, BYTES_AT_ONCE // bytes_of_one)
+
     @abstractmethod
     def outline(self) -> Tensor:
         """Make the packed parameter on the meta device; its first dimension is the experts."""
@@ -99,8 +109,16 @@ class PackedMatrices(ABC):
         """Quantise an expert's matrix, [out, in]; keep its scales and return it packed."""
 
     @abstractmethod
-    def unpacked(self, packed: Tensor, expert: int) -> Tensor:
-        """Unpack the [out, in] matrix of an expert, in the dtype of the computation."""
+    def unpacked(self, packed: Tensor, experts: slice) -> Tensor:
+        """Unpack matrices of some experts at once, in the dtype of the computation.
+
+        Args:
+            packed: the parameter.
+            experts: `at_once` of them or fewer, one after the other.
+
+        Returns:
+            [some experts, out, in].
+        """
 
 
 def count_of_each(chosen: Tensor, experts: int) -> Tensor:
@@ -110,19 +128,21 @@ def count_of_each(chosen: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
 
 
-def rows_of_each(counts: Tensor, rows: int) -> list[slice]:
+def rows_of_each(ends: Tensor, rows: int) -> list[slice]:
     """Return the slice of the rows of each expert, if rows are sorted by expert.
 
+    The host waits for the device.
+
     Args:
-        counts: [experts], rows of each; fake tensors count as equal.
+        ends: [experts], the end of each expert's rows; of fake tensors, all have as many rows.
         rows: of all experts.
     """
     # Fake tensors have no values: equal counts stand for all others.
-    if is_fake(counts):
-        ends = [rows * (expert + 1) // len(counts) for expert in range(len(counts))]
+    if is_fake(ends):
+        of_each = [rows * (expert + 1) // len(ends) for expert in range(len(ends))]
     else:
-        ends = counts.cumsum(0).tolist()
-    return [slice(start, end) for start, end in pairwise((0, *ends))]
+        of_each = ends.tolist()
+    return [slice(start, end) for start, end in pairwise((0, *of_each))]
 
 
 def packed_in(module: nn.Module) -> Mapping[str, PackedMatrices]:
@@ -199,6 +219,95 @@ def _sums(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         # Not a product: what is there may be NaN. The host need not know which experts they are.
         sums.masked_fill_(is_empty[:, None, None], 0)
     return sums
+
+
+def packed_product(
+    x: Tensor, weight: Tensor, matrices: PackedMatrices, ends: Tensor, rows: list[slice]
+) -> Tensor:
+    """Multiply each row by the quantised matrix of its expert: [rows, out].
+
+    Args:
+        x: [rows, in], sorted by expert.
+        weight: the packed parameter.
+        matrices: unpack it.
+        ends: [experts] int32, the end of each expert's rows.
+        rows: of each expert, as `rows_of_each` returns them.
+    """
+    x = x.to(matrices.compute_dtype)
+    result: Tensor = _PackedProduct.apply(x, weight, matrices, ends, rows)
+    return result
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Product of each row with the quantised matrix of its expert, with a gradient for the row."""
+
+    # The parameter itself is saved for the backward pass: a view would keep alive what strategies
+    # gather.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        matrices: PackedMatrices,
+        ends: Tensor,
+        rows: list[slice],
+    ) -> Tensor:
+        # No gradient for the frozen matrices, so the input need not be kept.
+        ctx.matrices, ctx.rows = matrices, rows
+        ctx.save_for_backward(weight, ends)
+        return _product_in_groups(x, weight, matrices, ends, rows, transposed=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, ends = ctx.saved_tensors
+        gradient = gradients[0].to(ctx.matrices.compute_dtype)
+        of_x = _product_in_groups(gradient, weight, ctx.matrices, ends, ctx.rows, transposed=False)
+        return of_x, None, None, None, None
+
+
+def _product_in_groups(
+    x: Tensor,
+    weight: Tensor,
+    matrices: PackedMatrices,
+    ends: Tensor,
+    rows: list[slice],
+    *,
+    transposed: bool,
+) -> Tensor:
+    """Multiply each row by the matrix of its expert, unpacked, or by that transposed."""
+
+    def product(experts: slice, own: slice) -> Tensor:
+        unpacked = matrices.unpacked(weight, experts)
+        factors = unpacked.mT if transposed else unpacked
+        return _products(x[own], factors, ends[experts] - own.start)
+
+    # The host knows the rows, for which it waits once in a layer. A grouped product begins at the
+    # first row, so without that knowledge each group would multiply the rows of all groups before
+    # it, too: several times the work.
+    groups = list(_groups(rows, matrices.at_once))
+    if len(groups) == 1:
+        return product(*groups[0])
+    result = x.new_empty(len(x), matrices.rows if transposed else matrices.columns)
+    # Fake tensors are for shapes alone, and their groups are equal: the first one stands for all.
+    for experts, own in groups[:1] if is_fake(x) else groups:
+        result[own] = product(experts, own)
+    return result
+
+
+def _groups(rows: list[slice], at_once: int) -> Iterator[tuple[slice, slice]]:
+    """Yield experts that are unpacked at once, with their rows, given the rows of each expert."""
+    start = 0
+    for expert, own in enumerate(rows):
+        is_empty = own.start == own.stop
+        # An expert without rows need not be unpacked, so a group ends before it.
+        if start < expert and (is_empty or expert - start == at_once):
+            yield slice(start, expert), slice(rows[start].start, own.start)
+            start = expert
+        if is_empty:
+            start = expert + 1
+    if start < len(rows):
+        yield slice(start, len(rows)), slice(rows[start].start, rows[-1].stop)
 
 
 @cache

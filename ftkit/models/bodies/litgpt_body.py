@@ -264,7 +264,8 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
         experts = chosen.flatten()
         # Stable, so that sums over tokens have the same order in every run.
         order = experts.argsort(stable=True)
-        rows = rows_of_each(count_of_each(experts, len(self.experts)), len(experts))
+        ends = count_of_each(experts, len(self.experts)).cumsum(0)
+        rows = rows_of_each(ends, len(experts))
         # Experts without tokens are called too: sharded ranks wait for each other in each layer.
         results = [
             expert(tokens[order[own] // of_each])

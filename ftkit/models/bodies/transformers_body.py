@@ -6,8 +6,7 @@ that is not its own. Here the sequences take the place of a mask.
 For experts whose matrices are one parameter of three dimensions, transformers calls the function
 that a model's settings name; older models have modules of their own. The code of transformers uses
 products that fake tensors do not support in float32, or reads values of tensors, and cannot use
-quantised matrices. Here these are unpacked one by one for their product, and nothing unpacked is
-kept.
+quantised matrices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any, Self
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -39,10 +37,10 @@ from ftkit.models.bodies.body import Body, GatedMlp
 from ftkit.models.bodies.experts import (
     PAIRS,
     FusedExperts,
-    PackedMatrices,
     count_of_each,
     grouped_product,
     packed_in,
+    packed_product,
     rows_of_each,
 )
 from ftkit.models.bodies.norm import replace_norms
@@ -430,13 +428,11 @@ class _RowsOfEach:
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply [rows, in], sorted by expert, given the number of rows of each expert."""
-        counts = counts.to(rows.device)
+        weight, counts = self._module.weight, counts.to(rows.device)
+        ends = counts.cumsum(0, dtype=torch.int32)
         if matrices := packed_in(self._module).get("weight"):
-            return _packed_product(
-                rows, self._module.weight, matrices, rows_of_each(counts, len(rows))
-            )
-        ends = counts.cumsum(0).to(torch.int32)
-        return grouped_product(rows, self._module.weight, ends, transposed=self._transposed)
+            return packed_product(rows, weight, matrices, ends, rows_of_each(ends, len(rows)))
+        return grouped_product(rows, weight, ends, transposed=self._transposed)
 
 
 class _AllRows:
@@ -452,12 +448,15 @@ class _AllRows:
         if not packed:
             result: Tensor = self._unquantized(hidden)
             return result
-        tokens = len(hidden) // module.num_experts
-        rows = [slice(i * tokens, (i + 1) * tokens) for i in range(module.num_experts)]
-        both = _packed_product(hidden, module.gate_up_proj, packed["gate_up_proj"], rows)
-        gate, up = both.chunk(2, dim=-1)
-        x = up * module.act_fn(gate)
-        return _packed_product(x, module.down_proj, packed["down_proj"], rows)
+        tokens, experts = len(hidden) // module.num_experts, module.num_experts
+        rows = [slice(i * tokens, (i + 1) * tokens) for i in range(experts)]
+        ends = tokens * torch.arange(1, experts + 1, dtype=torch.int32, device=hidden.device)
+
+        def product(given: Tensor, name: str) -> Tensor:
+            return packed_product(given, getattr(module, name), packed[name], ends, rows)
+
+        gate, up = product(hidden, "gate_up_proj").chunk(2, dim=-1)
+        return product(up * module.act_fn(gate), "down_proj")
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -467,12 +466,12 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     """
     pairs = _Pairs.of(chosen, module.num_experts)
     packed = packed_in(module)
-    rows = rows_of_each(pairs.counts, len(pairs.order)) if packed else []
+    rows = rows_of_each(pairs.ends, len(pairs.order)) if packed else []
 
     def product(given: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         if matrices := packed.get(name):
-            result = _packed_product(given, weight, matrices, rows)
+            result = packed_product(given, weight, matrices, pairs.ends, rows)
         else:
             result = grouped_product(given, weight, pairs.ends, transposed=module.is_transposed)
         if module.has_bias:
@@ -498,8 +497,6 @@ class _Pairs:
 
     order: Tensor
     """[pairs], the index of each pair among the choices of all tokens."""
-    counts: Tensor
-    """[experts] int32, pairs of each."""
     ends: Tensor
     """[experts] int32, the end of the pairs of each."""
     of_each: int
@@ -509,10 +506,10 @@ class _Pairs:
     def of(cls, chosen: Tensor, experts: int) -> Self:
         """Sort the choices, [tokens, experts per token]."""
         flat = chosen.flatten()
-        counts = count_of_each(flat, experts)
         # Stable, so that the tokens of an expert have the same order in every run.
         order = flat.argsort(stable=True)
-        return cls(order, counts, counts.cumsum(0, dtype=torch.int32), chosen.size(-1))
+        ends = count_of_each(flat, experts).cumsum(0, dtype=torch.int32)
+        return cls(order, ends, chosen.size(-1))
 
     def rows_of(self, hidden: Tensor) -> Tensor:
         """Return the row of [tokens, width] for each pair."""
@@ -547,48 +544,3 @@ class _DbrxExperts:
 
 
 ALL_EXPERTS_FUNCTIONS.register(_OURS, _experts)
-
-
-def _packed_product(
-    x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
-) -> Tensor:
-    """Multiply each row by the quantised matrix of its expert: [rows, in] to [rows, out]."""
-    x = x.to(matrices.compute_dtype)
-    result: Tensor = _PackedProduct.apply(x, weight, matrices, rows)
-    return result
-
-
-class _PackedProduct(torch.autograd.Function):
-    """Product of each row with the quantised matrix of its expert, with a gradient for the row."""
-
-    # The parameter itself is saved for the backward pass: a view would keep alive what strategies
-    # gather.
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, matrices: PackedMatrices, rows: list[slice]
-    ) -> Tensor:
-        if is_fake(x):
-            rows = [slice(0, len(x))]  # matrices are unpacked one by one: the memory is that of one
-        # No gradient for the frozen matrices, so the input need not be kept.
-        ctx.matrices, ctx.rows = matrices, rows
-        ctx.save_for_backward(weight)
-        result = x.new_empty(len(x), matrices.rows)
-        # One matrix at a time: in bf16 all experts of a layer of Mixtral-8x7B take 2.6 GiB
-        # unpacked, one matrix 0.2.
-        for expert, own in enumerate(rows):
-            # An expert without tokens need not be unpacked.
-            if own.start < own.stop:
-                torch.mm(x[own], matrices.unpacked(weight, expert).t(), out=result[own])
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        matrices: PackedMatrices = ctx.matrices
-        gradient = gradients[0].to(matrices.compute_dtype)
-        of_x = gradient.new_empty(len(gradient), matrices.columns)
-        for expert, own in enumerate(ctx.rows):
-            if own.start < own.stop:
-                torch.mm(gradient[own], matrices.unpacked(weight, expert), out=of_x[own])
-        return of_x, None, None, None
