@@ -15,6 +15,7 @@ from rank_jobs import require_deepspeed
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
 from tiny import make_llama
+from transformers_models import make_transformers_model
 
 from ftkit.runs.report.report import read_report
 
@@ -126,6 +127,22 @@ def test_activations_leave_the_card_and_come_back_without_a_wait(
     sent = counts.of_step(STEP, "to_host_async", "to_device")
     assert sent[f"to_host_async {copied}"] == layers * MICRO_STEPS["single"]
     assert sent[f"to_device {copied}"] == (layers - 2) * MICRO_STEPS["single"]
+
+
+def test_the_host_waits_once_for_the_rows_of_quantised_experts_in_a_layer(
+    machine: OnCard, tmp_path: Path
+) -> None:
+    """In the forward pass; the backward pass knows them."""
+    layers = 3
+    base = make_transformers_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=layers)
+    words = ("--checkpoint_dir", str(base), "--quantize", "bnb.nf4", "--precision", "bf16-true")
+    found = machine.completed("finetune", *ONE, *words)
+    rows = "to_host pageable models/bodies/experts.py:rows_of_each"
+    counts = machine.counts(found.out_dir).of_step(STEP, *WAITS)
+    # The simulated card has no grouped kernel: there torch itself reads the ends of the rows.
+    torchs = "to_host pageable models/bodies/experts.py:_products"
+    ours = {place: count for place, count in counts.items() if place != torchs}
+    assert ours == WAITS_IN_A_STEP["single"] | {rows: layers * MICRO_STEPS["single"]}
 
 
 def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> None:
