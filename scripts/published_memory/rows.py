@@ -1,8 +1,8 @@
 """The published figures, each with its source.
 
-A row is listed before it is simulated, and stays whatever its error. The rows of a source are all of
-one rule, which stands beside them. What the source does not say, and the simulation needs, is in
-`assumed`; it is not chosen by the error.
+A row is listed before it is simulated, and stays whatever its error. Which rows of a source are
+listed is a rule that stands beside them. What the source does not say, and the simulation needs,
+is in `assumed`; it is not chosen by the error.
 """
 
 from collections.abc import Iterator, Mapping
