@@ -1,7 +1,7 @@
 """The programs whose memory was published: each builds its own model and trains it on fake tensors.
 
-What lives how long is as in their sources: LitGPT's loop, for example, holds the logits of a
-micro-batch while the next one is computed.
+What lives how long is as in their sources: LitGPT's loop, for example, holds the logits in the
+backward pass.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,11 @@ def litgpt_lora(
     micro_batches: int,
     layers: str = "attention",
     quantize: str | None = None,
+    longest_is_first: bool = False,
 ) -> int:
     """litgpt/finetune/lora.py: logits in chunks.
+
+    Until 2023 the first micro-batch has the longest sequence; there is no optimizer state then.
 
     Quantised by bitsandbytes 0.41 or 0.42, which keeps the inputs of its layers, with the paged
     optimizer.
@@ -73,7 +76,9 @@ def litgpt_lora(
             if quantize
             else torch.optim.AdamW(trained, foreach=True)
         )
-        return _litgpt_loop(row, model, optimizer, micro_batches, chunk=128)
+        return _litgpt_loop(
+            row, model, optimizer, micro_batches, chunk=128, longest_is_first=longest_is_first
+        )
 
 
 def litgpt_full(row: Row, *, micro_batches: int) -> int:
@@ -87,26 +92,38 @@ def litgpt_full(row: Row, *, micro_batches: int) -> int:
         return _litgpt_loop(row, model, optimizer, micro_batches, chunk=0)
 
 
-def _litgpt_loop(row: Row, model: Any, optimizer: Any, micro_batches: int, chunk: int) -> int:
+def _litgpt_loop(
+    row: Row,
+    model: Any,
+    optimizer: Any,
+    micro_batches: int,
+    *,
+    chunk: int,
+    longest_is_first: bool = False,
+) -> int:
     model.train()
+    trained = trained_parameters(model)
 
     def run(begin: Callable[[], None]) -> None:
-        make_state(optimizer, trained_parameters(model))
+        if not longest_is_first:
+            make_state(optimizer, trained)
         begin()
-        # Two micro-batches: the second has the gradients, logits and loss of the first.
-        for index in range(2):
-            ids = torch.zeros(row.sequences, row.tokens, dtype=torch.long)
-            if chunk:
-                logits = model(ids, lm_head_chunk_size=chunk)
-                logits[-1] = logits[-1][..., :-1, :]
-                loss = chunked_cross_entropy(logits, ids[..., 1:])
-            else:
-                logits = model(ids)
-                loss = chunked_cross_entropy(logits[..., :-1, :], ids[..., 1:])
-            (loss / micro_batches).backward()
-            if micro_batches == 1 or index == 1:
-                optimizer.step()
-                optimizer.zero_grad()
+        if not longest_is_first and micro_batches > 1:
+            # Of the micro-batches before the longest. Their logits and losses, which are held
+            # until it has its own, are left out: these batches are shorter.
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+        ids = torch.zeros(row.sequences, row.tokens, dtype=torch.long)
+        if chunk:
+            logits = model(ids, lm_head_chunk_size=chunk)
+            logits[-1] = logits[-1][..., :-1, :]
+            loss = chunked_cross_entropy(logits, ids[..., 1:])
+        else:
+            logits = model(ids)
+            loss = chunked_cross_entropy(logits[..., :-1, :], ids[..., 1:])
+        (loss / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return peak_bytes(model, run)
 
@@ -132,7 +149,7 @@ def lightning(row: Row) -> int:
 
 
 def transformers_trainer(row: Row, *, mode: str) -> int:
-    """Trainer of transformers 4.48 in bf16 with activation checkpointing, and PEFT's LoRA of rank 16.
+    """Trainer of transformers 4.48: bf16, checkpointed activations, PEFT's LoRA of rank 16.
 
     Args:
         row: the figure.

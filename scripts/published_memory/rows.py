@@ -85,6 +85,7 @@ def _litgpt_resource_table() -> Iterator[Row]:
                 "dropout": 0.05,
                 "micro_batches": 128 // sequences,
                 "quantize": quantize,
+                "longest_is_first": True,
             },
         )
 
