@@ -60,6 +60,11 @@ _METHODS = {
 """Usual name of each quant_method of a config.json."""
 _KEYS = ("quantization_config", "compression_config")
 """Keys of a config.json with a quantised model; earlier llm-compressor wrote the second."""
+_COMPRESSED = (
+    *("float-quantized", "naive-quantized", "int-quantized", "pack-quantized"),
+    "nvfp4-pack-quantized",
+)
+"""Formats of compressed-tensors that can be read, where their numbers lie around zero."""
 _EIGHT_BITS = ("eetq", "fbgemm_fp8", "fp8")
 
 
@@ -182,25 +187,75 @@ def _implausible(file: Path | str, problem: str) -> UserError:
     return UserError(f"{file} describes no model: {problem}. Take it from the original model.")
 
 
-def require_plain_weights(settings: Mapping[str, Any], name: str) -> None:
-    """Refuse a model whose weights are stored quantised.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredForm:
+    """How the weights of a model are stored in 4 or 8 bits."""
+
+    method: str
+    """quant_method of its config.json."""
+    title: str
+    """Usual name of the method."""
+    bits: int = 4
+    """Of the numbers of GPTQ."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of FP8 weights that share a scale, if the settings say so."""
+    zeros_less_one: bool = True
+    """Whether GPTQ's zeros are stored less one, as its first version does."""
+
+
+def stored_form(settings: Mapping[str, Any], name: str) -> StoredForm | None:
+    """Return how the weights of a model are stored; None: as plain numbers.
 
     Args:
         settings: the content of its config.json.
         name: of the model, as the user knows it.
 
     Raises:
-        UserError: names the method and the model to use instead.
+        UserError: they are stored in a form that cannot be read; names it, and what to use instead.
     """
-    for key in _KEYS:
-        quantization = settings.get(key)
-        if quantization:
-            known = quantization if isinstance(quantization, Mapping) else {}
-            raise quantized_weights(known, name)
+    known = next((settings[key] for key in _KEYS if settings.get(key)), None)
+    if not known:
+        return None
+    known = known if isinstance(known, Mapping) else {}
+    method = str(known.get("quant_method") or _unnamed_method(known))
+    if not _is_readable(method, known):
+        raise quantized_weights(known, name)
+    block, bits = known.get("weight_block_size"), known.get("bits", 4)
+    return StoredForm(
+        method=method,
+        title=_METHODS[method],
+        bits=bits,
+        block=(block[0], block[1]) if isinstance(block, list) and len(block) == 2 else None,
+        zeros_less_one=known.get("checkpoint_format") != "gptq_v2",
+    )
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without what they say of stored weights, as of the model in memory."""
+    return {key: value for key, value in settings.items() if key not in _KEYS}
+
+
+def _is_readable(method: str, known: Mapping[str, Any]) -> bool:
+    if method == "gptq":
+        return known.get("bits") in (2, 4, 8)
+    if method == "awq":
+        return known.get("bits", 4) == 4 and str(known.get("version", "gemm")).lower() == "gemm"
+    if method == "compressed-tensors":
+        groups = known.get("config_groups")
+        weights = [
+            group.get("weights") or {}
+            for group in (groups.values() if isinstance(groups, Mapping) else ())
+            if isinstance(group, Mapping)
+        ]
+        symmetric = all(weight.get("symmetric", True) for weight in weights)
+        return known.get("format") in _COMPRESSED and symmetric
+    if method == "modelopt":
+        return known.get("quant_algo") in ("FP8", "NVFP4")
+    return method in ("bitsandbytes", "fp8", "mxfp4")
 
 
 def quantized_weights(quantization: Mapping[str, Any], name: str) -> UserError:
-    """Return the error for a model with quantised weights, with what to use instead.
+    """Return the error for quantised weights that cannot be read, with what to use instead.
 
     Args:
         quantization: how its weights are stored, as in a config.json.
@@ -211,8 +266,8 @@ def quantized_weights(quantization: Mapping[str, Any], name: str) -> UserError:
     # The format of ftkit with the nearest number of bits.
     kind = "bnb.int8" if method in _EIGHT_BITS or quantization.get("load_in_8bit") else "bnb.nf4"
     return UserError(
-        f"checkpoint_dir {name} holds {title} weights, which are rounded already and cannot be "
-        "trained. Give the original model, in 16 or 32 bits, with "
+        f"checkpoint_dir {name} holds {title} weights in a form that ftkit does not read. "
+        "Give the original model, in 16 or 32 bits, with "
         f"--quantize {kind} if memory is short: that quantises it while it is loaded."
     )
 

@@ -19,6 +19,7 @@ from ftkit.models.architectures.architecture import (
     ModelLayout,
     Naming,
 )
+from ftkit.models.architectures.checks import StoredForm, plain_settings, stored_form
 from ftkit.models.architectures.read import (
     default_architecture,
     known_architecture,
@@ -28,6 +29,7 @@ from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.gguf.convert import conversion_place, gguf_settings
 from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
+from ftkit.models.pretrained.packed_weights import unpacked
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import (
@@ -87,6 +89,8 @@ class BaseModel:
     companions: Mapping[str, bytes] | None = None
     """Files beside the weights, by name, if it was opened without weights: the checkpoint that a
     run started from may be deleted before the run ends. None: they are read when needed."""
+    form: StoredForm | None = None
+    """How its files store the weights in 4 or 8 bits; None: as plain numbers."""
     known_as: str | None = None
     """ORG/NAME of a model whose sizes come from LitGPT; None: they come from its own settings."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
@@ -150,11 +154,12 @@ def open_base(
     directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
     name = short_name(directory)
     settings = hub.read_json(directory / "config.json")
+    form, settings = stored_form(settings, name), plain_settings(settings)
     layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
     architecture = _architecture_of(directory, settings, name, layout, implementation)
     storage = storage_of(architecture, layout)
     # Headers only: names, shapes and formats of all tensors.
-    stored = stored_tensors(_weight_files(directory), storage.is_kept)
+    stored = _stored(directory, storage, form, settings)
     holders = storage.holders(stored)
     # Settings and files may disagree on whether the head is tied.
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
@@ -175,6 +180,7 @@ def open_base(
         dtype=embedding.dtype if embedding else torch.float32,
         layout=layout,
         settings=settings,
+        form=form,
         rest={name: tensor for name, tensor in stored.items() if storage.is_kept(name)},
     )
     # Last, because what has to be there depends on whether the head is tied.
@@ -248,7 +254,7 @@ def open_without_weights(directory: Path) -> BaseModel:
     # Random weights are drawn again from the architecture.
     if name.startswith("random:"):
         return _open_random(name, implementation)
-    settings = hub.read_json(directory / "config.json")
+    settings = plain_settings(hub.read_json(directory / "config.json"))
     # By the settings: `hub.is_litgpt` needs the weights, too.
     layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
     return BaseModel(
@@ -376,7 +382,7 @@ def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callab
             "directory or the hub name of the model itself."
         )
     storage = storage_of(architecture, base.layout)
-    stored = stored_tensors(_weight_files(base.directory), storage.is_kept)
+    stored = _stored(base.directory, storage, base.form, base.settings)
     storage.require_complete(stored, base.directory, tied=base.tied)
     holders = storage.holders(stored)
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
@@ -453,6 +459,25 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / "lit_model.pth"] if is_litgpt else hub.weight_files(directory)
 
 
+def _stored(
+    directory: Path, storage: WeightStorage, form: StoredForm | None, settings: Mapping[str, Any]
+) -> dict[str, WeightTensor]:
+    """List the tensors of a model's files by name, each as a plain one; reads only headers."""
+    files = _weight_files(directory)
+    if form is None:
+        return stored_tensors(files, storage.is_kept)
+    named = settings.get("dtype") or settings.get("torch_dtype")
+    dtype = getattr(torch, str(named), torch.bfloat16)
+    tensors = unpacked(stored_tensors(files, lambda _: True), form, dtype)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values() and not storage.is_kept(name):
+            raise UserError(
+                f"{directory} holds {form.title} weights, but {name} of {tensor.dtype} lacks the "
+                "tensors that belong to it. Download the model again, or give the original one."
+            )
+    return tensors
+
+
 def _is_equal(left: HeldParameter, right: HeldParameter, compare: bool) -> bool:
     """Return whether two tensors share memory or, with compare, hold the same numbers."""
     a, b = left.read(), right.read()
@@ -511,7 +536,7 @@ def read_blueprint(
         return open_base(checkpoint_dir, implementation)
     # From the surest source to the least: files here, a GGUF header, LitGPT's list of sizes.
     if directory := hub.settings_directory(checkpoint_dir, root=root):
-        settings = hub.read_json(directory / "config.json")
+        settings = plain_settings(hub.read_json(directory / "config.json"))
         return _of_settings(directory, settings, implementation)
     if file := hub.find_gguf(checkpoint_dir, root=root):
         return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.checks import quantized_weights, require_plain_weights
+from ftkit.models.architectures.checks import quantized_weights, stored_form
 from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
 from ftkit.recipe.options import DownloadOptions
 from ftkit.utils import embedded
@@ -141,7 +141,7 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
         name = str(directory)
     for candidate in _places(name, root):
         if candidate.is_dir() and not missing_files(candidate):
-            _require_plain_weights(candidate)
+            _require_readable_weights(candidate)
             return candidate
     file = find_gguf(name, root=root)
     return None if file is None else _converted(file, root)
@@ -232,7 +232,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
                     allow_patterns=wanted,
                     tqdm_class=_byte_bars(phase.advance, sum(absent.values())),
                 )  # fmt: skip
-                _require_plain_weights(directory)
+                _require_readable_weights(directory)
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
         raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
     # Left by earlier attempts, under names that this one did not continue.
@@ -289,7 +289,7 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
 
     Raises:
         UserError: the embedded model does not exist, a directory holds several GGUF files, or the
-            weights are stored quantised.
+            weights are stored in a form that cannot be read.
     """
     if name.startswith("embedded:"):
         return _embedded(name)
@@ -299,7 +299,7 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
     # Settings are enough here, so the directory may be one without weights.
     for candidate in (Path(name).expanduser(), root / plain):
         if any((candidate / file).is_file() for file in ("config.json", "model_config.yaml")):
-            _require_plain_weights(candidate)
+            _require_readable_weights(candidate)
             return candidate
     return None
 
@@ -426,9 +426,10 @@ def _converted(file: Path, root: Path) -> Path | None:
     return place if place.is_dir() else None
 
 
-def _require_plain_weights(directory: Path) -> None:
-    """Refuse a directory whose weights are stored quantised."""
-    require_plain_weights(read_json(directory / "config.json"), str(directory))
+def _require_readable_weights(directory: Path) -> None:
+    """Refuse a directory whose weights are stored in a form that cannot be read."""
+    if stored_form(read_json(directory / "config.json"), str(directory)) is not None:
+        return
     for note, method in _QUANTIZED_NOTES.items():
         if (directory / note).is_file():
             raise quantized_weights({"quant_method": method}, str(directory))

@@ -583,9 +583,9 @@ def test_licences_are_fetched_with_the_model(served: Hub, root: Path) -> None:
     assert contents(download(REPOSITORY, root=root)) == needed(SAFE) | terms
 
 
-def test_weights_that_are_quantised_are_not_downloaded(served: Hub, root: Path) -> None:
-    served.files["config.json"] = b'{"quantization_config": {"quant_method": "awq"}}'
-    assert "holds AWQ weights" in failure(root)
+def test_weights_that_cannot_be_read_are_not_downloaded(served: Hub, root: Path) -> None:
+    served.files["config.json"] = b'{"quantization_config": {"quant_method": "aqlm"}}'
+    assert "holds AQLM weights" in failure(root)
     assert [request.path.rpartition("/")[2] for request in served.transfers()] == ["config.json"]
 
 

@@ -84,8 +84,9 @@ def test_recipes_run_through_transformers_with_the_same_losses(place: Path, ftki
     with_litgpt = ftkit(*finetune("with"), absent=False)
     assert with_litgpt.returncode == 0, with_litgpt.stderr
     close = [float(row["loss"]) for row in rows(place / "with")]
-    # Its code adds numbers in another order.
-    assert close == pytest.approx([float(loss) for loss in losses[0]], abs=1e-4)
+    assert close[0] == pytest.approx(float(losses[0][0]), abs=1e-6)
+    # Adapters begin with numbers that follow from the names of their layers, which differ.
+    assert close == pytest.approx([float(loss) for loss in losses[0]], abs=1e-3)
 
     more = ("--resume", "auto", "--train.max_steps", "5")
     refused = ftkit(*finetune("with", *more))

@@ -1,0 +1,440 @@
+"""Weights that are published in 4 or 8 bits, read as plain ones.
+
+What a quantiser wrote as several tensors, numbers and their scales, appears as one tensor of its
+original name, shape and number format, which is unpacked when it is read. Each reader follows the
+published layout and gives the numbers that the library of that layout computes with.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ftkit.errors import UserError
+from ftkit.models.architectures.checks import StoredForm
+from ftkit.models.pretrained.weight_files import WeightTensor
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_PIECE = 2**24
+"""Numbers that are unpacked at once: float32 copies stay at 64 MiB."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of 4-bit floats by their lower three bits (Open Compute's microscaling formats)."""
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Columns that AWQ packs into one word, from its lowest bits."""
+_UNUSED = (
+    *(".input_scale", ".activation_scale", ".input_global_scale", ".weight_format"),
+    *(".k_scale", ".v_scale", ".output_scale"),
+)
+"""Ends of tensors that only matter where activations or the cache are quantised too."""
+
+Parts = Mapping[str, WeightTensor]
+"""Tensors of one weight, by the end of their names."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a weight is divided into tensors; ends of names follow its own."""
+
+    packed: str
+    """End of the tensor that holds its numbers, in place of `plain`."""
+    needed: tuple[str, ...]
+    """Ends of the tensors that must lie beside it."""
+    shape: Callable[[Parts, StoredForm], torch.Size]
+    read: Callable[[Parts, torch.dtype, StoredForm], Tensor]
+    plain: str = ""
+    """End of the weight's own name."""
+    dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8, torch.int32, *_FP8)
+    """Number formats of the packed tensor."""
+    further: tuple[str, ...] = ()
+    """Ends of tensors that may lie beside it."""
+
+    def parts(self, name: str, stored: Mapping[str, WeightTensor]) -> tuple[str, Parts] | None:
+        """Return the name of the weight that a tensor belongs to, and its tensors; or None."""
+        if not name.endswith(self.packed) or stored[name].dtype not in self.dtypes:
+            return None
+        stem = name.removesuffix(self.packed)
+        ends = (self.packed, *self.needed, *self.further)
+        parts = {end: stored[stem + end] for end in ends if stem + end in stored}
+        if not all(end in parts for end in self.needed):
+            return None
+        return stem + self.plain, parts
+
+
+def unpacked(
+    stored: Mapping[str, WeightTensor], form: StoredForm, dtype: torch.dtype
+) -> dict[str, WeightTensor]:
+    """Return stored tensors with one plain tensor in place of those of each packed weight.
+
+    Args:
+        stored: all tensors of the files, by name.
+        form: how the weights are stored, from the settings.
+        dtype: number format of the weights before they were quantised.
+    """
+    plain: dict[str, WeightTensor] = {}
+    used: set[str] = set()
+    for name in stored:
+        for layout in _layouts(form):
+            found = layout.parts(name, stored)
+            if found is None:
+                continue
+            ours, parts = found
+            read = partial(layout.read, parts, _dtype_of(parts, dtype), form)
+            plain[ours] = WeightTensor(layout.shape(parts, form), _dtype_of(parts, dtype), read)
+            used |= {ours.removesuffix(layout.plain) + end for end in parts}
+            break
+    rest = {
+        name: tensor
+        for name, tensor in stored.items()
+        if name not in used and not name.endswith(_UNUSED)
+    }
+    return rest | plain
+
+
+def _layouts(form: StoredForm) -> Iterator[_Layout]:
+    if form.method in ("gptq", "awq"):
+        yield _GPTQ if form.method == "gptq" else _AWQ
+    elif form.method == "bitsandbytes":
+        yield from (_BNB_NF4, _BNB_FP4, _BNB_INT8)
+    elif form.method == "mxfp4":
+        yield _MXFP4
+    else:
+        yield from (_NVFP4, _NVFP4_COMPRESSED, _PACKED_INTEGERS, _FP8_BLOCKS, _SCALED)
+
+
+def _dtype_of(parts: Parts, dtype: torch.dtype) -> torch.dtype:
+    """The number format of a weight: that of its scales where they are 16-bit floats."""
+    scales = parts.get(".scales")
+    return scales.dtype if scales is not None else dtype
+
+
+# --- Scaled numbers: FP8 and integers ------------------------------------------------------------
+
+
+def _scaled(
+    size: torch.Size,
+    dtype: torch.dtype,
+    numbers: Callable[[slice], Tensor],
+    factors: Callable[[slice], Tensor],
+) -> Tensor:
+    """Return a weight of [..., out, in], computed in float32, some rows at a time.
+
+    Args:
+        size: of the weight; all dimensions but the last are rows.
+        dtype: of the result.
+        numbers: give [rows, in] of a slice of all rows.
+        factors: the same, by which they are multiplied; may be [rows, 1].
+    """
+    result = torch.empty(size, dtype=dtype)
+    rows = result.view(-1, size[-1])
+    at_once = max(1, _PIECE // size[-1])
+    for start in range(0, len(rows), at_once):
+        piece = slice(start, min(start + at_once, len(rows)))
+        rows[piece] = numbers(piece).float() * factors(piece)
+    return result
+
+
+def _read_scaled(
+    scale: str, packed: str, parts: Parts, dtype: torch.dtype, form: StoredForm
+) -> Tensor:
+    numbers, scales = parts[packed].read(), _floats(parts[scale].read())
+    size = numbers.shape
+    if scales.ndim < 2 or scales.numel() == 1:  # one of all, or of each row
+        scales = scales.reshape(-1, 1) if scales.numel() in (1, size[0]) else scales
+    blocks = [
+        _block(whole, count, block)
+        for whole, count, block in zip(
+            size[-2:], scales.shape[-2:], form.block or (0, 0), strict=True
+        )
+    ]
+    matrices = scales.expand(*size[:-2], *scales.shape[-2:]).reshape(-1, *scales.shape[-2:])
+    of_rows, flat = size[-2], numbers.reshape(-1, size[-1])
+
+    def factors(piece: slice) -> Tensor:
+        row = torch.arange(piece.start, piece.stop)
+        of_each = matrices[row // of_rows, row % of_rows // blocks[0]]
+        if of_each.size(-1) == 1:
+            return of_each
+        return of_each.repeat_interleave(blocks[1], dim=-1)[:, : size[-1]]
+
+    return _scaled(size, dtype, lambda piece: flat[piece], factors)
+
+
+def _block(whole: int, count: int, published: int) -> int:
+    """Numbers that share a scale in one dimension."""
+    if published and -(-whole // published) == count:
+        return published
+    if whole % count:
+        raise UserError(
+            f"A weight of {whole} rows or columns has {count} scales, which does not divide it, "
+            "and its config.json names no weight_block_size that explains it. Download it again."
+        )
+    return whole // count
+
+
+def _floats(scales: Tensor) -> Tensor:
+    """Scales as float32; bytes are exponents of 2 with a bias of 127 (E8M0)."""
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+_FP8_BLOCKS = _Layout(
+    packed="",
+    needed=("_scale_inv",),
+    shape=lambda parts, form: parts[""].shape,
+    read=partial(_read_scaled, "_scale_inv", ""),
+    dtypes=_FP8,
+)
+_SCALED = _Layout(
+    packed="",
+    needed=("_scale",),
+    shape=lambda parts, form: parts[""].shape,
+    read=partial(_read_scaled, "_scale", ""),
+    dtypes=(*_FP8, torch.int8),
+)
+_BNB_INT8 = _Layout(
+    packed=".weight",
+    needed=(".SCB",),
+    shape=lambda parts, form: parts[".weight"].shape,
+    # SCB is the largest number of each row, which 127 stands for.
+    read=lambda parts, dtype, form: _scaled(
+        parts[".weight"].shape,
+        dtype,
+        lambda piece: parts[".weight"].read()[piece],
+        lambda piece: parts[".SCB"].read()[piece, None].float() / 127,
+    ),
+    plain=".weight",
+    dtypes=(torch.int8,),
+    further=(".weight_format",),
+)
+
+
+# --- 4-bit floats: MXFP4 and NVFP4 ---------------------------------------------------------------
+
+
+def _e2m1(packed: Tensor) -> Tensor:
+    """Return [..., 2 * bytes] float32 of bytes with two 4-bit floats each, the lower bits first."""
+    table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+    both = torch.stack((packed & 15, packed >> 4), dim=-1)
+    return table[both.int()].flatten(-2)
+
+
+def _read_mxfp4(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+    """gpt-oss: [experts, out, groups, 16] bytes and an exponent of each group."""
+    blocks, scales = parts["_blocks"].read(), parts["_scales"].read()
+    size = torch.Size((*blocks.shape[:-2], blocks.size(-2) * blocks.size(-1) * 2))
+    flat, exponents = blocks.reshape(-1, *blocks.shape[-2:]), scales.reshape(-1, scales.size(-1))
+    unpacked_ = _scaled(
+        size,
+        dtype,
+        lambda piece: _e2m1(flat[piece]).flatten(-2),
+        lambda piece: _floats(exponents[piece]).repeat_interleave(
+            size[-1] // exponents.size(-1), -1
+        ),
+    )
+    # transformers' parameter is [experts, in, out].
+    return unpacked_.transpose(-2, -1).contiguous()
+
+
+def _size_of_mxfp4(parts: Parts, form: StoredForm) -> torch.Size:
+    *outer, rows, groups, width = parts["_blocks"].shape
+    return torch.Size((*outer, groups * width * 2, rows))
+
+
+_MXFP4 = _Layout(
+    packed="_blocks",
+    needed=("_scales",),
+    shape=_size_of_mxfp4,
+    read=_read_mxfp4,
+    dtypes=(torch.uint8,),
+)
+
+
+def _read_nvfp4(
+    packed: str, whole: str, invert: bool, parts: Parts, dtype: torch.dtype, form: StoredForm
+) -> Tensor:
+    """Two numbers in a byte, an FP8 scale for 16 of them, and one scale of the whole."""
+    numbers, scales = parts[packed].read(), parts["_scale"].read()
+    of_all = parts[whole].read().float().reshape(())
+    size = _doubled(packed, parts, form)
+
+    def factors(piece: slice) -> Tensor:
+        of_blocks = scales[piece].float()
+        of_blocks = of_blocks / of_all if invert else of_blocks * of_all
+        return of_blocks.repeat_interleave(size[-1] // scales.size(-1), dim=-1)
+
+    return _scaled(size, dtype, lambda piece: _e2m1(numbers[piece]), factors)
+
+
+def _doubled(packed: str, parts: Parts, form: StoredForm) -> torch.Size:
+    *rows, width = parts[packed].shape
+    return torch.Size((*rows, 2 * width))
+
+
+_NVFP4 = _Layout(  # ModelOpt
+    packed="",
+    needed=("_scale", "_scale_2"),
+    shape=partial(_doubled, ""),
+    read=partial(_read_nvfp4, "", "_scale_2", False),
+    dtypes=(torch.uint8,),
+)
+_NVFP4_COMPRESSED = _Layout(  # compressed-tensors
+    packed="_packed",
+    needed=("_scale", "_global_scale"),
+    shape=partial(_doubled, "_packed"),
+    read=partial(_read_nvfp4, "_packed", "_global_scale", True),
+    dtypes=(torch.uint8,),
+)
+
+
+# --- Packed integers: GPTQ, AWQ and compressed-tensors -------------------------------------------
+
+
+def _integers(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Unpack int32 words along a dimension, from the lowest bits: int32 from 0 to 2**bits - 1."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shape = [1] * (words.ndim + 1)
+    dim = dim % words.ndim
+    shape[dim + 1] = len(shifts)
+    each = (words.unsqueeze(dim + 1) >> shifts.view(shape)) & (2**bits - 1)
+    return each.flatten(dim, dim + 1)
+
+
+def _read_gptq(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+    """[in / 8, out] words; scales and zeros of groups of inputs, which g_idx may mix."""
+    words, scales = parts[".qweight"].read(), parts[".scales"].read()
+    zeros = _integers(parts[".qzeros"].read(), form.bits, -1)
+    # The first version stores zeros less one, in bits that wrap around.
+    if form.zeros_less_one:
+        zeros = (zeros + 1) & (2**form.bits - 1)
+    size = _size_of_gptq(parts, form)
+    groups = (
+        parts[".g_idx"].read().long()
+        if ".g_idx" in parts
+        else torch.arange(size[1]) // (size[1] // len(scales))
+    )
+    result = torch.empty(size, dtype=dtype)
+    at_once = max(1, _PIECE // size[1])
+    for start in range(0, size[0], at_once):
+        piece = slice(start, start + at_once)
+        numbers = _integers(words[:, piece], form.bits, 0) - zeros[:, piece][groups]
+        result[piece] = (numbers.float() * scales[:, piece].float()[groups]).t()
+    return result
+
+
+def _read_awq(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+    """[in, out / 8] words in AWQ's order; scales and zeros of groups of inputs."""
+    scales = parts[".scales"].read()
+
+    def ordered(words: Tensor) -> Tensor:
+        each = _integers(words, 4, -1).unflatten(-1, (-1, 8))
+        return each[..., torch.tensor(_AWQ_ORDER).argsort()].flatten(-2)
+
+    zeros = ordered(parts[".qzeros"].read())
+    words = parts[".qweight"].read()
+    size = _size_of_awq(parts, form)
+    of_group = size[1] // len(scales)
+    result = torch.empty(size, dtype=dtype)
+    at_once = max(1, _PIECE // size[0])
+    for start in range(0, size[1], at_once):
+        piece = slice(start, min(start + at_once, size[1]))
+        groups = torch.arange(piece.start, piece.stop) // of_group
+        numbers = ordered(words[piece]) - zeros[groups]
+        result[:, piece] = (numbers.float() * scales[groups].float()).t()
+    return result
+
+
+def _size_of_gptq(parts: Parts, form: StoredForm) -> torch.Size:
+    rows, width = parts[".qweight"].shape
+    return torch.Size((width, rows * 32 // form.bits))
+
+
+def _size_of_awq(parts: Parts, form: StoredForm) -> torch.Size:
+    rows, width = parts[".qweight"].shape
+    return torch.Size((width * 8, rows))
+
+
+_GPTQ = _Layout(
+    packed=".qweight",
+    needed=(".qzeros", ".scales"),
+    shape=_size_of_gptq,
+    read=_read_gptq,
+    plain=".weight",
+    dtypes=(torch.int32,),
+    further=(".g_idx",),
+)
+_AWQ = _Layout(
+    packed=".qweight",
+    needed=(".qzeros", ".scales"),
+    shape=_size_of_awq,
+    read=_read_awq,
+    plain=".weight",
+    dtypes=(torch.int32,),
+)
+
+
+def _read_integers(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+    """[out, in / 8] words of numbers around the middle; a scale for each group of inputs."""
+    words, scales = parts["_packed"].read(), parts["_scale"].read()
+    size = _size_of_integers(parts, form)
+    bits = 32 * words.size(-1) // size[-1]
+
+    def numbers(piece: slice) -> Tensor:
+        return _integers(words[piece], bits, -1)[:, : size[-1]] - 2 ** (bits - 1)
+
+    def factors(piece: slice) -> Tensor:
+        of_group = -(-size[-1] // scales.size(-1))
+        return scales[piece].float().repeat_interleave(of_group, dim=-1)[:, : size[-1]]
+
+    return _scaled(size, dtype, numbers, factors)
+
+
+def _size_of_integers(parts: Parts, form: StoredForm) -> torch.Size:
+    return torch.Size(parts["_shape"].read().tolist())
+
+
+_PACKED_INTEGERS = _Layout(
+    packed="_packed",
+    needed=("_scale", "_shape"),
+    shape=_size_of_integers,
+    read=_read_integers,
+    dtypes=(torch.int32,),
+)
+
+
+# --- bitsandbytes --------------------------------------------------------------------------------
+
+
+def _read_bnb(kind: str, parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    facts = {end.rpartition(".weight.")[2]: part.read() for end, part in parts.items()}
+    packed = facts.pop(".weight")
+    state = QuantState.from_dict(facts, device=torch.device("cpu"))
+    weight: Tensor = dequantize_4bit(packed, state)
+    return weight.to(dtype)
+
+
+def _size_of_bnb(kind: str, parts: Parts, form: StoredForm) -> torch.Size:
+    facts = json.loads(bytes(parts[_state(kind)].read().tolist()))
+    return torch.Size(facts["shape"])
+
+
+def _state(kind: str) -> str:
+    return f".weight.quant_state.bitsandbytes__{kind}"
+
+
+def _bnb(kind: str) -> _Layout:
+    return _Layout(
+        packed=".weight",
+        needed=(".weight.absmax", ".weight.quant_map", _state(kind)),
+        shape=partial(_size_of_bnb, kind),
+        read=partial(_read_bnb, kind),
+        plain=".weight",
+        dtypes=(torch.uint8,),
+        further=(".weight.nested_absmax", ".weight.nested_quant_map"),
+    )
+
+
+_BNB_NF4, _BNB_FP4 = _bnb("nf4"), _bnb("fp4")
