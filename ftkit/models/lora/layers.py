@@ -315,14 +315,23 @@ class _DroppedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x, matrix, kept = ctx.saved_tensors
-        gradient = gradients[0] * ctx.scale
+        gradient, scale = gradients[0], ctx.scale
         dtype = gradient.dtype
-        dropped = _masked(x.to(dtype), kept)
-        of_matrix = gradient.flatten(0, -2).t() @ dropped.flatten(0, -2)
+        if x.device.type == "cpu":
+            gradient, scale = gradient * scale, 1.0  # narrow, so that nothing wide is scaled
+        of_matrix = gradient.flatten(0, -2).t() @ _dropped(x.to(dtype), kept, scale).flatten(0, -2)
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = _masked(gradient @ matrix.to(dtype), kept).to(x.dtype)
+            of_x = _dropped(gradient @ matrix.to(dtype), kept, scale).to(x.dtype)
         return of_x, of_matrix.to(matrix.dtype), None
+
+
+def _dropped(x: Tensor, kept: Tensor, scale: float) -> Tensor:
+    """Set numbers to zero where the mask is not set; scale the others, but not on CPUs."""
+    if x.device.type == "cpu":
+        return _masked(x, kept)
+    # One kernel that reads both once; a mask of the numbers' type would be written and read, too.
+    return torch.ops.aten.native_dropout_backward(x, kept, scale)
 
 
 def _masked(x: Tensor, kept: Tensor) -> Tensor:
