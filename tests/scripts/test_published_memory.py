@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import litgpt.data  # noqa: F401  # sets variables of the environment, which tests must not
@@ -26,15 +26,14 @@ TINY_MIXTURE = ("mixtral", TINY[1] | {"num_local_experts": 4})
 
 
 @pytest.fixture
-def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     from published_memory import models, programs, rows
 
     monkeypatch.setitem(models._SHAPES, "tiny", TINY)
     monkeypatch.setitem(models._SHAPES, "tiny mixture", TINY_MIXTURE)
-    programs.Row, programs.all_rows = rows.Row, rows.rows
-    yield programs
+    yield SimpleNamespace(**vars(programs) | {"Row": rows.Row, "all_rows": rows.rows})
     for name in list(sys.modules):
         if name.partition(".")[0] == "published_memory":
             del sys.modules[name]

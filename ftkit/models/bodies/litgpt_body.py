@@ -30,7 +30,9 @@ from ftkit.models.bodies.attention import (
 from ftkit.models.bodies.body import Body, GatedMlp
 from ftkit.models.bodies.experts import FusedExperts, count_of_each, rows_of_each
 from ftkit.models.bodies.norm import RMSNorm
+from ftkit.models.bodies.rotation import rotated_halves
 from ftkit.models.routing import RouterLoss, Routing
+from ftkit.utils.accelerators.kinds import USUAL_KIND
 
 
 class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
@@ -239,16 +241,29 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         if self.rotate is not None:
             q, k = self.rotate(q, k, cos, sin)
         else:
-            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+            q, k = self._rotated(q, k, cos, sin)
         return q.flatten(0, 1).to(v.dtype), k.flatten(0, 1).to(v.dtype), v.flatten(0, 1)
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate [batch, tokens, heads, head size] by the tokens' positions."""
-        rotate = apply_rope if self.rotation == "halves" else apply_rope_interleave
+    def _rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate [batch, tokens, heads, head size] each by the tokens' positions."""
         count = self.config.rope_n_elem
-        turned: Tensor = rotate(x[..., :count].transpose(1, 2), cos, sin).transpose(1, 2)
+        parts = q[..., :count], k[..., :count]
+        # Launches cost nothing on CPUs, and compilers fuse LitGPT's operations. Other devices need
+        # not have kernels that add numbers of two types.
+        saves_launches = q.device.type == USUAL_KIND and not torch.compiler.is_compiling()
+        if self.rotation == "halves" and count % 2 == 0 and saves_launches:
+            turned = rotated_halves(*parts, cos[..., None, :], sin[..., None, :])
+        else:
+            rotate = apply_rope if self.rotation == "halves" else apply_rope_interleave
+            turned = tuple(rotate(part.transpose(1, 2), cos, sin).transpose(1, 2) for part in parts)
+        if count == q.size(-1):
+            return turned
         # Partial rotary embeddings leave the rest of each head as it is.
-        return turned if count == x.size(-1) else torch.cat((turned, x[..., count:]), dim=-1)
+        q, k = (
+            torch.cat((part, x[..., count:]), dim=-1)
+            for part, x in zip(turned, (q, k), strict=True)
+        )
+        return q, k
 
 
 class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
