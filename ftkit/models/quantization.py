@@ -322,11 +322,10 @@ class FourBitMatrices(PackedMatrices):
         size = (self.experts, -(-self.rows * self.columns // 2))
         return torch.empty(size, dtype=torch.uint8, device="meta")
 
-    @property
-    def at_once(self) -> int:
+    def at_once(self, kind: str) -> int:
         # A block of scaled weights would belong to two matrices.
         has_part_of_block = self.rows * self.columns % WEIGHT_BLOCK != 0
-        return 1 if has_part_of_block else super().at_once
+        return 1 if has_part_of_block else super().at_once(kind)
 
     @property
     def _blocks(self) -> int:

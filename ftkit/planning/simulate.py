@@ -246,11 +246,11 @@ def _run(
         asked = recipe.train.max_seq_length or context
         answers = recipe.eval.max_new_tokens or 0
         model.body.build_rope_cache(CPU, min(context, asked + answers))
-        _pack(model)
+        _pack(model, plan.accelerator)
         if frozen is not None:
             sharding_beside.allocate(frozen, CPU)
             frozen.body.build_rope_cache(CPU, asked)
-            _pack(frozen)
+            _pack(frozen, plan.accelerator)
         with _mistakes_of_plugin():
             peaks = _Step(model, strategy, sharding_beside, batch, accumulates, frozen).peaks()
         further = further_passes(recipe)
@@ -273,7 +273,7 @@ def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) 
         sharding.allocate(model, CPU)
         context = base.architecture.context_length
         model.body.build_rope_cache(CPU, min(context, plan.recipe.train.max_seq_length or context))
-        _pack(model)
+        _pack(model, plan.accelerator)
         live = LiveTensors(CPU, granularity_bytes=plan.kind.allocator_block_bytes)
         live.assign((*model.parameters(), *model.buffers(), *scales(model)), "parameters")
         with live, _computing(strategy):
@@ -412,8 +412,8 @@ def _without_launches(kernels: str) -> Iterator[None]:
         function.run = usual
 
 
-def _pack(model: LanguageModel) -> None:
-    """Give quantised layers their scales."""
+def _pack(model: LanguageModel, kind: str) -> None:
+    """Give quantised layers their scales, and let them compute as on a kind of device."""
     if model.quantized is None:
         return
     from bitsandbytes.functional import create_dynamic_map, name2qmap
@@ -431,6 +431,7 @@ def _pack(model: LanguageModel) -> None:
                 module.pack(weight)
         for matrices in packed_in(module).values():
             matrices.allocate(CPU)
+            matrices.device_kind = kind
 
 
 def _made(size: MicroBatchSize) -> Batch:

@@ -252,7 +252,8 @@ def test_matrices_with_part_of_a_block_are_unpacked_one_by_one() -> None:
     """Bytes of the next matrix would be taken for the rest of the block."""
     four, _ = packed_experts(torch.randn(8, 12, 20), "bnb.nf4")
     eight, _ = packed_experts(torch.randn(8, 12, 20), "bnb.int8")
-    assert four.at_once == 1 and eight.at_once > 8
+    assert four.at_once("cuda") == 1 and eight.at_once("cuda") > 8
+    assert eight.at_once("cpu") == 1  # of any size: there are no launches to save
 
 
 def packed_experts(weight: Tensor, kind: Quantization) -> tuple[PackedMatrices, Tensor]:
@@ -270,6 +271,7 @@ def watch_unpacked(
     """Let a number of matrices be unpacked at once; list the experts of each time."""
     bytes_of_one = matrices.rows * matrices.columns * matrices.compute_dtype.itemsize
     monkeypatch.setattr(experts, "BYTES_AT_ONCE", (at_once + 1) * bytes_of_one - 1)
+    matrices.device_kind = "cuda"
     found: list[slice] = []
     unpacked = matrices.unpacked
 
@@ -289,9 +291,11 @@ def test_a_step_does_not_depend_on_how_many_matrices_are_unpacked_at_once(
     trained = train(built(base_of(model), "bnb.nf4-dq", **keys))
     expected = step(trained)
     largest = max(m.numbers // m.experts for m in packed(trained).values())
-    for at_once in (1, 3):
+    for matrices in packed(trained).values():
+        matrices.device_kind = "cuda"
+    for at_once in (1, 3, 100):
         monkeypatch.setattr(experts, "BYTES_AT_ONCE", at_once * largest * 4)
-        assert {m.at_once for m in packed(trained).values()} >= {at_once}
+        assert {m.at_once("cuda") for m in packed(trained).values()} >= {at_once}
         loss, gradients = step(trained)
         assert loss == expected[0]
         assert_equal(gradients, expected[1])
@@ -313,9 +317,8 @@ def test_one_group_is_in_numbers_at_a_time(
 
         return call
 
-    if at_once == 1:
-        monkeypatch.setattr(experts, "BYTES_AT_ONCE", 1)
     for matrices in packed(model).values():
+        matrices.device_kind = "cpu" if at_once == 1 else "cuda"
         monkeypatch.setattr(matrices, "unpacked", watched(matrices.unpacked))
     count = TOKENS.numel()
     loss = model(TOKENS, torch.arange(count), TOKENS.flatten().roll(-1))
