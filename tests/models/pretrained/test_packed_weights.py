@@ -17,6 +17,7 @@ from command import Command
 from safetensors.torch import load_file, save_file
 from tiny import make_data
 from torch import Tensor
+from transformers_models import make_transformers_model
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import stored_form
@@ -330,8 +331,11 @@ def test_training_is_that_of_the_plain_model(
         assert "quantization_config" not in json.loads(settings.read_text())
 
 
-def test_copies_of_a_model_are_the_same_base(tiny_base: Path, tmp_path: Path) -> None:
-    packed, plain = (open_base(str(place)) for place in in_fp8(tiny_base, tmp_path))
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_each_weight_is_that_of_the_plain_model(kind: str, tmp_path: Path) -> None:
+    """Also of experts, whose matrices are put together from files that hold them one by one."""
+    base = make_transformers_model(tmp_path / "base", kind)
+    packed, plain = (open_base(str(place)) for place in in_fp8(base, tmp_path))
     assert packed.form is not None and plain.form is None
     for (name, tensor), (other, expected) in zip(weights(packed), weights(plain), strict=True):
         assert name == other and torch.equal(tensor.float(), expected.float())
