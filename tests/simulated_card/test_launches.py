@@ -7,12 +7,12 @@ from command import command_environment
 from simulated_card.build import needs_card
 from simulated_card.machine import Machine, cards, machine, with_cards
 
-pytestmark = [needs_card, pytest.mark.slow]
+pytestmark = needs_card
 
 MOST = {
-    "full, TinyLlama 1.1B": (1369, 58, 94.3),
-    "LoRA of all layers, Llama 2 7B": (4548, 140, 374.6),
-    "QLoRA nf4 of all layers, Llama 2 7B": (4769, 147, 381.8),
+    "full, TinyLlama 1.1B": (1369, 58, 93.4),
+    "LoRA of all layers, Llama 2 7B": (4548, 140, 370.3),
+    "QLoRA nf4 of all layers, Llama 2 7B": (4769, 147, 377.5),
     "experts, LoRA of attention, Qwen3 MoE": (3775, 152, 268.6),
     "windows, full, Gemma 3 text": (2552, 92, 263.2),
     "generation, TinyLlama 1.1B": (799, 36, 2.34),
@@ -36,6 +36,7 @@ def work_of(name: str) -> list[tuple[int, float]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_a_step_launches_and_moves_no_more_than_before(name: str, h100: Machine) -> None:
     step, of_layer = h100.run(work_of, name)
@@ -44,3 +45,71 @@ def test_a_step_launches_and_moves_no_more_than_before(name: str, h100: Machine)
     assert step[1] <= most_gigabytes * 1.01
     # A number that is far too high would notice nothing.
     assert step[0] > 0.95 * most_launches and step[1] > 0.95 * most_gigabytes
+
+
+def test_reads_writes_and_products_are_counted_and_views_are_free(h100: Machine) -> None:
+    def body() -> list[list[int]]:
+        import torch
+        from launches import Count
+
+        a, b = torch.ones(2, 3, device="cuda"), torch.ones(3, 4, device="cuda")
+        table, chosen = torch.ones(100, 3, device="cuda"), torch.zeros(2, dtype=torch.long).cuda()
+        found = []
+        for operation in (
+            lambda: a @ b,
+            lambda: a.t().reshape(3, 2)[1:],
+            lambda: torch.empty(5, device="cuda"),
+            lambda: a.add_(1),
+            lambda: a.zero_(),
+            lambda: torch.add(a, a, out=torch.empty_like(a)),
+            lambda: torch.nn.functional.embedding(chosen, table),
+            lambda: torch.ones(9) + 1,
+        ):
+            count = Count()
+            with count:
+                operation()
+            work = count.work
+            found.append([work.launches, work.flops, work.product_bytes, work.other_bytes])
+        return found
+
+    assert h100.run(body) == [
+        [1, 2 * 2 * 3 * 4, 4 * (6 + 12 + 8), 0],
+        [0, 0, 0, 0],
+        [0, 0, 0, 0],
+        [1, 0, 0, 4 * (6 + 6)],
+        [1, 0, 0, 4 * 6],
+        [1, 0, 0, 4 * (6 + 6)],  # one tensor is both terms
+        [1, 0, 0, 4 * (6 + 6) + 8 * 2],
+        [0, 0, 0, 0],  # on the host
+    ]
+
+
+def test_the_host_waits_once_for_each_generated_token(h100: Machine) -> None:
+    def body() -> list[int]:
+        import torch
+        from simulated_card import counts
+
+        from ftkit.models.generation import Sampling, answer_in_tokens
+        from ftkit.models.language_model import outline_plain
+        from ftkit.models.pretrained.base_model import open_base
+        from ftkit.planning.simulate import with_layers
+
+        base = with_layers(open_base("random:pythia-14m"), 1)
+        model = outline_plain(base, torch.float32, tied=False).to_empty(device="cuda").eval()
+        model.body.build_rope_cache(torch.device("cuda"), 64)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.01)
+        answers = answer_in_tokens(
+            model, torch.ones(3), stop_ids=(), max_new_tokens=9, sampling=Sampling()
+        )
+        next(answers)
+        found = []
+        for _ in range(2):
+            counts.forget()
+            next(answers)
+            kinds = counts.counted()
+            found.append(sum(n for (kind, _), n in kinds.items() if kind in counts.WAITS))
+        return found
+
+    assert h100.run(body) == [1, 1]

@@ -95,7 +95,7 @@ class Work:
     flops: int = 0
     """Of matrix products, without those of attention."""
     product_bytes: int = 0
-    """Read and written by matrix products, attention, and what unpacks weights for them."""
+    """Read and written by matrix products and attention."""
     other_bytes: int = 0
     """Read and written by all other kernels."""
 
@@ -133,9 +133,7 @@ class Count(TorchDispatchMode):
             self.calls[name] += 1
             size_bytes = _bytes(func, name, args, kwargs, given, made)
             is_product = name in PRODUCTS
-            of_products = (
-                is_product or "attn" in name or "attention" in name or "dequantize" in name
-            )
+            of_products = is_product or "attn" in name or "attention" in name
             self.work += Work(
                 launches=1,
                 flops=_flops(name, args, made) if is_product else 0,
@@ -164,14 +162,16 @@ def _bytes(
     given: list[Tensor],
     made: list[Tensor],
 ) -> int:
-    changed = []
+    """Bytes that an operation reads and writes, each tensor once."""
+    changed, overwritten = [], set()
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            changed += _tensors(value)
+            tensors = _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+            changed += tensors
+            if argument.is_out or name in _ONLY_WRITE:
+                overwritten |= {id(tensor) for tensor in tensors}
     known = {id(tensor) for tensor in given}
     written = changed + [tensor for tensor in made if id(tensor) not in known]
-    overwritten = {id(tensor) for tensor in changed} if name in _ONLY_WRITE else set()
     read = {id(t): t for t in given if id(t) not in overwritten}
     if name in _OF_ROWS:
         read.pop(id(args[0]), None)
@@ -346,22 +346,24 @@ def estimate(work: Work) -> tuple[float, float]:
     return products_s + work.other_bytes / (PEAK_BYTES_S * OTHERS_REACH), work.launches * LAUNCH_S
 
 
-def lines() -> Iterator[str]:
-    """Yield the table of all cases for docs/performance.md."""
-    yield "| Case | launches | in a layer | read and written | GPU | host | tokens/s |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, case in CASES.items():
-        work, of_layer = work_of(case)
-        size = (work.product_bytes + work.other_bytes) / 1e9
-        gpu_s, host_s = estimate(work)
-        tokens = 1 if case.generates else SEQUENCES * LENGTH
-        speed = tokens / max(gpu_s, host_s)
-        yield (
-            f"| {name} | {work.launches:,} | {of_layer.launches} | {size:,.1f} GB | "
-            f"{gpu_s * 1e3:.1f} ms | {host_s * 1e3:.1f} ms | {speed:,.0f} |"
-        )
+HEADER = (
+    "| Case | launches | in a layer | read and written | GPU | host | tokens/s |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
-if __name__ == "__main__":
-    for line in lines():
-        print(line, flush=True)
+def row(name: str, work: Work, of_layer: Work) -> str:
+    """A row of the table in docs/performance.md.
+
+    Args:
+        name: of the case.
+        work: of a step.
+        of_layer: of one layer in it.
+    """
+    size = (work.product_bytes + work.other_bytes) / 1e9
+    gpu_s, host_s = estimate(work)
+    tokens = 1 if CASES[name].generates else SEQUENCES * LENGTH
+    return (
+        f"| {name} | {work.launches:,} | {of_layer.launches} | {size:,.1f} GB | "
+        f"{gpu_s * 1e3:.1f} ms | {host_s * 1e3:.1f} ms | {tokens / max(gpu_s, host_s):,.0f} |"
+    )

@@ -26,7 +26,7 @@ def rotated_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 class _Rotated(torch.autograd.Function):
-    """Four kernels forwards and four backwards; written with operators, it is 12 and 18."""
+    """Four kernels forwards and four backwards; written with operators, it is 12 and 20."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
