@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import bitsandbytes
 import torch
+from bitsandbytes.nn.modules import Linear4bit
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,16 +16,17 @@ from ftkit.planning.tracker import LiveTensors
 @contextmanager
 def simulated(dtype: torch.dtype) -> Iterator[None]:
     """Context in which tensors have no memory, and parameters are made in a dtype."""
-    dropout = nn.functional.dropout
+    functional: Any = nn.functional
+    dropout = functional.dropout
     torch.set_default_dtype(dtype)
     # CUDA keeps one byte per element of a mask; torch's CPU path keeps the mask in the input's
     # dtype, so the operator of CUDA is called by its name.
-    nn.functional.dropout = _dropout_of_cuda
+    functional.dropout = _dropout_of_cuda
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
-        nn.functional.dropout = dropout
+        functional.dropout = dropout
         torch.set_default_dtype(torch.float32)
 
 
@@ -83,7 +84,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-class Packed4Bit(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
+class Packed4Bit(Linear4bit):
     """A frozen linear layer in 4 bits, which is unpacked whole where it is used."""
 
     def __init__(self, layer: nn.Linear, *, nested: bool, keeps_input: bool) -> None:

@@ -44,7 +44,8 @@ def litgpt_lora(
 ) -> int:
     """litgpt/finetune/lora.py: logits in chunks.
 
-    Until 2023 the first micro-batch has the longest sequence; there is no optimizer state then.
+    In versions up to 2023 the longest sequence is in the first micro-batch of the run, when the
+    optimizer has no state yet.
 
     Quantised by bitsandbytes 0.41 or 0.42, which keeps the inputs of its layers, with the paged
     optimizer.

@@ -289,13 +289,13 @@ def _generate(model: LanguageModel, count: Count) -> None:
 @torch.library.custom_op("ftkit_counted::rms_norm", mutates_args=())
 def _norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Stand-in for torch's fused norm, which builds without CUDA do not have."""
-    raise NotImplementedError
+    raise NotImplementedError  # only fake tensors come here: they take the shapes below
 
 
 @torch.library.custom_op("ftkit_counted::rms_norm_backward", mutates_args=())
 def _norm_backward(gradient: Tensor, x: Tensor, factor: Tensor, weight: Tensor) -> list[Tensor]:
     """Stand-in for its backward pass; the gradient of the weight only where it is trained."""
-    raise NotImplementedError
+    raise NotImplementedError  # only fake tensors come here: they take the shapes below
 
 
 _norm.register_fake(

@@ -11,7 +11,6 @@ from torch import nn
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Fused, Naming
-from ftkit.models.architectures.checks import stored_form
 
 Settings = Mapping[str, Any]
 """The content of a config.json."""
@@ -58,7 +57,6 @@ def litgpt_config(settings: Settings, name: str) -> Config:
         UserError: ftkit cannot run this model exactly; names the setting.
         Exception: from LitGPT's code, for settings that do not fit each other.
     """
-    stored_form(settings, name)  # one that cannot be read is refused before all else
     family = family_of_settings(settings)
     if family is None:
         raise UserError(
