@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.language_model import LanguageModel
+from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
 
 # Different, so that shapes of one sequence do not fit the other by chance.
@@ -100,7 +101,7 @@ def modules_passed_back(model: LanguageModel) -> frozenset[str]:
 
 
 def _outlined(architecture: Architecture, *, tied: bool) -> LanguageModel:
-    with torch.device("meta"):
+    with on_meta_device():
         # bfloat16: on fake tensors, torch computes the shapes of grouped products in this dtype
         # only.
         return LanguageModel(architecture, tied=tied).to(torch.bfloat16)

@@ -17,6 +17,7 @@ from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.body import Body
 from ftkit.models.lora.layers import add_adapter
 from ftkit.models.loss import Head, HeadOutput, OutputLayer
+from ftkit.models.meta_device import on_meta_device
 from ftkit.models.offloading import Offloading
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
@@ -138,7 +139,7 @@ def outline(
         kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
     )
     if isinstance(recipe, LoraRecipe):
-        with torch.device("meta"):
+        with on_meta_device():
             add_adapter(model, base, recipe)
         model.lora = recipe
     elif recipe.train.trains_part:
@@ -222,7 +223,7 @@ def outline_plain(
         tied: whether embedding and head are one.
         kind: quantisation of the weights in the blocks; None: none.
     """
-    with torch.device("meta"):
+    with on_meta_device():
         model = LanguageModel(base.architecture, tied=tied)
         if kind is not None:
             from ftkit.models.quantization import quantize, quantize_experts

@@ -17,6 +17,7 @@ from ftkit.models.lora.layers import (
     lora_layers,
 )
 from ftkit.models.lora.targets import is_adapter, our_name
+from ftkit.models.meta_device import allocate
 from ftkit.models.pretrained.base_model import BaseModel, weights
 from ftkit.models.pretrained.random_weights import INITIAL_STD
 from ftkit.utils.progress import OnProgress
@@ -56,7 +57,7 @@ class Whole:
 
     def allocate(self, model: Any, device: torch.device) -> None:
         # `to_empty` makes a parameter for each name, so tied ones have to be tied again.
-        model.to_empty(device=device)
+        allocate(model, device)
         model.tie()
 
     def put(self, model: nn.Module, name: str, value: Rows) -> None:

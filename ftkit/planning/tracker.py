@@ -31,10 +31,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ftkit.strategies.step_memory import CATEGORIES, Category, Snapshot
+from ftkit.utils.imports import dtensor
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 """Types of tensors that surely have memory of their own, and one piece of it."""
@@ -138,7 +138,7 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if DTensor in types:
+        if dtensor() in types:
             return NotImplemented  # its operations on local tensors come here again
         if func is torch.ops.prim.device.default:  # most calls on fake tensors, and no operation
             return args[0].device
@@ -320,7 +320,7 @@ def highest(stretches: Iterable[Stretch]) -> Stretch:
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory of their own that a tensor consists of in this process."""
     whole: Any = tensor
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, dtensor()):
         yield from _plain(tensor._local_tensor)
     elif is_traceable_wrapper_subclass(whole):
         # A wrapper has no memory itself: its inner tensors do.

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
 from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
+from ftkit.utils.imports import dtensor
 from ftkit.utils.names import nearest
 
 _MUON = "torch.optim.Muon"
@@ -164,7 +164,7 @@ def _norm_on_cpu(gradient: Tensor) -> Tensor:
     # By rows: a CPU adds squares one by one, and over many millions the error reaches 1e-3. It
     # also takes half the time in float32, and a quarter in 16 bits if these are converted first.
     of_rows = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
-    is_plain = not (isinstance(gradient, DTensor) or is_fake(gradient))
+    is_plain = not (isinstance(gradient, dtensor()) or is_fake(gradient))
     if is_plain and gradient.ndim > 1 and gradient.itemsize == 2:
         pieces = gradient.flatten(0, -2).split(max(1, PIECE // gradient.size(-1)))
         return torch.linalg.vector_norm(torch.cat([of_rows(piece.float()) for piece in pieces]))
@@ -197,13 +197,13 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None
     # torch's function would round norm and factor to the dtype of the gradients: bfloat16 has 8
     # bits of precision.
     # A collective under FSDP: every rank must have the same factor.
-    known = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    known = norm.full_tensor() if isinstance(norm, dtensor()) else norm
     # The same 1e-6 as in torch.nn.utils.clip_grad_norm_.
     factor = (limit / (known + 1e-6)).clamp(max=1.0)
     if factor.device.type != "cpu":  # a GPU rounds a scalar to the dtype of the other operand
         factor = factor[None]
     for gradient in gradients:
-        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+        (gradient.to_local() if isinstance(gradient, dtensor()) else gradient).mul_(factor)
     return norm
 
 

@@ -94,7 +94,8 @@ def set_arithmetic(*, deterministic: bool) -> None:
     """Set how exactly this process computes; called before its first use of a device."""
     # "high" lets GPUs compute float32 products in TF32, with 10 bits of mantissa.
     torch.set_float32_matmul_precision("highest" if deterministic else "high")
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # else it imports a compiler
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     if deterministic:  # otherwise cuBLAS picks any of several workspaces, which changes sums
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -12,12 +12,15 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module, metadata
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 PACKAGES = ("lightning", "litgpt", "peft", "peft.tuners", "torchmetrics")
 """Packages whose modules are imported without the package's own code, which runs when another name
@@ -32,10 +35,29 @@ so twice, because its cache holds 128 folders and there are 440, and reads each 
 though the names are at its end. Seen in 5.3.0. It also tells whether scikit-learn and SciPy are
 installed: assisted generation and losses of object detection would import them, in more than a
 second, and ftkit uses neither."""
-_OPTIONALS = "jsonargparse._optionals"
-"""Module that looks for packages which jsonargparse supports if they are installed. ftkit's parsers
-are of plain dataclasses: neither attrs, which other packages bring, nor the stubs of
-typeshed_client, which its extra requires, say anything about those. Seen in 4.53."""
+_WITHOUT = {
+    # Looks for packages which it supports if they are installed. ftkit's parsers are of plain
+    # dataclasses: neither attrs, which other packages bring, nor the stubs of typeshed_client,
+    # which its extra requires, say anything about those. Seen in 4.53.
+    "jsonargparse._optionals": ("attrs", "typeshed_client"),
+    # For training in Amazon's cloud. Seen in 1.14.
+    "accelerate.commands.config.sagemaker": ("boto3",),
+    # To know how layers are split over devices by transformers, as which ftkit's never are. Seen
+    # in 0.21.2.
+    "peft.import_utils": ("transformers.distributed.tensor_parallel",),
+}
+"""Modules, and what is hidden from them because they import it only to know that it is there."""
+_COMPILER = "torch._dynamo"
+"""Package of torch's compiler, which every step of an optimizer imports. It takes a second, and
+SymPy with it, and is of use only where something is compiled."""
+_ASKED = {
+    "PreTrainedModel": "transformers.modeling_utils",
+    # For a method of it that transformers removed long ago.
+    "BloomPreTrainedModel": "transformers.models.bloom.modeling_bloom",
+    "DTensor": "torch.distributed.tensor",
+}
+"""Classes that PEFT uses only to ask whether an object is one of them, and where they are defined.
+With the first comes what all models need, in half a second, with the last SymPy. Seen in 0.21.2."""
 
 # Reentrant: the code of a package imports other names of the same package.
 _LOCK = threading.RLock()
@@ -92,6 +114,15 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
+def dtensor() -> type["DTensor"] | tuple[()]:
+    """Torch's class of tensors that are split over ranks, for isinstance; empty if not imported.
+
+    Importing it takes half a second, and as long as nobody has, no tensor is one.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", ())  # the module may just be importing
+
+
 def postpone_modules() -> None:
     """Import the modules above without their code from now on; for ftkit's own processes only."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -105,6 +136,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname.startswith(f"{_COMPILER}."):
+            return _module_of_compiler(fullname)
         loader_class = _loader_class(fullname)
         if loader_class is None:
             return None
@@ -121,9 +154,13 @@ def _loader_class(module: str) -> type[SourceFileLoader] | None:
         return _Package
     if module in FUNCTIONS:
         return _Functions
-    if module == _OPTIONALS:
-        return _Optionals
-    return _Listing if module == _LISTING else None
+    if module in _WITHOUT:
+        return _Without
+    if module == _COMPILER:
+        return _Compiler
+    if module == _LISTING:
+        return _Listing
+    return _Asking if module.startswith("peft.") else None
 
 
 class _Listing(SourceFileLoader):
@@ -148,12 +185,14 @@ def _from_last_line(text: str, start: str) -> str:
     return text[text.rfind(f"\n{start}") + 1 :]
 
 
-class _Optionals(SourceFileLoader):
-    """Hides packages that jsonargparse would import for every parser."""
+class _Without(SourceFileLoader):
+    """Hides packages from a module that imports them to see whether they are installed."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code, which looks for them."""
-        with hidden("attrs"), hidden("typeshed_client"):
+        """Run the module's code."""
+        with ExitStack() as stack:
+            for name in _WITHOUT[module.__name__]:
+                stack.enter_context(hidden(name))
             super().exec_module(module)
 
 
@@ -175,6 +214,11 @@ class _Postponed(SourceFileLoader):
             # Removed before the code runs: a name that is still missing then raises as usual.
             if vars(module).pop("__getattr__", None) is not None:
                 super().exec_module(module)
+
+
+def _is_postponed(module: ModuleType) -> bool:
+    """Whether the code of a module has not begun to run."""
+    return "__getattr__" in vars(module)
 
 
 class _Package(_Postponed):
@@ -204,3 +248,108 @@ class _Functions(_Postponed):
             return getattr(module, name)(*arguments, **options)
 
         return function
+
+
+class _Compiler(_Postponed):
+    """Answers by itself what is asked of the compiler where nothing is compiled."""
+
+    def found(self, module: ModuleType, name: str) -> Any:
+        """Resolve a name of the package."""
+        if name.startswith("__"):  # tools look at all modules for names such as __wrapped__
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        if name == "graph_break":  # optimizers mark places
+            return lambda: None
+        if name == "disable":
+            return functools.partial(self._disable, module)
+        if name == "OptimizedModule":  # Lightning asks whether a model is one
+            return _Uncompiled
+        return super().found(module, name)
+
+    def _disable(
+        self,
+        module: ModuleType,
+        function: Callable[..., Any] | None = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Callable[..., Any]:
+        """Keep a function out of graphs, as soon as there can be graphs."""
+        if function is None:
+            return super().found(module, "disable")(function, *rest, **options)
+        kept_out: Callable[..., Any] | None = None
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal kept_out
+            if _is_postponed(module):
+                return function(*arguments, **keywords)
+            if kept_out is None:
+                kept_out = module.disable(function, *rest, **options)
+            return kept_out(*arguments, **keywords)
+
+        return call
+
+
+class _Uncompiled:
+    """What no model is: ftkit compiles functions, and no model as a whole."""
+
+
+def _module_of_compiler(name: str) -> ModuleSpec | None:
+    """Run the package before its module; None: Python finds the module as usual."""
+    package = sys.modules[_COMPILER]
+    loader = package.__spec__ and package.__spec__.loader
+    if not (isinstance(loader, _Compiler) and _is_postponed(package)):
+        return None
+    loader.run(package)
+    # Otherwise Python would run the module's code once more.
+    module = sys.modules.pop(name, None)
+    return None if module is None else ModuleSpec(name, _Imported(module))
+
+
+class _Imported(Loader):
+    """Leaves a module as it is that was imported while Python looked for it."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run nothing: its code has run."""
+        with suppress(AttributeError):  # torch's configurations have only their own attributes
+            module.__spec__ = self._spec
+
+
+class _Asking(SourceFileLoader):
+    """Keeps a module from importing classes that it only asks about."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code with stand-ins for the classes."""
+        names = vars(import_module("transformers"))
+        missing = {name: _Asked(name, (), {}) for name in _ASKED if name not in names}
+        names.update(missing)
+        # Python replaces this attribute when the module is imported.
+        vars(import_module("torch.distributed")).setdefault("tensor", _SplitTensors())
+        try:
+            super().exec_module(module)
+        finally:
+            for name in missing:
+                names.pop(name)
+
+
+class _Asked(type):
+    """A class that tells whether an object is of another class, which need not be imported."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        module = sys.modules.get(_ASKED[cls.__name__])
+        return module is not None and isinstance(instance, getattr(module, cls.__name__))
+
+
+class _SplitTensors:
+    """Stands for the module `torch.distributed.tensor` until it is imported."""
+
+    DTensor = _Asked("DTensor", (), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("torch.distributed.tensor"), name)

@@ -143,6 +143,103 @@ print(peft.LoraConfig is LoraConfig, peft.BOFTConfig.__name__, peft.PeftModel.__
     assert found.splitlines() == ["[]", "True BOFTConfig PeftModel"]
 
 
+def test_an_optimizer_steps_without_the_code_of_the_compiler() -> None:
+    found = run_python("""
+import sys
+from ftkit.utils.imports import postpone_modules
+postpone_modules()
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0)
+kept_out = torch.compiler.disable(lambda x: x + 1)
+weight.grad = torch.ones(2)
+optimizer.step()
+optimizer.zero_grad()
+print(weight.round(decimals=3).tolist(), kept_out(1))
+print(sorted({"sympy", "torch._dynamo.utils"} & sys.modules.keys()))
+""")
+    assert found == "[0.5, 0.5] 2\n[]\n"
+
+
+def test_the_compiler_is_whole_when_something_is_compiled() -> None:
+    """Whatever of it is imported first, its code runs once; what was kept out of graphs stays."""
+    program = """
+from ftkit.utils.imports import postpone_modules
+postpone_modules()
+import torch, sys
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+kept_out = torch.compiler.disable(lambda x: x.sin())
+kept_out(torch.ones(2))  # called before there are graphs
+{first}
+def function(x):
+    return kept_out(x * 2) + 1
+compiled = torch.compile(function, backend=backend)
+x = torch.ones(2)
+assert torch.equal(compiled(x), function(x))
+assert len(graphs) == 2 and not any("sin" in graph.code for graph in graphs), graphs
+import torch._dynamo
+assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
+from torch._dynamo.utils import counters
+assert counters["stats"]["unique_graphs"] == 2, counters
+"""
+    for first in (
+        "",
+        "import torch._dynamo.config as config; assert config is torch._dynamo.config",
+        "from torch._dynamo import config; assert config is torch._dynamo.config",
+        "from torch._dynamo.utils import counters; assert counters is torch._dynamo.utils.counters",
+        "torch._dynamo.reset()",
+    ):
+        run_python(program.format(first=first))
+
+
+def test_peft_asks_whether_a_model_is_of_transformers_without_importing_its_models() -> None:
+    found = run_python("""
+import sys
+from ftkit.utils.imports import postpone_modules
+postpone_modules()
+from peft.tuners.lora import LoraModel
+from peft.tuners import tuners_utils
+from torch import nn
+modules = {"transformers.modeling_utils", "torch.distributed.tensor", "sympy", "boto3"}
+print(isinstance(nn.Linear(1, 1), tuners_utils.PreTrainedModel), modules & sys.modules.keys())
+import transformers, torch.distributed
+model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+print(isinstance(model, tuners_utils.PreTrainedModel))
+print(isinstance(nn.Linear(1, 1), transformers.PreTrainedModel))
+print(torch.distributed.tensor.Replicate.__name__)
+""")
+    assert found.splitlines() == [
+        "False set()",
+        "True",
+        "False",
+        "Replicate",
+    ]
+
+
+BEFORE_FIRST_STEP = """
+import sys
+import ftkit
+
+class Looks(ftkit.Callback):
+    def on_step(self, run, record):
+        heavy = ("lightning.pytorch", "matplotlib", "sympy", "torch._dynamo.config",
+                 "torch.distributed.tensor", "torchmetrics.metric", "transformers.modeling_utils")
+        (run.out_dir / "heavy.txt").write_text(str([name for name in heavy if name in sys.modules]))
+"""
+
+
+@pytest.mark.slow  # a rank that nothing was imported for beforehand
+def test_a_rank_takes_its_first_step_before_it_imports_what_it_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "looks.py").write_text(BEFORE_FIRST_STEP)
+    command = [sys.executable, "-m", "ftkit", "finetune", "embedded:quickstart.yaml"]
+    command += ["--plugin", "looks.py", "--out_dir", "out", "--train.max_steps", "1"]
+    subprocess.run(command, cwd=tmp_path, env=command_environment(), check=True)
+    assert (tmp_path / "out" / "heavy.txt").read_text() == "[]"
+
+
 def run_python(statements: str) -> str:
     """Output of a new interpreter."""
     found = subprocess.run(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.weight_files import WeightTensor
 from ftkit.recipe.peft_adapter import peft_arguments
@@ -62,7 +63,7 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
     # for_model takes the family as an argument of its own.
     family = settings.pop("model_type")
     config = AutoConfig.for_model(family, **settings)
-    with torch.device("meta"):
+    with on_meta_device():
         with without_limits():  # those are for the checkpoint, and this is as large as its base
             model: Any = AutoModelForCausalLM.from_config(config)
         if adapter is not None:

@@ -25,6 +25,7 @@ from ftkit.models.architectures.architecture import (
 )
 from ftkit.models.architectures.checks import require_plausible, require_sound
 from ftkit.models.architectures.families import AttentionBiasConfig, Family, Settings
+from ftkit.models.meta_device import on_meta_device
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.yaml_files import load_yaml
 
@@ -43,6 +44,17 @@ _NO_PART = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")
 _LAYOUT_DEPENDENT = ("padded_vocab_size", "sliding_window_size", "sliding_window_indices")
 """Fields that depend on the layout: the vocabulary is in the shapes; a window is computed in
 LitGPT's layout and limits the positions in Hugging Face's."""
+
+
+class OutlineOfGpt(GPT):  # type: ignore[misc]  # litgpt declares no types
+    """LitGPT's model that computes no angles of positions until it is asked for them.
+
+    Its constructor computes them. On the meta device they have no values, and import SymPy.
+    """
+
+    def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return no angles. GPT.rope_cache computes them."""
+        return torch.empty(0, device=device), torch.empty(0, device=device)
 
 
 @dataclass(frozen=True)
@@ -137,8 +149,8 @@ class LitgptArchitecture(Architecture):
     def untied_shapes(self) -> dict[str, torch.Size]:
         config = self.config
         # Shapes from LitGPT's own code, so that no rule is written twice.
-        with torch.device("meta"):
-            model = GPT(config)
+        with on_meta_device():
+            model = OutlineOfGpt(config)
         # Our attention splits LitGPT's fused layer, so its rows are those of three parameters.
         key_rows = config.n_query_groups * config.head_size
         qkv_rows = {"q": config.n_head * config.head_size, "k": key_rows, "v": key_rows}

@@ -42,6 +42,7 @@ from ftkit.models.architectures.transformers_outline import (
     untranspose_layers,
     whole_class_name,
 )
+from ftkit.models.meta_device import on_meta_device
 from ftkit.models.routing import RouterLoss
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
@@ -336,7 +337,7 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def _plain(self) -> PreTrainedModel:
         """The model on the meta device, as transformers makes it."""
-        with torch.device("meta"):
+        with on_meta_device():
             return self._class(copy.deepcopy(self.whole_config))
 
     @cached_property
@@ -371,7 +372,7 @@ class TransformersArchitecture(Architecture):
         # Only used where ftkit's attention cannot take the place of the model's own.
         sdpa = self._class._supports_sdpa and self.name not in _OWN_MASKS
         whole._attn_implementation = config._attn_implementation = "sdpa" if sdpa else "eager"
-        with torch.device("meta"):
+        with on_meta_device():
             model = self._class(whole)
             part = self.language_in(model) if self.is_part else model
             untranspose_layers(part)

@@ -20,6 +20,7 @@ from litgpt.model import (
 )
 from torch import Tensor
 
+from ftkit.models.architectures.litgpt_architecture import OutlineOfGpt
 from ftkit.models.bodies.attention import (
     AttentionKernel,
     AttentionLayer,
@@ -35,7 +36,7 @@ from ftkit.models.routing import RouterLoss, Routing
 from ftkit.utils.accelerators.kinds import USUAL_KIND
 
 
-class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
+class LitgptBody(OutlineOfGpt, Body):
     """LitGPT's GPT without its head."""
 
     config: Config
@@ -116,7 +117,7 @@ class LitgptBody(GPT, Body):  # type: ignore[misc]  # litgpt declares no types
     def build_rope_cache(self, device: torch.device, length: int) -> None:
         # Not by the property, whose setter keeps tables of this length, even without values.
         self._max_seq_length = length
-        self.cos, self.sin = super().rope_cache(device=device)
+        self.cos, self.sin = GPT.rope_cache(self, device)
 
     @property
     def device(self) -> torch.device:

@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, SCORE
+from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import Component
@@ -71,7 +70,7 @@ def _has_our_names(base: BaseModel, class_name: str) -> bool:
     fields = {key: value for key, value in settings.items() if key != "auto_map"}
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     config.num_labels = 1
-    with torch.device("meta"):
+    with on_meta_device():
         model = getattr(transformers, class_name)(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     ours = base.architecture.parameter_shapes(tied=False)
