@@ -129,20 +129,49 @@ def test_activations_leave_the_card_and_come_back_without_a_wait(
     assert sent[f"to_device {copied}"] == (layers - 2) * MICRO_STEPS["single"]
 
 
+QLORA = ("--quantize", "bnb.nf4", "--precision", "bf16-true")
+MODELS = {
+    "full": ("finetune_full", None, ()),
+    "full in bf16": ("finetune_full", None, ("--precision", "bf16-true")),
+    "LoRA in bf16": ("finetune", None, ("--precision", "bf16-true")),
+    "QLoRA": ("finetune", None, QLORA),
+    "windows, full": ("finetune_full", "gemma3_text", ("--precision", "bf16-true")),
+    "windows, LoRA": ("finetune", "gemma3_text", ()),
+    "experts, full": ("finetune_full", "qwen3_moe", ("--precision", "bf16-true")),
+    "experts, LoRA": ("finetune", "qwen3_moe", ("--precision", "bf16-true")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_no_kind_of_model_lets_the_host_wait(machine: OnCard, name: str, tmp_path: Path) -> None:
+    method, kind, words = MODELS[name]
+    if kind is not None:
+        base = make_transformers_model(tmp_path / "base", kind)
+        words = ("--checkpoint_dir", str(base), *words)
+    found = machine.completed(method, *ONE, *words)
+    counts = machine.counts(found.out_dir).of_step(STEP, *WAITS)
+    assert of_ours(counts) == WAITS_IN_A_STEP["single"]
+
+
+def of_ours(counts: dict[str, int]) -> dict[str, int]:
+    """Waits without those of torch in place of a grouped kernel, which no simulated card has."""
+    torchs = tuple(f"to_host pageable models/bodies/experts.py:{f}" for f in ("_products", "_sums"))
+    return {place: count for place, count in counts.items() if place not in torchs}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])  # with and without that kernel
 def test_the_host_waits_once_for_the_rows_of_quantised_experts_in_a_layer(
-    machine: OnCard, tmp_path: Path
+    machine: OnCard, precision: str, tmp_path: Path
 ) -> None:
     """In the forward pass; the backward pass knows them."""
     layers = 3
     base = make_transformers_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=layers)
-    words = ("--checkpoint_dir", str(base), "--quantize", "bnb.nf4", "--precision", "bf16-true")
+    words = ("--checkpoint_dir", str(base), "--quantize", "bnb.nf4", "--precision", precision)
     found = machine.completed("finetune", *ONE, *words)
     rows = "to_host pageable models/bodies/experts.py:rows_of_each"
-    counts = machine.counts(found.out_dir).of_step(STEP, *WAITS)
-    # The simulated card has no grouped kernel: there torch itself reads the ends of the rows.
-    torchs = "to_host pageable models/bodies/experts.py:_products"
-    ours = {place: count for place, count in counts.items() if place != torchs}
-    assert ours == WAITS_IN_A_STEP["single"] | {rows: layers * MICRO_STEPS["single"]}
+    counts = of_ours(machine.counts(found.out_dir).of_step(STEP, *WAITS))
+    assert counts == WAITS_IN_A_STEP["single"] | {rows: layers * MICRO_STEPS["single"]}
 
 
 def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> None:

@@ -47,14 +47,16 @@ LitGPT's layout and limits the positions in Hugging Face's."""
 
 
 class OutlineOfGpt(GPT):  # type: ignore[misc]  # litgpt declares no types
-    """LitGPT's model that computes no angles of positions until it is asked for them.
+    """LitGPT's model, without angles of positions on the meta device.
 
-    Its constructor computes them. On the meta device they have no values, and import SymPy.
+    There they have no values, and torch imports SymPy to make them.
     """
 
     def rope_cache(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return no angles. GPT.rope_cache computes them."""
-        return torch.empty(0, device=device), torch.empty(0, device=device)
+        if (device or torch.get_default_device()).type == "meta":
+            return torch.empty(0, device="meta"), torch.empty(0, device="meta")
+        angles: tuple[torch.Tensor, torch.Tensor] = super().rope_cache(device)
+        return angles
 
 
 @dataclass(frozen=True)

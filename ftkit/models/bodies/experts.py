@@ -289,20 +289,36 @@ def _product_in_groups(
     def product(experts: slice, own: slice) -> Tensor:
         return _products(x[own], factors(experts), ends[experts] - own.start)
 
+    def multiply_each(experts: slice) -> None:
+        # A function, so that its numbers are forgotten before the next ones are unpacked.
+        for matrix, own in zip(factors(experts), rows[experts], strict=True):
+            torch.mm(x[own], matrix, out=result[own])  # needs no memory beside
+
     # The host knows the rows, for which it waits once in a layer. A grouped product begins at the
     # first row, so without that knowledge each group would multiply the rows of all groups before
     # it, too: several times the work.
     groups = list(_groups(rows, matrices.at_once(x.device.type)))
-    if len(groups) == 1:
+    in_one_kernel = _has_grouped_kernel(x)
+    if len(groups) == 1 and in_one_kernel:
         return product(*groups[0])
     result = x.new_empty(len(x), matrices.rows if transposed else matrices.columns)
     # Fake tensors are for shapes alone, and their groups are equal: the first one stands for all.
     for experts, own in groups[:1] if is_fake(x) else groups:
-        if experts.stop - experts.start == 1:
-            torch.mm(x[own], factors(experts)[0], out=result[own])  # needs no memory beside
-        else:
+        if in_one_kernel and experts.stop - experts.start > 1:
             result[own] = product(experts, own)
+        else:  # without a kernel, torch would read the ends of the rows again, and wait for them
+            multiply_each(experts)
     return result
+
+
+def _has_grouped_kernel(x: Tensor) -> bool:
+    """Return whether torch multiplies groups of such numbers in one kernel."""
+    # As in torch 2.11 to 2.14: kernels of CUTLASS for two generations of cards, and a loop for all
+    # others. Fake tensors stand for a card that has it, where a product needs memory of its own.
+    if is_fake(x):
+        return True
+    of_card = x.device.type == USUAL_KIND and torch.cuda.get_device_capability(x.device)[0]
+    return x.dtype == torch.bfloat16 and of_card in (9, 10)
 
 
 def _groups(rows: list[slice], at_once: int) -> Iterator[tuple[slice, slice]]:

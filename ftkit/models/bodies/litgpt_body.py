@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from litgpt.config import Config
 from litgpt.model import (
-    GPT,
     CausalSelfAttention,
     GemmaMLP,
     LLaMAMLP,
@@ -117,7 +116,7 @@ class LitgptBody(OutlineOfGpt, Body):
     def build_rope_cache(self, device: torch.device, length: int) -> None:
         # Not by the property, whose setter keeps tables of this length, even without values.
         self._max_seq_length = length
-        self.cos, self.sin = GPT.rope_cache(self, device)
+        self.cos, self.sin = super().rope_cache(device)
 
     @property
     def device(self) -> torch.device:
