@@ -161,6 +161,7 @@ print(sorted({"sympy", "torch._dynamo.utils"} & sys.modules.keys()))
     assert found == "[0.5, 0.5] 2\n[]\n"
 
 
+@pytest.mark.slow
 def test_the_compiler_is_whole_when_something_is_compiled() -> None:
     """Whatever of it is imported first, its code runs once; what was kept out of graphs stays."""
     program = """
