@@ -30,9 +30,8 @@ from ftkit.models.bodies.attention import (
 from ftkit.models.bodies.body import Body, GatedMlp
 from ftkit.models.bodies.experts import FusedExperts, count_of_each, rows_of_each
 from ftkit.models.bodies.norm import RMSNorm
-from ftkit.models.bodies.rotation import rotated_halves
+from ftkit.models.bodies.rotation import rotated_halves, saves_launches
 from ftkit.models.routing import RouterLoss, Routing
-from ftkit.utils.accelerators.kinds import USUAL_KIND
 
 
 class LitgptBody(OutlineOfGpt, Body):
@@ -248,10 +247,7 @@ class Attention(CausalSelfAttention, AttentionLayer):  # type: ignore[misc]  # l
         """Rotate [batch, tokens, heads, head size] each by the tokens' positions."""
         count = self.config.rope_n_elem
         parts = q[..., :count], k[..., :count]
-        # Launches cost nothing on CPUs, and compilers fuse LitGPT's operations. Other devices need
-        # not have kernels that add numbers of two types.
-        saves_launches = q.device.type == USUAL_KIND and not torch.compiler.is_compiling()
-        if self.rotation == "halves" and count % 2 == 0 and saves_launches:
+        if self.rotation == "halves" and count % 2 == 0 and saves_launches(q):
             turned = rotated_halves(*parts, cos[..., None, :], sin[..., None, :])
         else:
             rotate = apply_rope if self.rotation == "halves" else apply_rope_interleave

@@ -44,6 +44,7 @@ from ftkit.models.bodies.experts import (
     rows_of_each,
 )
 from ftkit.models.bodies.norm import replace_norms
+from ftkit.models.bodies.rotation import rotate_in_few_kernels
 from ftkit.models.routing import RouterLoss, Routing
 
 _OURS = "ftkit"
@@ -76,6 +77,7 @@ class TransformersBody(Body):
         # The model's own code computes all but its attention, experts and norms.
         _use_experts(model)
         replace_norms(model)
+        rotate_in_few_kernels(model)
         _compute_without_values(model)
         # Listed before adapters are added, the only modules that `train` switches.
         self._own = tuple(model.modules())

@@ -1,11 +1,19 @@
-"""Rotary embeddings in few kernels are those of LitGPT."""
+"""Rotary embeddings in few kernels are those of LitGPT and of transformers."""
+
+import inspect
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from litgpt.model import apply_rope
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.llama import modeling_llama
 
-from ftkit.models.bodies.rotation import rotated_halves
+from ftkit.models.bodies import rotation
+from ftkit.models.bodies.rotation import rotate_in_few_kernels, rotated_halves
 
 TOKENS, HEADS, GROUPS, SIZE = 7, 4, 2, 8
 
@@ -67,3 +75,48 @@ def test_nothing_of_the_size_of_the_heads_is_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ours(heads(torch.float32), *tables())
     assert sum(kept) == 2 * TOKENS * SIZE
+
+
+@pytest.fixture(params=[modeling_llama, modeling_gemma3], ids=lambda module: module.__name__)
+def replaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Transformers' function, and what takes its place."""
+    module = request.param
+    theirs = inspect.unwrap(module.apply_rotary_pos_emb)
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", theirs)  # put back after the test
+    layer = type("Layer", (nn.Module,), {"__module__": module.__name__})
+    rotate_in_few_kernels(layer())
+    once = module.apply_rotary_pos_emb
+    rotate_in_few_kernels(layer())
+    assert theirs is not once is module.apply_rotary_pos_emb
+    return theirs, once
+
+
+def test_models_of_transformers_rotate_alike_in_few_kernels(
+    replaced: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = replaced
+    torch.manual_seed(0)
+    parts = [part.transpose(1, 2) for part in heads(torch.float32)]
+    # Of either half other angles, as the function allows.
+    cos, sin = torch.randn(2, 1, TOKENS, SIZE)
+    rotated = Mock(side_effect=rotated_halves)
+    monkeypatch.setattr(rotation, "rotated_halves", rotated)
+    expected = theirs(*parts, cos, sin)
+    assert torch.equal(ours(*parts, cos, sin)[0], expected[0])
+    assert not rotated.called  # on a CPU
+    monkeypatch.setattr(rotation, "saves_launches", lambda q: True)
+    found = ours(*parts, cos, sin)
+    assert rotated.called
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    gradients = [torch.randn_like(part) for part in parts]
+    of_parts, expected_of_parts = (
+        torch.autograd.grad(turned, parts, gradients) for turned in (found, expected)
+    )
+    torch.testing.assert_close(of_parts, expected_of_parts, rtol=0, atol=1e-6)
+
+
+def test_a_model_with_another_rotation_keeps_it() -> None:
+    before = modeling_glm4.apply_rotary_pos_emb
+    layer = type("Layer", (nn.Module,), {"__module__": modeling_glm4.__name__})
+    rotate_in_few_kernels(layer())
+    assert modeling_glm4.apply_rotary_pos_emb is before
