@@ -27,14 +27,15 @@ from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.recipe.devices import find_devices
+from ftkit.recipe.lora_layers import adapted_text
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
-from ftkit.recipe.parsing import read_recipe, sorted_words, to_yaml
+from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, check_kernels_installed, check_loggers_installed, make_plan
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import FINETUNE, Recipe
+from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Recipe
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
@@ -267,6 +268,8 @@ def prepare_run(
         # planned.
         resolved = dataclasses.replace(recipe, precision=plan.precision)
         start = find_start(resolved)
+        if start is not None:
+            recipe = dataclasses.replace(recipe, **start.kept)
         # A checkpoint has what it needs of its models, whose files may be gone.
         if start is None:
             check_second_models(recipe)
@@ -407,6 +410,9 @@ def _show_start(start: Start, run: RunDirectory, display: Display) -> None:
     display.message(
         f"continuing from step {start.metadata.step:,}: {display_path(start.checkpoint)}"
     )
+    if start.kept:
+        kept = ", ".join(f"{key} {as_text(value)}" for key, value in start.kept.items())
+        display.message(f"kept, as the defaults were when the run began: {kept}")
     for change in start.changes:
         display.message(f"changed: {change}")
 
@@ -426,8 +432,12 @@ def _beginning(plan: Plan, device: str) -> str:
     """Message for the longest wait of the preparation, until ranks have imported torch."""
     recipe = plan.recipe
     ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
-    return (
-        f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})\n"
-        f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}\n"
-        f"into {display_path(recipe.out_dir)}"
-    )
+    lines = [
+        f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})",
+        f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}",
+        f"into {display_path(recipe.out_dir)}",
+    ]
+    # Earlier versions adapted fewer layers where none was named.
+    if isinstance(recipe, LoraRecipe) and recipe.lora_targets == ALL_LINEAR:
+        lines.insert(2, f"adapting {adapted_text(recipe)}; --lora_query true: query and value only")
+    return "\n".join(lines)

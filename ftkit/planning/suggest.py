@@ -127,7 +127,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         yield _Step("frozen model sharded", (("memory.shard_model_beside", "true"),))
     if not isinstance(recipe, LoraRecipe):
         # Any LoRA key makes the recipe one of LoRA.
-        yield _Step("LoRA", (("lora_r", "8"),))
+        yield _Step("LoRA", (("lora_r", "16"),))
     if not isinstance(recipe, LoraRecipe) or recipe.quantize is None:
         yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
     if gpu.name == HOST:  # which more ranks would share

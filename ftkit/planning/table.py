@@ -16,6 +16,7 @@ from ftkit.models.pretrained.gguf.convert import Conversion
 from ftkit.planning.gpus import HOST
 from ftkit.planning.predict import Planned, PlannedBeside, PlannedReference
 from ftkit.planning.suggest import Change
+from ftkit.recipe.lora_layers import adapted_text
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.step_memory import CATEGORIES
@@ -151,6 +152,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     # Nothing in the command says so: the user may have meant LoRA.
     if planned.method_source == "recipe" and plan.recipe.method == "full":
         yield "method", "full: the recipe has no LoRA keys; ftkit plan finetune plans LoRA"
+    if isinstance(plan.recipe, LoraRecipe):
+        yield "adapter", adapted_text(plan.recipe)
     share = percent_text(memory.trained_parameters / memory.parameters)
     counts = f"{memory.trained_parameters:,} of {memory.parameters:,}"
     yield "parameters", f"{counts} trained ({share})"

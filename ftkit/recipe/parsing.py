@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ftkit.errors import UserError
+from ftkit.recipe.lora_layers import NAMED_LAYERS, names_layers
 from ftkit.recipe.plugin import own_path
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.recipe.recipe_keys import (
@@ -388,6 +389,8 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
 
     parser = _parser(method)
     given = _without_empty(merged, method)
+    if method == "lora" and names_layers(given):
+        given = NAMED_LAYERS | given
     # jsonargparse would import the classes that they name.
     components = {key: given.pop(key) for key in COMPONENTS if key in given}
     if isinstance(out_dir := given.get("out_dir"), str):

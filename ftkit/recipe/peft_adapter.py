@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.lora_layers import NAMED_LAYERS
 from ftkit.recipe.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.json_values import from_json
@@ -203,7 +204,8 @@ def with_adapter(recipe: Recipe) -> Recipe:
     for key, value in keys.items():
         asked = getattr(recipe, key)
         # A default counts as not set, because the recipe does not know which keys were given.
-        if asked != defaults[key] and _in_order(asked) != _in_order(value):
+        is_set = asked not in (defaults[key], NAMED_LAYERS.get(key, defaults[key]))
+        if is_set and _in_order(asked) != _in_order(value):
             raise UserError(
                 f"{key} is {json.dumps(asked)}, but the adapter {recipe.adapter} has "
                 f"{json.dumps(value)}. Remove {key}, which is read from the adapter."

@@ -20,6 +20,8 @@ LOGGER_PACKAGES: dict[LoggerName, str] = {"mlflow": "mlflow-skinny"}
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+ALL_LINEAR = "all-linear"
+"""Value of lora_targets, PEFT's word for all linear layers but the head."""
 MicroBatchKey = Literal["micro_batch_size", "micro_batch_tokens"]
 """Key that limits a micro-batch, by its sequences or by its tokens."""
 
@@ -376,15 +378,17 @@ class Lora:
 
     quantize: Quantization | None = None
     """Quantize the frozen base model with bitsandbytes (QLoRA)."""
-    lora_r: int = 8
-    """Rank of the adapter matrices."""
-    lora_alpha: int | float = 16
+    lora_r: int = 16
+    """Rank of the adapter matrices. Default: 16, or 8 where keys name the layers to adapt."""
+    lora_alpha: int | float = 32
     """Scale of the adapter: its output is multiplied by lora_alpha / lora_r, with rsLoRA by
-    lora_alpha / sqrt(lora_r)."""
+    lora_alpha / sqrt(lora_r). Default: 32, or 16 where keys name the layers to adapt."""
     lora_dropout: float = 0.05
     """Dropout before the adapter."""
     lora_query: bool = True
-    """Adapt the query projection."""
+    """Adapt the query projection. If one of the keys lora_query, lora_key, lora_value,
+    lora_projection, lora_mlp and lora_head is given, the others have LitGPT's defaults: query and
+    value. Without any of them, all linear layers are adapted, see lora_targets."""
     lora_key: bool = False
     """Adapt the key projection."""
     lora_value: bool = True
@@ -399,10 +403,11 @@ class Lora:
     0."""
     lora_head: bool = False
     """Adapt the output head."""
-    lora_targets: list[str] | str | None = None
+    lora_targets: list[str] | str | None = ALL_LINEAR
     """Adapt these layers instead of the ones above: a list of Hugging Face names, such as [q_proj,
     v_proj], a name or regular expression for full names, such as '.*layers.[0-3].*_proj', or
-    all-linear: all linear layers but routers and the head."""
+    all-linear: all linear layers but routers and the head. Default: all-linear, or the layers of
+    lora_query and its like if one of them is given."""
     lora_modules_to_save: list[str] | None = None
     """Layers to train fully and save with the adapter, such as [embed_tokens, lm_head]."""
     lora_variant: LoraVariant = "lora"
@@ -430,8 +435,6 @@ class LoraRecipe(Lora, Recipe):
         return "lora"
 
 
-ALL_LINEAR = "all-linear"
-"""Value of lora_targets, PEFT's word for all linear layers but the head."""
 LAYER_SWITCHES = (
     "lora_query",
     "lora_key",

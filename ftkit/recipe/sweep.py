@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.lora_layers import kept_from
 from ftkit.recipe.parsing import Override, as_text, read_recipe, to_dict
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plugin import plugin_in_use
@@ -166,6 +167,7 @@ def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
     if key is not None and there.train.auto_key is None:
         train = dataclasses.replace(asked.train, **{key: getattr(there.train, key)})
         asked = dataclasses.replace(asked, train=train)
+    asked = dataclasses.replace(asked, **kept_from(there, asked))
     now, before = (dict(leaves(to_dict(recipe))) for recipe in (asked, there))
     return [
         f"{key} is {before.get(key)} there and {now.get(key)} here"

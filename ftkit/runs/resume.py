@@ -8,11 +8,11 @@ move to a backup in set_aside; nothing is deleted.
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from ftkit.checkpoint.file_checks import format_problem, hash_file
 from ftkit.checkpoint.metadata import (
@@ -26,6 +26,7 @@ from ftkit.checkpoint.metadata import (
 from ftkit.checkpoint.store import Store, check_files, step_of, verify
 from ftkit.errors import Completed, UserError
 from ftkit.recipe.changes import recipe_changes
+from ftkit.recipe.lora_layers import kept_from
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plugin import plugin_in_use, require_same_plugin
 from ftkit.recipe.recipe import Method, Precision, Recipe, Train
@@ -56,6 +57,8 @@ class Start:
     """Its metadata."""
     in_place: bool
     """True if it belongs to out_dir; else the run branches into a new directory."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """Keys in which the run keeps the defaults that it began with, with their values."""
     changes: tuple[str, ...] = ()
     """Changes of settings that affect training from here on, one line each."""
     passed_over: tuple[str, ...] = ()
@@ -318,7 +321,9 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
         raise _damaged(checkpoint, problems, recipe.resume, in_place)
     metadata = read_metadata(checkpoint)
     _check_plugin(recipe, checkpoint, metadata, in_place=in_place)
-    refusals, changes = recipe_changes(_saved_recipe(recipe, checkpoint, metadata), recipe)
+    saved = _saved_recipe(recipe, checkpoint, metadata)
+    kept = kept_from(saved, recipe)
+    refusals, changes = recipe_changes(saved, dataclasses.replace(recipe, **kept))
     if refusals:
         differing = ", ".join(refusals)
         raise UserError(
@@ -329,7 +334,11 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     if (plugin := plugin_in_use()) is not None and PLUGIN not in metadata.files:
         changes.append(f"plugin not set -> {plugin.file}")
     return Start(
-        checkpoint=checkpoint, metadata=metadata, in_place=in_place, changes=tuple(changes)
+        checkpoint=checkpoint,
+        metadata=metadata,
+        in_place=in_place,
+        kept=kept,
+        changes=tuple(changes),
     )
 
 

@@ -69,15 +69,12 @@ def test_a_checkpoint_of_a_version_without_a_key_continues() -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"lora_r": 16}, "lora_r 8 -> 16"),
-        ({"lora_alpha": 8}, "lora_alpha 16 -> 8"),
+        ({"lora_r": 8}, "lora_r 16 -> 8"),
+        ({"lora_alpha": 8}, "lora_alpha 32 -> 8"),
         ({"lora_variant": "dora"}, "lora_variant lora -> dora"),
         ({"lora_init": "pissa"}, "lora_init default -> pissa"),
-        ({"lora_targets": "[q_proj]"}, "lora_targets not set -> ['q_proj']"),
         ({"lora_modules_to_save": "[lm_head]"}, "lora_modules_to_save not set -> ['lm_head']"),
         ({"adapter": "some/adapter"}, "adapter not set -> some/adapter"),
-        ({"lora_query": "false"}, "lora_query true -> false"),
-        ({"lora_mlp": "true"}, "lora_mlp false -> true"),
         ({"quantize": "bnb.nf4"}, "quantize not set -> bnb.nf4"),
         ({"seed": 1}, "seed 1337 -> 1"),
         ({"data__mask_prompt": "true"}, "data.mask_prompt false -> true"),
@@ -100,6 +97,18 @@ def test_keys_that_decide_what_is_trained_are_fixed(keys: dict[str, Any], line: 
     assert refused(recipe(), recipe(**keys)) == [line]
 
 
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"lora_query": "false"}, "lora_query true -> false"),
+        ({"lora_mlp": "true"}, "lora_mlp false -> true"),
+        ({"lora_targets": "[q_proj]"}, "lora_targets not set -> ['q_proj']"),
+    ],
+)
+def test_the_layers_that_a_recipe_names_are_fixed(keys: dict[str, Any], line: str) -> None:
+    assert refused(recipe(lora_value="true"), recipe(**keys)) == [line]
+
+
 def test_options_of_an_objective_are_fixed_and_a_default_may_be_written_out() -> None:
     saved = recipe(objective="dpo")
     assert refused(saved, recipe(objective="dpo", objective__beta=0.2)) == [
@@ -110,7 +119,7 @@ def test_options_of_an_objective_are_fixed_and_a_default_may_be_written_out() ->
 
 def test_every_fixed_key_that_differs_is_named() -> None:
     now = recipe(lora_r=4, seed=1, data__mask_prompt="true")
-    lines = ["data.mask_prompt false -> true", "seed 1337 -> 1", "lora_r 8 -> 4"]
+    lines = ["data.mask_prompt false -> true", "seed 1337 -> 1", "lora_r 16 -> 4"]
     assert sorted(refused(recipe(), now)) == sorted(lines)
 
 

@@ -5,9 +5,10 @@ Those in tests/runs/earlier/COMMIT were written by the ftkit of that commit itse
 """
 
 import csv
+import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from runs import losses
 
 from ftkit.checkpoint.metadata import METADATA
 from ftkit.cli import app
+from ftkit.recipe.lora_layers import kept_from
 from ftkit.recipe.parsing import read_keys, read_recipe, to_dict
 from ftkit.recipe.recipe import RECIPE_OF, Method
 from ftkit.utils.names import leaves
@@ -58,12 +60,38 @@ def test_there_are_runs_of_earlier_versions() -> None:
         assert of_it >= {"lora-single", "lora-ddp", "full-fsdp"}
 
 
-def assert_goes_on(ftkit: Command, place: Path, name: str, strategy: str, devices: int) -> None:
-    """To the end, with the losses that the version of the run had recorded of a whole one."""
+def recorded_command(run: Path) -> list[str]:
+    """Words of the command that began a run, without `ftkit`."""
+    program, *words = json.loads((run / "report.json").read_text())["command"]
+    assert program == "ftkit"
+    return [str(word) for word in words]
+
+
+def assert_goes_on(
+    ftkit: Command,
+    place: Path,
+    name: str,
+    strategy: str,
+    devices: int,
+    words: Sequence[object] = (),
+) -> str:
+    """To the end, with the losses that the version of the run had recorded of a whole one.
+
+    Args:
+        ftkit: the command.
+        place: where the runs are.
+        name: of the run.
+        strategy: to go on with.
+        devices: to go on with.
+        words: of the command; none: those that the run itself says continue it.
+
+    Returns:
+        What the command said.
+    """
     command, _ = command_of(name)
     run = place / name
-    words = (command, "--config", run / "recipe.yaml", "--resume", "auto")
-    ended = ftkit(*words, "--strategy", strategy, "--devices", devices)
+    words = words or (command, "--config", run / "recipe.yaml")
+    ended = ftkit(*words, "--resume", "auto", "--strategy", strategy, "--devices", devices)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     before = len(losses(EARLIER / name))
     assert f"continuing from step {before}" in ended.stdout
@@ -72,6 +100,7 @@ def assert_goes_on(ftkit: Command, place: Path, name: str, strategy: str, device
     for file, column in [("metrics.csv", "loss"), ("validation.csv", "val_loss")]:
         assert series(run, file, column) == pytest.approx(series(whole, file, column), rel=1e-5)
     assert series(run, "metrics.csv", "lr") == series(whole, "metrics.csv", "lr")
+    return ended.stdout
 
 
 @pytest.mark.parametrize("name", STOPPED, ids=lambda name: name.replace("/", "-"))
@@ -79,6 +108,26 @@ def test_a_stopped_run_continues_with_the_losses_of_its_own_version(
     ftkit: Command, place: Path, name: str
 ) -> None:
     assert_goes_on(ftkit, place, name, "single", 1)
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_run_that_adapts_fewer_layers_by_default_continues_with_its_own_command(
+    ftkit: Command, place: Path, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    name = f"{commit}/lora-single"
+    words = recorded_command(place / name)
+    assert not {"--lora_query", "--lora_targets", "--lora_alpha"} & {*words}
+    stop = words.index("--stop_after")
+    del words[stop : stop + 2]
+    said = assert_goes_on(ftkit, place, name, "single", 1, words)
+    assert "kept, as the defaults were when the run began: lora_targets null, lora_alpha 16" in said
+    assert "changed:" not in said
+    continued = read_keys(place / name / "recipe.yaml")
+    then = read_keys(EARLIER / name / "recipe.yaml")
+    assert {k: continued[k] for k in then if k.startswith("lora_")} == {
+        k: value for k, value in then.items() if k.startswith("lora_")
+    }
 
 
 @pytest.mark.slow
@@ -139,15 +188,14 @@ def test_its_recipe_has_the_same_meaning_today(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_command_line_has_the_same_meaning_today(name: str, place: Path, said: Said) -> None:
-    words = json.loads((place / name / "report.json").read_text())["command"]
-    assert words[0] == "ftkit"
-    (place / "today.yaml").write_text(said(*words[1:], "--print_config"))
+    """But for the defaults that a run keeps when it continues."""
+    (place / "today.yaml").write_text(said(*recorded_command(place / name), "--print_config"))
     _, method = command_of(name)
     now, then = (
         read_recipe([file], method=method)
         for file in (place / "today.yaml", place / name / "recipe.yaml")
     )
-    assert to_dict(now) == to_dict(then)
+    assert to_dict(dataclasses.replace(now, **kept_from(then, now))) == to_dict(then)
 
 
 @pytest.mark.slow
