@@ -92,8 +92,9 @@ def run_ftkit(
         limit_s: seconds after which it is ended.
         column: of metrics.csv, whose values become the losses of the steps.
     """
-    dropout = {"lora_dropout": 0} if method == "lora" else {}
-    words = words_of(method, COMMON | dropout | {"out_dir": out_dir} | dict(keys))
+    # Query and value with rank 8, the default of LitGPT, so that figures stay comparable.
+    adapted = {"lora_dropout": 0, "lora_query": True} if method == "lora" else {}
+    words = words_of(method, COMMON | adapted | {"out_dir": out_dir} | dict(keys))
     rows = Rows(out_dir / "metrics.csv", column)
     # What earlier runs have computed of data and reference would not be computed again.
     cache = {CACHE_VARIABLE: str(out_dir.parent / "cache")}

@@ -11,12 +11,17 @@ from gpu_parts.part import ROOT, Found, Scene, call, exit_summary, ftkit
 
 PEERS = {"full": "tinyllama-1.1b, full", "lora": "llama-7b, lora", "qlora": "llama-7b, qlora"}
 """Cases of scripts/benchmark peers, by method."""
-ALL_LAYERS: dict[str, Any] = {"lora_targets": "all-linear", "lora_r": 8, "lora_dropout": 0.05}
+ALL_LAYERS: dict[str, Any] = {
+    "lora_targets": "all-linear",
+    "lora_r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+}
 SPEEDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("tiny-llama-1.1b", {}),
     "lora": ("Llama-2-7b-hf", ALL_LAYERS),
     "lora_no_dropout": ("Llama-2-7b-hf", ALL_LAYERS | {"lora_dropout": 0.0}),
-    "lora_qv": ("Llama-2-7b-hf", {"lora_r": 8, "lora_dropout": 0.05}),
+    "lora_qv": ("Llama-2-7b-hf", {"lora_query": True, "lora_r": 8, "lora_dropout": 0.05}),
     "qlora": ("Llama-2-7b-hf", ALL_LAYERS | {"quantize": "bnb.nf4"}),
 }
 """Model and keys of runs with 8 sequences of 512 tokens a step, in bf16-true."""

@@ -135,7 +135,7 @@ def test_trl_begins_with_the_numbers_that_ftkit_draws(tmp_path: Path) -> None:
 
     make_model(tmp_path / "model", "llama-1m", torch.float32)
     base = open_base(str(tmp_path / "model"))
-    recipe = lora_recipe(base, lora_r=LORA_RANK, lora_alpha=LORA_ALPHA, seed=SEED)
+    recipe = lora_recipe(base, lora_query=True, lora_r=LORA_RANK, lora_alpha=LORA_ALPHA, seed=SEED)
     adapter = export(build(base, recipe), base, recipe, tmp_path / "adapter")
     expected = {
         name.replace(".weight", ".default.weight"): value
