@@ -115,14 +115,26 @@ def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path:
     gib = 2**30
     for model in ("random:Mixtral-8x7B-v0.1", write_mixtral(tmp_path)):
         for keys, low, high in (
-            ({"precision": "bf16-true", "lora_r": 8}, 86.9, 87.1),
-            ({"precision": "bf16-true", "quantize": "bnb.nf4"}, 24, 25.5),
-            ({"precision": "bf16-true", "quantize": "bnb.nf4-dq"}, 22, 24),
+            ({}, 86.9, 87.1),
+            ({"quantize": "bnb.nf4"}, 24, 25.5),
+            ({"quantize": "bnb.nf4-dq"}, 22, 24),
         ):
-            made = planned(model, **keys)
+            made = planned(model, precision="bf16-true", lora_query=True, **keys)
             assert made.memory is not None
             assert low < made.memory.breakdown_bytes["parameters"] / gib < high
             assert made.memory.parameters == pytest.approx(46.7e9, rel=1e-3)
+
+
+def test_a_plan_says_what_is_adapted_and_what_that_costs() -> None:
+    default, named = planned(lora_dropout=0), planned(lora_dropout=0, lora_query=True)
+    shown, of_named = (plain_text(plan_table(found), 200) for found in (default, named))
+    assert says(shown, "adapter ... all linear layers, rank 16, alpha 32")
+    assert says(of_named, "adapter ... query, value, rank 8, alpha 16")
+    # Six layers of width 128 with an MLP four times as wide.
+    assert named.memory.trained_parameters == 6 * 2 * 8 * (128 + 128)
+    attention, mlp = 4 * (128 + 128), 2 * (128 + 512)
+    assert default.memory.trained_parameters == 6 * 16 * (attention + mlp)
+    assert default.memory.peak_bytes > named.memory.peak_bytes
 
 
 def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
@@ -375,12 +387,12 @@ def test_a_plan_says_what_the_reference_of_pairs_costs(tmp_path: Path) -> None:
     assert full.reference.kept_bytes == 16 * 2 * 8
     assert says(plain_text(plan_table(full), 200), "reference ... before the first step ... 33.3 %")
     assert full.reference.other_bytes is None
-    other = planned(**keys, lora_r=8, reference="random:pythia-31m", precision="bf16-true")
+    other = planned(**keys, lora_query=True, reference="random:pythia-31m", precision="bf16-true")
     assert other.reference is not None and other.reference.other_bytes is not None
     assert 2 * 30e6 < other.reference.other_bytes < 2 * 32e6
     assert says(plain_text(plan_table(other), 200), "reference ... pythia-31m ... of weights")
     assert other.reference.more_fraction > full.reference.more_fraction
-    below = planned(**keys, lora_r=8)
+    below = planned(**keys, lora_query=True)
     assert below.reference is not None and below.reference.in_every_step
     assert below.as_dict()["reference"]["sequences"] is None
     assert below.reference.more_fraction == pytest.approx(0.5, abs=0.01)
@@ -395,7 +407,7 @@ def test_a_plan_counts_the_passes_of_kto_on_mismatched_sequences(tmp_path: Path)
         for number in range(20)
     ]
     file.write_text(json.dumps(records))
-    found = planned(objective="kto", data="JSON", data__json_path=str(file), lora_r=8)
+    found = planned(objective="kto", data="JSON", data__json_path=str(file), lora_query=True)
     assert found.reference is not None and found.reference.in_every_step
     # Three passes, each of which takes half of what a step of LoRA does.
     assert found.reference.more_fraction == pytest.approx(1.5, abs=0.02)
@@ -403,7 +415,7 @@ def test_a_plan_counts_the_passes_of_kto_on_mismatched_sequences(tmp_path: Path)
 
 
 def test_a_plan_says_what_a_teacher_costs() -> None:
-    keys: dict[str, object] = {"objective": "distill", "lora_r": 8, "precision": "bf16-true"}
+    keys: dict[str, object] = {"objective": "distill", "lora_query": True, "precision": "bf16-true"}
     found = planned(**keys, teacher=MODEL, gpu="600MiB")
     teacher = found.beside
     assert teacher is not None and (teacher.key, teacher.name) == ("teacher", found.base_model)
@@ -420,7 +432,7 @@ def test_a_plan_says_what_a_teacher_costs() -> None:
 
 
 def test_a_plan_counts_a_share_of_a_teacher_that_is_sharded_beside_a_whole_student() -> None:
-    keys: dict[str, object] = {"objective": "distill", "lora_r": 8, "precision": "bf16-true"}
+    keys: dict[str, object] = {"objective": "distill", "lora_query": True, "precision": "bf16-true"}
     keys |= {"teacher": "random:pythia-410m", "devices": 4, "strategy": "ddp"}
     whole, sharded = planned(**keys), planned(**keys, memory__shard_model_beside=True)
     assert whole.beside is not None and sharded.beside is not None
