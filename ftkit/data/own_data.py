@@ -85,6 +85,10 @@ class OwnDataOptions:
     overlong: Overlong | None = None
     """Handling of samples longer than train.max_seq_length: truncate, drop, or split (the default
     for documents)."""
+    add_tokens: list[str] | None = None
+    """Texts that become tokens of their own, such as [<tool>, </tool>]: the vocabulary of tokenizer
+    and model grows. Rows of embedding and head begin as the mean of the others and are trained,
+    with LoRA beside the adapter."""
     mask_prompt: bool = False
     """Train only on the answers. For instructions."""
     val_split_fraction: float | None = None
@@ -141,7 +145,7 @@ _RENDERING = (*_OF_RENDERING, "reasoning", "overlong")
 """Options that decide how records are rendered."""
 OPTIONS_WITHOUT_FILES = (
     *("columns", *_RENDERING),
-    *("val_split_fraction", "seed", "ignore_index", "num_workers"),
+    *("val_split_fraction", "seed", "ignore_index", "num_workers", "add_tokens"),
 )
 """Options that do not say where records are."""
 KEYS_OF_SETS = ("path", "columns", *_OF_HUB)
@@ -271,6 +275,11 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
             check_value(name, value, value in choices, f"one of {', '.join(choices)}", near)
         elif key == "columns":
             _check_columns(name, value)
+        elif key == "add_tokens":
+            accepted = isinstance(value, list) and all(_is_token(text) for text in value)
+            accepted = accepted and len(set(value)) == len(value) > 0
+            rule = "a list of different texts without spaces around them"
+            check_value(name, value, accepted, rule, "'[<tool>, </tool>]'")
         elif key == "sources":
             rule = "a list of objects with a path each"
             accepted = isinstance(value, list) and bool(value)
@@ -282,6 +291,10 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
             check_value(name, value, accepted, "a whole number above 0", "1000")
         elif key == "mask_prompt" and of_source:
             check_value(name, value, isinstance(value, bool), "true or false", "true")
+
+
+def _is_token(text: Any) -> bool:
+    return isinstance(text, str) and text != "" and text == text.strip()
 
 
 def _check_arguments(name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.language_model import LanguageModel, outline, outline_plain
 from ftkit.models.load_weights import Whole, fill
 from ftkit.models.lora.adapter_files import check_shapes, read_adapter
+from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     fingerprint,
@@ -154,6 +155,7 @@ def base_of(result: Result, base: str | None, option: str) -> BaseModel:
         # With the implementation that the fingerprint names: others give other fingerprints.
         known = result.fingerprint
         found = open_base(name, None if known is None else implementation_of(known))
+        found = with_added_tokens(found, result.added_tokens)
     except UserError as error:
         if base is not None:
             raise

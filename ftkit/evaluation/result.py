@@ -6,6 +6,7 @@ Looks at names, settings and metadata alone, without torch;
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -36,7 +37,12 @@ from ftkit.models.pretrained.hub_errors import nearest_directory
 from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
-from ftkit.recipe.peft_adapter import base_fingerprint, is_reward_adapter, peft_settings
+from ftkit.recipe.peft_adapter import (
+    base_fingerprint,
+    is_reward_adapter,
+    noted_tokens,
+    peft_settings,
+)
 from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
@@ -91,6 +97,13 @@ class Result:
         if self.kind == "adapter":
             return is_reward_adapter(self.directory)
         return is_classifier(read_json(self.directory / "config.json"))
+
+    @property
+    def added_tokens(self) -> Sequence[str]:
+        """Tokens that were added to the vocabulary of its base model."""
+        if self.recipe is not None:
+            return self.recipe.added_tokens
+        return noted_tokens(self.directory) if self.kind == "adapter" else ()
 
     @property
     def quantize(self) -> Quantization | None:

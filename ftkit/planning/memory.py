@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from ftkit.models.bodies.attention import common_path, planned_path
+from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
@@ -260,7 +261,9 @@ def predict_measured(
         longest_sample_tokens: of all samples to train on and to validate on.
     """
     first = measured.ranks[0]
-    model = base_for(read_blueprint(base, plan.recipe.implementation), plan.recipe.objective)
+    recipe = plan.recipe
+    found = with_added_tokens(read_blueprint(base, recipe.implementation), recipe.added_tokens)
+    model = base_for(found, recipe.objective)
     weighted = first.micro_batch is not None and first.micro_batch.weighted
     known, other = model_beside(plan.recipe), None
     if known is not None and beside is not None:

@@ -21,6 +21,7 @@ from ftkit.models.flops import (
 )
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
+from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
@@ -361,7 +362,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         raise (_with_advice(error, recipe) if place.is_here else error) from None
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
-    base = base_for(found, recipe.objective)
+    base = base_for(with_added_tokens(found, recipe.added_tokens), recipe.objective)
     require_trainable(base)
     trained_names(base, recipe.train)  # refuses what the run would refuse
     beside, other = _other_models(recipe)

@@ -269,6 +269,8 @@ def _longest(
     """
     try:
         tokenizer = None if tokenizer_directory is None else Tokenizer(tokenizer_directory)
+        added = json.loads(data)["init_args"].get("add_tokens") or ()
+        tokenizer = tokenizer and tokenizer.with_tokens(tokenizer.lacks(added))
     except UserError:  # the run will say so
         tokenizer = None
     of_parts = []

@@ -119,6 +119,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "train_on": None,
     "reasoning": "split",
     "overlong": None,
+    "add_tokens": None,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""
 

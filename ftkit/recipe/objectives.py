@@ -239,8 +239,10 @@ def is_below_adapter(recipe: Recipe) -> bool:
     """
     if recipe.reference is not None or not isinstance(recipe, LoraRecipe):
         return False
-    # With an adapter to begin from, training begins at another model than the base.
-    return recipe.adapter is None and not recipe.lora_modules_to_save
+    # With an adapter to begin from, training begins at another model than the base. New tokens are
+    # trained in embedding and head themselves.
+    changes_base = recipe.lora_modules_to_save or recipe.added_tokens
+    return recipe.adapter is None and not changes_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,6 +361,12 @@ def _without_reference(recipe: Recipe) -> str:
             f"adapter is {recipe.adapter}, but {begin}: below this adapter that would be another "
             "model. Try --reference MODEL with the model that the adapter makes (ftkit merge "
             "writes it), which holds it in memory too, or leave adapter out."
+        )
+    if recipe.added_tokens:
+        return (
+            f"data.add_tokens is {json.dumps(recipe.added_tokens)}, which trains embedding and "
+            f"head themselves, but {begin}. Learn the tokens by --objective sft first, and go on "
+            "from the merged model."
         )
     return (
         f"lora_modules_to_save is {json.dumps(recipe.lora_modules_to_save)}, which changes these "

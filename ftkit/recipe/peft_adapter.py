@@ -28,6 +28,8 @@ NOTES_KEY = "ftkit"
 """Key of the header of WEIGHTS with what ftkit notes of fused layers, as JSON."""
 BASE_KEY = "ftkit_base"
 """Key of the header of WEIGHTS with the fingerprint of the base model."""
+TOKENS_KEY = "ftkit_tokens"
+"""Key in the header of an adapter of the tokens that were added to its base model."""
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 _NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
@@ -270,6 +272,14 @@ def base_fingerprint(directory: Path) -> str | None:
     """Fingerprint of the base model of an adapter; None: not recorded."""
     found = _header(directory).get(BASE_KEY)
     return found if isinstance(found, str) else None
+
+
+def noted_tokens(directory: Path) -> list[str]:
+    """Tokens that were added to the vocabulary of an adapter's base model."""
+    with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{TOKENS_KEY}", advice=_AGAIN):
+        found = from_json(list[str], json.loads(_header(directory).get(TOKENS_KEY, "[]")))
+    assert isinstance(found, list)
+    return found
 
 
 def _header(directory: Path) -> dict[str, Any]:

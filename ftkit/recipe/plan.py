@@ -640,6 +640,11 @@ def _check_lora(recipe: LoraRecipe) -> None:
                 "layers that it adapts with --lora_targets, train a part of the model itself with "
                 f"ftkit finetune_full, or remove it with --train.{key} null."
             )
+    if recipe.added_tokens and recipe.lora_targets is None and recipe.lora_head:
+        raise UserError(
+            "lora_head is true, but data.add_tokens trains the head itself, with rows for the new "
+            "tokens. Try --lora_head false."
+        )
     if recipe.lora_r < 1:
         raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
     if recipe.lora_variant == "dora" and recipe.lora_init != "default":

@@ -356,6 +356,11 @@ class Recipe:
         return own or self.access_token
 
     @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """Texts of the tokens that are added to the vocabulary of the base model."""
+        return tuple(self.data["init_args"].get("add_tokens") or ())
+
+    @property
     def method(self) -> Method:
         """Whether all weights or LoRA weights are trained: `full` or `lora`."""
         return "full"

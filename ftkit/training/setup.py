@@ -43,6 +43,7 @@ from ftkit.models.language_model import LanguageModel, outline, trainable, train
 from ftkit.models.load_weights import fill, kept_parameters
 from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
 from ftkit.models.lora.targets import unadapted_experts
+from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
@@ -193,7 +194,12 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     plan, recipe, display = job.plan, job.recipe, journal.display
     train = recipe.train
 
-    base = base_for(open_base_model(job.base, start, recipe.implementation), recipe.objective)
+    opened = open_base_model(job.base, start, recipe.implementation)
+    base = base_for(with_added_tokens(opened, recipe.added_tokens), recipe.objective)
+    if recipe.added_tokens and not base.added_tokens and start.metadata is None:
+        journal.warn(
+            f"data.add_tokens has no effect: the vocabulary of {base.name} has all of these tokens."
+        )
     require_trainable(base)
     trained_names(base, train)  # a part that does not exist is refused before data are read
     max_seq_length = checked_length(base, train.max_seq_length)
@@ -232,7 +238,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     if rank() == 0:
         log_findings(data, base, max_seq_length, journal)
     # Before the model is built and filled: a mistake in the recipe shows at once.
-    known = identities(recipe.checkpoint_dir, base, data, start.metadata)
+    known = identities(recipe, base, data, start.metadata)
     of_beside = None
     if beside is not None and frozen_base is not None:
         of_beside = beside_identity(beside, frozen_base, start.metadata)
@@ -351,7 +357,7 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
     if recipe.reference is None:
         base = setup.base
         if not base.has_weights:  # what a checkpoint has of it
-            base = local_base(recipe.checkpoint_dir, base.architecture.implementation)
+            base = local_base(recipe, base.architecture.implementation)
         if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
             adapter = read_adapter(recipe.adapter, setup.base)
     model = None

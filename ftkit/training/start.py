@@ -15,6 +15,7 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.data.dataset import DataSets
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation
+from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     fingerprint,
@@ -23,6 +24,7 @@ from ftkit.models.pretrained.base_model import (
     open_without_weights,
 )
 from ftkit.models.pretrained.hub import OUTLINE, find_here
+from ftkit.recipe.recipe import Recipe
 from ftkit.strategies.distributed import rank
 
 
@@ -118,12 +120,12 @@ def open_base_model(
 
 
 def identities(
-    checkpoint_dir: str, base: BaseModel, data: DataSets, start: Metadata | None
+    recipe: Recipe, base: BaseModel, data: DataSets, start: Metadata | None
 ) -> tuple[BaseIdentity, DataIdentity]:
     """Identities of base model and data; only rank 0 computes them, other ranks get empty ones.
 
     Args:
-        checkpoint_dir: name of the base model in the recipe.
+        recipe: of the run; names the base model.
         base: its files, or what a checkpoint has of it.
         data: tokenized.
         start: metadata of the checkpoint that the run continues from.
@@ -131,12 +133,13 @@ def identities(
     Raises:
         UserError: they differ from those of the checkpoint.
     """
+    checkpoint_dir = recipe.checkpoint_dir
     if rank() > 0:
         return BaseIdentity(name="", fingerprint=""), DataIdentity(fingerprint="", train_samples=0)
     if not base.has_weights:
         assert start is not None
         known = implementation_of(start.base.fingerprint)
-        of_base = _local_identity(checkpoint_dir, known) or start.base
+        of_base = _local_identity(recipe, known) or start.base
     else:
         of_base = BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
     if start is not None and of_base.fingerprint != start.base.fingerprint:
@@ -157,18 +160,19 @@ def identities(
     return of_base, of_data
 
 
-def _local_identity(checkpoint_dir: str, implementation: Implementation) -> BaseIdentity | None:
+def _local_identity(recipe: Recipe, implementation: Implementation) -> BaseIdentity | None:
     """Identity of a base model that is not needed any more, if all of it is on this machine."""
     with suppress(UserError):
-        base = local_base(checkpoint_dir, implementation)
+        base = local_base(recipe, implementation)
         if base is not None:
-            return BaseIdentity(name=checkpoint_dir, fingerprint=fingerprint(base))
+            return BaseIdentity(name=recipe.checkpoint_dir, fingerprint=fingerprint(base))
     return None
 
 
-def local_base(checkpoint_dir: str, implementation: Implementation) -> BaseModel | None:
-    """The base model, if all of it is on this machine."""
+def local_base(recipe: Recipe, implementation: Implementation) -> BaseModel | None:
+    """The base model of a recipe, if all of it is on this machine."""
     with suppress(UserError):
-        found = find_here(checkpoint_dir)
-        return None if found is None else open_base(str(found), implementation)
+        found = find_here(recipe.checkpoint_dir)
+        if found is not None:
+            return with_added_tokens(open_base(str(found), implementation), recipe.added_tokens)
     return None

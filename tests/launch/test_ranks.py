@@ -168,12 +168,13 @@ def test_only_rank_0_prints_and_libraries_do_not(side_by_side: SideBySide) -> No
     good, (_, out, _), *_ = side_by_side
     lines, base = out.splitlines(), read_report(good.out_dir).recipe["checkpoint_dir"]
     assert len(lines) == len(set(lines))
-    assert lines[:3] == [
+    assert lines[:4] == [
         "starting 2 processes on CPU (ddp, 32-true)",
         f"lora fine-tuning of {base}",
+        "adapting all linear layers, rank 16, alpha 32; --lora_query true: query and value only",
         f"into {good.out_dir}",
     ]
-    assert lines[3].startswith("reading data")
+    assert lines[4].startswith("reading data")
     for noise in ("a library", "a program", "Setting accelerator", "Warning", "deprecated"):
         assert noise not in out
 

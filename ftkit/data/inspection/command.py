@@ -136,6 +136,7 @@ def inspect_data(
     if find_gguf(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
         directory = find_or_download(recipe.checkpoint_dir, token=recipe.access_token)
     tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
+    tokenizer = tokenizer.with_tokens(tokenizer.lacks(recipe.added_tokens))
     limit = checked_length(base, recipe.train.max_seq_length)
     with as_owner_of(recipe.data_token):
         preference = objective_rules(recipe.objective).preference

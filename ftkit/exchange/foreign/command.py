@@ -335,7 +335,7 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
         start_step=state.step,
         start_samples=samples,
     )
-    of_base, of_data = identities(recipe.checkpoint_dir, base, data, None)
+    of_base, of_data = identities(recipe, base, data, None)
     metadata = Metadata(
         method=recipe.method,
         step=state.step,

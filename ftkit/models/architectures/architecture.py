@@ -249,6 +249,10 @@ class Architecture(ABC):
         """Copy with another number of blocks."""
 
     @abstractmethod
+    def with_vocabulary(self, size: int) -> Self:
+        """Copy with another number of rows in embedding and head."""
+
+    @abstractmethod
     def with_score(self) -> Self:
         """Copy whose output layer gives a score."""
 

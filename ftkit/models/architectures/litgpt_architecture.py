@@ -177,6 +177,10 @@ class LitgptArchitecture(Architecture):
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, n_layer=layers))
 
+    def with_vocabulary(self, size: int) -> Self:
+        config = dataclasses.replace(self.config, vocab_size=size, padded_vocab_size=size)
+        return dataclasses.replace(self, config=config)
+
     def with_score(self) -> Self:
         return dataclasses.replace(self, scores=True)
 

@@ -408,6 +408,9 @@ class TransformersArchitecture(Architecture):
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, depth=layers)
 
+    def with_vocabulary(self, size: int) -> Self:
+        return dataclasses.replace(self, settings={**self.settings, "vocab_size": size})
+
     def with_score(self) -> Self:
         return dataclasses.replace(self, scores=True)
 

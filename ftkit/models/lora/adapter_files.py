@@ -41,6 +41,7 @@ from ftkit.recipe.peft_adapter import (
     OLD_WEIGHTS,
     PARTS_KEY,
     REWARD_TASK,
+    TOKENS_KEY,
     WEIGHTS,
     adapter_keys,
     read_notes,
@@ -176,6 +177,8 @@ def save_adapter(
     notes = {NOTES_KEY: json.dumps(_notes(lora, base, parts, layers))} if parts else {}
     if base_fingerprint is not None:
         notes[BASE_KEY] = base_fingerprint
+    if base.added_tokens:
+        notes[TOKENS_KEY] = json.dumps(base.added_tokens)
     # The rank of the layers that are not fused; rank_pattern lists the others.
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), lora.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)

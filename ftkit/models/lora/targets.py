@@ -10,7 +10,11 @@ import torch.nn as nn
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, SCORE
 from ftkit.models.bodies.experts import packed_in
-from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
+from ftkit.models.pretrained.base_model import (
+    BaseModel,
+    parameter_shapes,
+    vocabulary_parameters,
+)
 from ftkit.recipe.recipe import ALL_LINEAR, Lora
 
 TRAINED, INITIAL = "default", "initial"
@@ -119,8 +123,12 @@ def unadapted_experts(model: Any, base: BaseModel, lora: Lora) -> str | None:
 
 
 def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Module]:
-    """Layers that are trained whole: `lora_modules_to_save`, and what gives a score."""
+    """Layers that are trained whole.
+
+    They are those of `lora_modules_to_save`, what gives a score, and what has rows of added tokens.
+    """
     targets = [*(lora.lora_modules_to_save or []), *([SCORE] * base.architecture.scores)]
+    targets += _layers_of_tokens(base)
     if not targets:
         return []
     modules = {our_name(name): module for name, module in model.named_modules()}
@@ -157,6 +165,15 @@ def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Modul
                 )
             chosen.append(module)
     return chosen
+
+
+def _layers_of_tokens(base: BaseModel) -> list[str]:
+    """Names of the layers that have rows of added tokens, which an adapter does not train."""
+    if not base.added_tokens:
+        return []
+    # The head of a tied model too: training may untie it.
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in vocabulary_parameters(base))
+    return [names_of(base, ours)[-1] for ours in modules]
 
 
 def _are_called(names: tuple[str, ...], target: str) -> bool:

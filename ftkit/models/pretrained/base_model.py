@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import yaml
 from torch import Tensor
 
 from ftkit.errors import UserError
@@ -99,6 +100,11 @@ class BaseModel:
     source: "BaseModel | None" = None
     """The language model whose files hold its weights, if this is a reward model that is made of
     it: its output layer is new. None: its own files hold them."""
+
+    added_tokens: tuple[str, ...] = ()
+    """Tokens that its vocabulary has beyond that of its files."""
+    ungrown: "BaseModel | None" = None
+    """The model of its files, if tokens were added; None: its own."""
 
     @property
     def extra_weights_bytes(self) -> int:
@@ -358,6 +364,8 @@ def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callab
     """
     if base.source is not None:
         return weight_reader(base.source, device)
+    if base.ungrown is not None:
+        return _grown_reader(base, base.ungrown, device)
     architecture = base.architecture
     if base.directory is None:
         shapes = parameter_shapes(base)
@@ -393,6 +401,35 @@ def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callab
             "that they are tied. Set tie_word_embeddings in it to false."
         )
     return lambda name: holders[name].read()
+
+
+def vocabulary_parameters(base: BaseModel) -> tuple[str, ...]:
+    """Our names of the parameters that have a row for each token."""
+    of_head = () if base.architecture.scores else (HEAD, HEAD.replace("weight", "bias"))
+    return (base.architecture.embedding, *of_head)
+
+
+def _grown_reader(
+    base: BaseModel, ungrown: BaseModel, device: torch.device | None
+) -> Callable[[str], Tensor]:
+    """A reader that gives added tokens the mean of the rows of all others."""
+    read, shapes = weight_reader(ungrown, device), parameter_shapes(base)
+    ids = [base.tokenizer.vocabulary[token] for token in base.added_tokens]
+    of_tokens = vocabulary_parameters(base)
+
+    def grown(name: str) -> Tensor:
+        tensor = read(name)
+        if name not in of_tokens:
+            return tensor
+        # Rows that no token has, to which vocabularies are padded, say nothing of tokens.
+        known = tensor[: min(len(tensor), *ids)]
+        mean = known.mean(0, dtype=torch.float64 if known.device.type == "cpu" else torch.float32)
+        result = tensor.new_empty(shapes[name])
+        result[: len(tensor)] = tensor
+        result[len(tensor) :] = result[ids] = mean.to(tensor.dtype)
+        return result
+
+    return grown
 
 
 def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage:
@@ -487,6 +524,9 @@ def _is_equal(left: HeldParameter, right: HeldParameter, compare: bool) -> bool:
 
 def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     """Yield names and contents of the files beside the weights: settings and tokenizer."""
+    if base.ungrown is not None:
+        yield from _grown_companions(base, base.ungrown)
+        return
     if base.companions is not None:
         held = base.companions.items()
         yield from ((name, content) for name, content in held if not is_licence(name))
@@ -500,6 +540,17 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
     for source in sources:
         if source.is_file():
             yield source.name, source.read_bytes()
+
+
+def _grown_companions(base: BaseModel, ungrown: BaseModel) -> Iterator[tuple[str, bytes]]:
+    """The files of a model to whose vocabulary tokens were added."""
+    changed = {"tokenizer.json": base.tokenizer.processor.to_str(pretty=True)}
+    for name, content in companions(ungrown):
+        if name == "config.json":
+            changed[name] = json.dumps(dict(base.settings), indent=2) + "\n"
+        elif name == LITGPT_SETTINGS:
+            changed[name] = yaml.dump(base.architecture.settings_in("litgpt"))
+        yield name, changed[name].encode() if name in changed else content
 
 
 def licences(base: BaseModel) -> Iterator[tuple[str, bytes]]:
@@ -629,6 +680,8 @@ def implementation_of(known: str) -> Implementation:
 def _digest(base: BaseModel) -> str:
     if base.source is not None:
         return _digest(base.source)
+    if base.ungrown is not None:
+        return hashlib.sha256(_text([_digest(base.ungrown), *base.added_tokens])).hexdigest()
     # Not of the files: the same model has other bytes in each layout and number format.
     digest = hashlib.sha256(_text(base.architecture.identity()))
     if base.random:

@@ -108,6 +108,47 @@ class Tokenizer:
         if isinstance(add_bos := settings.get("add_bos_token"), bool):
             self.use_bos = add_bos and self.bos_id is not None
 
+    @property
+    def directory(self) -> Path:
+        """Directory of its files."""
+        return self._directory
+
+    def lacks(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts that are no tokens of the vocabulary."""
+        return tuple(text for text in texts if text not in self.vocabulary)
+
+    def with_tokens(self, texts: Sequence[str]) -> "Tokenizer":
+        """Return a copy with further tokens, whose ids follow the largest one.
+
+        Args:
+            texts: of the tokens, none of which it has.
+
+        Raises:
+            UserError: it is one of sentencepiece, or its ids have gaps.
+        """
+        if not texts:
+            return self
+        if self.backend == "sentencepiece":
+            raise UserError(
+                f"data.add_tokens is {json.dumps(list(texts))}, but the tokenizer in "
+                f"{self._directory} is only a tokenizer.model, which cannot be extended. Write its "
+                "tokenizer.json with transformers, or remove it with --data.add_tokens null."
+            )
+        from tokenizers import AddedToken
+
+        # From its files and not copied, because what was read of the vocabulary is cached.
+        found = Tokenizer(self._directory)
+        # As they stand in texts, and shown in answers.
+        found.processor.add_tokens([AddedToken(text, normalized=False) for text in texts])
+        # The library counts tokens, and takes a number for free that a gap has left for another.
+        if any(found.vocabulary[text] <= self.largest_id for text in texts):
+            raise UserError(
+                f"data.add_tokens is {json.dumps(list(texts))}, but the ids in {self._directory} "
+                "have gaps, so new ones would be those of other tokens. Remove it with "
+                "--data.add_tokens null."
+            )
+        return found
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary; None if it has no such token."""
         if self.backend == "sentencepiece":
