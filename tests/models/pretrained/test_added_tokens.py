@@ -32,7 +32,7 @@ from ftkit.models.pretrained.save import save_hf, save_litgpt
 from ftkit.recipe.peft_adapter import noted_tokens
 from ftkit.recipe.recipe import Recipe
 
-MANY = [f"<{number}>" for number in range(40)]
+MANY = [f"<{number}>" for number in range(80)]
 """More than a tiny model has rows that no token has."""
 TEXT = "red<3> cat <1>"
 TOLERANCE = 2e-5
@@ -59,7 +59,7 @@ def rows_of(base: BaseModel) -> int:
     return parameter_shapes(base)[base.architecture.embedding][0]
 
 
-@pytest.mark.parametrize("count", [2, 40])
+@pytest.mark.parametrize("count", [2, 80])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_new_rows_are_the_mean_of_those_of_all_other_tokens(
     bases: dict[str, BaseModel], name: str, count: int
