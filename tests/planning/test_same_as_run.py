@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, object]] = {
     "a number of tokens": {"train__micro_batch_tokens": 150, "precision": "bf16-mixed"},
     "quickstart": QUICKSTART | {"data__json_path": "embedded:quickstart"},
     "dft": {"objective": "dft"},
+    "added tokens": {"data__add_tokens": "[colour of, red cat]"},
     "ddp": TWO | {"strategy": "ddp", "lora_mlp": True},
     "fsdp": TWO | {"strategy": "fsdp", "command": "finetune_full"},
 }

@@ -83,6 +83,7 @@ def test_a_checkpoint_of_a_version_without_a_key_continues() -> None:
             {"data__chat_template_kwargs": "{enable_thinking: false}"},
             "data.chat_template_kwargs not set -> {'enable_thinking': False}",
         ),
+        ({"data__add_tokens": "[<a>]"}, "data.add_tokens not set -> ['<a>']"),
         ({"data": "FLAN"}, "data.prompt_style alpaca -> flan"),
         ({"train__max_seq_length": 512}, "train.max_seq_length not set -> 512"),
         ({"train__tie_embeddings": "true"}, "train.tie_embeddings not set -> true"),

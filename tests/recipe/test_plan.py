@@ -439,6 +439,10 @@ def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
         ({"lora_dropout": 1}, "lora_dropout is 1 ... [0, 1)"),
         ({"lora_dropout": -0.1}, "lora_dropout is -0.1 ... [0, 1)"),
         ({"lora_query": "false", "lora_value": "false"}, "No layer is adapted"),
+        (
+            {"lora_head": "true", "data__add_tokens": "[<a>]"},
+            "lora_head is true ... data.add_tokens trains the head itself",
+        ),
     ],
 )
 def test_a_value_out_of_range_says_so_and_suggests_options_that_work(
