@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -202,6 +203,12 @@ def with_adapter(recipe: Recipe) -> Recipe:
     if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
         return recipe
     keys = adapter_keys(recipe.adapter)
+    if missing := [t for t in noted_tokens(recipe.adapter) if t not in recipe.added_tokens]:
+        words = shlex.quote(json.dumps(noted_tokens(recipe.adapter)))
+        raise UserError(
+            f"adapter {recipe.adapter} was trained with {', '.join(missing)} as tokens of their "
+            f"own, which its base model lacks. Try --data.add_tokens {words}."
+        )
     defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
     for key, value in keys.items():
         asked = getattr(recipe, key)

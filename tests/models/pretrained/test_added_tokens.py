@@ -149,7 +149,7 @@ def test_an_adapter_with_new_tokens_loads_in_peft_with_equal_logits(
     expected = grown.tokenizer.encode(TEXT, bos=False).tolist()
     assert tokenizer(TEXT, add_special_tokens=False).input_ids == expected
     # An adapter is read back on the model of its tokens.
-    again = lora_recipe(grown, adapter=adapter)
+    again = lora_recipe(grown, adapter=adapter, data__add_tokens=MANY)
     assert torch.equal(logits_of(build(grown, again), grown), logits_of(model, grown))
 
 
@@ -209,6 +209,16 @@ def test_a_plan_knows_the_rows_with_and_without_the_tokenizer(
     alone = with_added_tokens(read_blueprint(str(tmp_path)), MANY)
     assert rows_of(alone) == rows_of(base) + len(MANY)
     assert alone.added_tokens == tuple(MANY)
+
+
+def test_training_from_an_adapter_asks_for_its_tokens(
+    bases: dict[str, BaseModel], tmp_path: Path
+) -> None:
+    grown = with_added_tokens(bases["llama"], ["<a>", "<b>"])
+    recipe = lora_recipe(grown)
+    adapter = export(build(grown, recipe), grown, recipe, tmp_path / "adapter")
+    with pytest.raises(UserError, match=key_words("<b> as tokens ... --data.add_tokens '[\"<a>")):
+        lora_recipe(grown, adapter=adapter, data__add_tokens=["<a>"])
 
 
 def test_what_cannot_grow_is_refused_by_name(bases: dict[str, BaseModel], tmp_path: Path) -> None:
