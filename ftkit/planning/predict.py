@@ -21,6 +21,7 @@ from ftkit.models.flops import (
 )
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
+from ftkit.models.lora.targets import unadapted_experts
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
@@ -177,6 +178,8 @@ class Planned:
     """The reference model of the objective; None: it compares with none, or with one beside."""
     beside: PlannedBeside | None = None
     """The frozen model that is held beside the trained one; None: there is none."""
+    left_out: str | None = None
+    """Notice about experts that LoRA of all linear layers leaves out; None: it does not."""
 
     @property
     def high_bytes(self) -> int:
@@ -427,7 +430,19 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         steps=steps,
         reference=reference,
         beside=None if beside is None else _beside(base, made, length, beside),
+        left_out=_left_out(base, made),
     )
+
+
+def _left_out(base: BaseModel, made: Plan) -> str | None:
+    """A notice about experts that are not adapted, as the run gives it."""
+    recipe = made.recipe
+    # LitGPT's experts are linear layers, and so many that building them takes a while.
+    has_others = base.architecture.implementation != "litgpt" and base.architecture.expert_share < 1
+    if not isinstance(recipe, LoraRecipe) or not has_others:
+        return None
+    model = outline(base, recipe, parameter_dtype(made), compute_dtype(made))
+    return unadapted_experts(model, base, recipe)
 
 
 def _reference(

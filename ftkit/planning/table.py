@@ -154,6 +154,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "method", "full: the recipe has no LoRA keys; ftkit plan finetune plans LoRA"
     if isinstance(plan.recipe, LoraRecipe):
         yield "adapter", adapted_text(plan.recipe)
+    if planned.left_out is not None:
+        yield "left out", planned.left_out
     share = percent_text(memory.trained_parameters / memory.parameters)
     counts = f"{memory.trained_parameters:,} of {memory.parameters:,}"
     yield "parameters", f"{counts} trained ({share})"

@@ -358,7 +358,9 @@ class Recipe:
     @property
     def added_tokens(self) -> tuple[str, ...]:
         """Texts of the tokens that are added to the vocabulary of the base model."""
-        return tuple(self.data["init_args"].get("add_tokens") or ())
+        given = self.data["init_args"].get("add_tokens")
+        # Another type is refused where the options of data are checked.
+        return tuple(given) if isinstance(given, list) else ()
 
     @property
     def method(self) -> Method:

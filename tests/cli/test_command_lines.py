@@ -211,14 +211,24 @@ RECIPES: list[tuple[str, dict[str, Any]]] = [
     ("finetune b --log.run '{a: b}' --out_dir null", {"log.run": "{a: b}"}),
     (
         "finetune b --logger_name '[csv, mlflow]' --lora_targets '[q_proj, v_proj]'",
-        {"logger_name": ["csv", "mlflow"], "lora_targets": ["q_proj", "v_proj"]},
+        {
+            "logger_name": ["csv", "mlflow"],
+            "lora_r": 8,
+            "lora_alpha": 16,
+            "lora_targets": ["q_proj", "v_proj"],
+        },
     ),
     (
         "finetune b --logger_name tensorboard --lora_targets '.*layers.[0-3].*_proj'",
-        {"logger_name": "tensorboard", "lora_targets": ".*layers.[0-3].*_proj"},
+        {
+            "logger_name": "tensorboard",
+            "lora_r": 8,
+            "lora_alpha": 16,
+            "lora_targets": ".*layers.[0-3].*_proj",
+        },
     ),
     ("finetune b --resume auto --lora_alpha 16.5", {"resume": "auto", "lora_alpha": 16.5}),
-    ("finetune b --resume 1500 --lora_alpha 32", {"resume": 1500, "lora_alpha": 32}),
+    ("finetune b --resume 1500 --lora_alpha 64", {"resume": 1500, "lora_alpha": 64}),
     (
         "finetune b --resume true --quantize bnb.int8-training",
         {"resume": True, "quantize": "bnb.int8"},
@@ -304,8 +314,7 @@ RECIPES: list[tuple[str, dict[str, Any]]] = [
                 "class_path": "torch.optim.AdamW",
                 "init_args": {"lr": 0.004, "weight_decay": 0.0},
             },
-            "lora_r": 16,
-            "lora_alpha": 32,
+            "lora_targets": None,
             "lora_dropout": 0.0,
             "lora_key": True,
             "lora_projection": True,

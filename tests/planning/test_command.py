@@ -137,6 +137,16 @@ def test_a_plan_says_what_is_adapted_and_what_that_costs() -> None:
     assert default.memory.peak_bytes > named.memory.peak_bytes
 
 
+@pytest.mark.slow
+def test_a_plan_names_experts_that_are_not_adapted() -> None:
+    """The run does so, too; here before anything is downloaded."""
+    keys = {"lora_dropout": 0, "train__max_seq_length": 16}
+    shown = plain_text(plan_table(planned("random:qwen3_moe", **keys)), 200)
+    assert says(shown, "left out ... does not adapt the experts ... --lora_experts true")
+    assert planned("random:qwen3_moe", **keys, lora_query=True).left_out is None
+    assert planned("random:qwen3_moe", **keys, lora_experts=True).left_out is None
+
+
 def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
     with pytest.raises(UserError, match=r"Did you mean openlm-research/open_llama_7b"):
         read_blueprint("openlm-research/open_lama_7b")

@@ -328,7 +328,7 @@ class TestTrackio:
 
         def init(*, project: str, name: str, resume: str, **more: Any) -> TrackioRun:
             assert (name in made) == (resume == "allow") and project == "pets"
-            assert "access_token" not in more["config"] and more["config"]["lora_r"] == 8
+            assert "access_token" not in more["config"] and more["config"]["lora_r"] == 16
             made[name] = TrackioRun(made[name].rows if name in made else [])
             return made[name]
 

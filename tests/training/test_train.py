@@ -28,7 +28,7 @@ from ftkit.planning.memory import predict
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import from_dict, read_recipe
 from ftkit.recipe.plan import make_plan
-from ftkit.recipe.recipe import Method
+from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job
 from ftkit.runs.report.metrics import Row, read_metrics, read_validation
 from ftkit.runs.report.report import Report
@@ -424,12 +424,13 @@ def test_nan_in_the_base_model_is_not_blamed_on_the_learning_rate(
 def test_another_base_model_is_not_reported_as_other_data(base: Path) -> None:
     """Its tokenizer may be another one, and then the samples are, too."""
     data: Any = SimpleNamespace(samples_per_epoch=1, fingerprint="of other tokens")
+    recipe = Recipe(checkpoint_dir=str(base))
     model, told = open_base(str(base)), f"checkpoint_dir {base} is not the model that .* of step 5"
     with pytest.raises(UserError, match=told):
-        identities(str(base), model, data, some_metadata(5))
+        identities(recipe, model, data, some_metadata(5))
     same = some_metadata(5, base=BaseIdentity(name="x", fingerprint=fingerprint(model)))
     with pytest.raises(UserError, match="data: these are not the training samples"):
-        identities(str(base), model, data, same)
+        identities(recipe, model, data, same)
 
 
 def test_training_ends_at_the_time_limit_and_the_result_is_kept(train: Train) -> None:

@@ -300,7 +300,7 @@ def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path)
             "lora_modules_to_save names q_proj, which is adapted",
         ),
         (
-            {"lora_modules_to_save": ["o_proj"], "quantize": "bnb.nf4"},
+            {"lora_query": True, "lora_modules_to_save": ["o_proj"], "quantize": "bnb.nf4"},
             "lora_modules_to_save names o_proj, but quantize bnb.nf4",
         ),
         ({"lora_init": "pissa", "lora_r": 100}, "lora_r is 100, .* Try --lora_r 64"),

@@ -174,7 +174,7 @@ def test_only_settings_that_differ_are_shown_with_the_values_that_were_used(tmp_
     assert (settings["a"]["optimizer"], settings["b"]["optimizer"]) == (
         "torch.optim.AdamW", "torch.optim.SGD",
     )  # fmt: skip
-    assert (settings["a"]["lora_r"], settings["b"]["lora_r"]) == (8, 4)
+    assert (settings["a"]["lora_r"], settings["b"]["lora_r"]) == (16, 4)
     assert "precision" not in settings["a"]  # set in one, the default of the other
     assert not settings["a"].keys() & {"out_dir", "seed", "checkpoint_dir"}
 
