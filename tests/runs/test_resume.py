@@ -125,8 +125,8 @@ def test_auto_begins_a_run_without_checkpoints(out: Path) -> None:
         ([5, 10], {"resume": 7}, "5, 10 ... Try --resume 10"),
         (
             [5],
-            {"resume": "auto", "lora_r": 16, "seed": 1},
-            "seed 1337 -> 1, lora_r 8 -> 16 ... checkpoint's value ... another --out_dir",
+            {"resume": "auto", "lora_r": 8, "seed": 1},
+            "seed 1337 -> 1, lora_r 16 -> 8 ... checkpoint's value ... another --out_dir",
         ),
     ],
     ids=str,
@@ -528,7 +528,7 @@ def test_the_job_has_the_start_and_the_stop(
     going_on, changed, *beginning = capsys.readouterr().out.splitlines()
     assert going_on == f"continuing from step 5: {store.path(5).resolve()}"
     assert changed == "changed: train.epochs 2 -> 3"
-    assert len(beginning) == 3 and beginning[0].startswith("starting 1 process on ")
+    assert len(beginning) == 4 and beginning[0].startswith("starting 1 process on ")
 
 
 def test_a_run_continues_in_place_and_keeps_everything_up_to_its_start(
