@@ -186,7 +186,7 @@ def test_every_storage_is_turned_back_into_the_numbers_that_the_layers_compute_w
     from ftkit.evaluation.loading import open_adapter
 
     base = bases["llama"]
-    recipe = lora_recipe(base)
+    recipe = lora_recipe(base, lora_query=True)
     adapter = save(train(build(base, recipe)), base, recipe, tmp_path / "adapter")
     result = find_result(str(adapter))
     opened = open_adapter(result, dtype=torch.float32, quantize=kind)
