@@ -56,8 +56,12 @@ PROMPT_MARK = "{instruction}"
 TEMPLATE_MARKS = ("{{", "{%")
 """A chat template that has one of these is its own text, and no name or file."""
 """Pattern that distinguishes a prompt template from the name of a prompt style."""
-EXCLUSIVE = [("train.lr_warmup_steps", "train.lr_warmup_fraction")]
-"""Keys with one meaning: the one that is set later replaces the other."""
+EXCLUSIVE = (
+    ("train.lr_warmup_steps", "train.lr_warmup_fraction", "train.lr_warmup_run_fraction"),
+    ("train.save_interval", "train.save_interval_epochs"),
+    ("eval.interval", "eval.interval_epochs"),
+)
+"""Keys with one meaning: the one that is set later replaces the others."""
 
 _DATA_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow")
 """Endings of data files, which no base model has."""
@@ -296,11 +300,11 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
         target = inner
     target[last] = SPELLINGS.get(key, {}).get(value, value) if isinstance(value, str) else value
     # The other key may come from a recipe that this one overrides.
-    for pair in EXCLUSIVE:
-        if key in pair and value is not None:
-            (other,) = set(pair) - {key}
-            group, _, name = other.partition(".")
-            merged.setdefault(group, {})[name] = None
+    for keys in EXCLUSIVE:
+        if key in keys and value is not None:
+            for other in set(keys) - {key}:
+                group, _, name = other.partition(".")
+                merged.setdefault(group, {})[name] = None
 
 
 def _is_of_mapping(key: str) -> bool:

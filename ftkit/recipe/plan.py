@@ -378,7 +378,8 @@ def check_ranges(recipe: Recipe) -> None:
             f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
             "Try --train.max_tokens null --train.max_steps 100."
         )
-    if evaluation.patience is not None and not evaluation.interval:
+    is_validated = evaluation.interval or evaluation.interval_epochs
+    if evaluation.patience is not None and not is_validated:
         raise UserError(
             f"eval.patience is {evaluation.patience}, but eval.interval is 0: there is no "
             "validation during training. Try --eval.interval 100, or --eval.patience null."
@@ -443,6 +444,20 @@ def _check_numbers(recipe: Recipe) -> None:
             "0.1",
         ),
         (
+            "train.lr_warmup_run_fraction",
+            train.lr_warmup_run_fraction,
+            lambda x: 0 <= x <= 1,
+            "lie between 0 and 1",
+            "0.1",
+        ),
+        *(
+            (key, share, lambda x: 0 < x < math.inf, "be above 0", "0.25")
+            for key, share in (
+                ("train.save_interval_epochs", train.save_interval_epochs),
+                ("eval.interval_epochs", recipe.eval.interval_epochs),
+            )
+        ),
+        (
             "router_aux_loss_coef",
             recipe.router_aux_loss_coef,
             _at_least_0,
@@ -489,11 +504,14 @@ def _check_best(recipe: Recipe, nodes: int) -> None:
         )
 
 
-def check_validations(settings: Eval, total_steps: int, *, takes_best: bool) -> list[str]:
+def check_validations(
+    settings: Eval, interval: int, total_steps: int, *, takes_best: bool
+) -> list[str]:
     """Check the validation settings against the length of the run; returns notices.
 
     Args:
         settings: section eval of the recipe.
+        interval: steps between validations; 0: there are none before the end.
         total_steps: of the run.
         takes_best: whether the result is the best checkpoint.
 
@@ -501,18 +519,18 @@ def check_validations(settings: Eval, total_steps: int, *, takes_best: bool) -> 
         UserError: the result is the best checkpoint, but none is validated.
     """
     patience = settings.patience
-    before_last = (total_steps - 1) // settings.interval if settings.interval else 0
+    before_last = (total_steps - 1) // interval if interval else 0
     if takes_best and not before_last and not settings.final_validation:
         raise UserError(
             f"checkpoint.result is best, but none of the {total_steps} steps is validated: "
-            f"eval.interval is {settings.interval} and eval.final_validation is false. "
+            f"there are {interval} steps between validations, and eval.final_validation is false. "
             f"Try --eval.interval {max(1, total_steps // 4)}, or --checkpoint.result last."
         )
     if patience is None or before_last >= patience:
         return []
     notice = (
         f"eval.patience {patience} cannot end this run of {total_steps} steps before its last one: "
-        f"eval.interval is {settings.interval}. "
+        f"there are {interval} steps between validations. "
         f"Try --eval.interval {max(1, total_steps // (4 * patience))}."
     )
     return [notice]

@@ -22,6 +22,9 @@ LoraInit = Literal["default", "pissa", "olora"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 ALL_LINEAR = "all-linear"
 """Value of lora_targets, PEFT's word for all linear layers but the head."""
+LrEnds = Literal["within", "around"]
+"""Where the curve of the learning rate begins and ends: in the first and last step, or beside
+them."""
 MicroBatchKey = Literal["micro_batch_size", "micro_batch_tokens"]
 """Key that limits a micro-batch, by its sequences or by its tokens."""
 
@@ -67,6 +70,8 @@ class Train:
     a short run at most a tenth of its steps; a resumed run keeps the warm-up that it began with."""
     lr_warmup_fraction: float | None = None
     """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
+    lr_warmup_run_fraction: float | None = None
+    """The warm-up as a fraction of all steps of the run, rounded up, instead of lr_warmup_steps."""
     lr_schedule: LrSchedule = "cosine"
     """Learning rate after the warm-up. cosine, linear: decays until the end of the run; constant:
     stays the same; wsd (warm-up, stable, decay): stays the same, then decays linearly at the end of
@@ -76,6 +81,10 @@ class Train:
     """For wsd: length of the final decay, as a fraction of all steps of the run."""
     min_lr: float = 6e-5
     """Learning rate at the end of the decay."""
+    lr_ends: LrEnds = "within"
+    """within: a warm-up of N steps begins with an Nth of the full rate, and the last step has
+    train.min_lr. around: as in transformers, the first step of a warm-up has a rate of 0, and
+    train.min_lr would be reached in the step after the last one."""
     label_smoothing: float = 0.0
     """Share of each label that is spread evenly over the vocabulary in training, as in torch's
     cross_entropy. The training loss includes it, the validation loss does not."""
@@ -104,6 +113,9 @@ class Train:
     save_interval: int | None = 1000
     """Optimizer steps between two checkpoints; empty: save by time only, see
     checkpoint.save_every."""
+    save_interval_epochs: float | None = None
+    """The same as a share of an epoch, instead of save_interval: 0.25 saves four times in an
+    epoch."""
     log_interval: int = 1
     """Optimizer steps between two values sent to the loggers of logger_name (metrics.csv has every
     step)."""
@@ -140,6 +152,9 @@ class Eval:
 
     interval: int = 600
     """Optimizer steps between validations."""
+    interval_epochs: float | None = None
+    """The same as a share of an epoch, instead of interval: 0.25 validates four times in an
+    epoch."""
     patience: int | None = None
     """Stop training when this many validations in a row did not lower the best validation loss.
     Empty: no early stopping."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
-from ftkit.recipe.recipe import LrSchedule, Train
+from ftkit.recipe.recipe import LrEnds, LrSchedule, Train
 
 _WARMUP_STEPS = 100
 """Of a warm-up that no key names, in a run of at least ten times as many; as in LitGPT."""
@@ -24,6 +24,7 @@ class Schedule:
     kind: LrSchedule = "cosine"
     decay_steps: int = 0
     """Steps at the end of the run over which the rate of wsd falls."""
+    ends: LrEnds = "within"
 
     def share(self, step: int) -> float:
         """Share of the full learning rate in a step, counted from 0.
@@ -31,14 +32,14 @@ class Schedule:
         After a linear warm-up it follows the curve of its kind, which ends at `final_share` in the
         last step unless the kind does not depend on the length of the run.
         """
-        # step + 1: the first step already trains, with 1 / warmup_steps of the full rate.
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            # step + 1: the first step already trains, with 1 / warmup_steps of the full rate.
+            return (step + (self.ends == "within")) / self.warmup_steps
         return self.final_share + (1 - self.final_share) * _CURVES[self.kind](self, step)
 
     def numbers(self) -> dict[str, float]:
         """All numbers that define the curve of its kind."""
-        return {key: value for key, value in asdict(self).items() if key != "kind"}
+        return {key: value for key, value in asdict(self).items() if key not in ("kind", "ends")}
 
     def _cosine(self, step: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * self._progress(step)))
@@ -49,7 +50,8 @@ class Schedule:
     def _progress(self, step: int) -> float:
         """Share of the steps after the warm-up that is done, in [0, 1]."""
         # - 1: the last step itself has the final rate.
-        decay_steps = max(1, self.total_steps - 1 - self.warmup_steps)
+        last_step = self.total_steps - (self.ends == "within")
+        decay_steps = max(1, last_step - self.warmup_steps)
         return min(1.0, (step - self.warmup_steps) / decay_steps)
 
     def _constant(self, step: int) -> float:
@@ -112,6 +114,8 @@ def make_schedule(
     if train.lr_warmup_fraction is not None:
         # A share of one epoch, whatever the number of epochs.
         warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
+    elif train.lr_warmup_run_fraction is not None:
+        warmup = math.ceil(train.lr_warmup_run_fraction * total)
     elif train.lr_warmup_steps == "auto":
         warmup = min(_WARMUP_STEPS, total // 10) if begun_warmup is None else begun_warmup
     else:
@@ -134,7 +138,23 @@ def make_schedule(
             )
     notices += _without_effect(train)
     decay = math.ceil(train.lr_decay_fraction * total) if train.lr_schedule == "wsd" else 0
-    return Schedule(total, warmup, final_share, train.lr_schedule, decay), notices
+    return Schedule(total, warmup, final_share, train.lr_schedule, decay, train.lr_ends), notices
+
+
+def interval_steps(
+    steps: int | None, share_of_epoch: float | None, samples: int, batch: int
+) -> int:
+    """Optimizer steps between two validations or checkpoints; 0: there are none.
+
+    Args:
+        steps: as the recipe gives them.
+        share_of_epoch: as the recipe gives it, in the place of steps.
+        samples: of one epoch.
+        batch: samples of a step.
+    """
+    if share_of_epoch is None:
+        return steps or 0
+    return max(1, math.ceil(share_of_epoch * math.ceil(samples / batch)))
 
 
 def _without_effect(train: Train) -> list[str]:

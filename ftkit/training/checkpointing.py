@@ -108,7 +108,7 @@ class Checkpointing:
     def due(self, step: int) -> bool:
         """Return whether a step is saved because of its number; equal on all ranks."""
         # keep_every too: a milestone can only be kept if it is saved.
-        rules = (self._setup.recipe.train.save_interval, self._settings.keep_every)
+        rules = (self._setup.save_interval or None, self._settings.keep_every)
         return any(is_milestone(step, rule) for rule in rules)
 
     def overdue(self) -> bool:

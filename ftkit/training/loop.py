@@ -287,7 +287,7 @@ class Training:
 
     def _validation_due(self, step: int) -> bool:
         """Whether to validate after a step; the last step has its own validation."""
-        interval = self._recipe.eval.interval
+        interval = self._setup.validation_interval
         return bool(interval) and step % interval == 0 and step < self._order.total_steps
 
     def _is_candidate(self, step: int) -> bool:

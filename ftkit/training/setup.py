@@ -63,7 +63,7 @@ from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.frozen import bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
-from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
+from ftkit.strategies.schedule import Schedule, interval_steps, make_schedule, sample_budget
 from ftkit.strategies.state import bytes_per_number, shapes_like, state_kinds
 from ftkit.strategies.strategy import (
     Strategy,
@@ -94,6 +94,10 @@ class Setup:
     identities: tuple[BaseIdentity, DataIdentity]
     """Identities of base model and data; empty on ranks other than 0."""
     schedule: Schedule
+    validation_interval: int
+    """Steps between validations; 0: there are none before the end."""
+    save_interval: int
+    """Steps between checkpoints that are saved for their number; 0: there are none."""
     learning_rate: float
     """Full learning rate, of the first parameter group."""
     attention: AttentionPath
@@ -262,7 +266,16 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         begun_warmup=start.warmup_steps,
     )
     takes_best = recipe.checkpoint.result == "best"
-    notices += check_validations(recipe.eval, schedule.total_steps, takes_best=takes_best)
+    validation_interval, save_interval = (
+        interval_steps(steps, share, data.samples_per_epoch, train.global_batch_size)
+        for steps, share in (
+            (recipe.eval.interval, recipe.eval.interval_epochs),
+            (train.save_interval, train.save_interval_epochs),
+        )
+    )
+    notices += check_validations(
+        recipe.eval, validation_interval, schedule.total_steps, takes_best=takes_best
+    )
     for notice in notices:
         journal.warn(notice)
     # On the meta device: the whole model never exists on a rank, which fills only its own part.
@@ -283,6 +296,8 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         max_seq_length=max_seq_length,
         identities=known,
         schedule=schedule,
+        validation_interval=validation_interval,
+        save_interval=save_interval,
         learning_rate=learning_rate,
         attention=attention,
         model=model,

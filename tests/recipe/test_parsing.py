@@ -283,9 +283,14 @@ def test_of_one_option_given_twice_the_last_one_counts() -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("lr_warmup_steps", "lr_warmup_fraction"), ("lr_warmup_fraction", "lr_warmup_steps")],
+    [
+        ("lr_warmup_steps", "lr_warmup_fraction"),
+        ("lr_warmup_fraction", "lr_warmup_steps"),
+        ("lr_warmup_fraction", "lr_warmup_run_fraction"),
+        ("save_interval", "save_interval_epochs"),
+    ],
 )
-def test_the_other_way_to_set_the_warm_up_replaces_the_first(
+def test_the_other_way_to_set_a_number_of_steps_replaces_the_first(
     first: str, second: str, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "r.yaml", f"train: {{{first}: 1}}\n")

@@ -431,6 +431,9 @@ def test_whole_numbers_have_a_least_value(key: str, least: int) -> None:
         ({"train__label_smoothing": 1}, "train.label_smoothing is 1 ... [0, 1)"),
         ({"train__lr_warmup_fraction": 1.5}, "train.lr_warmup_fraction is 1.5"),
         ({"train__lr_warmup_fraction": -0.1}, "train.lr_warmup_fraction is -0.1"),
+        ({"train__lr_warmup_run_fraction": 1.5}, "train.lr_warmup_run_fraction is 1.5"),
+        ({"train__save_interval_epochs": 0.0}, "train.save_interval_epochs is 0"),
+        ({"eval__interval_epochs": -1.0}, "eval.interval_epochs is -1"),
         ({"train__epochs": "null"}, "train.epochs ... train.max_steps ... empty"),
         ({"train__max_tokens": 5}, "train.max_tokens is 5"),
         ({"eval__evaluate_example": "last"}, "eval.evaluate_example is 'last'"),
@@ -475,19 +478,19 @@ def test_the_example_is_the_first_a_random_one_or_an_index(value: str | int) -> 
 
 
 def test_patience_that_cannot_end_a_run_suggests_an_interval_that_can() -> None:
-    (notice,) = check_validations(Eval(patience=3, interval=40), 100, takes_best=False)
+    (notice,) = check_validations(Eval(patience=3), 40, 100, takes_best=False)
     assert says(notice, "eval.patience 3 ... 100 steps")
     suggested = int(notice.rpartition("--eval.interval ")[2].removesuffix("."))
     settings = Eval(patience=3, interval=suggested)
-    assert check_validations(settings, 100, takes_best=False) == []
+    assert check_validations(settings, settings.interval, 100, takes_best=False) == []
 
 
 def test_the_best_checkpoint_can_only_be_the_result_if_one_is_validated() -> None:
-    assert check_validations(Eval(interval=100), 100, takes_best=True) == []
+    assert check_validations(Eval(), 100, 100, takes_best=True) == []
     unvalidated = Eval(interval=100, final_validation=False)
-    assert check_validations(unvalidated, 101, takes_best=True) == []
+    assert check_validations(unvalidated, 100, 101, takes_best=True) == []
     with pytest.raises(UserError, match=key_words("none of the 100 steps")):
-        check_validations(unvalidated, 100, takes_best=True)
+        check_validations(unvalidated, 100, 100, takes_best=True)
     best = {"checkpoint__result": "best"}
     assert "checkpoint.save is false" in refusal(**best, checkpoint__save="false")
     assert "Try --out_dir on a disk" in refusal(**best, num_nodes=2, out_dir="s3://bucket/run")

@@ -5,14 +5,14 @@ from typing import get_args
 
 import pytest
 import torch
-from transformers import get_inverse_sqrt_schedule
+from transformers import get_inverse_sqrt_schedule, get_scheduler
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import LrSchedule, Recipe
-from ftkit.strategies.schedule import Schedule, make_schedule, sample_budget
+from ftkit.strategies.schedule import Schedule, interval_steps, make_schedule, sample_budget
 
 
 def recipe(**keys: object) -> Recipe:
@@ -190,6 +190,45 @@ def test_a_warm_up_fraction_counts_steps_of_one_epoch(
 ) -> None:
     made, _ = schedule(samples, train__epochs=3, train__lr_warmup_fraction=fraction)
     assert made.warmup_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "fraction", "warmup"), [(100, 0.03, 3), (101, 0.03, 4), (7, 0.1, 1), (7, 0, 0)]
+)
+def test_a_warm_up_can_be_a_fraction_of_the_whole_run(
+    steps: int, fraction: float, warmup: int
+) -> None:
+    keys = {
+        "train__epochs": 2,
+        "train__max_steps": steps,
+        "train__lr_warmup_run_fraction": fraction,
+    }
+    assert schedule(10_000, **keys)[0].warmup_steps == warmup
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 10])
+def test_a_schedule_that_ends_around_the_run_is_the_one_of_transformers(
+    kind: str, warmup: int
+) -> None:
+    keys = {"train__lr_schedule": kind, "train__lr_warmup_steps": warmup, "train__min_lr": 0}
+    made, _ = schedule(train__max_steps=10, train__lr_ends="around", **keys)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    theirs = get_scheduler(kind, optimizer, num_warmup_steps=warmup, num_training_steps=10)
+    for step in range(10):
+        assert made.share(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    ("steps", "share", "interval"),
+    [(600, None, 600), (None, None, 0), (600, 0.25, 3), (None, 1, 11), (1, 0.01, 1), (1, 2.5, 28)],
+)
+def test_an_interval_is_a_number_of_steps_or_a_share_of_an_epoch(
+    steps: int | None, share: float | None, interval: int
+) -> None:
+    assert interval_steps(steps, share, 101, 10) == interval
 
 
 @pytest.mark.parametrize(
