@@ -93,7 +93,7 @@ class OwnDataOptions:
     """Train only on the answers. For instructions."""
     val_split_fraction: float | None = None
     """Share of the data used for validation if they have no validation file or split; default:
-    0.05."""
+    0.05. 0: every record is trained on, and validation measures the same records."""
     prompt_style: Any = "alpaca"
     """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
     or a text such as "Q: {instruction}\\nA: ", optionally with {input} and {sys_prompt}."""
@@ -256,7 +256,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
     """Refuse values out of range; keys are those of a source, but for the prefix "data."."""
     of_source = prefix != "data."
     if not of_source:
-        check_shared_values(given)
+        check_shared_values(given, may_validate_on_all=True)
     for key, value in given.items():
         name = prefix + key
         # bool is a subclass of int.
@@ -545,8 +545,12 @@ class OwnData(DataSource):
             said += f", {len(val):,} more to validate on{split}"
         elif self._whole:
             train, val = [], train
+        elif self._options.val_split_fraction == 0:
+            val = train
+            said += ", which are also those to validate on"
         else:
-            fraction = self._options.val_split_fraction or _DEFAULT_VAL_SPLIT_FRACTION
+            fraction = self._options.val_split_fraction
+            fraction = _DEFAULT_VAL_SPLIT_FRACTION if fraction is None else fraction
             train, val = _split(train, fraction, self._options.seed, records.where, source.key)
             said += f", {len(val):,} of them to validate on"
         if shape != records.form.shape:

@@ -199,8 +199,12 @@ def check_value(key: str, value: object, accepted: bool, rule: str, works: str) 
         raise UserError(f"{key} is {value!r}, but has to be {rule}.\n{how_to_set(key, works)}")
 
 
-def check_shared_values(init_args: Mapping[str, Any]) -> None:
+def check_shared_values(init_args: Mapping[str, Any], *, may_validate_on_all: bool = False) -> None:
     """Check the options that all data sources share.
+
+    Args:
+        init_args: options by name.
+        may_validate_on_all: whether no share of the records need be held out.
 
     Raises:
         UserError: a value out of range.
@@ -212,7 +216,10 @@ def check_shared_values(init_args: Mapping[str, Any]) -> None:
             check_value(key, value, isinstance(value, bool), "true or false", "true")
         elif option == "val_split_fraction":
             number = whole or isinstance(value, float)
-            check_value(key, value, number and 0 < value < 1, "between 0 and 1", "0.05")
+            held_out = number and 0 < value < 1
+            accepted = held_out or (may_validate_on_all and number and value == 0)
+            rule = "0, or between 0 and 1" if may_validate_on_all else "between 0 and 1"
+            check_value(key, value, accepted, rule, "0.05")
         elif option == "ignore_index":
             rule = "-100: ftkit hands the model the labelled positions and needs no such mark"
             check_value(key, value, whole and value == -100, rule, "-100")

@@ -17,7 +17,7 @@ from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.recipe import Component
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
-from ftkit.runs.report.report import Report
+from ftkit.runs.report.report import Report, Resolved
 from ftkit.runs.report.table import memory_text, term_title, term_values_text
 from ftkit.utils.console.formatting import (
     bytes_text,
@@ -296,7 +296,7 @@ def _rows(report: Report, base: BaseOrigin, data: DataOrigin) -> Iterator[tuple[
         schedule = recipe.get("train", {}).get("lr_schedule")  # earlier versions had the one
         yield (
             "Each step",
-            f"{resolved.global_batch_size:,} sequences of at most {resolved.max_seq_length:,} "
+            f"{_step_text(resolved)} of at most {resolved.max_seq_length:,} "
             f"tokens, {str(resolved.optimizer).rpartition('.')[2]}"
             + (f", learning rate {rate:g}" if isinstance(rate, int | float) else "")
             + (f", {schedule}" if schedule else ""),
@@ -401,3 +401,9 @@ def card_files(result: Result, base: Path | None, kind: CardKind) -> dict[str, b
     """
     report = report_of(result)
     return {} if report is None else {CARD: card_text(report, base, kind).encode()}
+
+
+def _step_text(resolved: Resolved) -> str:
+    if resolved.global_batch_tokens is not None:
+        return f"at most {resolved.global_batch_tokens:,} tokens in sequences"
+    return f"{resolved.global_batch_size:,} sequences"

@@ -295,6 +295,8 @@ def _most_positions(train: Train, length: int) -> int:
         train.micro_batch_tokens,
         train.global_batch_size,
     )
+    if train.global_batch_tokens is not None:
+        sequences = max(1, train.global_batch_tokens // length)
     if size is None and tokens is None:
         size = 1
     if isinstance(size, int):

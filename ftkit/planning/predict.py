@@ -52,10 +52,11 @@ from ftkit.recipe.recipe import (
     Method,
     MicroBatchKey,
     Recipe,
+    Train,
 )
 from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
-from ftkit.strategies.schedule import make_schedule
+from ftkit.strategies.schedule import CountedSteps, make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import compute_dtype, parameter_dtype
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
@@ -396,7 +397,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     steps = recipe.train.max_steps
     if samples is not None:
         rate = base_learning_rate(recipe.optimizer)
-        steps = make_schedule(recipe.train, samples, rate)[0].total_steps
+        steps = _steps(recipe.train, samples, rate)
     weighted = length.trained is not None and length.trained.weighted
     largest = heaviest_micro_batch(base, made, length.tokens, weighted=weighted, beside=beside)
     memory = predict(base, made, largest, beside=beside)
@@ -425,7 +426,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         kept_bytes=base.extra_weights_bytes,
         disk_bytes=_disk_bytes(made, memory, steps, base.extra_weights_bytes) if layout else 0,
         result_layout=layout,
-        tokens_per_step=recipe.train.global_batch_size * rules.sequences * (length.tokens - 1),
+        tokens_per_step=recipe.train.global_batch_tokens
+        or recipe.train.global_batch_size * rules.sequences * (length.tokens - 1),
         samples=samples,
         steps=steps,
         reference=reference,
@@ -463,7 +465,9 @@ def _reference(
     least_bytes = high_bytes = 0
     model = step.model
     if samples is not None:
-        taken = samples if steps is None else min(samples, steps * recipe.train.global_batch_size)
+        taken = samples
+        if steps is not None and recipe.train.global_batch_tokens is None:
+            taken = min(samples, steps * recipe.train.global_batch_size)
         sequences = taken * rules.sequences
         kept_bytes = samples * rules.sequences * _VALUE_BYTES
     if other is not None:
@@ -585,6 +589,8 @@ def certain_micro_batch(
     recipe, known, samples = made.recipe, length.trained, length.train_samples
     batch = recipe.train.global_batch_size
     taken = 0 if steps is None or recipe.train.max_time or recipe.resume is not False else steps
+    if recipe.train.global_batch_tokens is not None or recipe.train.step_ends_with_epoch:
+        taken = 0  # how long the samples of its micro-batches are is known only in the run
     if known is None or not known.at_least or samples is None or taken * batch < samples:
         return largest_micro_batch(1, 2, padding_free=padding_free)
     places = made.micro_batch_size * made.world_size
@@ -615,3 +621,16 @@ def _disk_bytes(
     else:
         result = memory.parameters * itemsize + extra_weights_bytes
     return kept.most_at_once(steps) * memory.checkpoint_bytes + result
+
+
+def _steps(train: Train, samples: int, learning_rate: float) -> int | None:
+    """Steps of a run; None: they depend on the tokens of all samples."""
+    if train.global_batch_tokens is not None:
+        return None if train.epochs else train.max_steps
+    counted = None
+    if train.step_ends_with_epoch:
+        per_epoch = math.ceil(samples / train.global_batch_size)
+        total = train.max_steps or per_epoch * (train.epochs or 1)
+        total = min(total, per_epoch * train.epochs) if train.epochs else total
+        counted = CountedSteps(total=total, per_epoch=per_epoch)
+    return make_schedule(train, samples, learning_rate, counted=counted)[0].total_steps

@@ -202,11 +202,13 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "result", words
     batch = train.global_batch_size
     rules = objective_rules(planned.plan.recipe.objective)
-    samples = count_text(batch, "pair" if rules.sequences == 2 else "sequence")
+    samples = f"{count_text(batch, 'pair' if rules.sequences == 2 else 'sequence')} "
+    if train.global_batch_tokens is not None:
+        samples = ""
     yield (
         "batch",
         (
-            f"{samples} in a step ({_micro_steps(planned)}), at most "
+            f"{samples}in a step ({_micro_steps(planned)}), at most "
             f"{planned.tokens_per_step:,} tokens"
         ),
     )
@@ -349,7 +351,9 @@ def _precision(planned: Planned) -> str:
 
 
 def _batch(planned: Planned) -> str:
-    batch, tokens = planned.plan.recipe.train.global_batch_size, planned.plan.micro_batch_tokens
+    train, tokens = planned.plan.recipe.train, planned.plan.micro_batch_tokens
+    of_step = train.global_batch_tokens
+    batch = f"{train.global_batch_size}" if of_step is None else f"{of_step:,}t"
     return f"{batch}/{planned.plan.micro_batch_size}" if tokens is None else f"{batch}/{tokens:,}t"
 
 

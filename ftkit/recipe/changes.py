@@ -31,6 +31,8 @@ KIND_OF: dict[str, Kind] = {
     "teacher": "hardware",  # known by its fingerprint, wherever it lies
     "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
     "train.global_batch_size": "tunable",
+    "train.global_batch_tokens": "tunable",
+    "train.step_ends_with_epoch": "tunable",
     "train.micro_batch_size": "hardware",
     "train.micro_batch_tokens": "hardware",
     "train.padding_free": "hardware",

@@ -409,7 +409,8 @@ def check_objective(recipe: Recipe) -> None:
         )
     if recipe.reference is None and needs_reference_beside(recipe):
         raise UserError(_without_reference(recipe))
-    if rules.observes_mismatched and train.global_batch_size == 1:
+    is_alone = train.global_batch_size == 1 and train.global_batch_tokens is None
+    if rules.observes_mismatched and is_alone:
         raise UserError(
             f"train.global_batch_size is 1, but objective is {name}, which compares each example "
             "of a step with another one. Try --train.global_batch_size 16."

@@ -57,6 +57,7 @@ TEMPLATE_MARKS = ("{{", "{%")
 """A chat template that has one of these is its own text, and no name or file."""
 """Pattern that distinguishes a prompt template from the name of a prompt style."""
 EXCLUSIVE = (
+    ("train.global_batch_size", "train.global_batch_tokens"),
     ("train.lr_warmup_steps", "train.lr_warmup_fraction", "train.lr_warmup_run_fraction"),
     ("train.save_interval", "train.save_interval_epochs"),
     ("eval.interval", "eval.interval_epochs"),

@@ -87,6 +87,8 @@ class Plan:
     @property
     def largest_micro_batch(self) -> int:
         """Samples of a micro-batch at most, where all have the same length."""
+        if self.recipe.train.global_batch_tokens is not None:
+            return self.micro_batch_size
         # The samples of a step are spread evenly over its ranks.
         of_rank = math.ceil(self.recipe.train.global_batch_size / self.world_size)
         return min(self.micro_batch_size, of_rank)
@@ -123,6 +125,8 @@ class Plan:
 
         None: depends on the tokens of its sequences.
         """
+        if self.recipe.train.global_batch_tokens is not None:
+            return None
         samples = self.recipe.train.global_batch_size
         fewest = count_micro_steps(samples, self.micro_batch_size, self.world_size)
         most = count_micro_steps(samples, 1, self.world_size)
@@ -140,8 +144,14 @@ class Plan:
         return min(self.micro_batch_size, max(1, self.micro_batch_tokens // tokens))
 
     def most_micro_steps(self, tokens: int) -> int:
-        """Micro-steps of a step at most, if no sequence has more than this many tokens."""
+        """Micro-steps of a step, if every sequence has this many tokens; fewer if they are shorter.
+
+        With train.global_batch_tokens shorter sequences are more of them, and may need more.
+        """
+        of_step = self.recipe.train.global_batch_tokens
         samples = self.recipe.train.global_batch_size
+        if of_step is not None:
+            samples = max(1, of_step // tokens)
         return count_micro_steps(samples, self.sequences_of(tokens), self.world_size)
 
 
@@ -221,6 +231,8 @@ def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
             f"Try --train.{key} {KNOWN_MICRO_BATCH[key]}, or ftkit plan with --gpu."
         )
     size, tokens, batch = train.micro_batch_size, train.micro_batch_tokens, train.global_batch_size
+    if train.global_batch_tokens is not None:
+        batch = train.global_batch_tokens  # a sample has one token at least
     assert tokens != "auto"
     if tokens is not None and train.padding_free is False:
         raise UserError(
@@ -302,10 +314,11 @@ def _check_in_backward(plan: Plan) -> None:
             "before the first update. Try --train.max_norm null"
         )
     elif plan.micro_steps is None:
+        is_whole = train.global_batch_tokens is not None
+        key = "global_batch_tokens" if is_whole else "micro_batch_tokens"
         why = (
-            f"train.micro_batch_tokens is {plan.micro_batch_tokens}: steps may have several "
-            "micro-batches, whose gradients are added up before the first update. Try "
-            "--train.micro_batch_tokens null"
+            f"train.{key} is {getattr(train, key)}: steps may have several micro-batches, whose "
+            f"gradients are added up before the first update. Try --train.{key} null"
         )
     elif plan.micro_steps > 1:
         whole = math.ceil(train.global_batch_size / plan.world_size)
@@ -329,6 +342,7 @@ def check_ranges(recipe: Recipe) -> None:
     train, evaluation = recipe.train, recipe.eval
     for key, value, least in (
         ("train.global_batch_size", train.global_batch_size, 1),
+        ("train.global_batch_tokens", train.global_batch_tokens, 1),
         ("train.micro_batch_size", train.micro_batch_size, 1),
         ("train.micro_batch_tokens", train.micro_batch_tokens, 1),
         ("train.epochs", train.epochs, 1),

@@ -42,6 +42,12 @@ class Train:
 
     global_batch_size: int = 16
     """Sequences per optimizer step, over all ranks; preference pairs count as one."""
+    global_batch_tokens: int | None = None
+    """In the place of global_batch_size: a step takes samples in their order up to so many tokens
+    over all ranks, at least one, and ends with the epoch. How they lie in rows never changes it."""
+    step_ends_with_epoch: bool = False
+    """Whether the last step of an epoch takes only the samples that are left, as in transformers'
+    Trainer; else every step but the run's last one has the same size."""
     micro_batch_size: int | Literal["auto"] | None = None
     """Most sequences (or preference pairs) per forward pass on one rank. Affects time and memory,
     never the loss. auto: as many as are predicted to fit in the free memory of the device. Default:

@@ -485,6 +485,12 @@ def _has_finished(run: RunDirectory, newest: int) -> bool:
 
 
 def _steps_left(train: Train, patience: int | None, metadata: Metadata) -> int:
+    """Steps to come; where they are known only from the data, 1 if there are any."""
+    if train.global_batch_tokens is not None or train.step_ends_with_epoch:
+        ends = train.epochs and metadata.samples >= train.epochs * metadata.data.train_samples
+        if ends or (train.max_steps and metadata.step >= train.max_steps):
+            return 0
+        return 0 if _is_out_of_patience(patience, metadata) else 1
     schedule, _ = make_schedule(
         train,
         metadata.data.train_samples,

@@ -13,6 +13,15 @@ _INVERSE_SQRT_STEPS = 10_000
 """Without a warm-up, the rate falls by the square root of 2 over so many steps."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CountedSteps:
+    """Steps of a run where they are not all of one size, and had to be counted."""
+
+    total: int
+    """Of the whole run, those before its start included."""
+    per_epoch: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Optimizer steps of a run, and the learning rate of each as a share of the full rate."""
@@ -88,6 +97,7 @@ def make_schedule(
     start_step: int = 0,
     start_samples: int = 0,
     begun_warmup: int | None = None,
+    counted: CountedSteps | None = None,
 ) -> tuple[Schedule, list[str]]:
     """Compute the schedule of a run, with notices for the user.
 
@@ -101,10 +111,13 @@ def make_schedule(
         start_step: optimizer steps already done, if the run continues.
         start_samples: samples that these consumed.
         begun_warmup: steps of the warm-up so far, if the run continues.
+        counted: its steps, if they are not all of one size.
     """
     batch = train.global_batch_size
     total = train.max_steps
-    if train.epochs:
+    if counted is not None:
+        total = counted.total
+    elif train.epochs:
         # Only the remaining samples count: before the start, steps may have had another size.
         of_epochs = start_step + math.ceil((train.epochs * samples - start_samples) / batch)
         total = min(of_epochs, total or of_epochs)
@@ -113,14 +126,16 @@ def make_schedule(
     total = max(total, start_step)
     if train.lr_warmup_fraction is not None:
         # A share of one epoch, whatever the number of epochs.
-        warmup = math.ceil(train.lr_warmup_fraction * samples / batch)
+        per_epoch = samples / batch if counted is None else counted.per_epoch
+        warmup = math.ceil(train.lr_warmup_fraction * per_epoch)
     elif train.lr_warmup_run_fraction is not None:
         warmup = math.ceil(train.lr_warmup_run_fraction * total)
     elif train.lr_warmup_steps == "auto":
         warmup = min(_WARMUP_STEPS, total // 10) if begun_warmup is None else begun_warmup
     else:
         warmup = train.lr_warmup_steps or 0
-    notices = _notices(batch, samples, learning_rate, total)
+    is_larger = train.global_batch_tokens is None and batch > samples
+    notices = _notices(batch, samples, learning_rate, total, is_larger=is_larger)
     if warmup > total:
         notices.append(
             f"The warm-up of {warmup} steps is longer than the run of {total}: the learning rate "
@@ -141,20 +156,17 @@ def make_schedule(
     return Schedule(total, warmup, final_share, train.lr_schedule, decay, train.lr_ends), notices
 
 
-def interval_steps(
-    steps: int | None, share_of_epoch: float | None, samples: int, batch: int
-) -> int:
+def interval_steps(steps: int | None, share_of_epoch: float | None, steps_per_epoch: int) -> int:
     """Optimizer steps between two validations or checkpoints; 0: there are none.
 
     Args:
         steps: as the recipe gives them.
         share_of_epoch: as the recipe gives it, in the place of steps.
-        samples: of one epoch.
-        batch: samples of a step.
+        steps_per_epoch: of the run.
     """
     if share_of_epoch is None:
         return steps or 0
-    return max(1, math.ceil(share_of_epoch * math.ceil(samples / batch)))
+    return max(1, math.ceil(share_of_epoch * steps_per_epoch))
 
 
 def _without_effect(train: Train) -> list[str]:
@@ -168,13 +180,15 @@ def _without_effect(train: Train) -> list[str]:
     ]
 
 
-def _notices(batch: int, samples: int, learning_rate: float, total: int) -> list[str]:
+def _notices(
+    batch: int, samples: int, learning_rate: float, total: int, *, is_larger: bool
+) -> list[str]:
     notices = []
     if learning_rate == 0:
         notices.append(
             "The learning rate is 0: the model would not change. Try --optimizer.lr 2e-4."
         )
-    if batch > samples:
+    if is_larger:
         notices.append(
             f"train.global_batch_size {batch:,} is more than the {samples:,} samples of an epoch: "
             f"the run has {total:,} step{'s' * (total != 1)}. "

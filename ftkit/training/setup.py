@@ -1,10 +1,13 @@
 """Set-up of a rank: everything that it needs for the first step, from the plan."""
 
 import dataclasses
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
+
+import numpy as np
 
 from ftkit.checkpoint.metadata import (
     BaseIdentity,
@@ -14,6 +17,7 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
+from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder, Position
@@ -63,7 +67,13 @@ from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.frozen import bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
-from ftkit.strategies.schedule import Schedule, interval_steps, make_schedule, sample_budget
+from ftkit.strategies.schedule import (
+    CountedSteps,
+    Schedule,
+    interval_steps,
+    make_schedule,
+    sample_budget,
+)
 from ftkit.strategies.state import bytes_per_number, shapes_like, state_kinds
 from ftkit.strategies.strategy import (
     Strategy,
@@ -94,6 +104,8 @@ class Setup:
     identities: tuple[BaseIdentity, DataIdentity]
     """Identities of base model and data; empty on ranks other than 0."""
     schedule: Schedule
+    cuts: StepCuts | None
+    """Where steps end that are not all of one size; None: all are."""
     validation_interval: int
     """Steps between validations; 0: there are none before the end."""
     save_interval: int
@@ -150,20 +162,25 @@ class Setup:
     def order(self) -> ElasticOrder:
         """Samples of every step on this rank."""
         samples, start = self.data.train, self.start
-        return ElasticOrder(
-            samples.widths(padding_free=self.layout.padding_free),
-            checked_amounts(self.objective, samples),
-            epochs=self.data.epochs(self.recipe.seed),
-            global_batch_size=self.recipe.train.global_batch_size,
-            total_samples=sample_budget(
+        if self.cuts is None:
+            total_samples = sample_budget(
                 self.recipe.train,
                 self.data.samples_per_epoch,
                 self.schedule,
                 start_step=start.step,
                 start_samples=start.samples,
-            ),
+            )
+        else:
+            total_samples = int(self.cuts.positions[-1])
+        return ElasticOrder(
+            samples.widths(padding_free=self.layout.padding_free),
+            checked_amounts(self.objective, samples),
+            epochs=self.data.epochs(self.recipe.seed),
+            global_batch_size=self.recipe.train.global_batch_size,
+            total_samples=total_samples,
             layout=self.layout,
             start=Position(step=start.step, samples=start.samples),
+            positions=None if self.cuts is None else self.cuts.positions,
         )
 
     def companion_of(self, samples: Samples) -> Companion | None:
@@ -257,17 +274,31 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
             )
     strategy.prepare(display.phase)
     learning_rate = base_learning_rate(recipe.optimizer)
+    cuts = cut_steps(
+        train,
+        data.epochs(recipe.seed),
+        (data.train.lengths_by_sequence + 1).sum(1),
+        start_step=start.step,
+        start_samples=start.samples,
+    )
+    counted = None
+    steps_per_epoch = math.ceil(data.samples_per_epoch / train.global_batch_size)
+    if cuts is not None:
+        steps_per_epoch = cuts.steps_per_epoch
+        total = start.step + len(cuts.positions) - 1
+        counted = CountedSteps(total=total, per_epoch=steps_per_epoch)
     schedule, notices = make_schedule(
         train,
         data.samples_per_epoch,
         learning_rate,
+        counted=counted,
         start_step=start.step,
         start_samples=start.samples,
         begun_warmup=start.warmup_steps,
     )
     takes_best = recipe.checkpoint.result == "best"
     validation_interval, save_interval = (
-        interval_steps(steps, share, data.samples_per_epoch, train.global_batch_size)
+        interval_steps(steps, share, steps_per_epoch)
         for steps, share in (
             (recipe.eval.interval, recipe.eval.interval_epochs),
             (train.save_interval, train.save_interval_epochs),
@@ -296,6 +327,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         max_seq_length=max_seq_length,
         identities=known,
         schedule=schedule,
+        cuts=cuts,
         validation_interval=validation_interval,
         save_interval=save_interval,
         learning_rate=learning_rate,
@@ -437,6 +469,16 @@ def _check_several(setup: Setup) -> None:
     order, name = setup.order, setup.recipe.objective["class_path"]
     steps, batch = order.total_steps, setup.recipe.train.global_batch_size
     why = f"objective is {name}, which compares each example with another one"
+    if (
+        setup.cuts is not None
+        and (alone := np.flatnonzero(np.diff(setup.cuts.positions) == 1)).size
+    ):
+        number = order.start_step + int(alone[0]) + 1
+        raise UserError(
+            f"Step {number} of the run has one example, but {why}: its epoch ends there, or "
+            "train.global_batch_tokens has room for one. Try --train.step_ends_with_epoch false "
+            "--train.global_batch_size 16."
+        )
     if order.start_step < steps and len(order.samples(steps - 1)) == 1:
         raise UserError(
             f"train.global_batch_size is {batch}: the last step of the run, {steps}, has one "
@@ -526,6 +568,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         max_seq_length=setup.max_seq_length,
         longest_sample_tokens=max(setup.data.longest_tokens, setup.sets.longest_tokens),
         global_batch_size=recipe.train.global_batch_size,
+        global_batch_tokens=recipe.train.global_batch_tokens,
         micro_batch_size=plan.micro_batch_size,
         micro_batch_tokens=plan.micro_batch_tokens,
         attention=setup.attention,

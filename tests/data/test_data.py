@@ -435,7 +435,7 @@ class TestChecks:
             ({"json_pth": "x"}, "data.json_pth ... JSON ... --data.json_path"),
             ({"json_path": None}, "data.json_path is missing"),
             ({"json_path": 5}, "data.json_path is 5"),
-            ({"val_split_fraction": 0}, "data.val_split_fraction is 0 ... between"),
+            ({"val_split_fraction": -0.1}, "data.val_split_fraction is -0.1 ... between"),
             ({"val_split_fraction": 1.0}, "data.val_split_fraction is 1.0"),
             ({"val_split_fraction": "half"}, "data.val_split_fraction is 'half'"),
             ({"mask_prompt": "false"}, "data.mask_prompt is 'false' ... true or false"),

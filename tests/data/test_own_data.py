@@ -142,6 +142,12 @@ def test_a_directory_says_how_many_more_are_validated_on() -> None:
     assert (len(found.train), len(found.val)) == (3, 2)
 
 
+def test_without_a_share_to_hold_out_every_record_is_trained_and_validated_on() -> None:
+    found = part(path=write("d.jsonl", ROWS["instruction"]), val_split_fraction=0)
+    assert len(found.train) == 20 and list(found.val) == list(found.train)
+    assert says(found.description, "20 ... also those to validate on")
+
+
 def test_a_chat_template_makes_conversations_of_instructions() -> None:
     row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "sys_prompt": "Be terse."}
     found = part(path=write("a.jsonl", row), chat_template="chatml")

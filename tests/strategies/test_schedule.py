@@ -228,7 +228,7 @@ def test_a_schedule_that_ends_around_the_run_is_the_one_of_transformers(
 def test_an_interval_is_a_number_of_steps_or_a_share_of_an_epoch(
     steps: int | None, share: float | None, interval: int
 ) -> None:
-    assert interval_steps(steps, share, 101, 10) == interval
+    assert interval_steps(steps, share, 11) == interval
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,9 @@ class ElasticOrder:
     Epochs are concatenated; step s takes the samples [s * G, (s + 1) * G) of that sequence, with
     G the global batch size; only the last step may be shorter. A run that continues at step s0
     after n0 samples continues from there: step s takes [n0 + (s - s0) * G, n0 + (s + 1 - s0) * G),
-    whatever G was before. The cost of a step does not depend on which step it is: each epoch needs
-    one permutation, kept while the run is near it.
+    whatever G was before. Steps of other sizes are given by the positions between them. The cost
+    of a step does not depend on which step it is: each epoch needs one permutation, kept while the
+    run is near it.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class ElasticOrder:
         total_samples: int,
         layout: RankLayout,
         start: Position,
+        positions: IntArray | None = None,
     ) -> None:
         """Define the steps of a run.
 
@@ -112,6 +114,8 @@ class ElasticOrder:
             total_samples: samples of the whole run, from its very first step to its last.
             layout: of this rank.
             start: position to start from; earlier steps are not available.
+            positions: [steps to come + 1], samples before each of them, where they are not all of
+                one size.
         """
         self._lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         self._amounts = {name: np.asarray(values) for name, values in amounts.items()}
@@ -126,11 +130,14 @@ class ElasticOrder:
         self._total_samples = total_samples
         self.start_step = start.step
         self._start_samples = start.samples
+        self._positions = positions
         self._orders: dict[int, IntArray] = {}
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run, those before the start included."""
+        if self._positions is not None:
+            return self.start_step + len(self._positions) - 1
         remaining = self._total_samples - self._start_samples
         # Rounded up: the last step may be shorter.
         return self.start_step - (-remaining // self._global_batch_size)
@@ -138,6 +145,8 @@ class ElasticOrder:
     def consumed(self, step: int) -> int:
         """Samples of the whole run up to this number of steps done: the position in the data."""
         assert self.start_step <= step <= self.total_steps, self._range(step)
+        if self._positions is not None:
+            return int(self._positions[step - self.start_step])
         done = (step - self.start_step) * self._global_batch_size
         return min(self._start_samples + done, self._total_samples)
 
@@ -203,9 +212,8 @@ class ElasticOrder:
         return f"step {step} of [{self.start_step}, {self.total_steps})"
 
     def _laid_out(self, samples: IntArray) -> StepLayout:
-        return lay_out(
-            self._lengths[samples], self.layout, samples_of_full_step=self._global_batch_size
-        )
+        full = self._global_batch_size if self._positions is None else len(samples)
+        return lay_out(self._lengths[samples], self.layout, samples_of_full_step=full)
 
     def _order(self, epoch: int) -> IntArray:
         """Return the order of an epoch; the last two are cached."""

@@ -86,6 +86,8 @@ class Resolved:
     """Tokens of the longest sample to train on or to validate on, after cutting."""
     global_batch_size: int | None = None
     """Sequences per step, over all ranks."""
+    global_batch_tokens: int | None = None
+    """Most tokens of a step over all ranks, in the place of a number of sequences."""
     micro_batch_size: int | None = None
     """Most sequences per forward pass on one rank."""
     micro_batch_tokens: int | None = None

@@ -449,10 +449,16 @@ def summary_text(resolved: Resolved, method: str) -> str:
         f"{_beside_line(resolved)}"
         f"{_kept_line(resolved)}"
         f"{count_text(resolved.total_steps or 0, 'step')} of "
-        f"{count_text(resolved.global_batch_size or 0, 'sample')} "
+        f"{_step_text(resolved)} "
         f"({_micro_steps(resolved)}), "
         f"{resolved.samples_per_epoch:,} samples per epoch"
     )
+
+
+def _step_text(resolved: Resolved) -> str:
+    if resolved.global_batch_tokens is not None:
+        return f"at most {resolved.global_batch_tokens:,} tokens"
+    return count_text(resolved.global_batch_size or 0, "sample")
 
 
 def _beside_line(resolved: Resolved) -> str:
