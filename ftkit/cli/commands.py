@@ -10,6 +10,7 @@ from ftkit.recipe.options import (
     CheckpointsOptions,
     CleanOptions,
     CompareOptions,
+    ConvertOptions,
     DataOptions,
     DiffOptions,
     DownloadOptions,
@@ -256,6 +257,18 @@ FTKIT = Group(
             ),
         ),
         Command(
+            name="convert",
+            summary="print the recipe that a file of axolotl, LLaMA-Factory or TRL becomes",
+            text="Print the recipe that a configuration file of axolotl, LLaMA-Factory, trl sft or "
+            "trl dpo becomes, with what became of each of its keys; ftkit finetune FILE.yml trains "
+            "it directly. A key that is absent there has that program's default. A file that would "
+            "not train equally is refused, with the keys that are to blame; --without KEY accepts "
+            "the difference. Nothing is downloaded.",
+            options=ConvertOptions,
+            function="ftkit.cli.convert:print_converted",
+            examples=("their.yml", "their.yml --devices 8 --without streaming > recipe.yaml"),
+        ),
+        Command(
             name="compare",
             summary="compare runs: settings that differ and results, as a table and as a plot",
             text="Compare runs, finished or not: the settings that differ, outcome, loss, speed, "
@@ -385,7 +398,6 @@ COMMANDS_ELSEWHERE = {
     "infer": "generate",
     "inference": "generate",
     "predict": "generate",
-    "convert": "export",
     "convert_from_litgpt": "export",
     "merge_lora": "merge",
     "upload": "push",

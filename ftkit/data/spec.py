@@ -15,6 +15,7 @@ from ftkit.data.records.record import Record, Shape
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.recipe.foreign.programs import foreign_key
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
@@ -176,6 +177,8 @@ def check_init_args(init_args: Iterable[str], known: Iterable[str], module: str)
         if key not in known:
             near = nearest(key, known)
             advice = f"--data.{near}" if near else "removing it"
+            if words := foreign_key(key):
+                raise UserError(f"data.{key} is not an option of {module}. {words.text}")
             raise UserError(
                 f"data.{key} is not an option of {module}, which has {', '.join(known)}.\n"
                 f"Try {advice}."

@@ -79,7 +79,13 @@ def run_finetuning(options: FinetuneOptions) -> int:
             "--config is -, standard input, which torchrun and srun do not give to every rank. "
             "Write the recipe to a file: try --config RECIPE.yaml."
         )
-    recipe = read_recipe(recipes, overrides, method=FINETUNE[options.line[1]])
+    command = options.line[1]
+    recipe = read_recipe(recipes, overrides, method=FINETUNE[command], without=options.without)
+    if command == "finetune_lora" and recipe.method == "full":
+        raise UserError(
+            f"{recipes[-1]} trains all parameters, but the command is finetune_lora. "
+            "Try ftkit finetune, or ftkit finetune_full."
+        )
     if options.print_config:
         print(to_yaml(recipe), end="")
         return 0

@@ -78,7 +78,14 @@ def _plan_and_fit(
             given = [*recipe.overrides, *keys, *variation]
             name = ", ".join([*recipe.names, *varied])
             what = name or dict(given).get("checkpoint_dir", "it")
-            plan = partial(plan_files, recipe.files, command=recipe.command, gpu=device, name=name)
+            plan = partial(
+                plan_files,
+                recipe.files,
+                command=recipe.command,
+                gpu=device,
+                name=name,
+                without=options.without,
+            )
             title = f"predicting what {what} needs"
             found.append(_shown(display, title, partial(plan, given)))
     if not options.fit:
@@ -95,7 +102,14 @@ def _plan_and_fit(
         # A change may turn full fine-tuning into LoRA, and then needs that command.
         is_lora = method == "lora" or LORA_KEYS & dict(changed).keys()
         command = "finetune" if is_lora else "finetune_full"
-        plan = partial(plan_files, recipe.files, [*given, *changed], command=command, gpu=device)
+        plan = partial(
+            plan_files,
+            recipe.files,
+            [*given, *changed],
+            command=command,
+            gpu=device,
+            without=options.without,
+        )
         return _shown(display, f"trying {keys}", plan)
 
     changes = changes_that_fit(found[0], attempt)

@@ -271,6 +271,7 @@ def plan_files(
     command: str | None = None,
     gpu: Gpu | None = None,
     name: str = "",
+    without: Sequence[str] = (),
 ) -> Planned:
     """Predict what a run will need.
 
@@ -280,13 +281,14 @@ def plan_files(
         command: finetune, finetune_lora or finetune_full; None: see `MethodSource`.
         gpu: what it is to run on; None: this machine, as the run itself would.
         name: of the result, among several.
+        without: keys of files of other programs whose difference is accepted.
 
     Raises:
         UserError: as a run would.
     """
     source: MethodSource = "command" if command else "recipe" if files else "default"
     method: Method | None = None if source == "recipe" else FINETUNE[command or "finetune"]
-    recipe = with_adapter(read_recipe(files, overrides, method=method))
+    recipe = with_adapter(read_recipe(files, overrides, method=method, without=without))
     name = name or (Path(files[-1]).stem if files else "")
     place = _place(recipe, gpu)
     key = recipe.train.auto_key

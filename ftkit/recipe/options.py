@@ -19,6 +19,7 @@ from ftkit.utils.console.formatting import SIZE_UNITS, parse_size
 
 OutputFormat = Literal["table", "json"]
 Storage = Quantization | Literal["none"]
+Tool = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 GgufNumbers = Literal["f32", "f16", "bf16", "q8_0"]
 
@@ -105,7 +106,29 @@ class PluginOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(PluginOptions, CommonOptions):
+class WithoutOptions:
+    """Options of commands that read files of other programs."""
+
+    without: tuple[str, ...] = option((), placeholder="KEY")
+    """Of a file of axolotl, LLaMA-Factory or TRL: accept that ftkit does not do what this key says;
+    can be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(WithoutOptions, CommonOptions):
+    """Options of ftkit convert."""
+
+    file: Path = word("FILE.yml", ask="which file to convert?")
+    """A configuration file of axolotl or LLaMA-Factory, or one of trl sft or trl dpo."""
+    tool: Tool | None = None
+    """Whose file it is. Default: known by its keys."""
+    devices: int = option(1, placeholder="N", least=1)
+    """Devices that train in the other program, over all machines: it multiplies the batch of one
+    device by them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(WithoutOptions, PluginOptions, CommonOptions):
     """Options of ftkit finetune, finetune_lora and finetune_full."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
@@ -138,7 +161,7 @@ class FinetuneOptions(PluginOptions, CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(PluginOptions, CommonOptions):
+class PlanOptions(WithoutOptions, PluginOptions, CommonOptions):
     """Options of ftkit plan."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
@@ -165,7 +188,7 @@ class PlanOptions(PluginOptions, CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(PluginOptions, CommonOptions):
+class DataOptions(WithoutOptions, PluginOptions, CommonOptions):
     """Options of ftkit data."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())

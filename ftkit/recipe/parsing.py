@@ -9,9 +9,11 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import shlex
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -22,6 +24,8 @@ import yaml
 
 from ftkit.errors import UserError
 from ftkit.recipe.lora_layers import NAMED_LAYERS, names_layers
+from ftkit.recipe.foreign.programs import BY_SHORT_NAME, program_of, recipe_items, translated
+from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.plugin import own_path
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.recipe.recipe_keys import (
@@ -45,6 +49,7 @@ from ftkit.recipe.recipe_keys import (
 )
 from ftkit.utils.json_values import for_json, without_secrets
 from ftkit.utils.names import leaves
+from ftkit.utils.progress import print_notice
 from ftkit.utils.remote.replica import fetch_missing
 from ftkit.utils.remote.urls import is_url, local_path
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
@@ -71,30 +76,94 @@ Override = tuple[str, str]
 
 
 def read_recipe(
-    files: Iterable[str | Path], overrides: Sequence[Override] = (), *, method: Method | None = None
+    files: Iterable[str | Path],
+    overrides: Sequence[Override] = (),
+    *,
+    method: Method | None = None,
+    without: Iterable[str] = (),
 ) -> Recipe:
     """Merge recipe files (later ones win) and overrides, which win over files, into a Recipe.
 
     Args:
-        files: YAML recipes in LitGPT's finetune format; paths or urls.
+        files: YAML recipes in LitGPT's finetune format, or files of the programs of
+            `ftkit.recipe.foreign`, which are translated; paths or urls.
         overrides: dotted key and YAML text, such as ``("train.epochs", "2")``. Their order
             matters only where one key is given twice: the last one wins.
-        method: of the command; None: read from the keys (any LoRA key means LoRA).
+        method: of the command; None: read from the keys (any LoRA key means LoRA). A file of
+            another program says itself that it trains all parameters.
+        without: keys of such files whose difference is accepted.
 
     Raises:
-        UserError: unreadable file, unknown key, value of the wrong type, or a class that recipes
-            may not name.
+        UserError: unreadable file, unknown key, value of the wrong type, a class that recipes
+            may not name, or a file that ftkit would not train equally.
     """
     merged: dict[str, Any] = {}
+    accepted, is_foreign = tuple(without), False
     for file in files:
         path = local_path(file)
         if is_url(file):
             # The file may have changed since it was fetched.
             path.unlink(missing_ok=True)
             fetch_missing(path.parent, [path.name])
-        for key, value in flatten(load_yaml(path, "--config ")):
+        values = load_yaml(path, "--config ")
+        if program_of(values) is None:
+            for key, value in flatten(values):
+                _assign(merged, key, value)
+            continue
+        translation = translated(values, str(file), without=accepted, ranks=_ranks(overrides))
+        _announce(str(file), translation)
+        is_foreign = True
+        for key, value in recipe_items(translation):
             _assign(merged, key, value)
+    if accepted and not is_foreign:
+        raise UserError(
+            f"--without {accepted[0]} accepts a difference of a file of another program, but there "
+            "is none among the recipes. Leave it out."
+        )
+    if is_foreign and method == "lora" and not LORA_KEYS & merged.keys():
+        method = None
     return _overridden(merged, overrides, method)
+
+
+def convert(
+    file: str, *, without: Iterable[str], ranks: int, tool: str | None
+) -> tuple[Translation, Recipe]:
+    """Translate a file of another program, and check the recipe that it becomes.
+
+    Raises:
+        UserError: see `read_recipe`, or it is no such file.
+    """
+    values = load_yaml(Path(file))
+    program = None if tool is None else BY_SHORT_NAME[tool]
+    translation = translated(values, file, without=without, ranks=ranks, program=program)
+    merged: dict[str, Any] = {}
+    for key, value in recipe_items(translation):
+        _assign(merged, key, value)
+    return translation, _overridden(merged, (), None)
+
+
+def _ranks(overrides: Sequence[Override]) -> int:
+    """Devices that the command line names, by which other programs multiply their batches."""
+    given = dict(overrides)
+    named = [given.get(key, "1") for key in ("devices", "num_nodes")]
+    return math.prod(int(text) if text.isdigit() else 1 for text in named)
+
+
+def _announce(file: str, translation: Translation) -> None:
+    """Say once that a file was translated, and how it differs."""
+    kinds = [row.kind for _, _, row in translation.became]
+    _say_once(
+        f"{file} is a file of {translation.program.name}: {kinds.count('ours')} of its keys became "
+        f"ours, {kinds.count('no effect')} have no effect here. ftkit convert {file} explains each."
+    )
+    for difference in translation.differs:
+        _say_once(f"{file} differs here: {difference}.")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    """A notice that is not repeated where a recipe is read several times."""
+    print_notice(text, sys.stderr)  # standard output may hold a recipe or JSON
 
 
 def sorted_words(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from ftkit.errors import UserError
+from ftkit.recipe.foreign.programs import foreign_key
 from ftkit.recipe.plugin import own_name
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.utils.names import leaves, nearest
@@ -35,29 +36,13 @@ MAPPINGS = ("checkpoint.keep_every", "eval.sets")
 SPELLINGS = {"quantize": {"bnb.int8-training": "bnb.int8"}}
 """Values of LitGPT that have another name here."""
 
-ELSEWHERE = {
-    "batch_size": "train.global_batch_size",
-    "dataset": "data.path",
-    "early_stopping_patience": "eval.patience",
+OTHER_WORDS = {
     "ema": "train.ema_decay",
-    "label_smoothing_factor": "train.label_smoothing",
-    "learning_rate": "optimizer.lr",
     "lr": "optimizer.lr",
-    "lr_scheduler": "train.lr_schedule",
-    "lr_scheduler_type": "train.lr_schedule",
-    "load_best_model_at_end": "checkpoint.result",
-    "max_length": "train.max_seq_length",
     "model": "checkpoint_dir",
     "model_name": "checkpoint_dir",
-    "model_name_or_path": "checkpoint_dir",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "output_dir": "out_dir",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "warmup_steps": "train.lr_warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
 }
-"""Names of keys in other programs, with ours."""
+"""Usual names of keys that no table of `ftkit.recipe.foreign` has, with ours."""
 
 USUAL = {
     "checkpoint.max_staged_bytes": "1073741824",
@@ -69,8 +54,6 @@ USUAL = {
 
 _PRETRAINING = "LitGPT's pretraining"
 FOREIGN_RECIPES = (
-    ("axolotl", {"base_model", "datasets"}),
-    ("LLaMA-Factory", {"model_name_or_path", "finetuning_type"}),
     ("torchtune", {"tokenizer", "model", "checkpointer"}),
     (_PRETRAINING, {"model_name", "initial_checkpoint_dir"}),
     (_PRETRAINING, {"model_name", "tokenizer_dir"}),
@@ -204,14 +187,20 @@ def check_keys(merged: dict[str, Any], method: Method) -> None:
 def _meant(key: str, known: Iterable[str]) -> str:
     names = list(known)
     last_name = key.rpartition(".")[2]
-    if last_name in ELSEWHERE:
-        return f" Did you mean {ELSEWHERE[last_name]}?"
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    if last_name in OTHER_WORDS:
+        return f" Did you mean {OTHER_WORDS[last_name]}?"
+    words = None if last_name in by_last else foreign_key(last_name)
+    if words is not None and words.kind != "no effect":
+        return f" {words.text}"
     longer = [name for name in names if name.startswith(f"{key}_")]
     close = min(longer, key=len) if longer else nearest(key, names)
     if not close:
-        by_last = {name.rpartition(".")[2]: name for name in names}
         last = nearest(last_name, by_last)
         close = by_last[last] if last else None
+    # Last: a word without an effect may also be one of ours, mistyped.
+    if words is not None and not close:
+        return f" {words.text}"
     return f" Did you mean {close}?" if close else " See ftkit finetune --help for all keys."
 
 

@@ -26,7 +26,6 @@ def refusal_of(*words: str) -> str:
     [
         ("train", "Did you mean ftkit finetune?"),
         ("eval", "Did you mean ftkit evaluate?"),
-        ("convert", "Did you mean ftkit export?"),
         ("predict", "Did you mean ftkit generate?"),
         ("serve", "ftkit export RESULT --check vllm"),
     ],
@@ -74,8 +73,6 @@ def test_a_file_without_a_directory_as_data_gets_the_option_for_it(
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        ("axolotl", "base_model: x\nadapter: lora\ndatasets:\n  - {path: x, type: alpaca}\n"),
-        ("LLaMA-Factory", "model_name_or_path: x\nfinetuning_type: lora\nstage: sft\n"),
         ("LitGPT's pretraining", "model_name: pythia-14m\ninitial_checkpoint_dir: null\n"),
         ("LitGPT's pretraining", "model_name: pythia-14m\ntokenizer_dir: t\ndata: TinyStories\n"),
         ("LitGPT's pretraining", "model_config: {name: x, n_layer: 2}\ntokenizer_dir: t\n"),
@@ -88,6 +85,30 @@ def test_a_recipe_of_another_program_is_named_as_such(
     file.write_text(text)
     with pytest.raises(UserError, match=f"This is a recipe of {program}: "):
         read_recipe([file])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--sample_packing", "true", "train.global_batch_tokens"),
+        ("--packing", "true", "train.global_batch_tokens"),
+        ("--load_in_4bit", "true", "quantize ... bnb.nf4-dq"),
+        ("--per_device_train_batch_size", "2", "train.micro_batch_size"),
+        ("--gradient_accumulation_steps", "4", "train.global_batch_size"),
+        ("--warmup_ratio", "0.1", "train.lr_warmup_run_fraction"),
+        ("--evals_per_epoch", "4", "eval.interval_epochs"),
+        ("--learning_rate", "1e-4", "optimizer.lr"),
+        ("--output_dir", "x", "out_dir"),
+        ("--wandb_project", "x", "log.project"),
+        ("--streaming", "true", "streaming data"),
+        ("--data.streaming", "true", "streaming data"),
+        ("--use_galore", "true", "GaLore"),
+        ("--optimizer", "adamw_bnb_8bit", "--optimizer bitsandbytes.optim.AdamW8bit"),
+    ],
+)
+def test_words_of_other_programs_get_our_key(option: str, value: str, words: str) -> None:
+    line = ("finetune", "random:pythia-14m", "--data", "JSON", "--data.path", "embedded:quickstart")
+    assert says(refusal_of(*line, option, value), words)
 
 
 def test_a_mistyped_directory_gets_a_suggestion(

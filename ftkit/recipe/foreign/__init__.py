@@ -1,0 +1,1 @@
+"""Training files of other programs, read as recipes: axolotl, LLaMA-Factory, TRL."""

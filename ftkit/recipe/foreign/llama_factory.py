@@ -1,0 +1,359 @@
+"""LLaMA-Factory's YAML files. Defaults are those of LLaMA-Factory 0.9.5."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ftkit.recipe.foreign import trainer
+from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
+from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, SERVICE, SHOWN, number
+
+_TEMPLATES = {"llama3": "llama3", "chatml": "chatml", "default": "", "empty": ""}
+_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo"}
+_OBJECTIVES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
+_MODELSCOPE = ("ms_hub_url", "om_hub_url")
+
+ROWS = rows_by_key(
+    *trainer.ROWS,
+    same("model_name_or_path", "checkpoint_dir", None),
+    same("output_dir", "out_dir", "trainer_output"),
+    part("stage", ("objective", "data.chat_template"), "sft", "sft, pt, dpo, kto, rm"),
+    part("finetuning_type", "quantize", "lora", "lora or full"),
+    part("lora_rank", "lora_r", 8, ""),
+    part("lora_alpha", "lora_alpha", None, "twice lora_rank"),
+    part("lora_dropout", "lora_dropout", 0.0, ""),
+    part("lora_target", "lora_targets", "all", "all: all-linear"),
+    part("additional_target", "lora_modules_to_save", None, ""),
+    part("use_rslora", "lora_variant", False, ""),
+    part("use_dora", "lora_variant", False, ""),
+    part("pissa_init", "lora_init", False, ""),
+    part("pissa_iter", "lora_init", 16, "ftkit takes the exact decomposition"),
+    part("loraplus_lr_ratio", "lora_plus_ratio", None, ""),
+    part("adapter_name_or_path", "adapter", None, ""),
+    part("quantization_bit", "quantize", None, ""),
+    part("quantization_method", "quantize", "bnb", ""),
+    part("quantization_type", "quantize", "nf4", ""),
+    part("double_quantization", "quantize", True, ""),
+    part("dataset", ("data.path", "data.sources"), None, "found in dataset_info.json"),
+    part("dataset_dir", ("data.path", "data.sources"), "data", ""),
+    part("eval_dataset", "eval.sets", None, ""),
+    part("val_size", "data.val_split_fraction", 0.0, "0: all records are trained on"),
+    part("max_samples", "data.path", None, "of each data set, if it has more"),
+    part("template", "data.chat_template", None, "the model's own, or a name"),
+    part("enable_thinking", "data.chat_template_kwargs", True, ""),
+    part("train_on_prompt", "data.train_on", False, ""),
+    part("mask_history", "data.train_on", False, ""),
+    part("packing", "train.global_batch_tokens", None, ""),
+    part("neat_packing", "train.global_batch_tokens", False, ""),
+    same("cutoff_len", "train.max_seq_length", 2048),
+    part("disable_gradient_checkpointing", "memory.activation_checkpointing", False, ""),
+    part("pure_bf16", "precision", False, "bf16-true"),
+    part("pref_beta", "objective.beta", 0.1, ""),
+    part("pref_ftx", "objective.sft_weight", 0.0, ""),
+    part("pref_loss", "objective.loss", "sigmoid", ""),
+    part("dpo_label_smoothing", "objective.label_noise", 0.0, "loss: conservative"),
+    part("simpo_gamma", "objective.margin", 0.5, ""),
+    part("kto_chosen_weight", "objective.desirable_weight", 1.0, ""),
+    part("kto_rejected_weight", "objective.undesirable_weight", 1.0, ""),
+    part("ref_model", "reference", None, ""),
+    part("use_dft_loss", "objective", False, "dft"),
+    part("use_eaft_loss", "objective", False, "eaft"),
+    part("eaft_alpha", "objective.alpha", 1.0, ""),
+    part("early_stopping_steps", "eval.patience", None, ""),
+    same("moe_aux_loss_coef", "router_aux_loss_coef", None),
+    part("freeze_trainable_layers", "train.only", 2, "with finetuning_type freeze"),
+    part("freeze_trainable_modules", "train.only", "all", ""),
+    part("freeze_extra_modules", "train.only", None, ""),
+    *idle(COST, "flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc",
+          "use_kv_cache",
+          "use_reentrant_gc", "low_cpu_mem_usage", "upcast_layernorm", "use_fast_tokenizer",
+          "preprocessing_num_workers", "preprocessing_batch_size", "use_v1_kernels",
+          "quantization_device_map", "infer_dtype", "eval_num_beams", "offload_folder"),
+    *idle(FILES, "overwrite_cache", "tokenized_path", "cache_dir", "media_dir", "export_dir",
+          "data_shared_file_system", "export_size", "export_device", "export_legacy_format"),
+    *idle(LAYOUT, "use_ray", "ray_num_workers", "ray_run_name", "ray_storage_path",
+          "ray_init_kwargs", "resources_per_worker", "placement_strategy", "master_addr",
+          "fsdp_transformer_layer_cls_to_wrap"),
+    *idle(SERVICE, "hf_hub_token", "ms_hub_token", "om_hub_token"),
+    *idle(SHOWN, "print_param_status", "include_effective_tokens_per_second"),
+    *idle("answers, not training", "infer_backend", "max_new_tokens", "temperature", "top_p",
+          "top_k", "do_sample", "vllm_maxlen", "vllm_config"),
+    *idle("the template's own", "tool_format"),
+    *idle("only with images", "image_max_pixels", "image_min_pixels", "video_max_pixels",
+          "video_min_pixels", "video_fps", "video_maxlen", "freeze_vision_tower",
+          "freeze_multi_modal_projector", "freeze_language_model"),
+    *idle("the adapter is merged by ftkit merge", "pissa_convert", "create_new_adapter"),
+    *missing("a default system message", "default_system"),
+    *missing("streaming data", "streaming"),
+    *missing("mixing of data sets by probabilities", "mix_strategy", harmless=("concat",)),
+    *missing("mixing of data sets by probabilities", "interleave_probs"),
+    *missing("training in the order of the file", "disable_shuffling"),
+    *missing("new tokens", "add_tokens", "add_special_tokens", "new_special_tokens_config",
+             "resize_vocab"),
+    *missing("training from scratch", "train_from_scratch"),
+    *missing("mixture of depths", "mixture_of_depths"),
+    *missing("another scale of rotary embeddings", "rope_scaling", "shift_attn"),
+    *missing("LLaMA-Pro", "use_llama_pro"),
+    *missing("GaLore", "use_galore"), *missing("APOLLO", "use_apollo"),
+    *missing("BAdam", "use_badam"), *missing("Adam-mini", "use_adam_mini"),
+    *missing("Muon of other authors", "use_muon"), *missing("ASFT", "use_asft_loss"),
+    *missing("FP8 training", "fp8"),
+    *missing("KTransformers: experts on CPUs", "use_kt"),
+    *missing("Megatron", "use_mca", "use_megatron_bridge", "tensor_model_parallel_size",
+             "pipeline_model_parallel_size"),
+    *missing("HyperParallel", "use_hyper_parallel"),
+    *idle("see the key that switches it on", "galore_layerwise", "galore_target", "galore_rank",
+          "galore_scale", "galore_update_interval", "apollo_layerwise", "apollo_target",
+          "apollo_rank", "apollo_scale", "apollo_scale_type", "badam_mode", "badam_switch_mode",
+          "badam_switch_interval", "badam_verbose", "asft_alpha", "fp8_backend",
+          "fp8_enable_fsdp_float8_all_gather", "oft_block_size", "oft_target", "module_dropout",
+          "kt_cpu_activation", "kt_config", "kt_weight_path", "kt_non_expert_weight_path"),
+    *missing("answers of the model that are compared", "do_predict"),
+    *missing("a version of a hub model", "model_revision", harmless=("main",)),
+    *idle("a file of LLaMA-Factory's new format says no template", "init_special_tokens"),
+)  # fmt: skip
+
+
+def _finish(r: Reading) -> None:
+    is_full = r["finetuning_type"] == "full"
+    if r["finetuning_type"] == "freeze":
+        r.refuse("finetuning_type", "the last layers as a number")
+    elif r["finetuning_type"] not in ("lora", "full"):
+        r.refuse("finetuning_type", str(r["finetuning_type"]).upper())
+    if r["finetuning_type"] == "lora":
+        _adapter(r)
+    trainer.length(r)
+    micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
+    trainer.batch(r, int(micro), int(accumulation))
+    trainer.optimizer(r, str(r["optim"]))
+    trainer.decay_of_matrices(r, trains_all=is_full)
+    kind = str(r["lr_scheduler_type"])
+    trainer.schedule(r, kind)
+    trainer.warm_up(r, kind)
+    trainer.checkpoints(r)
+    trainer.checkpointing(r, not r["disable_gradient_checkpointing"])
+    if r["pure_bf16"]:
+        r.set(precision="bf16-true")
+    elif r["bf16"]:
+        r.set(precision="bf16-mixed")
+    else:
+        r.set(precision="16-mixed" if r["fp16"] else "32-true")
+    if r["packing"] or r["neat_packing"] or (r["packing"] is None and r["stage"] == "pt"):
+        row = int(r["cutoff_len"])
+        r.set(train__global_batch_tokens=int(micro) * int(accumulation) * r.ranks * row)
+        r.set(train__micro_batch_tokens=int(micro) * row)
+        r.recipe["train.micro_batch_size"] = trainer.EMPTY
+        if r["stage"] != "pt":
+            r.tell(
+                "packing: LLaMA-Factory fills rows of cutoff_len tokens; ftkit takes samples in "
+                "order up to the same number of tokens"
+            )
+            if not r["neat_packing"]:
+                r.refuse("packing", "attention from one sample to another")
+    if r.has("early_stopping_steps"):
+        r.set(eval__patience=int(r["early_stopping_steps"]))
+    _objective(r)
+    _data(r)
+
+
+def _adapter(r: Reading) -> None:
+    rank = int(r["lora_rank"])
+    r.set(lora_r=rank, lora_alpha=r["lora_alpha"] or 2 * rank)
+    r.set(lora_dropout=number(r["lora_dropout"]))
+    target = r["lora_target"]
+    names = [n.strip() for n in target.split(",")] if isinstance(target, str) else target
+    r.set(lora_targets="all-linear" if names == ["all"] else names)
+    r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
+    r.set(lora_init="pissa" if r["pissa_init"] else "default")
+    if extra := r["additional_target"]:
+        r.set(lora_modules_to_save=extra.split(",") if isinstance(extra, str) else extra)
+    if r.has("loraplus_lr_ratio"):
+        r.set(lora_plus_ratio=number(r["loraplus_lr_ratio"]))
+    r.set(adapter=r["adapter_name_or_path"])
+    bits = r["quantization_bit"]
+    if bits in OFF:
+        return
+    if r["quantization_method"] not in ("bnb", "bitsandbytes"):
+        r.refuse("quantization_method", f"quantisation by {r['quantization_method']}")
+    double = "-dq" if r["double_quantization"] else ""
+    r.set(quantize="bnb.int8" if bits == 8 else f"bnb.{r['quantization_type']}{double}")
+
+
+def _objective(r: Reading) -> None:
+    stage = r["stage"]
+    if stage == "ppo":
+        r.refuse("stage", "online RL")
+    if stage == "sft":
+        name = "dft" if r["use_dft_loss"] else "eaft" if r["use_eaft_loss"] else None
+        if name is not None:
+            alpha = {"alpha": number(r["eaft_alpha"])} if name == "eaft" else {}
+            r.recipe["objective"] = {"class_path": name, "init_args": alpha}
+    if stage not in _OBJECTIVES:
+        return
+    name, beta = _OBJECTIVES[stage], number(r["pref_beta"])
+    options: dict[str, Any] = {}
+    loss = r["pref_loss"]
+    if name == "dpo" and loss == "orpo":
+        name, options = "orpo", {"weight": beta}
+    elif name == "dpo" and loss == "simpo":
+        name, options = "simpo", {"beta": beta, "margin": number(r["simpo_gamma"]) / beta}
+    elif name == "dpo":
+        if loss not in _LOSSES:
+            r.refuse("pref_loss", f"the preference loss {loss}")
+        noise = number(r["dpo_label_smoothing"])
+        options = {
+            "loss": "conservative" if noise else _LOSSES.get(loss, "sigmoid"),
+            "beta": beta,
+            "label_noise": noise,
+            "sft_weight": number(r["pref_ftx"]),
+        }
+    elif name == "kto":
+        options = {
+            "beta": beta,
+            "desirable_weight": number(r["kto_chosen_weight"]),
+            "undesirable_weight": number(r["kto_rejected_weight"]),
+        }
+        if r["finetuning_type"] == "full":
+            r.set(reference=r["ref_model"] or r["model_name_or_path"])
+    if name == "dpo" and r.has("ref_model"):
+        r.set(reference=r["ref_model"])
+    r.recipe["objective"] = {"class_path": name, "init_args": options}
+
+
+def _data(r: Reading) -> None:
+    options: dict[str, Any] = {}
+    stage, name = r["stage"], r["template"]
+    if stage != "pt":
+        if name is None:
+            r.tell("template: the model's own, as LLaMA-Factory takes it from the tokenizer")
+        elif name not in _TEMPLATES:
+            r.tell(f"template: the model's own template in the place of LLaMA-Factory's {name}")
+        elif not _TEMPLATES[name]:
+            r.refuse("template", f"the template {name}")
+        options["chat_template"] = _TEMPLATES.get(name, "tokenizer") or "tokenizer"
+        if stage in ("sft", "kto"):
+            on = "all" if r["train_on_prompt"] else "last" if r["mask_history"] else "assistant"
+            if stage == "sft":
+                options["train_on"] = on
+        r.tell(
+            "cutoff_len: LLaMA-Factory shortens question and answer of a longer sample, ftkit "
+            "cuts off its end"
+        )
+        options["overlong"] = "truncate"
+    size = number(r["val_size"]) or 0
+    if size > 1:
+        r.refuse("val_size", "a number of validation records")
+        size = 0.05
+    options["val_split_fraction"] = size
+    sources = _sources(r, r["dataset"])
+    if r.has("eval_dataset"):
+        further = _sources(r, r["eval_dataset"])
+        r.set(eval__sets={f"set_{i}": source for i, source in enumerate(further, 1)})
+    options |= sources[0] if len(sources) == 1 else {"sources": sources}
+    r.recipe["data"] = {"class_path": "JSON", "init_args": options}
+
+
+def _sources(r: Reading, names: Any) -> list[dict[str, Any]]:
+    """Data sets by their names in dataset_info.json."""
+    folder = Path(str(r["dataset_dir"]))
+    info: dict[str, Any] = {}
+    try:
+        info = json.loads((folder / "dataset_info.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        r.refuse("dataset_dir", f"{folder}/dataset_info.json cannot be read here")
+    listed = names.split(",") if isinstance(names, str) else names or []
+    found = []
+    for name in (str(item).strip() for item in listed):
+        entry = info.get(name)
+        if entry is None:
+            r.refuse("dataset", f"{name} is not in {folder}/dataset_info.json")
+            found.append({"path": str(folder / f"{name}.json")})
+            continue
+        found.append(_source(r, entry, folder))
+    if not found:
+        r.refuse("dataset", "no dataset")
+    return found or [{"path": str(folder)}]
+
+
+def _source(r: Reading, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+    source: dict[str, Any] = {}
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    if "file_name" in entry:
+        source["path"] = str(folder / entry["file_name"])
+        _limit_file(r, Path(source["path"]))
+    elif "hf_hub_url" in entry:
+        source["path"] = entry["hf_hub_url"]
+        split, limit = entry.get("split") or "train", r["max_samples"]
+        source["split"] = f"{split}[:{int(limit)}]" if limit else split
+        if entry.get("subset"):
+            source["subset"] = entry["subset"]
+    else:
+        r.refuse("dataset", "a data set of ModelScope, or one that is code")
+        source["path"] = str(folder)
+    for medium in ("images", "videos", "audios"):
+        if medium in columns:
+            r.refuse("dataset", "images or audio in training")
+    if entry.get("num_samples"):
+        r.refuse("dataset", "num_samples of dataset_info.json")
+    ours = _columns(columns, tags, is_chat=entry.get("formatting", "alpaca") != "alpaca")
+    if ours:
+        source["columns"] = ours
+    return source
+
+
+def _columns(columns: dict[str, str], tags: dict[str, str], *, is_chat: bool) -> dict[str, str]:
+    if not is_chat:
+        words = {"prompt": "instruction", "query": "input", "response": "output",
+                 "system": "sys_prompt", "history": "history"}  # fmt: skip
+        named = {ours: columns[theirs] for theirs, ours in words.items() if columns.get(theirs)}
+    else:
+        named = {
+            name: columns[name] for name in ("messages", "tools", "system") if columns.get(name)
+        }
+        words = {"role_tag": "role", "content_tag": "content", "user_tag": "user_role",
+                 "assistant_tag": "assistant_role", "system_tag": "system_role",
+                 "observation_tag": "tool_role"}  # fmt: skip
+        named |= {ours: tags[theirs] for theirs, ours in words.items() if tags.get(theirs)}
+    usual = {"messages": ("conversations",), "role": ("from",), "content": ("value",),
+             "user_role": ("user", "human"), "assistant_role": ("assistant", "gpt"),
+             "system_role": ("system",), "tool_role": ("tool", "observation"),
+             "sys_prompt": ("system",)}  # fmt: skip
+    return {
+        name: column
+        for name, column in named.items()
+        if column != name and column not in usual.get(name, ())
+    }
+
+
+def _limit_file(r: Reading, file: Path) -> None:
+    """Refuse max_samples of a file that has more records: ftkit has no such bound for files."""
+    limit = r["max_samples"]
+    if limit is None or not file.is_file():
+        return
+    text = file.read_text("utf-8", "replace")
+    records = text.count("\n") if file.suffix == ".jsonl" else _array_length(text)
+    if records > int(limit):
+        r.refuse("max_samples", "the first records of a file")
+
+
+def _array_length(text: str) -> int:
+    try:
+        return len(json.loads(text))
+    except (ValueError, TypeError):
+        return len(re.findall(r"^\s*\{", text, re.MULTILINE))
+
+
+LLAMA_FACTORY = Program(
+    name="LLaMA-Factory",
+    short="llama-factory",
+    marks=(
+        frozenset({"model_name_or_path", "finetuning_type"}),
+        frozenset({"model_name_or_path", "stage"}),
+        frozenset({"model_name_or_path", "template"}),
+        frozenset({"model_name_or_path", "dataset"}),
+    ),
+    rows=ROWS,
+    finish=_finish,
+)
+"""LLaMA-Factory."""

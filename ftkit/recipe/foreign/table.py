@@ -1,0 +1,238 @@
+"""The table of a program's keys: what each becomes, and how a file is translated with it.
+
+A table is data: messages, `ftkit convert`, words on the command line and docs/coming-from.md are
+made from it. What several keys decide together is a function of the program's module, which the
+rows of these keys name in words.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ftkit.errors import UserError
+from ftkit.utils.names import nearest
+
+Kind = Literal["ours", "no effect", "not there"]
+
+OFF = (None, False, 0, "", "no", "none", "null", "false", "off")
+"""Values by which a file says that it does not use something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A key of another program."""
+
+    key: str
+    kind: Kind
+    ours: tuple[str, ...] = ()
+    """Keys of ours that it decides, alone or with others."""
+    default: Any = None
+    """What the program does without it."""
+    note: str = ""
+    """How it becomes ours, why it has no effect here, or what ftkit does not have."""
+    value: Callable[[Any], Any] | None = None
+    """Our value, if this key alone decides one of ours; None: the function of the program does."""
+    harmless: tuple[Any, ...] = OFF
+    """Values of a key that is not there with which nothing is missing."""
+
+
+def same(key: str, ours: str, default: Any, note: str = "", *, value: Any = None) -> Row:
+    """A key that alone decides one of ours."""
+
+    def unchanged(given: Any) -> Any:
+        return given
+
+    return Row(
+        key=key, kind="ours", ours=(ours,), default=default, note=note, value=value or unchanged
+    )
+
+
+def part(key: str, ours: str | tuple[str, ...], default: Any, note: str) -> Row:
+    """A key that decides ours together with others."""
+    keys = (ours,) if isinstance(ours, str) else ours
+    return Row(key=key, kind="ours", ours=keys, default=default, note=note)
+
+
+def idle(note: str, *keys: str) -> list[Row]:
+    """Keys without an effect here."""
+    return [Row(key=key, kind="no effect", note=note) for key in keys]
+
+
+def missing(note: str, *keys: str, harmless: tuple[Any, ...] = ()) -> list[Row]:
+    """Keys that change what is learned, and have no equal here."""
+    off = (*OFF, *harmless)
+    return [Row(key=key, kind="not there", note=note, harmless=off) for key in keys]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A key of a file that has no equal here."""
+
+    key: str
+    value: Any
+    why: str
+    """What is missing, as a noun: the capability by which refusals are counted."""
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """A file while it is translated."""
+
+    program: str
+    rows: Mapping[str, Row]
+    values: Mapping[str, Any]
+    without: frozenset[str]
+    ranks: int
+    """Devices that train, which multiply the batch of one."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Our keys, dotted, with their values."""
+    refused: list[Refused] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
+    """Differences that remain, and which the file cannot say away."""
+
+    def __getitem__(self, key: str) -> Any:
+        """Value of a key, or what the program does without it."""
+        value = self.values.get(key)
+        return self.rows[key].default if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Return whether the file gives a key a value."""
+        return self.values.get(key) is not None
+
+    def set(self, **keys: Any) -> None:
+        """Set keys of ours; dots are written as two underscores."""
+        self.recipe.update({key.replace("__", "."): value for key, value in keys.items()})
+
+    def refuse(self, key: str, why: str) -> None:
+        """Refuse the value of a key, unless the difference was accepted by its name."""
+        if key.partition(".")[0] not in self.without and key not in self.without:
+            self.refused.append(Refused(key, self.values.get(key.partition(".")[0]), why))
+
+    def tell(self, difference: str) -> None:
+        """Tell a difference that remains."""
+        self.differs.append(difference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Another program, as far as its training files are concerned."""
+
+    name: str
+    """Its name for people."""
+    short: str
+    """Its name as an option's value."""
+    marks: tuple[frozenset[str], ...]
+    """Sets of keys; a file that has all keys of one is one of its files."""
+    rows: Mapping[str, Row]
+    finish: Callable[[Reading], None]
+    """Decides what several keys decide together."""
+    covers: tuple[str, ...] = ()
+    """Beginnings of keys that its files may have without a row, because another key decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """A file of another program as a recipe, and what became of each of its keys."""
+
+    program: Program
+    recipe: dict[str, Any]
+    """Dotted keys of ours, those of the program's defaults included."""
+    became: tuple[tuple[str, Any, Row], ...]
+    """Keys of the file with their values and rows."""
+    accepted: tuple[str, ...]
+    """Keys whose difference was accepted."""
+    differs: tuple[str, ...]
+    refused: tuple[Refused, ...]
+
+    def check(self, file: str) -> None:
+        """Refuse the file if it changes what is learned in a way that has no equal here.
+
+        Raises:
+            UserError: names every such key, and how to accept the difference.
+        """
+        if not self.refused:
+            return
+        lines = [
+            f"  {refused.key}: {_shown(refused.value)}: {refused.why}" for refused in self.refused
+        ]
+        heads = dict.fromkeys(refused.key.partition(".")[0] for refused in self.refused)
+        options = " ".join(f"--without {key}" for key in heads)
+        raise UserError(
+            f"{file} is a file of {self.program.name} that ftkit would not train equally:\n"
+            + "\n".join(lines)
+            + f"\nChange the file, or accept what is different: {options}."
+        )
+
+
+def translate(
+    program: Program, values: Mapping[str, Any], *, without: Iterable[str] = (), ranks: int = 1
+) -> Translation:
+    """Translate a file of a program.
+
+    Args:
+        program: whose file it is.
+        values: its keys and values.
+        without: keys whose difference is accepted.
+        ranks: devices that train.
+
+    Raises:
+        UserError: `without` names a key that the file does not have.
+    """
+    accepted = frozenset(without)
+    for key in accepted - values.keys():
+        close = nearest(key, list(values))
+        hint = f" Did you mean {close}?" if close else ""
+        raise UserError(f"--without names {key}, which the file does not have.{hint}")
+    reading = Reading(
+        program=program.name, rows=program.rows, values=values, without=accepted, ranks=ranks
+    )
+    became = []
+    for key, value in values.items():
+        row = program.rows.get(key)
+        if row is not None:
+            became.append((key, value, row))
+            if row.kind == "not there" and not _is_in(value, row.harmless):
+                reading.refuse(key, row.note)
+        elif value is not None and not key.startswith(program.covers or "\0"):
+            reading.refuse(key, f"a key that ftkit does not know of {program.name}")
+    for row in program.rows.values():
+        if row.kind == "ours" and row.value is not None:
+            given = reading[row.key]
+            if given is not None:
+                reading.recipe[row.ours[0]] = row.value(given)
+    program.finish(reading)
+    return Translation(
+        program=program,
+        recipe={key: value for key, value in reading.recipe.items() if value is not None},
+        became=tuple(became),
+        accepted=tuple(sorted(accepted)),
+        differs=tuple(reading.differs),
+        refused=tuple(dict.fromkeys(map(_hashable, reading.refused))),
+    )
+
+
+def rows_by_key(*groups: Row | Iterable[Row]) -> dict[str, Row]:
+    """Rows by their keys; a later row replaces an earlier one."""
+    found: dict[str, Row] = {}
+    for group in groups:
+        for row in [group] if isinstance(group, Row) else group:
+            found[row.key] = row
+    return found
+
+
+def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
+    if isinstance(value, list | dict):
+        return not value
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool)
+               for other in values)  # fmt: skip
+
+
+def _hashable(refused: Refused) -> Refused:
+    return dataclasses.replace(refused, value=_shown(refused.value))
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,238 @@
+"""Keys of transformers' TrainingArguments, which LLaMA-Factory and TRL share, and their meaning.
+
+Learning rates, steps and batches follow transformers 5's Trainer.
+"""
+
+import math
+from typing import Any
+
+from ftkit.recipe.foreign.table import OFF, Reading, Row, idle, missing, part, same
+
+SERVICE = "ftkit logs to a service only if the command line says so: --logger_name"
+ON_HUB = "nothing is pushed: see ftkit push"
+ON_RESUME = "a run is continued only if the command line says so: --resume auto"
+REMOTE_CODE = "ftkit never executes the code of a model"
+COST = "affects time and memory, never what is learned"
+LAYOUT = "how devices share the work never changes what is learned: --strategy, --devices"
+SHOWN = "ftkit shows and keeps every step"
+FILES = "a matter of files"
+
+OPTIMIZERS = {
+    "adamw_torch": "torch.optim.AdamW",
+    "adamw_torch_fused": "torch.optim.AdamW",
+    "adamw_hf": "torch.optim.AdamW",
+    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    "paged_adamw": "bitsandbytes.optim.PagedAdamW32bit",
+    "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
+    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "lion_32bit": "bitsandbytes.optim.Lion32bit",
+    "lion_8bit": "bitsandbytes.optim.Lion8bit",
+    "paged_lion_32bit": "bitsandbytes.optim.PagedLion32bit",
+    "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
+    "sgd": "torch.optim.SGD",
+    "adagrad": "torch.optim.Adagrad",
+    "rmsprop": "torch.optim.RMSprop",
+}
+"""Optimizers by their names in transformers."""
+
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse_sqrt",
+}
+"""Schedules by their names in transformers."""
+
+
+def number(value: Any) -> Any:
+    """A number that YAML has read as a text, such as 2e-5."""
+    return float(value) if isinstance(value, str) else value
+
+
+ROWS: list[Row] = [
+    part("learning_rate", "optimizer.lr", 5e-5, ""),
+    part("weight_decay", "optimizer.weight_decay", 0.0, ""),
+    part("adam_beta1", "optimizer.betas", 0.9, ""),
+    part("adam_beta2", "optimizer.betas", 0.999, ""),
+    part("adam_epsilon", "optimizer.eps", 1e-8, ""),
+    part("optim", "optimizer", "adamw_torch_fused", "by name"),
+    part("lr_scheduler_type", ("train.lr_schedule", "train.lr_ends", "train.min_lr"), "linear",
+         "with lr_ends around, the rates of transformers step by step"),
+    part("warmup_steps", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), 0,
+         "below 1 a share of the run"),
+    part("warmup_ratio", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), None,
+         "a share of all steps of the run, not of an epoch"),
+    part("per_device_train_batch_size", ("train.global_batch_size", "train.micro_batch_size"), 8,
+         "times gradient_accumulation_steps and devices"),
+    part("gradient_accumulation_steps", "train.global_batch_size", 1,
+         "samples of a step = this x per_device_train_batch_size x devices"),
+    part("num_train_epochs", "train.epochs", 3.0, "whole numbers"),
+    part("max_steps", "train.max_steps", -1, "in the place of epochs"),
+    same("max_grad_norm", "train.max_norm", 1.0, "0: no clipping",
+         value=lambda x: number(x) or None),
+    same("seed", "seed", 42),
+    same("neftune_noise_alpha", "train.neftune_noise_alpha", None),
+    same("label_smoothing_factor", "train.label_smoothing", 0.0, value=number),
+    same("torch_compile", "compile", False),
+    part("gradient_checkpointing", "memory.activation_checkpointing", False, ""),
+    part("bf16", "precision", False, ""),
+    part("fp16", "precision", False, ""),
+    same("output_dir", "out_dir", "trainer_output"),
+    part("save_steps", ("train.save_interval", "train.save_interval_epochs"), 500, ""),
+    part("save_strategy", ("train.save_interval", "train.save_interval_epochs"), "steps", ""),
+    same("save_total_limit", "checkpoint.keep_last", None, "ftkit keeps 3 by default",
+         value=lambda x: max(1, int(x))),
+    part("eval_steps", ("eval.interval", "eval.interval_epochs"), None, ""),
+    part("eval_strategy", ("eval.interval", "eval.final_validation"), "no", ""),
+    same("eval_on_start", "eval.initial_validation", False),
+    part("load_best_model_at_end", "checkpoint.result", False, "best or last"),
+    *idle("the result is the one with the lowest validation loss", "metric_for_best_model",
+          "greater_is_better"),
+    *idle(SERVICE, "report_to", "run_name", "project", "trackio_space_id", "logging_dir",
+          "use_swanlab", "swanlab_project", "swanlab_workspace", "swanlab_run_name", "swanlab_mode",
+          "swanlab_api_key", "swanlab_logdir", "swanlab_lark_webhook_url", "swanlab_lark_secret"),
+    *idle(ON_HUB, "push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo",
+          "hub_always_push", "hub_revision"),
+    *idle(ON_RESUME, "resume_from_checkpoint", "restore_callback_states_from_checkpoint"),
+    *idle(REMOTE_CODE, "trust_remote_code"),
+    *idle(SHOWN, "logging_steps", "logging_first_step", "logging_strategy",
+          "logging_nan_inf_filter",
+          "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "plot_loss",
+          "include_num_input_tokens_seen", "include_tokens_per_second", "compute_accuracy"),
+    *idle(FILES, "overwrite_output_dir", "save_only_model", "save_safetensors",
+          "save_on_each_node"),
+    *idle(COST, "per_device_eval_batch_size", "dataloader_num_workers", "dataloader_pin_memory",
+          "dataloader_persistent_workers", "dataloader_prefetch_factor", "tf32", "bf16_full_eval",
+          "use_liger_kernel", "gradient_checkpointing_kwargs", "torch_compile_backend",
+          "torch_compile_mode", "torch_empty_cache_steps", "remove_unused_columns",
+          "full_determinism",
+          "eval_accumulation_steps", "auto_find_batch_size", "attn_implementation", "use_cpu",
+          "skip_memory_metrics", "activation_offloading", "prediction_loss_only"),
+    *idle(LAYOUT, "deepspeed", "fsdp", "fsdp_config", "ddp_timeout", "ddp_backend",
+          "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "local_rank",
+          "accelerator_config", "parallelism_config", "data_seed"),
+    *idle("every command trains", "do_train", "do_eval"),
+    *missing("evaluation by generated answers of the Trainer", "predict_with_generate",
+             "do_predict"),
+    *missing("dropping the last incomplete batch", "dataloader_drop_last"),
+    *missing("batches of samples of similar length", "group_by_length"),
+    *missing("settings of the schedule", "lr_scheduler_kwargs"),
+    *missing("settings of the optimizer", "optim_args", "optim_target_modules"),
+    *missing("averaging the devices' losses without their tokens", "average_tokens_across_devices",
+             harmless=(True,)),
+]  # fmt: skip
+"""Rows of TrainingArguments."""
+
+
+def schedule(reading: Reading, kind: str, *, name: str = "lr_scheduler_type") -> None:
+    """Set the learning rate of every step, as transformers has it."""
+    if kind not in SCHEDULES:
+        reading.refuse(name, "learning-rate schedule")
+    reading.set(train__lr_schedule=SCHEDULES.get(kind, "cosine"))
+    if kind in ("linear", "cosine", "inverse_sqrt"):
+        reading.set(train__min_lr=0.0)
+    reading.set(train__lr_ends="around")
+
+
+def warm_up(reading: Reading, kind: str) -> None:
+    """Set the warm-up from warmup_steps and warmup_ratio."""
+    given = reading["warmup_steps"] or reading["warmup_ratio"] or 0
+    share, steps = number(given), reading.recipe.get("train.max_steps")
+    if kind == "constant":
+        share = 0  # it has no warm-up, whatever the file says
+    if share >= 1 or share == 0:
+        reading.set(train__lr_warmup_steps=int(share))
+    elif steps:
+        reading.set(train__lr_warmup_steps=math.ceil(share * steps))
+    else:
+        reading.set(train__lr_warmup_run_fraction=share)
+
+
+def length(reading: Reading, epochs_key: str = "num_train_epochs") -> None:
+    """Set epochs or steps."""
+    steps, epochs = number(reading["max_steps"]), number(reading[epochs_key])
+    if steps is not None and steps > 0:
+        reading.set(train__max_steps=int(steps), train__epochs=None)
+        reading.recipe["train.epochs"] = EMPTY
+        return
+    if epochs != int(epochs):
+        reading.refuse(epochs_key, "a part of an epoch")
+    reading.set(train__epochs=max(1, int(epochs)))
+
+
+def batch(reading: Reading, micro: int, accumulation: int) -> None:
+    """Set the samples of a step and of a forward pass."""
+    reading.set(
+        train__global_batch_size=micro * accumulation * reading.ranks,
+        train__micro_batch_size=micro,
+    )
+
+
+def optimizer(
+    reading: Reading, name: str, *, key: str = "optim", learning_rate: Any = None
+) -> None:
+    """Set the optimizer with its arguments."""
+    if name not in OPTIMIZERS:
+        reading.refuse(key, OTHER_OPTIMIZERS.get(name, "optimizer"))
+    class_path = OPTIMIZERS.get(name, "torch.optim.AdamW")
+    rate = reading["learning_rate"] if learning_rate is None else learning_rate
+    arguments: dict[str, Any] = {
+        "lr": number(rate),
+        "weight_decay": number(reading["weight_decay"]),
+    }
+    if "Adam" in class_path:
+        betas = [number(reading["adam_beta1"] or 0.9), number(reading["adam_beta2"] or 0.999)]
+        arguments |= {"betas": betas, "eps": number(reading["adam_epsilon"] or 1e-8)}
+    reading.recipe["optimizer"] = {"class_path": class_path, "init_args": arguments}
+
+
+OTHER_OPTIMIZERS = {
+    "adamw_torch_4bit": "4-bit AdamW",
+    "adamw_torch_8bit": "8-bit AdamW of torchao",
+    "muon": "Muon of other authors",
+    "adafactor": "Adafactor of transformers",
+    "galore_adamw": "GaLore",
+    "apollo_adamw": "APOLLO",
+    "lomo": "LOMO",
+    "schedule_free_adamw": "schedule-free AdamW",
+}
+"""Optimizers that ftkit does not have, in words."""
+
+EMPTY = "\0empty"
+"""Stands for a key of ours that is written out as empty."""
+
+
+def decay_of_matrices(reading: Reading, *, trains_all: bool) -> None:
+    """Refuse weight decay where the Trainer leaves norms and biases out of it."""
+    if trains_all and number(reading["weight_decay"]):
+        reading.refuse("weight_decay", "weight decay without norms and biases")
+
+
+def checkpoints(reading: Reading) -> None:
+    """Set when to validate and to save."""
+    epochs = number(reading["num_train_epochs"]) if "num_train_epochs" in reading.rows else 1
+    for name, ours in (("save", "train.save_interval"), ("eval", "eval.interval")):
+        strategy = str(reading[f"{name}_strategy"]).lower()
+        steps = number(reading[f"{name}_steps"] or reading.rows["save_steps"].default)
+        if strategy in ("no", "false"):
+            # Validation after the last step is part of every report, and costs little.
+            reading.recipe[ours] = EMPTY if name == "save" else 0
+        elif strategy == "epoch":
+            reading.recipe[f"{ours}_epochs"] = 1.0
+        elif steps < 1:
+            total = reading.recipe.get("train.max_steps")
+            if isinstance(total, int):
+                reading.recipe[ours] = max(1, math.ceil(steps * total))
+            else:
+                reading.recipe[f"{ours}_epochs"] = steps * epochs
+        else:
+            reading.recipe[ours] = int(steps)
+    reading.recipe["checkpoint.save_every"] = EMPTY
+    reading.set(checkpoint__result="best" if reading["load_best_model_at_end"] else None)
+
+
+def checkpointing(reading: Reading, value: Any) -> None:
+    """Set activation checkpointing."""
+    reading.set(memory__activation_checkpointing=value not in OFF)

@@ -1,0 +1,251 @@
+"""Configuration files of `trl sft` and `trl dpo`. Defaults are those of TRL 1.16."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ftkit.recipe.foreign import trainer
+from ftkit.recipe.foreign.table import OFF, Program, Reading, Row, idle, missing, part, rows_by_key
+from ftkit.recipe.foreign.table import same as same_as
+from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, REMOTE_CODE, SERVICE, number
+
+_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
+
+_SHARED: list[Row] = [
+    *trainer.ROWS,
+    part("gradient_checkpointing", "memory.activation_checkpointing", True, ""),
+    part("bf16", "precision", None, "true unless fp16 is"),
+    same_as("model_name_or_path", "checkpoint_dir", None),
+    part("dtype", "precision", "float32", ""),
+    part("use_peft", "quantize", False, "whether adapters are trained, or all weights"),
+    part("lora_r", "lora_r", 16, ""),
+    part("lora_alpha", "lora_alpha", 32, ""),
+    part("lora_dropout", "lora_dropout", 0.05, ""),
+    part("lora_target_modules", "lora_targets", None, ""),
+    part("lora_modules_to_save", "lora_modules_to_save", None, ""),
+    part("use_dora", "lora_variant", False, ""),
+    part("use_rslora", "lora_variant", False, ""),
+    part("load_in_4bit", "quantize", False, ""),
+    part("load_in_8bit", "quantize", False, "bnb.int8"),
+    part("bnb_4bit_quant_type", "quantize", "nf4", ""),
+    part("use_bnb_nested_quant", "quantize", False, "-dq"),
+    part("dataset_name", "data.path", None, ""),
+    part("dataset_config", "data.subset", None, ""),
+    part("dataset_train_split", "data.split", "train", ""),
+    part("datasets", "data.sources", None, ""),
+    part("test_split_size", "data.val_split_fraction", None, ""),
+    same_as("max_length", "train.max_seq_length", 1024),
+    part("truncation_mode", "data.overlong", "keep_start", "truncate"),
+    part("chat_template_path", "data.chat_template", None, "a file; the model's own without it"),
+    part("router_aux_loss_coef", "router_aux_loss_coef", 0.001, "for models that have one"),
+    *idle("the split val, validation, dev or test is used for validation", "dataset_test_split"),
+    *idle(COST, "dataset_num_proc", "pad_to_multiple_of", "padding_free", "pad_token",
+          "bnb_4bit_quant_storage", "use_reentrant"),
+    *idle(LAYOUT, "ignore_bias_buffers"),
+    *idle(REMOTE_CODE, "trust_remote_code"),
+    *idle(FILES, "lora_task_type"),
+    *idle(SERVICE, "gradient_checkpointing_use_reentrant"),
+    *missing("streaming data", "dataset_streaming", "streaming"),
+    *missing("settings of the model's class", "model_init_kwargs"),
+    *missing("a version of a hub model", "model_revision", harmless=("main",)),
+    *missing("LoRA for parameters by name", "lora_target_parameters"),
+]  # fmt: skip
+
+SFT_ROWS = rows_by_key(
+    _SHARED,
+    part("learning_rate", "optimizer.lr", 2e-5, ""),
+    part("packing", ("train.global_batch_tokens", "train.micro_batch_tokens"), False, ""),
+    part("packing_strategy", "train.global_batch_tokens", "bfd", ""),
+    part("assistant_only_loss", "data.train_on", False, "assistant, or all tokens"),
+    part("completion_only_loss", "data.train_on", None, "for prompts with completions"),
+    part("loss_type", "objective", None, "nll, dft"),
+    *idle("ftkit shuffles every epoch, as the Trainer does", "shuffle_dataset"),
+    *idle(COST, "eval_packing"),
+    *missing("another end of texts", "eos_token"),
+    *missing("names of the texts' key", "dataset_text_field", harmless=("text",)),
+    *missing("settings of the data's preparation", "dataset_kwargs"),
+)
+DPO_ROWS = rows_by_key(
+    _SHARED,
+    part("learning_rate", "optimizer.lr", 1e-6, ""),
+    part("beta", "objective.beta", 0.1, ""),
+    part("loss_type", "objective.loss", ["sigmoid"], "sigmoid, hinge, ipo, robust"),
+    part("label_smoothing", "objective.label_noise", 0.0, "loss: conservative"),
+    part("disable_dropout", "lora_dropout", True, "0"),
+    *idle("ftkit computes them before the first step, or below the adapter",
+          "precompute_ref_log_probs", "precompute_ref_batch_size"),
+    *missing("several losses of DPO", "loss_weights"),
+    *missing("log-probabilities that weigh the length", "ld_alpha"),
+    *missing("another divergence", "f_divergence_type", harmless=("reverse_kl",)),
+    *missing("weights of sequences in DPO", "use_weighting"),
+    *missing("a reference that follows the model", "sync_ref_model"),
+    *idle("only with the key that switches it on", "f_alpha_divergence_coef", "discopop_tau",
+          "ref_model_mixup_alpha", "ref_model_sync_steps"),
+)  # fmt: skip
+
+
+def _finish_sft(r: Reading) -> None:
+    _shared(r)
+    options = _data(r)
+    if r["truncation_mode"] != "keep_start":
+        r.refuse("truncation_mode", "cutting off the beginning of samples")
+    if r["assistant_only_loss"]:
+        options["train_on"] = "assistant"
+    elif _shape(options) == "completion":
+        is_whole = r["completion_only_loss"] is False
+        options["train_on"] = "all" if is_whole else "last"
+    else:
+        options["train_on"] = "all"
+        if _shape(options) is None:
+            r.tell(
+                "completion_only_loss: if the records have a prompt and a completion, TRL trains "
+                "the completion alone: --data.train_on last"
+            )
+    options["overlong"] = "truncate"
+    loss = r["loss_type"]
+    if loss == "dft":
+        r.recipe["objective"] = {"class_path": "dft", "init_args": {}}
+    elif loss not in (None, "nll", "chunked_nll"):
+        r.refuse("loss_type", f"the loss {loss}")
+    if r["packing"]:
+        row = int(r["max_length"])
+        micro = int(r["per_device_train_batch_size"])
+        steps = int(r["gradient_accumulation_steps"])
+        r.set(train__global_batch_tokens=micro * steps * r.ranks * row)
+        r.set(train__micro_batch_tokens=micro * row)
+        r.recipe["train.micro_batch_size"] = trainer.EMPTY
+        if r["packing_strategy"] == "wrapped":
+            r.refuse("packing_strategy", "samples that go on in the next row")
+        r.tell(
+            "packing: TRL fills rows of max_length tokens with the samples that fit best; ftkit "
+            "takes samples in order up to the same number of tokens"
+        )
+
+
+def _finish_dpo(r: Reading) -> None:
+    _shared(r)
+    options = _data(r)
+    options["overlong"] = "truncate"
+    losses = r["loss_type"]
+    names = [losses] if isinstance(losses, str) else list(losses)
+    if len(names) > 1:
+        r.refuse("loss_type", "several losses of DPO")
+    loss, noise = names[0], number(r["label_smoothing"])
+    if loss not in _LOSSES:
+        r.refuse("loss_type", f"the preference loss {loss}")
+    kind = _LOSSES.get(loss, "sigmoid")
+    if kind == "sigmoid" and noise:
+        kind = "conservative"
+    arguments = {"loss": kind, "beta": number(r["beta"]), "label_noise": noise}
+    r.recipe["objective"] = {"class_path": "dpo", "init_args": arguments}
+    if r["disable_dropout"] and "lora_dropout" in r.recipe:
+        r.set(lora_dropout=0.0)
+
+
+def _shared(r: Reading) -> None:
+    is_lora = bool(r["use_peft"])
+    if is_lora:
+        r.set(lora_r=r["lora_r"], lora_alpha=r["lora_alpha"])
+        r.set(lora_dropout=number(r["lora_dropout"]))
+        targets = r["lora_target_modules"]
+        if targets is None:
+            r.refuse("use_peft", "layers that PEFT chooses by the type of the model; name them in "
+                     "lora_target_modules")  # fmt: skip
+        elif targets in ("all-linear", ["all-linear"]):
+            r.set(lora_targets="all-linear")
+        else:
+            r.set(lora_targets=targets)
+        r.set(lora_modules_to_save=r["lora_modules_to_save"])
+        r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
+        if r["load_in_4bit"]:
+            double = "-dq" if r["use_bnb_nested_quant"] else ""
+            r.set(quantize=f"bnb.{r['bnb_4bit_quant_type']}{double}")
+        elif r["load_in_8bit"]:
+            r.set(quantize="bnb.int8")
+    trainer.length(r)
+    micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
+    trainer.batch(r, int(micro), int(accumulation))
+    trainer.optimizer(r, str(r["optim"]))
+    trainer.decay_of_matrices(r, trains_all=not is_lora)
+    kind = str(r["lr_scheduler_type"])
+    trainer.schedule(r, kind)
+    trainer.warm_up(r, kind)
+    trainer.checkpoints(r)
+    trainer.checkpointing(r, r["gradient_checkpointing"])
+    is_half = r["dtype"] in ("bfloat16", "bf16")
+    if r["fp16"]:
+        r.set(precision="16-mixed")
+    elif is_half and not is_lora:
+        r.set(precision="bf16-true")
+    else:
+        r.set(precision="32-true" if r.values.get("bf16") is False else "bf16-mixed")
+
+
+def _data(r: Reading) -> dict[str, Any]:
+    """Options of the data, which are already in the recipe."""
+    options: dict[str, Any] = {}
+    if r.has("datasets"):
+        options["sources"] = [_source(r, entry) for entry in r["datasets"]]
+    elif r.has("dataset_name"):
+        options["path"] = r["dataset_name"]
+        if r["dataset_train_split"] != "train":
+            options["split"] = r["dataset_train_split"]
+        if r.has("dataset_config"):
+            options["subset"] = r["dataset_config"]
+    else:
+        r.refuse("dataset_name", "no dataset")
+    share = number(r["test_split_size"])
+    has_split = r["eval_strategy"] not in OFF
+    options["val_split_fraction"] = share if share else None if has_split else 0.0
+    if r.has("chat_template_path"):
+        options["chat_template"] = r["chat_template_path"]
+    # An empty option is one that the recipe leaves to the data.
+    options = {key: value for key, value in options.items() if value is not None}
+    r.recipe["data"] = {"class_path": "JSON", "init_args": options}
+    return options
+
+
+def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
+    source: dict[str, Any] = {"path": entry.get("path")}
+    words = {"name": "subset", "split": "split"}
+    source |= {ours: entry[key] for key, ours in words.items() if entry.get(key)}
+    for key in ("data_dir", "data_files", "columns", "fraction"):
+        if entry.get(key):
+            r.refuse("datasets", f"{key} of a data set")
+    return source
+
+
+def _shape(options: dict[str, Any]) -> str | None:
+    """Shape of the first record, if the data are a file here: messages, completion or text."""
+    file = Path(str(options.get("path", "")))
+    if file.suffix not in (".json", ".jsonl") or not file.is_file():
+        return None
+    with file.open(encoding="utf-8") as stream:
+        text = stream.read(2**20)
+    try:
+        start = text.index("{")
+        record, _ = json.JSONDecoder().raw_decode(text[start:])
+    except ValueError:
+        return None
+    return next((name for name in ("completion", "messages", "text") if name in record), None)
+
+
+TRL_SFT = Program(
+    name="TRL (trl sft)",
+    short="trl-sft",
+    marks=(frozenset({"model_name_or_path", "dataset_name"}),),
+    rows=SFT_ROWS,
+    finish=_finish_sft,
+)
+"""`trl sft`."""
+TRL_DPO = Program(
+    name="TRL (trl dpo)",
+    short="trl-dpo",
+    marks=tuple(
+        frozenset({"model_name_or_path", "dataset_name", key})
+        for key in ("beta", "precompute_ref_log_probs", "f_divergence_type", "disable_dropout")
+    ),
+    rows=DPO_ROWS,
+    finish=_finish_dpo,
+)
+"""`trl dpo`."""

@@ -1,0 +1,276 @@
+"""Files of axolotl, LLaMA-Factory and TRL as recipes: what becomes of keys, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from messages import key_words, says
+
+from ftkit.errors import UserError
+from ftkit.recipe.foreign.programs import PROGRAMS, program_of, recipe_items, translated
+from ftkit.recipe.foreign.table import Translation
+from ftkit.recipe.parsing import convert, read_recipe
+from ftkit.recipe.recipe import LoraRecipe, Recipe
+from ftkit.recipe.recipe_keys import key_types
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "org/base",
+    "datasets": [{"path": "d.jsonl", "type": "alpaca"}],
+    "learning_rate": 2e-4,
+    "adapter": "lora",
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_target_linear": True,
+}
+FACTORY: dict[str, Any] = {
+    "model_name_or_path": "org/base",
+    "finetuning_type": "lora",
+    "template": "llama3",
+    "dataset": "own",
+}
+SFT: dict[str, Any] = {"model_name_or_path": "org/base", "dataset_name": "org/data"}
+DPO: dict[str, Any] = {**SFT, "beta": 0.2}
+FILES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "trl-sft": SFT, "trl-dpo": DPO}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    named = {"own": {"file_name": "own.json"}, "chats": {"file_name": "chats.json",
+             "formatting": "sharegpt", "columns": {"messages": "talk"}}}  # fmt: skip
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(named))
+    for name in ("own", "chats"):
+        (tmp_path / f"data/{name}.json").write_text('[{"instruction": "a", "output": "b"}]')
+    return tmp_path
+
+
+def write(values: dict[str, Any], name: str = "their.yml") -> str:
+    Path(name).write_text(yaml.safe_dump(values))
+    return name
+
+
+def translation(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any) -> Translation:
+    given = {key: value for key, value in (file | keys).items() if value is not ...}
+    return translated(given, "their.yml", without=without, ranks=ranks)
+
+
+def keys_of(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any) -> dict[str, Any]:
+    return dict(recipe_items(translation(file, *without, ranks=ranks, **keys)))
+
+
+def refusal(file: dict[str, Any], *without: str, **keys: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        translation(file, *without, **keys)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_known_by_its_keys(name: str) -> None:
+    program = program_of(FILES[name])
+    assert program is not None and program.short == name
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "checkpoint_dir: checkpoints/x\ndata: {class_path: litgpt.data.Alpaca2k}\nlora_r: 32\n",
+        "checkpoint_dir: checkpoints/x\ntrain: {global_batch_size: 8}\n",
+    ],
+)
+def test_a_recipe_of_litgpt_is_ours(recipe: str) -> None:
+    assert program_of(yaml.safe_load(recipe)) is None
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.short)
+def test_every_row_names_keys_of_ours_and_says_why_it_has_none(program: Any) -> None:
+    known = {key.partition(".")[0] for key in key_types("lora")} | {"objective"}
+    for row in program.rows.values():
+        if row.kind == "ours":
+            assert row.ours, row.key
+        else:
+            assert row.note and not row.ours, row.key
+        for key in row.ours:
+            assert key in key_types("lora") or key.partition(".")[0] in known, (row.key, key)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_says_every_default_of_the_other_program(name: str) -> None:
+    """No default of ours may decide what is learned."""
+    found = keys_of(FILES[name])
+    for key in (
+        "train.global_batch_size", "train.max_seq_length", "train.max_norm", "train.epochs",
+        "train.lr_schedule", "train.lr_ends", "train.min_lr", "seed", "precision", "data",
+    ):  # fmt: skip
+        assert key in found, key
+    arguments = found["optimizer"]["init_args"]
+    assert arguments.keys() == {"lr", "weight_decay", "betas", "eps"}
+    assert "val_split_fraction" in found["data"]["init_args"]
+    assert any(key.startswith("train.lr_warmup_") for key in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        ("axolotl", {"train.global_batch_size": 1, "train.epochs": 1, "train.max_seq_length": 512,
+                     "train.lr_schedule": "cosine", "train.lr_warmup_run_fraction": 0.03,
+                     "train.max_norm": 1.0, "lora_dropout": 0.0}),
+        ("llama-factory", {"train.global_batch_size": 8, "train.epochs": 3, "lora_r": 8,
+                           "train.max_seq_length": 2048, "train.lr_schedule": "linear",
+                           "lora_alpha": 16, "lora_targets": "all-linear", "lora_dropout": 0.0}),
+        ("trl-sft", {"train.global_batch_size": 8, "train.max_seq_length": 1024,
+                     "train.lr_schedule": "linear", "memory.activation_checkpointing": True}),
+        ("trl-dpo", {"train.global_batch_size": 8, "train.max_seq_length": 1024}),
+    ],
+)  # fmt: skip
+def test_absent_keys_have_the_other_programs_defaults(name: str, defaults: dict[str, Any]) -> None:
+    found = keys_of(FILES[name])
+    assert {key: found.get(key) for key in defaults} == defaults
+
+
+@pytest.mark.parametrize(
+    ("name", "lr"), [("llama-factory", 5e-5), ("trl-sft", 2e-5), ("trl-dpo", 1e-6)]
+)
+def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
+    assert keys_of(FILES[name])["optimizer"]["init_args"]["lr"] == lr
+
+
+@pytest.mark.parametrize(
+    ("keys", "ours"),
+    [
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"train.global_batch_size": 8}),
+        ({"sample_packing": True, "sequence_len": 1024, "micro_batch_size": 2},
+         {"train.global_batch_tokens": 2048, "train.micro_batch_tokens": 2048}),
+        ({"evals_per_epoch": 4, "saves_per_epoch": 2},
+         {"eval.interval_epochs": 0.25, "train.save_interval_epochs": 0.5}),
+        ({"evals_per_epoch": 4, "max_steps": 100, "num_epochs": 1}, {"eval.interval": 25}),
+        ({"warmup_ratio": 0.1}, {"train.lr_warmup_run_fraction": 0.1}),
+        ({"warmup_ratio": 0.1, "max_steps": 55}, {"train.lr_warmup_steps": 5}),
+        ({"warmup_steps": 1}, {"train.lr_warmup_steps": 2}),
+        ({"load_in_4bit": True, "adapter": "qlora"}, {"quantize": "bnb.nf4-dq"}),
+        ({"load_in_8bit": True}, {"quantize": "bnb.int8"}),
+        ({"optimizer": "adamw_bnb_8bit"}, {"optimizer": "bitsandbytes.optim.AdamW8bit"}),
+        ({"rl": "dpo", "datasets": [{"path": "d", "type": "chat_template.default"}]},
+         {"objective": "dpo"}),
+        ({"adapter": None, "unfrozen_parameters": ["^lm_head", "layers.3"]},
+         {"train.only": "^(?:^lm_head)|^(?:layers.3)"}),
+        ({"bf16": "auto"}, {"precision": "bf16-mixed"}),
+        ({"bf16": "auto", "adapter": None}, {"precision": "bf16-true"}),
+        ({"cosine_min_lr_ratio": 0.1}, {"train.min_lr": 2e-5}),
+        ({"peft_use_rslora": True}, {"lora_variant": "rslora"}),
+    ],
+)  # fmt: skip
+def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any]) -> None:
+    found = keys_of(AXOLOTL, **keys)
+    for key, value in ours.items():
+        got = found[key]
+        assert (got["class_path"] if isinstance(got, dict) else got) == pytest.approx(value), key
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "ours"),
+    [
+        (FACTORY, {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 2},
+         {"train.global_batch_size": 16}),
+        (FACTORY, {"finetuning_type": "full", "pure_bf16": True}, {"precision": "bf16-true"}),
+        (FACTORY, {"stage": "dpo", "pref_loss": "orpo"}, {"objective": "orpo"}),
+        (FACTORY, {"quantization_bit": 4, "double_quantization": False}, {"quantize": "bnb.nf4"}),
+        (FACTORY, {"use_dft_loss": True}, {"objective": "dft"}),
+        (FACTORY, {"warmup_ratio": 0.1, "max_steps": 15}, {"train.lr_warmup_steps": 2}),
+        (SFT, {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 4},
+         {"lora_r": 4, "lora_targets": "all-linear", "lora_alpha": 32}),
+        (SFT, {"packing": True, "max_length": 512}, {"train.global_batch_tokens": 4096}),
+        (SFT, {"loss_type": "dft"}, {"objective": "dft"}),
+        (DPO, {"loss_type": ["ipo"]}, {"objective": "dpo"}),
+    ],
+)  # fmt: skip
+def test_keys_of_the_others_become_ours(
+    file: dict[str, Any], keys: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    found = keys_of(file, **keys)
+    for key, value in ours.items():
+        got = found[key]
+        assert (got["class_path"] if isinstance(got, dict) else got) == value, key
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_devices_multiply_the_batch(name: str) -> None:
+    one, four = (keys_of(FILES[name], ranks=ranks) for ranks in (1, 4))
+    assert four["train.global_batch_size"] == 4 * one["train.global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "missing"),
+    [
+        ("axolotl", {"qat": {"weight_dtype": "int4"}}, "quantisation-aware training"),
+        ("axolotl", {"lisa_n_layers": 4}, "LISA"),
+        ("axolotl", {"optimizer": "adamw_torch_4bit"}, "4-bit AdamW"),
+        ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
+        ("axolotl", {"adapter": None, "weight_decay": 0.1}, "weight decay"),
+        ("axolotl", {"plugins": ["some.where.Plugin"]}, "plugin some.where.Plugin"),
+        ("axolotl", {"num_epochs": 1.5}, "a part of an epoch"),
+        ("axolotl", {"made_up": 3}, "does not know"),
+        ("llama-factory", {"finetuning_type": "oft"}, "OFT"),
+        ("llama-factory", {"use_galore": True}, "GaLore"),
+        ("llama-factory", {"dataset": "unheard"}, "not in data/dataset_info.json"),
+        ("trl-sft", {"dataset_streaming": True}, "streaming"),
+        ("trl-sft", {"use_peft": True}, "lora_target_modules"),
+        ("trl-dpo", {"f_divergence_type": "js_divergence"}, "divergence"),
+    ],
+)
+def test_what_changes_what_is_learned_is_refused_by_name_or_accepted(
+    name: str, keys: dict[str, Any], missing: str
+) -> None:
+    (key,) = keys.keys() - {"adapter"}
+    message = refusal(FILES[name], **keys)
+    assert says(message, f"{key} ... {missing} ... --without {key}")
+    accepted = translation(FILES[name], key, **keys)
+    assert accepted.accepted == (key,) and not accepted.refused
+
+
+def test_only_keys_of_the_file_can_be_accepted() -> None:
+    assert says(refusal(AXOLOTL, "lora_rr"), "--without ... lora_rr ... lora_r")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("axolotl", {"wandb_project": "p", "use_mlflow": True, "hub_model_id": "me/x",
+                     "trust_remote_code": True, "auto_resume_from_checkpoints": True}),
+        ("llama-factory", {"report_to": "wandb", "push_to_hub": True, "hub_model_id": "me/x",
+                           "trust_remote_code": True, "resume_from_checkpoint": "x"}),
+        ("trl-sft", {"report_to": "all", "push_to_hub": True, "trust_remote_code": True,
+                     "resume_from_checkpoint": True}),
+    ],
+)  # fmt: skip
+def test_a_file_never_pushes_logs_resumes_or_trusts_code(name: str, keys: dict[str, Any]) -> None:
+    found = keys_of(FILES[name], **keys)
+    assert found == keys_of(FILES[name])
+    assert not found.keys() & {"logger_name", "resume", "plugin"}
+    kinds = {row.kind for key, _, row in translation(FILES[name], **keys).became if key in keys}
+    assert kinds == {"no effect"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_read_in_the_place_of_a_recipe(name: str) -> None:
+    file = write(FILES[name])
+    read = read_recipe([file], [("train.max_steps", "7"), ("devices", "2")], method="lora")
+    _, converted = convert(file, without=(), ranks=2, tool=None)
+    assert read.train.max_steps == 7 and read.devices == 2
+    assert read.train.global_batch_size == converted.train.global_batch_size
+    assert isinstance(read, LoraRecipe if name in ("axolotl", "llama-factory") else Recipe)
+    assert read.method == converted.method
+
+
+def test_a_difference_is_accepted_only_of_a_file_of_another_program() -> None:
+    file = write({"checkpoint_dir": "x"})
+    with pytest.raises(UserError, match=key_words("--without qat")):
+        read_recipe([file], without=["qat"])
+
+
+def test_data_sets_of_llama_factory_are_found_by_name() -> None:
+    options = keys_of(FACTORY, dataset="own, chats")["data"]["init_args"]
+    assert [source["path"] for source in options["sources"]] == ["data/own.json", "data/chats.json"]
+    assert options["sources"][1]["columns"] == {"messages": "talk"}
