@@ -439,7 +439,7 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
                 "input_transform": "data changed by code",
             }
             r.refuse(f"datasets.{key}", words.get(key, f"the setting {key} of a data set"))
-    source: dict[str, Any] = {"path": entry.get("path")}
+    source: dict[str, Any] = {"path": trainer.local_data(entry.get("path"))}
     files = entry.get("data_files")
     if files:
         if entry.get("ds_type") or entry.get("path") in ("json", "csv", "parquet", "text"):

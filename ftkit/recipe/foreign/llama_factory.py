@@ -9,7 +9,21 @@ from ftkit.recipe.foreign import trainer
 from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
 from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, SERVICE, SHOWN, number
 
-_TEMPLATES = {"llama3": "llama3", "chatml": "chatml", "default": "", "empty": ""}
+# Unlike the template that ftkit has by this name, it trains the line end after a turn.
+_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>\\n' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_TEMPLATES = {
+    "llama3": "llama3",
+    "chatml": _CHATML,
+    "qwen3_nothink": _CHATML,
+    "default": "",
+    "empty": "",
+}
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo"}
 _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
 _MODELSCOPE = ("ms_hub_url", "om_hub_url")
@@ -236,6 +250,10 @@ def _data(r: Reading) -> None:
             on = "all" if r["train_on_prompt"] else "last" if r["mask_history"] else "assistant"
             if stage == "sft":
                 options["train_on"] = on
+        r.tell(
+            "dataset: the input of an instruction stands below it behind an empty line, in "
+            "LLaMA-Factory behind a line end"
+        )
         r.tell(
             "cutoff_len: LLaMA-Factory shortens question and answer of a longer sample, ftkit "
             "cuts off its end"

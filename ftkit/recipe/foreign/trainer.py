@@ -4,6 +4,7 @@ Learning rates, steps and batches follow transformers 5's Trainer.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 from ftkit.recipe.foreign.table import OFF, Reading, Row, idle, missing, part, same
@@ -44,6 +45,9 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
 }
 """Schedules by their names in transformers."""
+
+
+_DATA_ENDINGS = (".json", ".jsonl", ".csv", ".parquet")
 
 
 def number(value: Any) -> Any:
@@ -167,6 +171,7 @@ def batch(reading: Reading, micro: int, accumulation: int) -> None:
     reading.set(
         train__global_batch_size=micro * accumulation * reading.ranks,
         train__micro_batch_size=micro,
+        train__step_ends_with_epoch=True,
     )
 
 
@@ -202,6 +207,15 @@ OTHER_OPTIMIZERS = {
 
 EMPTY = "\0empty"
 """Stands for a key of ours that is written out as empty."""
+
+
+def local_data(path: Any) -> Any:
+    """The only file of training data in a directory, of which other programs name the directory."""
+    folder = Path(str(path))
+    if not path or not folder.is_dir():
+        return path
+    found = [file for file in sorted(folder.iterdir()) if file.suffix in _DATA_ENDINGS]
+    return str(found[0]) if len(found) == 1 else path
 
 
 def decay_of_matrices(reading: Reading, *, trains_all: bool) -> None:

@@ -41,7 +41,7 @@ _SHARED: list[Row] = [
     *idle("the split val, validation, dev or test is used for validation", "dataset_test_split"),
     *idle(COST, "dataset_num_proc", "pad_to_multiple_of", "padding_free", "pad_token",
           "bnb_4bit_quant_storage", "use_reentrant"),
-    *idle(LAYOUT, "ignore_bias_buffers"),
+    *idle(LAYOUT, "ignore_bias_buffers", "env"),
     *idle(REMOTE_CODE, "trust_remote_code"),
     *idle(FILES, "lora_task_type"),
     *idle(SERVICE, "gradient_checkpointing_use_reentrant"),
@@ -126,6 +126,10 @@ def _finish_dpo(r: Reading) -> None:
     _shared(r)
     options = _data(r)
     options["overlong"] = "truncate"
+    r.tell(
+        "conversations: TRL also compares what the template has behind the end of an answer, such "
+        "as a line end; ftkit ends with the answer"
+    )
     losses = r["loss_type"]
     names = [losses] if isinstance(losses, str) else list(losses)
     if len(names) > 1:
@@ -187,7 +191,7 @@ def _data(r: Reading) -> dict[str, Any]:
     if r.has("datasets"):
         options["sources"] = [_source(r, entry) for entry in r["datasets"]]
     elif r.has("dataset_name"):
-        options["path"] = r["dataset_name"]
+        options["path"] = trainer.local_data(r["dataset_name"])
         if r["dataset_train_split"] != "train":
             options["split"] = r["dataset_train_split"]
         if r.has("dataset_config"):
@@ -206,7 +210,7 @@ def _data(r: Reading) -> dict[str, Any]:
 
 
 def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
-    source: dict[str, Any] = {"path": entry.get("path")}
+    source: dict[str, Any] = {"path": trainer.local_data(entry.get("path"))}
     words = {"name": "subset", "split": "split"}
     source |= {ours: entry[key] for key, ours in words.items() if entry.get(key)}
     for key in ("data_dir", "data_files", "columns", "fraction"):

@@ -1,0 +1,81 @@
+"""A translated file trains what its program trains: token ids, masks, samples and rates of steps.
+
+`recorded` holds what TRL 1.16.0 and LLaMA-Factory 0.9.5 did with the same files
+(`scripts/foreign_programs/translated_steps.py`).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from translated_examples import EXAMPLES, write_examples
+
+from ftkit.data.dataset import load_data
+from ftkit.data.samples.cuts import cut_steps
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.parsing import convert
+from ftkit.strategies.optimizers import base_learning_rate
+from ftkit.strategies.schedule import CountedSteps, make_schedule
+
+RECORDED = Path(__file__).parent / "recorded"
+CASES = [(program, name) for program, examples in EXAMPLES.items() for name in examples]
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("examples")
+    write_examples(directory)
+    return directory
+
+
+def ours(values: dict[str, Any]) -> dict[str, Any]:
+    """What ftkit trains in each step of the recipe that a file becomes."""
+    Path("their.yml").write_text(yaml.safe_dump(values))
+    _, recipe = convert("their.yml", without=(), ranks=1, tool=None)
+    tokenizer = Tokenizer(Path(recipe.checkpoint_dir))
+    assert recipe.train.max_seq_length is not None
+    data = load_data(
+        recipe.data,
+        tokenizer,
+        recipe.train.max_seq_length,
+        preference=objective_rules(recipe.objective).preference,
+    )
+    lengths = (data.train.lengths_by_sequence + 1).sum(1)
+    cuts = cut_steps(recipe.train, data.epochs(recipe.seed), lengths, start_step=0, start_samples=0)
+    assert cuts is not None
+    total = len(cuts.positions) - 1
+    counted = CountedSteps(total=total, per_epoch=cuts.steps_per_epoch)
+    rate = base_learning_rate(recipe.optimizer)
+    schedule, _ = make_schedule(recipe.train, data.samples_per_epoch, rate, counted=counted)
+    found = set()
+    for index in range(len(data.train)):
+        for sample in data.train.sequences(index):
+            trained = [0] * len(sample.ids)
+            for first, end in sample.trained:
+                trained[first:end] = [1] * (end - first)
+            found.add(json.dumps([sample.ids.tolist(), trained]))
+    return {
+        "sizes": [int(b - a) for a, b in zip(cuts.positions, cuts.positions[1:], strict=False)],
+        "rates": [rate * schedule.share(step) for step in range(total)],
+        "samples": [json.loads(sample) for sample in sorted(found)],
+    }
+
+
+def masked(samples: list[list[list[int]]]) -> list[list[list[int]]]:
+    """Samples whose first token carries no loss, because nothing predicts it."""
+    return sorted([ids, [0, *trained[1:]]] for ids, trained in samples)
+
+
+@pytest.mark.parametrize(("program", "name"), CASES)
+def test_a_translated_file_trains_what_its_program_trains(
+    program: str, name: str, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = json.loads((RECORDED / f"{program}.json").read_text())[name]
+    monkeypatch.chdir(there)
+    found = ours(EXAMPLES[program][name])
+    assert found["sizes"] == theirs["sizes"]
+    assert found["rates"] == pytest.approx(theirs["rates"], rel=1e-9, abs=1e-15)
+    assert masked(found["samples"]) == masked(theirs["samples"])

@@ -1,0 +1,166 @@
+"""Small configurations of TRL and LLaMA-Factory, with model, tokenizer and data, made on the spot.
+
+Imports nothing but the standard library, because the programs themselves run it as well.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "ftkit/utils/embedded/quickstart/model"
+MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}"
+    "{% endgeneration %}{{ '\\n' }}{% else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+RECORDS = 22
+_TRL: dict[str, Any] = {
+    "model_name_or_path": "base",
+    "report_to": "none",
+    "bf16": False,
+    "max_length": 64,
+    "use_cpu": True,
+    "output_dir": "out",
+    "save_strategy": "no",
+}
+TRL: dict[str, dict[str, Any]] = {
+    "text": {"dataset_name": "texts", "per_device_train_batch_size": 4, "num_train_epochs": 2,
+             "learning_rate": 1e-3},
+    "messages": {"dataset_name": "messages", "per_device_train_batch_size": 2, "max_steps": 9,
+                 "gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine",
+                 "warmup_steps": 3},
+    "assistant": {"dataset_name": "messages", "assistant_only_loss": True, "num_train_epochs": 1,
+                  "per_device_train_batch_size": 5, "lr_scheduler_type": "constant_with_warmup",
+                  "warmup_steps": 0.3},
+    "completion": {"dataset_name": "completion", "per_device_train_batch_size": 8,
+                   "num_train_epochs": 3, "lr_scheduler_type": "cosine", "warmup_steps": 0.1,
+                   "completion_only_loss": True},
+    "dpo": {"dataset_name": "pairs", "per_device_train_batch_size": 4, "num_train_epochs": 1,
+            "beta": 0.2, "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
+}  # fmt: skip
+"""Files of `trl sft`, and of `trl dpo` the one that is called so."""
+_FACTORY: dict[str, Any] = {
+    "model_name_or_path": "base",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "template": "chatml",
+    "report_to": "none",
+    "output_dir": "out",
+    "overwrite_output_dir": True,
+    "save_strategy": "no",
+    "use_cpu": True,
+    "cutoff_len": 512,
+    "dataset_dir": ".",
+    "learning_rate": 1e-3,
+}
+LLAMA_FACTORY: dict[str, dict[str, Any]] = {
+    "instructions": {"dataset": "instructions", "per_device_train_batch_size": 1,
+                     "gradient_accumulation_steps": 8, "num_train_epochs": 3.0, "warmup_ratio": 0.1,
+                     "lr_scheduler_type": "cosine"},
+    "chats": {"dataset": "chats", "template": "llama3", "num_train_epochs": 1.0,
+              "per_device_train_batch_size": 4, "lr_scheduler_type": "linear", "warmup_steps": 2},
+    "all_tokens": {"dataset": "instructions,chats", "train_on_prompt": True, "max_steps": 13,
+                   "per_device_train_batch_size": 4, "lr_scheduler_type": "constant"},
+    "last_turn": {"dataset": "chats", "mask_history": True, "finetuning_type": "full",
+                  "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+                  "num_train_epochs": 2.0, "lr_scheduler_type": "cosine"},
+    "preference": {"dataset": "ranked", "stage": "dpo", "pref_beta": 0.1,
+                   "per_device_train_batch_size": 4, "num_train_epochs": 1.0,
+                   "lr_scheduler_type": "cosine", "warmup_ratio": 0.2},
+}  # fmt: skip
+"""Files of LLaMA-Factory."""
+EXAMPLES = {
+    "trl": {name: _TRL | keys for name, keys in TRL.items()},
+    "llama_factory": {name: {"stage": "sft"} | _FACTORY | k for name, k in LLAMA_FACTORY.items()},
+}
+
+
+def write_examples(directory: Path) -> None:
+    """Write base model (without weights) and data for all examples."""
+    base = directory / "base"
+    base.mkdir(parents=True, exist_ok=True)
+    tokenizer = json.loads((QUICKSTART / "tokenizer.json").read_text("utf-8"))
+    first = 1 + max(tokenizer["model"]["vocab"].values())
+    first = max(first, 1 + max(token["id"] for token in tokenizer["added_tokens"]))
+    tokenizer["added_tokens"] += [
+        {"id": first + i, "content": mark, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+        for i, mark in enumerate(MARKS)
+    ]  # fmt: skip
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    settings = json.loads((QUICKSTART / "tokenizer_config.json").read_text("utf-8"))
+    settings |= {"chat_template": CHATML, "eos_token": "<|im_end|>"}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    config = json.loads((QUICKSTART / "config.json").read_text("utf-8"))
+    config |= {"vocab_size": first + len(MARKS), "hidden_size": 32, "intermediate_size": 64,
+               "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+               "head_dim": 16}  # fmt: skip
+    (base / "config.json").write_text(json.dumps(config), "utf-8")
+    for name, records in _data().items():
+        (directory / name).mkdir()
+        lines = "\n".join(json.dumps(record) for record in records)
+        (directory / name / "train.jsonl").write_text(lines, "utf-8")
+    chats = {"messages": "messages"}
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
+            "assistant_tag": "assistant", "system_tag": "system"}  # fmt: skip
+    info = {
+        "instructions": {"file_name": "instructions/train.jsonl"},
+        "chats": {"file_name": "messages/train.jsonl", "formatting": "sharegpt", "columns": chats,
+                  "tags": tags},
+        "ranked": {"file_name": "ranked/train.jsonl", "ranking": True,
+                   "columns": {"prompt": "instruction", "chosen": "chosen",
+                               "rejected": "rejected"}},
+    }  # fmt: skip
+    (directory / "dataset_info.json").write_text(json.dumps(info), "utf-8")
+
+
+def _data() -> dict[str, list[dict[str, Any]]]:
+    """Records of each kind."""
+    numbers = random.Random(3)
+    words = [
+        "river",
+        "stone",
+        "seven",
+        "green",
+        "light",
+        "paper",
+        "quiet",
+        "north",
+        "under",
+        "walk",
+    ]
+
+    def text(most: int) -> str:
+        return " ".join(numbers.choices(words, k=numbers.randint(1, most)))
+
+    def said(role: str, most: int) -> dict[str, str]:
+        return {"role": role, "content": text(most)}
+
+    def chat(turns: int) -> dict[str, Any]:
+        messages = [said("system", 3)] if numbers.random() < 0.4 else []
+        for _ in range(turns):
+            messages += [said("user", 6), said("assistant", 5)]
+        return {"messages": messages}
+
+    found: dict[str, list[dict[str, Any]]] = {
+        "texts": [{"text": text(60)} for _ in range(RECORDS)],
+        "messages": [chat(numbers.randint(1, 3)) for _ in range(RECORDS)],
+        "completion": [
+            {"prompt": f"{text(8)}:", "completion": f" {text(8)}"} for _ in range(RECORDS)
+        ],
+        "instructions": [
+            {"instruction": text(8), "input": "", "output": text(8)}
+            for _ in range(RECORDS)
+        ],
+        "ranked": [
+            {"instruction": text(8), "chosen": text(6), "rejected": text(6)} for _ in range(RECORDS)
+        ],
+        "pairs": [
+            {"prompt": f"{text(6)}:", "chosen": f" {text(5)}", "rejected": f" {text(5)}"}
+            for _ in range(RECORDS)
+        ],
+    }  # fmt: skip
+    return found
