@@ -20,9 +20,7 @@ def print_converted(options: ConvertOptions) -> int:
     Raises:
         UserError: it is no such file, or would not train equally.
     """
-    translation, _ = convert(
-        str(options.file), without=options.without, ranks=options.devices, tool=options.tool
-    )
+    translation, _ = convert(str(options.file), options.terms, options.tool)
     for line in explained(str(options.file), translation):
         for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ") or [""]:
             print(f"# {part}".rstrip())

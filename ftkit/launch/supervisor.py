@@ -80,7 +80,7 @@ def run_finetuning(options: FinetuneOptions) -> int:
             "Write the recipe to a file: try --config RECIPE.yaml."
         )
     command = options.line[1]
-    recipe = read_recipe(recipes, overrides, method=FINETUNE[command], without=options.without)
+    recipe = read_recipe(recipes, overrides, method=FINETUNE[command], terms=options.terms)
     if command == "finetune_lora" and recipe.method == "full":
         raise UserError(
             f"{recipes[-1]} trains all parameters, but the command is finetune_lora. "

@@ -84,7 +84,7 @@ def _plan_and_fit(
                 command=recipe.command,
                 gpu=device,
                 name=name,
-                without=options.without,
+                terms=options.terms,
             )
             title = f"predicting what {what} needs"
             found.append(_shown(display, title, partial(plan, given)))
@@ -108,7 +108,7 @@ def _plan_and_fit(
             [*given, *changed],
             command=command,
             gpu=device,
-            without=options.without,
+            terms=options.terms,
         )
         return _shown(display, f"trying {keys}", plan)
 

@@ -41,6 +41,7 @@ from ftkit.planning.memory import (
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import largest_micro_batch
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
+from ftkit.recipe.foreign.programs import NO_TERMS, Terms
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
@@ -271,7 +272,7 @@ def plan_files(
     command: str | None = None,
     gpu: Gpu | None = None,
     name: str = "",
-    without: Sequence[str] = (),
+    terms: Terms = NO_TERMS,
 ) -> Planned:
     """Predict what a run will need.
 
@@ -281,14 +282,14 @@ def plan_files(
         command: finetune, finetune_lora or finetune_full; None: see `MethodSource`.
         gpu: what it is to run on; None: this machine, as the run itself would.
         name: of the result, among several.
-        without: keys of files of other programs whose difference is accepted.
+        terms: of the command for files of other programs.
 
     Raises:
         UserError: as a run would.
     """
     source: MethodSource = "command" if command else "recipe" if files else "default"
     method: Method | None = None if source == "recipe" else FINETUNE[command or "finetune"]
-    recipe = with_adapter(read_recipe(files, overrides, method=method, without=without))
+    recipe = with_adapter(read_recipe(files, overrides, method=method, terms=terms))
     name = name or (Path(files[-1]).stem if files else "")
     place = _place(recipe, gpu)
     key = recipe.train.auto_key

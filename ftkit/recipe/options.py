@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ftkit.errors import UserError
+from ftkit.recipe.foreign.programs import Terms
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.recipe import METRICS, AcceleratorKey, Precision, Quantization
@@ -106,29 +107,34 @@ class PluginOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithoutOptions:
+class ForeignOptions:
     """Options of commands that read files of other programs."""
 
     without: tuple[str, ...] = option((), placeholder="KEY")
     """Of a file of axolotl, LLaMA-Factory or TRL: accept that ftkit does not do what this key says;
     can be repeated."""
+    from_devices: int = option(1, placeholder="N", least=1)
+    """Of such a file: the devices, over all machines, that trained with it there. Its batch is that
+    of one device, and is multiplied by them."""
+
+    @property
+    def terms(self) -> Terms:
+        """Both, for the reader of recipes."""
+        return Terms(without=self.without, devices=self.from_devices)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions(WithoutOptions, CommonOptions):
+class ConvertOptions(ForeignOptions, CommonOptions):
     """Options of ftkit convert."""
 
     file: Path = word("FILE.yml", ask="which file to convert?")
     """A configuration file of axolotl or LLaMA-Factory, or one of trl sft or trl dpo."""
     tool: Tool | None = None
     """Whose file it is. Default: known by its keys."""
-    devices: int = option(1, placeholder="N", least=1)
-    """Devices that train in the other program, over all machines: it multiplies the batch of one
-    device by them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneOptions(WithoutOptions, PluginOptions, CommonOptions):
+class FinetuneOptions(ForeignOptions, PluginOptions, CommonOptions):
     """Options of ftkit finetune, finetune_lora and finetune_full."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
@@ -161,7 +167,7 @@ class FinetuneOptions(WithoutOptions, PluginOptions, CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(WithoutOptions, PluginOptions, CommonOptions):
+class PlanOptions(ForeignOptions, PluginOptions, CommonOptions):
     """Options of ftkit plan."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())
@@ -188,7 +194,7 @@ class PlanOptions(WithoutOptions, PluginOptions, CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(WithoutOptions, PluginOptions, CommonOptions):
+class DataOptions(ForeignOptions, PluginOptions, CommonOptions):
     """Options of ftkit data."""
 
     words: tuple[str, ...] = word("RECIPE.yaml", ())

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import shlex
@@ -25,6 +24,14 @@ import yaml
 from ftkit.errors import UserError
 from ftkit.recipe.lora_layers import NAMED_LAYERS, names_layers
 from ftkit.recipe.foreign.programs import BY_SHORT_NAME, program_of, recipe_items, translated
+from ftkit.recipe.foreign.programs import (
+    BY_SHORT_NAME,
+    NO_TERMS,
+    Terms,
+    program_of,
+    recipe_items,
+    translated,
+)
 from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.plugin import own_path
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
@@ -80,7 +87,7 @@ def read_recipe(
     overrides: Sequence[Override] = (),
     *,
     method: Method | None = None,
-    without: Iterable[str] = (),
+    terms: Terms = NO_TERMS,
 ) -> Recipe:
     """Merge recipe files (later ones win) and overrides, which win over files, into a Recipe.
 
@@ -91,14 +98,14 @@ def read_recipe(
             matters only where one key is given twice: the last one wins.
         method: of the command; None: read from the keys (any LoRA key means LoRA). A file of
             another program says itself that it trains all parameters.
-        without: keys of such files whose difference is accepted.
+        terms: of the command for such files.
 
     Raises:
         UserError: unreadable file, unknown key, value of the wrong type, a class that recipes
             may not name, or a file that ftkit would not train equally.
     """
     merged: dict[str, Any] = {}
-    accepted, is_foreign = tuple(without), False
+    is_foreign = False
     for file in files:
         path = local_path(file)
         if is_url(file):
@@ -110,24 +117,23 @@ def read_recipe(
             for key, value in flatten(values):
                 _assign(merged, key, value)
             continue
-        translation = translated(values, str(file), without=accepted, ranks=_ranks(overrides))
-        _announce(str(file), translation)
+        translation = translated(values, str(file), terms=terms)
+        _announce(str(file), translation, terms)
         is_foreign = True
         for key, value in recipe_items(translation):
             _assign(merged, key, value)
-    if accepted and not is_foreign:
+    if terms != NO_TERMS and not is_foreign:
+        option = f"without {terms.without[0]}" if terms.without else f"from_devices {terms.devices}"
         raise UserError(
-            f"--without {accepted[0]} accepts a difference of a file of another program, but there "
-            "is none among the recipes. Leave it out."
+            f"--{option} is for a file of another program, but there is none among the recipes. "
+            "Leave it out."
         )
     if is_foreign and method == "lora" and not LORA_KEYS & merged.keys():
         method = None
     return _overridden(merged, overrides, method)
 
 
-def convert(
-    file: str, *, without: Iterable[str], ranks: int, tool: str | None
-) -> tuple[Translation, Recipe]:
+def convert(file: str, terms: Terms, tool: str | None = None) -> tuple[Translation, Recipe]:
     """Translate a file of another program, and check the recipe that it becomes.
 
     Raises:
@@ -135,26 +141,24 @@ def convert(
     """
     values = load_yaml(Path(file))
     program = None if tool is None else BY_SHORT_NAME[tool]
-    translation = translated(values, file, without=without, ranks=ranks, program=program)
+    translation = translated(values, file, terms=terms, program=program)
     merged: dict[str, Any] = {}
     for key, value in recipe_items(translation):
         _assign(merged, key, value)
     return translation, _overridden(merged, (), None)
 
 
-def _ranks(overrides: Sequence[Override]) -> int:
-    """Devices that the command line names, by which other programs multiply their batches."""
-    given = dict(overrides)
-    named = [given.get(key, "1") for key in ("devices", "num_nodes")]
-    return math.prod(int(text) if text.isdigit() else 1 for text in named)
-
-
-def _announce(file: str, translation: Translation) -> None:
+def _announce(file: str, translation: Translation, terms: Terms) -> None:
     """Say once that a file was translated, and how it differs."""
     kinds = [row.kind for _, _, row in translation.became]
     _say_once(
         f"{file} is a file of {translation.program.name}: {kinds.count('ours')} of its keys became "
         f"ours, {kinds.count('no effect')} have no effect here. ftkit convert {file} explains each."
+    )
+    _say_once(
+        f"{file}: its batch is that of one device, and this run trains as {terms.devices} "
+        f"device{'s' * (terms.devices != 1)} did there, on whatever devices it runs here. "
+        "--from_devices N says another number."
     )
     for difference in translation.differs:
         _say_once(f"{file} differs here: {difference}.")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.errors import UserError
+from ftkit.recipe.foreign.programs import NO_TERMS, Terms
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import DataOptions
 from ftkit.recipe.parsing import Override, read_recipe, sorted_words
@@ -72,7 +73,7 @@ def show_data(options: DataOptions) -> int:
             overrides,
             show=options.show,
             progress=lambda _, done, total: phase.advance(done, total),
-            without=options.without,
+            terms=options.terms,
         )
     if options.out is not None:
         _write(options.out, _as_text(found, options.format))
@@ -116,7 +117,7 @@ def inspect_data(
     *,
     show: int,
     progress: OnSplitProgress,
-    without: Sequence[str] = (),
+    terms: Terms = NO_TERMS,
 ) -> Inspection:
     """Inspect the data of a recipe, without loading or downloading weights.
 
@@ -124,14 +125,14 @@ def inspect_data(
         files: recipes, later ones win.
         overrides: dotted key and YAML text, as on the command line.
         show: training samples to show token by token.
-        without: keys of files of other programs whose difference is accepted.
+        terms: of the command for files of other programs.
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
         UserError: as a run would; or the tokenizer is not here and cannot be fetched.
     """
     # The same steps as in a run, so that what is shown is what would be trained.
-    recipe = with_adapter(read_recipe(files, overrides, without=without))
+    recipe = with_adapter(read_recipe(files, overrides, terms=terms))
     # Settings and tokenizer, no weights.
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)

@@ -1,6 +1,6 @@
 """The programs whose files are read, and how a file of theirs becomes keys of a recipe."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,19 @@ PROGRAMS = (TRL_DPO, TRL_SFT, LLAMA_FACTORY, AXOLOTL)
 BY_SHORT_NAME = {program.short: program for program in PROGRAMS}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a command says about the files of other programs that it reads."""
+
+    without: tuple[str, ...] = ()
+    """Keys whose difference is accepted."""
+    devices: int = 1
+    """Devices that trained with such a file, which multiply its batch of one device."""
+
+
+NO_TERMS = Terms()
+
+
 def program_of(values: Mapping[str, Any]) -> Program | None:
     """Return the program whose file has these keys; None: it is a recipe."""
     given = {key for key, value in values.items() if value is not None}
@@ -26,8 +39,7 @@ def translated(
     values: Mapping[str, Any],
     file: str,
     *,
-    without: Iterable[str] = (),
-    ranks: int = 1,
+    terms: Terms,
     program: Program | None = None,
 ) -> Translation:
     """Translate the keys and values of a file of another program.
@@ -35,8 +47,7 @@ def translated(
     Args:
         values: its content.
         file: its name, for messages.
-        without: keys whose difference is accepted.
-        ranks: devices that train.
+        terms: of the command.
         program: whose file it is; None: known by its keys.
 
     Raises:
@@ -48,7 +59,7 @@ def translated(
             f"{file} is no file of {_listed([p.name for p in PROGRAMS])}: it has none of the keys "
             "by which these are known. If it is one, name the program: --tool axolotl."
         )
-    translation = translate(found, values, without=without, ranks=ranks)
+    translation = translate(found, values, without=terms.without, ranks=terms.devices)
     translation.check(file)
     return translation
 

@@ -15,6 +15,7 @@ from translated_examples import EXAMPLES, write_examples
 from ftkit.data.dataset import load_data
 from ftkit.data.samples.cuts import cut_steps
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.foreign.programs import Terms
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.parsing import convert
 from ftkit.strategies.optimizers import base_learning_rate
@@ -34,7 +35,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(values: dict[str, Any]) -> dict[str, Any]:
     """What ftkit trains in each step of the recipe that a file becomes."""
     Path("their.yml").write_text(yaml.safe_dump(values))
-    _, recipe = convert("their.yml", without=(), ranks=1, tool=None)
+    _, recipe = convert("their.yml", Terms())
     tokenizer = Tokenizer(Path(recipe.checkpoint_dir))
     assert recipe.train.max_seq_length is not None
     data = load_data(

@@ -9,7 +9,7 @@ import yaml
 from messages import key_words, says
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.programs import PROGRAMS, program_of, recipe_items, translated
+from ftkit.recipe.foreign.programs import PROGRAMS, Terms, program_of, recipe_items, translated
 from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.parsing import convert, read_recipe
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -54,7 +54,7 @@ def write(values: dict[str, Any], name: str = "their.yml") -> str:
 
 def translation(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any) -> Translation:
     given = {key: value for key, value in (file | keys).items() if value is not ...}
-    return translated(given, "their.yml", without=without, ranks=ranks)
+    return translated(given, "their.yml", terms=Terms(without=without, devices=ranks))
 
 
 def keys_of(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any) -> dict[str, Any]:
@@ -256,9 +256,11 @@ def test_a_file_never_pushes_logs_resumes_or_trusts_code(name: str, keys: dict[s
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_read_in_the_place_of_a_recipe(name: str) -> None:
     file = write(FILES[name])
-    read = read_recipe([file], [("train.max_steps", "7"), ("devices", "2")], method="lora")
-    _, converted = convert(file, without=(), ranks=2, tool=None)
-    assert read.train.max_steps == 7 and read.devices == 2
+    read = read_recipe(
+        [file], [("train.max_steps", "7"), ("devices", "3")], method="lora", terms=Terms(devices=2)
+    )
+    _, converted = convert(file, Terms(devices=2))
+    assert read.train.max_steps == 7 and read.devices == 3
     assert read.train.global_batch_size == converted.train.global_batch_size
     assert isinstance(read, LoraRecipe if name in ("axolotl", "llama-factory") else Recipe)
     assert read.method == converted.method
@@ -267,7 +269,7 @@ def test_a_file_is_read_in_the_place_of_a_recipe(name: str) -> None:
 def test_a_difference_is_accepted_only_of_a_file_of_another_program() -> None:
     file = write({"checkpoint_dir": "x"})
     with pytest.raises(UserError, match=key_words("--without qat")):
-        read_recipe([file], without=["qat"])
+        read_recipe([file], terms=Terms(without=("qat",)))
 
 
 def test_data_sets_of_llama_factory_are_found_by_name() -> None:
