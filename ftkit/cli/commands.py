@@ -266,7 +266,7 @@ FTKIT = Group(
             "the difference. Nothing is downloaded.",
             options=ConvertOptions,
             function="ftkit.cli.convert:print_converted",
-            examples=("their.yml", "their.yml --from_devices 8 --without streaming > recipe.yaml"),
+            examples=("their.yml", "their.yml --from_devices 8 --without tokens"),
         ),
         Command(
             name="compare",

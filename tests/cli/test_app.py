@@ -37,6 +37,8 @@ OWN = [
     "trust_task_code",
     "quiet",
     "plugin",
+    "without",
+    "from_devices",
 ]
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
