@@ -426,7 +426,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ftkit finetune --data.m", {"--data.mask_prompt"}),
         ("ftkit finetune --strategy.sh", {"--strategy.sharding"}),
         ("ftkit finetune --optimizer", {"--optimizer", "--optimizer.help"}),
-        ("ftkit plan --f", {"--fit", "--format"}),
+        ("ftkit plan --f", {"--fit", "--format", "--from_devices"}),
         ("ftkit finetune --precision bf", {"bf16-true", "bf16-mixed"}),
         ("ftkit finetune --quantize bnb.n", {"bnb.nf4", "bnb.nf4-dq"}),
         ("ftkit finetune_full --logger_name t", {"tensorboard", "trackio"}),
