@@ -354,7 +354,8 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
         severity="warning",
         text=f"{shared:,} of {every:,} validation samples ({percent_text(shared / every)}) are "
         "training samples too, so the validation loss says little about new data.",
-        advice="Remove duplicates from the data before it is split.",
+        advice="Remove duplicates from the data before it is split. With data.val_split_fraction 0 "
+        "nothing is held out: set it to 0.05 to measure on other records.",
     )
 
 
