@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ftkit.errors import UserError
-from ftkit.recipe.lora_layers import NAMED_LAYERS, names_layers
-from ftkit.recipe.foreign.programs import BY_SHORT_NAME, program_of, recipe_items, translated
 from ftkit.recipe.foreign.programs import (
     BY_SHORT_NAME,
     NO_TERMS,
@@ -33,6 +31,7 @@ from ftkit.recipe.foreign.programs import (
     translated,
 )
 from ftkit.recipe.foreign.table import Translation
+from ftkit.recipe.lora_layers import NAMED_LAYERS, names_layers
 from ftkit.recipe.plugin import own_path
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.recipe.recipe_keys import (

@@ -283,7 +283,7 @@ def _adapter(r: Reading) -> None:
         r.set(lora_targets="all-linear")
     elif targets:
         r.set(lora_targets=targets)
-    elif not r.has("lora_target_parameters"):
+    else:
         r.refuse("adapter", "layers that PEFT chooses by the type of the model")
     if parameters := r["lora_target_parameters"]:
         if not all("experts." in name for name in parameters):
