@@ -191,16 +191,14 @@ def _meant(key: str, known: Iterable[str]) -> str:
     if last_name in OTHER_WORDS:
         return f" Did you mean {OTHER_WORDS[last_name]}?"
     words = None if last_name in by_last else foreign_key(last_name)
-    if words is not None and words.kind != "no effect":
+    # A word without an effect may also be one of ours, mistyped by a letter: --device.
+    if words and (words.kind != "no effect" or not nearest(key, names, cutoff=0.85)):
         return f" {words.text}"
     longer = [name for name in names if name.startswith(f"{key}_")]
     close = min(longer, key=len) if longer else nearest(key, names)
     if not close:
         last = nearest(last_name, by_last)
         close = by_last[last] if last else None
-    # Last: a word without an effect may also be one of ours, mistyped.
-    if words is not None and not close:
-        return f" {words.text}"
     return f" Did you mean {close}?" if close else " See ftkit finetune --help for all keys."
 
 

@@ -99,7 +99,7 @@ def test_a_recipe_of_another_program_is_named_as_such(
         ("--evals_per_epoch", "4", "eval.interval_epochs"),
         ("--learning_rate", "1e-4", "optimizer.lr"),
         ("--output_dir", "x", "out_dir"),
-        ("--wandb_project", "x", "log.project"),
+        ("--wandb_project", "x", "no effect ... --logger_name"),
         ("--streaming", "true", "streaming data"),
         ("--data.streaming", "true", "streaming data"),
         ("--use_galore", "true", "GaLore"),
