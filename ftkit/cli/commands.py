@@ -260,13 +260,13 @@ FTKIT = Group(
             name="convert",
             summary="print the recipe that a file of axolotl, LLaMA-Factory or TRL becomes",
             text="Print the recipe that a configuration file of axolotl, LLaMA-Factory, trl sft or "
-            "trl dpo becomes, with what became of each of its keys; ftkit finetune FILE.yml trains "
-            "it directly. A key that is absent there has that program's default. A file that would "
-            "not train equally is refused, with the keys that are to blame; --without KEY accepts "
-            "the difference. Nothing is downloaded.",
+            "trl dpo becomes, and an explanation of each key; ftkit finetune FILE.yml trains it "
+            "directly. A key that is absent has that program's default. A file with which ftkit "
+            "would learn something else is refused, and the message names the keys; --without KEY "
+            "accepts the difference. Nothing is downloaded.",
             options=ConvertOptions,
             function="ftkit.cli.convert:print_converted",
-            examples=("their.yml", "their.yml --from_devices 8 --without tokens"),
+            examples=("their.yml", "their.yml --from_devices 8 --without group_by_length"),
         ),
         Command(
             name="compare",

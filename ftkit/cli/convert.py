@@ -1,10 +1,9 @@
-"""ftkit convert: a file of another program as a recipe, with what became of each of its keys."""
+"""ftkit convert: a file of another program as a recipe, and an explanation of each of its keys."""
 
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ftkit.recipe.foreign.programs import recipe_items
 from ftkit.recipe.foreign.table import Row, Translation
 from ftkit.recipe.options import ConvertOptions
 from ftkit.recipe.parsing import convert
@@ -18,7 +17,7 @@ def print_converted(options: ConvertOptions) -> int:
     """Print the recipe that a file becomes.
 
     Raises:
-        UserError: it is no such file, or would not train equally.
+        UserError: no other program reads the file, or ftkit would learn something else.
     """
     translation, _ = convert(str(options.file), options.terms, options.tool)
     for line in explained(str(options.file), translation):
@@ -29,7 +28,7 @@ def print_converted(options: ConvertOptions) -> int:
 
 
 def explained(file: str, translation: Translation) -> Iterator[str]:
-    """What became of each key of a file, a line each."""
+    """An explanation of each key of a file, a line each."""
     yield f"The recipe that {file} becomes, a file of {translation.program.name}."
     groups = (("Became keys of ftkit:", "ours"), ("Have no effect here:", "no effect"))
     for title, kind in groups:
@@ -50,7 +49,7 @@ def explained(file: str, translation: Translation) -> Iterator[str]:
 def nested(translation: Translation) -> dict[str, Any]:
     """The recipe as nested keys and values."""
     recipe: dict[str, Any] = {}
-    for key, value in recipe_items(translation):
+    for key, value in translation.recipe.items():
         group, _, name = key.rpartition(".")
         if group:
             recipe.setdefault(group, {})[name] = value

@@ -27,7 +27,6 @@ from ftkit.recipe.foreign.programs import (
     NO_TERMS,
     Terms,
     program_of,
-    recipe_items,
     translated,
 )
 from ftkit.recipe.foreign.table import Translation
@@ -64,9 +63,9 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 PROMPT_MARK = "{instruction}"
+"""What distinguishes a prompt template from the name of a prompt style."""
 TEMPLATE_MARKS = ("{{", "{%")
 """A chat template that has one of these is its own text, and no name or file."""
-"""Pattern that distinguishes a prompt template from the name of a prompt style."""
 EXCLUSIVE = (
     ("train.global_batch_size", "train.global_batch_tokens"),
     ("train.lr_warmup_steps", "train.lr_warmup_fraction", "train.lr_warmup_run_fraction"),
@@ -101,7 +100,7 @@ def read_recipe(
 
     Raises:
         UserError: unreadable file, unknown key, value of the wrong type, a class that recipes
-            may not name, or a file that ftkit would not train equally.
+            may not name, or a file with which ftkit would learn something else.
     """
     merged: dict[str, Any] = {}
     is_foreign = False
@@ -119,7 +118,7 @@ def read_recipe(
         translation = translated(values, str(file), terms=terms)
         _announce(str(file), translation, terms)
         is_foreign = True
-        for key, value in recipe_items(translation):
+        for key, value in translation.recipe.items():
             _assign(merged, key, value)
     if terms != NO_TERMS and not is_foreign:
         option = f"without {terms.without[0]}" if terms.without else f"from_devices {terms.devices}"
@@ -142,7 +141,7 @@ def convert(file: str, terms: Terms, tool: str | None = None) -> tuple[Translati
     program = None if tool is None else BY_SHORT_NAME[tool]
     translation = translated(values, file, terms=terms, program=program)
     merged: dict[str, Any] = {}
-    for key, value in recipe_items(translation):
+    for key, value in translation.recipe.items():
         _assign(merged, key, value)
     return translation, _overridden(merged, (), None)
 

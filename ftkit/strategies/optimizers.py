@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
-from ftkit.recipe.foreign.programs import optimizer_named
+from ftkit.recipe.foreign.trainer import OPTIMIZERS
 from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
 from ftkit.utils.imports import dtensor
@@ -141,7 +141,7 @@ def _optimizer_class(class_path: str) -> type[Optimizer]:
         raise UserError(f"optimizer {class_path} needs a package: {error}.") from None
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         known = [n for n in dir(torch.optim) if n[:1].isupper()] + own_names("optimizer")
-        close = optimizer_named(name) or nearest(name, known)
+        close = OPTIMIZERS.get(name) or nearest(name, known)
         raise UserError(
             f"optimizer is {class_path!r}, but there is no such optimizer. "
             f"Try --optimizer {close or 'AdamW'}, or --plugin FILE.py for one of your own."

@@ -8,7 +8,6 @@ from ftkit.recipe.foreign import trainer
 from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
 from ftkit.recipe.foreign.trainer import (
     COST,
-    EMPTY,
     FILES,
     LAYOUT,
     ON_HUB,
@@ -192,7 +191,9 @@ ROWS = rows_by_key(
              "sample_packing_sequentially"),
     *idle("ftkit shuffles all sources together", "shuffle_merged_datasets",
           "shuffle_before_merging_datasets"),
-    *missing("new tokens", "tokens", "added_tokens_overrides"),
+    part("tokens", "data.add_tokens", None, "new rows begin as the mean of the others"),
+    part("mean_resizing_embeddings", "data.add_tokens", False, "see tokens"),
+    *missing("new texts of reserved tokens", "added_tokens_overrides"),
     *missing("training from scratch", "reinit_weights"),
     *missing("a rate of its own for embeddings", "embedding_lr", "embedding_lr_scale", "lr_groups"),
     *missing("quadratic warm-up", "lr_quadratic_warmup"),
@@ -321,17 +322,14 @@ def _length_and_batch(r: Reading) -> None:
     if epochs != int(epochs) and not steps:
         r.refuse("num_epochs", "a part of an epoch")
     # Without num_epochs, max_steps alone ends the run.
-    r.recipe["train.epochs"] = EMPTY if steps else max(1, int(epochs))
+    r.recipe["train.epochs"] = None if steps else max(1, int(epochs))
     micro = int(r["micro_batch_size"])
     accumulation = int(r["gradient_accumulation_steps"])
     if r.has("batch_size"):
         accumulation = max(1, int(r["batch_size"]) // micro)
     trainer.batch(r, micro, accumulation)
     if r["sample_packing"]:
-        row = int(r["sequence_len"])
-        r.recipe["train.global_batch_tokens"] = micro * accumulation * r.ranks * row
-        r.recipe["train.micro_batch_tokens"] = micro * row
-        r.recipe["train.micro_batch_size"] = EMPTY
+        trainer.packing(r, micro, accumulation, int(r["sequence_len"]))
         r.tell(
             "sample_packing: axolotl fills rows of sequence_len tokens with the samples that fit "
             "best, and leaves a rest of each row empty; ftkit takes samples in order up to the "
@@ -423,6 +421,12 @@ def _data(r: Reading) -> None:
     strategy = r["excess_length_strategy"]
     if all(source.get("columns", {}).get("text") is None for source in sources):
         options["overlong"] = "truncate" if strategy == "truncate" else "drop"
+    if r["tokens"]:
+        options["add_tokens"] = list(r["tokens"])
+        if not r["mean_resizing_embeddings"]:
+            r.tell(
+                "tokens: new rows begin as the mean of the others, in axolotl with random numbers"
+            )
     if r.has("chat_template_kwargs"):
         options["chat_template_kwargs"] = r.recipe.pop("data.chat_template_kwargs")
     r.recipe["data"] = {"class_path": "JSON", "init_args": options}
@@ -551,7 +555,7 @@ def _intervals(r: Reading) -> None:
         elif steps and steps < 1:
             share = steps * epochs
         if strategy in ("no", False) or (name == "eval" and times == 0):
-            r.recipe[ours] = EMPTY if name == "save" else 0
+            r.recipe[ours] = None if name == "save" else 0
         elif share is not None and total:
             r.recipe[ours] = max(1, math.ceil(share / epochs * total))
         elif share is not None:
@@ -560,7 +564,7 @@ def _intervals(r: Reading) -> None:
             r.recipe[ours] = int(steps)
         else:
             r.recipe[f"{ours}_epochs"] = 1.0
-    r.recipe["checkpoint.save_every"] = EMPTY
+    r.empty("checkpoint.save_every")
     is_best = r["load_best_model_at_end"] or r["save_strategy"] == "best"
     r.set(checkpoint__result="best" if is_best else None)
 

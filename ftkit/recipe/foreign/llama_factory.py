@@ -103,8 +103,9 @@ ROWS = rows_by_key(
     *missing("mixing of data sets by probabilities", "mix_strategy", harmless=("concat",)),
     *missing("mixing of data sets by probabilities", "interleave_probs"),
     *missing("training in the order of the file", "disable_shuffling"),
-    *missing("new tokens", "add_tokens", "add_special_tokens", "new_special_tokens_config",
-             "resize_vocab"),
+    part("add_tokens", "data.add_tokens", None, "new rows begin as the mean of the others"),
+    part("resize_vocab", "data.add_tokens", False, "with add_tokens"),
+    *missing("new special tokens", "add_special_tokens", "new_special_tokens_config"),
     *missing("training from scratch", "train_from_scratch"),
     *missing("mixture of depths", "mixture_of_depths"),
     *missing("another scale of rotary embeddings", "rope_scaling", "shift_attn"),
@@ -154,10 +155,7 @@ def _finish(r: Reading) -> None:
     else:
         r.set(precision="16-mixed" if r["fp16"] else "32-true")
     if r["packing"] or r["neat_packing"] or (r["packing"] is None and r["stage"] == "pt"):
-        row = int(r["cutoff_len"])
-        r.set(train__global_batch_tokens=int(micro) * int(accumulation) * r.ranks * row)
-        r.set(train__micro_batch_tokens=int(micro) * row)
-        r.recipe["train.micro_batch_size"] = trainer.EMPTY
+        trainer.packing(r, int(micro), int(accumulation), int(r["cutoff_len"]))
         if r["stage"] != "pt":
             r.tell(
                 "packing: LLaMA-Factory fills rows of cutoff_len tokens; ftkit takes samples in "
@@ -264,12 +262,25 @@ def _data(r: Reading) -> None:
         r.refuse("val_size", "a number of validation records")
         size = 0.05
     options["val_split_fraction"] = size
+    options |= _new_tokens(r)
     sources = _sources(r, r["dataset"])
     if r.has("eval_dataset"):
         further = _sources(r, r["eval_dataset"])
         r.set(eval__sets={f"set_{i}": source for i, source in enumerate(further, 1)})
     options |= sources[0] if len(sources) == 1 else {"sources": sources}
     r.recipe["data"] = {"class_path": "JSON", "init_args": options}
+
+
+def _new_tokens(r: Reading) -> dict[str, Any]:
+    tokens = r["add_tokens"]
+    if not tokens:
+        if r["resize_vocab"]:
+            r.refuse("resize_vocab", "embeddings trained beside an adapter without new tokens")
+        return {}
+    if r["finetuning_type"] == "lora" and r.has("additional_target"):
+        r.refuse("add_tokens", "new tokens beside an adapter that trains other layers")
+    r.tell("add_tokens: new rows begin as the mean of the others, in LLaMA-Factory with noise")
+    return {"add_tokens": [token.strip() for token in tokens.split(",")]}
 
 
 def _sources(r: Reading, names: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The programs whose files are read, and how a file of theirs becomes keys of a recipe."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,6 @@ from ftkit.errors import UserError
 from ftkit.recipe.foreign.axolotl import AXOLOTL
 from ftkit.recipe.foreign.llama_factory import LLAMA_FACTORY
 from ftkit.recipe.foreign.table import Kind, Program, Row, Translation, translate
-from ftkit.recipe.foreign.trainer import EMPTY, OPTIMIZERS
 from ftkit.recipe.foreign.trl import TRL_DPO, TRL_SFT
 
 # Those with more marks come first: a file of trl dpo has all that one of trl sft has.
@@ -51,7 +50,7 @@ def translated(
         program: whose file it is; None: known by its keys.
 
     Raises:
-        UserError: it is no file of such a program, or would not train equally.
+        UserError: none of these programs reads the file, or ftkit would learn something else.
     """
     found = program or program_of(values)
     if found is None:
@@ -62,12 +61,6 @@ def translated(
     translation = translate(found, values, without=terms.without, ranks=terms.devices)
     translation.check(file)
     return translation
-
-
-def recipe_items(translation: Translation) -> Iterator[tuple[str, Any]]:
-    """Keys of the recipe with their values, empty ones as None."""
-    for key, value in translation.recipe.items():
-        yield key, None if isinstance(value, str) and value == EMPTY else value
 
 
 def rows_named(key: str) -> list[tuple[Program, Row]]:
@@ -100,11 +93,6 @@ def foreign_key(key: str) -> ForeignKey | None:
     else:
         text = f"{program.name} has it, but ftkit does not have {row.note}. Leave it out."
     return ForeignKey(row.kind, text)
-
-
-def optimizer_named(name: str) -> str | None:
-    """Our class path of an optimizer by its name in transformers."""
-    return OPTIMIZERS.get(name)
 
 
 def _listed(names: Sequence[str]) -> str:

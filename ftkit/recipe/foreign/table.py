@@ -80,14 +80,13 @@ class Refused:
 class Reading:
     """A file while it is translated."""
 
-    program: str
     rows: Mapping[str, Row]
     values: Mapping[str, Any]
     without: frozenset[str]
     ranks: int
     """Devices that train, which multiply the batch of one."""
     recipe: dict[str, Any] = field(default_factory=dict)
-    """Our keys, dotted, with their values."""
+    """Our keys, dotted, with their values; None: written out as empty."""
     refused: list[Refused] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
     """Differences that remain, and which the file cannot say away."""
@@ -102,8 +101,13 @@ class Reading:
         return self.values.get(key) is not None
 
     def set(self, **keys: Any) -> None:
-        """Set keys of ours; dots are written as two underscores."""
-        self.recipe.update({key.replace("__", "."): value for key, value in keys.items()})
+        """Set keys of ours that are not None; dots are written as two underscores."""
+        given = {key: value for key, value in keys.items() if value is not None}
+        self.recipe.update({key.replace("__", "."): value for key, value in given.items()})
+
+    def empty(self, key: str) -> None:
+        """Set a key of ours to nothing, where its default is something."""
+        self.recipe[key] = None
 
     def refuse(self, key: str, why: str) -> None:
         """Refuse the value of a key, unless the difference was accepted by its name."""
@@ -134,11 +138,11 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """A file of another program as a recipe, and what became of each of its keys."""
+    """A file of another program as a recipe, and the rows of its keys."""
 
     program: Program
     recipe: dict[str, Any]
-    """Dotted keys of ours, those of the program's defaults included."""
+    """Dotted keys of ours, those of the program's defaults included; None: empty."""
     became: tuple[tuple[str, Any, Row], ...]
     """Keys of the file with their values and rows."""
     accepted: tuple[str, ...]
@@ -160,7 +164,7 @@ class Translation:
         heads = dict.fromkeys(refused.key.partition(".")[0] for refused in self.refused)
         options = " ".join(f"--without {key}" for key in heads)
         raise UserError(
-            f"{file} is a file of {self.program.name} that ftkit would not train equally:\n"
+            f"{file} is a file of {self.program.name}, and ftkit would learn something else:\n"
             + "\n".join(lines)
             + f"\nChange the file, or accept what is different: {options}."
         )
@@ -185,9 +189,7 @@ def translate(
         close = nearest(key, list(values))
         hint = f" Did you mean {close}?" if close else ""
         raise UserError(f"--without names {key}, which the file does not have.{hint}")
-    reading = Reading(
-        program=program.name, rows=program.rows, values=values, without=accepted, ranks=ranks
-    )
+    reading = Reading(rows=program.rows, values=values, without=accepted, ranks=ranks)
     became = []
     for key, value in values.items():
         row = program.rows.get(key)
@@ -205,7 +207,7 @@ def translate(
     program.finish(reading)
     return Translation(
         program=program,
-        recipe={key: value for key, value in reading.recipe.items() if value is not None},
+        recipe=reading.recipe,
         became=tuple(became),
         accepted=tuple(sorted(accepted)),
         differs=tuple(reading.differs),

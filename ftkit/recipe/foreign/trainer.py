@@ -158,8 +158,8 @@ def length(reading: Reading, epochs_key: str = "num_train_epochs") -> None:
     """Set epochs or steps."""
     steps, epochs = number(reading["max_steps"]), number(reading[epochs_key])
     if steps is not None and steps > 0:
-        reading.set(train__max_steps=int(steps), train__epochs=None)
-        reading.recipe["train.epochs"] = EMPTY
+        reading.set(train__max_steps=int(steps))
+        reading.empty("train.epochs")
         return
     if epochs != int(epochs):
         reading.refuse(epochs_key, "a part of an epoch")
@@ -173,6 +173,15 @@ def batch(reading: Reading, micro: int, accumulation: int) -> None:
         train__micro_batch_size=micro,
         train__step_ends_with_epoch=True,
     )
+
+
+def packing(reading: Reading, micro: int, accumulation: int, row: int) -> None:
+    """Set the tokens of a step and of a forward pass, for rows of so many tokens."""
+    reading.set(
+        train__global_batch_tokens=micro * accumulation * reading.ranks * row,
+        train__micro_batch_tokens=micro * row,
+    )
+    reading.empty("train.micro_batch_size")
 
 
 def optimizer(
@@ -205,9 +214,6 @@ OTHER_OPTIMIZERS = {
 }
 """Optimizers that ftkit does not have, in words."""
 
-EMPTY = "\0empty"
-"""Stands for a key of ours that is written out as empty."""
-
 
 def local_data(path: Any) -> Any:
     """The only file of training data in a directory, of which other programs name the directory."""
@@ -232,7 +238,7 @@ def checkpoints(reading: Reading) -> None:
         steps = number(reading[f"{name}_steps"] or reading.rows["save_steps"].default)
         if strategy in ("no", "false"):
             # Validation after the last step is part of every report, and costs little.
-            reading.recipe[ours] = EMPTY if name == "save" else 0
+            reading.recipe[ours] = None if name == "save" else 0
         elif strategy == "epoch":
             reading.recipe[f"{ours}_epochs"] = 1.0
         elif steps < 1:
@@ -243,7 +249,7 @@ def checkpoints(reading: Reading) -> None:
                 reading.recipe[f"{ours}_epochs"] = steps * epochs
         else:
             reading.recipe[ours] = int(steps)
-    reading.recipe["checkpoint.save_every"] = EMPTY
+    reading.empty("checkpoint.save_every")
     reading.set(checkpoint__result="best" if reading["load_best_model_at_end"] else None)
 
 

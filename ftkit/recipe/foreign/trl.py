@@ -111,9 +111,7 @@ def _finish_sft(r: Reading) -> None:
         row = int(r["max_length"])
         micro = int(r["per_device_train_batch_size"])
         steps = int(r["gradient_accumulation_steps"])
-        r.set(train__global_batch_tokens=micro * steps * r.ranks * row)
-        r.set(train__micro_batch_tokens=micro * row)
-        r.recipe["train.micro_batch_size"] = trainer.EMPTY
+        trainer.packing(r, micro, steps, row)
         if r["packing_strategy"] == "wrapped":
             r.refuse("packing_strategy", "samples that go on in the next row")
         r.tell(

@@ -9,7 +9,7 @@ import yaml
 from messages import key_words, says
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.programs import PROGRAMS, Terms, program_of, recipe_items, translated
+from ftkit.recipe.foreign.programs import PROGRAMS, Terms, program_of, translated
 from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.parsing import convert, read_recipe
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -58,13 +58,39 @@ def translation(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any
 
 
 def keys_of(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any) -> dict[str, Any]:
-    return dict(recipe_items(translation(file, *without, ranks=ranks, **keys)))
+    return translation(file, *without, ranks=ranks, **keys).recipe
 
 
 def refusal(file: dict[str, Any], *without: str, **keys: Any) -> str:
     with pytest.raises(UserError) as caught:
         translation(file, *without, **keys)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        (AXOLOTL, {"tokens": ["<a>", "<b>"], "lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+        (AXOLOTL, {"tokens": ["<a>", "<b>"], "adapter": ..., "lora_target_linear": ...}),
+        (FACTORY, {"add_tokens": "<a>, <b>", "resize_vocab": True}),
+    ],
+)
+def test_new_tokens_are_added_and_how_they_begin_is_told(
+    file: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    found = translation(file, **keys)
+    assert found.recipe["data"]["init_args"]["add_tokens"] == ["<a>", "<b>"]
+    assert any("begin as the mean" in difference for difference in found.differs)
+    read_recipe([write({k: v for k, v in (file | keys).items() if v is not ...})])
+
+
+def test_new_tokens_that_stay_as_they_begin_are_refused() -> None:
+    assert says(refusal(FACTORY, add_tokens="<a>", additional_target="norm"), "add_tokens", "<a>")
+    assert says(refusal(FACTORY, resize_vocab=True), "resize_vocab")
+
+
+def test_no_limit_of_gradients_is_written_out() -> None:
+    assert keys_of(AXOLOTL, max_grad_norm=0)["train.max_norm"] is None
 
 
 @pytest.mark.parametrize("name", FILES)
