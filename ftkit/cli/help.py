@@ -147,11 +147,10 @@ def _add_members(parser: ArgumentParser, group: Group, *, in_full: bool) -> None
 
 def _command_parser(command: Command) -> ArgumentParser:
     prog = f"ftkit {command.name}"
-    usages = (f"{prog} {usage}" for usage in command.usage or (_usage(command),))
     examples = "".join(f"\n  {prog} {example}" for example in command.examples)
     parser = ArgumentParser(
         prog=prog,
-        usage="\n       ".join(line for usage in usages for line in _usage_lines(usage)),
+        usage="\n       ".join(line for usage in usages(command) for line in _usage_lines(usage)),
         description=command.text or f"{command.summary[:1].upper()}{command.summary[1:]}.",
         epilog=f"Examples:{examples}",
         formatter_class=Help,
@@ -183,6 +182,11 @@ def _command_parser(command: Command) -> ArgumentParser:
     return parser
 
 
+def usages(command: Command) -> list[str]:
+    """Lines that show how a command is called, not wrapped."""
+    return [f"ftkit {command.name} {usage}" for usage in command.usage or (_usage(command),)]
+
+
 def _usage(command: Command) -> str:
     """Words, options that have to be given, and the others if they are few."""
     words: list[str] = []
@@ -190,12 +194,17 @@ def _usage(command: Command) -> str:
     for item in declared(command.options):
         shown = item.placeholder if item.is_word else f"--{item.name}"
         if not item.is_word and not item.is_switch:
-            shown += f" {item.placeholder or '|'.join(item.choices) or placeholder_of(item.kind)}"
+            shown += f" {value_of(item)}"
         shown += "..." if item.is_word and item.takes_several else ""
         (words if item.is_word else options).append(shown if item.required else f"[{shown}]")
     few = len(options) <= 2 and heads_of(command.options) is None
     needed = [option for option in options if not option.startswith("[")]
     return " ".join([*words, *(options if few else [*needed, "[--KEY VALUE ...]"])])
+
+
+def value_of(item: Declared) -> str:
+    """What stands for the value of an option: RESULT, N, table|json."""
+    return item.placeholder or "|".join(item.choices) or placeholder_of(item.kind)
 
 
 def _usage_lines(usage: str) -> list[str]:
