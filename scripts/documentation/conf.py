@@ -24,6 +24,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 # The beginning of each page found would be fetched, which a browser refuses to pages from files.
 html_show_search_summary = False
+html_use_index = False
 html_permalinks_icon = "#"
 pygments_style = "tango"
 pygments_dark_style = "monokai"

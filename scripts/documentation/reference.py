@@ -191,7 +191,7 @@ def _recipe_index(pages: list[_Page]) -> str:
                 f"| {_plain(_first(key.text))} |"
                 for key in keys
             )
-            written.append("\n".join(["| Key | |", "|---|---|", *rows]))
+            written.append("\n".join(["| Key | Meaning |", "|---|---|", *rows]))
         else:
             names = (part.partition("\n")[0] for part in page.parts)
             written.append(f"[Each of them]({page.path}.md): {', '.join(names)}.")
@@ -216,7 +216,7 @@ def _command_index() -> str:
         f"| {_plain(member.summary)} |"
         for member in FTKIT.members
     )
-    written.append("\n".join(["| Command | |", "|---|---|", *rows]))
+    written.append("\n".join(["| Command | What it does |", "|---|---|", *rows]))
     return "\n\n".join(written) + "\n"
 
 
@@ -248,7 +248,7 @@ def _command(command: Command, known: dict[str, str]) -> Iterator[str]:
             for one in components
         ]
     if rows:
-        yield "\n".join(["| Option | |", "|---|---|", *rows])
+        yield "\n".join(["| Option | Meaning |", "|---|---|", *rows])
     if command.name in FINETUNE or heads == ():
         yield "Every [key of a recipe](../recipe/index.md) is an option too: `--train.epochs 3`."
     yield "For example:"
