@@ -12,7 +12,7 @@ from ftkit.data.sources import KINDS
 from ftkit.recipe.changes import KIND_OF
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.recipe import FINETUNE, Lora, Recipe
-from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts
+from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, placeholder_of
 from ftkit.recipe.strategies import RULES
 
 _ON_RESUME = {
@@ -20,6 +20,11 @@ _ON_RESUME = {
     "tunable": "may change on resume, with a notice",
     "hardware": "free on resume",
 }
+_CONTENT = "may lie elsewhere on resume, with the same content"
+_BY_CONTENT = {"checkpoint_dir": _CONTENT, "data": _CONTENT, "teacher": _CONTENT}
+"""Keys that name what a resumed run compares by its content."""
+_IN_THEIR_TEXT = ("model_implementation", "resume")
+"""Keys whose texts say what a resumed run does with them."""
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$])")
 _OPTION = re.compile(r"(?<!\w)--[a-z][\w.]*(?: [A-Z]+(?:\.\w+)?(?:=[A-Z,]+)?\b)?")
 _ABOUT_KEYS = """\
@@ -27,7 +32,6 @@ Every key that a recipe may have, from the same texts as `ftkit finetune --help`
 too: `train.epochs: 3` in a recipe is `--train.epochs 3` on the command line. `--print_config`
 prints a recipe with all of its keys. [Recipes, base models and data](../../docs/recipes.md)
 explains how they work together."""
-_BESIDE = {"model": "Model, data, devices", "lora": "LoRA and QLoRA"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +46,13 @@ class _Key:
     @property
     def value(self) -> str:
         """What it takes, its default, and whether it may change on resume."""
-        words = [_plain(describe(self.kind))]
+        # In words, where a recipe's own messages have them; as in help, for options of components.
+        is_own = self.name in KIND_OF
+        words = [_plain(describe(self.kind)) if is_own else f"`{placeholder_of(self.kind)}`"]
         if (default := _default(self.default)) and "Default:" not in self.text:
             words.append(f"default `{default}`")
-        if on_resume := KIND_OF.get(self.name):
-            words.append(_ON_RESUME[on_resume])
+        if is_own and self.name not in _IN_THEIR_TEXT:
+            words.append(_BY_CONTENT.get(self.name, _ON_RESUME[KIND_OF[self.name]]))
         return "; ".join(words)
 
 
@@ -83,7 +89,7 @@ def reference_pages() -> dict[str, str]:
 def _recipe_pages() -> Iterator[_Page]:
     own = [field for field in dataclasses.fields(Recipe) if field.name not in GROUPS]
     text = "The keys that are in no group: base model, data, objective, devices, precision."
-    yield _Page("model", _BESIDE["model"], text, {"": _keys(Recipe, own)})
+    yield _Page("model", "Model, data, devices", text, {"": _keys(Recipe, own)})
     for field in dataclasses.fields(Recipe):
         if field.name in GROUPS:
             group: Any = field.type
@@ -91,7 +97,7 @@ def _recipe_pages() -> Iterator[_Page]:
             yield _Page(field.name, f"{field.name}.*", str(group.__doc__), {"": keys})
     lora = _keys(Lora, dataclasses.fields(Lora))
     text = f"{Lora.__doc__} Only `ftkit finetune` has these keys."
-    yield _Page("lora", _BESIDE["lora"], text, {"": lora})
+    yield _Page("lora", "LoRA and QLoRA", text, {"": lora})
     options = KINDS["JSON"].documented("JSON")
     data = _keys(options, dataclasses.fields(options), "data.")
     text = "Options of your own data, `--data JSON`; in a recipe below `data.init_args`."
