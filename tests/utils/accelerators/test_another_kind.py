@@ -1,6 +1,6 @@
 """Another kind of device is a row in a table: runs on one that torch has no build for.
 
-The simulated cards take the device type PrivateUse1 under the name tpu, as a backend out of torch's
+The simulated cards take the device type PrivateUse1 under the name sim, as a backend out of torch's
 tree would, with a library of their own for messages between ranks; all that ftkit knows of them
 is the row in `simulated_card.private`.
 """
@@ -22,7 +22,7 @@ from ftkit.runs.report.report import read_report
 
 pytestmark = needs_card
 
-KIND = "tpu"
+KIND = "sim"
 ON_KIND = ("--accelerator", KIND)
 ONE = (*ON_KIND, "--devices", "1")
 DDP = (*ON_KIND, "--devices", "2", "--strategy", "ddp")
@@ -144,7 +144,7 @@ def test_unsupported_settings_are_refused_before_anything_starts(
     out = tmp_path / "run"
     refused = {
         (*ON_KIND, "--devices", "2", "--strategy", "deepspeed"): (
-            "strategy is deepspeed ... accelerator is tpu ... --strategy fsdp, or --accelerator cpu"
+            "strategy is deepspeed ... accelerator is sim ... --strategy fsdp, or --accelerator cpu"
         ),
         (
             *ON_KIND,
@@ -152,7 +152,7 @@ def test_unsupported_settings_are_refused_before_anything_starts(
             "3",
         ): "devices is 3 ... 2 card ... --devices 2 or",
         ("--accelerator", "xpu"): (
-            "accelerator is xpu ... cpu and tpu ... --accelerator tpu or cpu"
+            "accelerator is xpu ... cpu and sim ... --accelerator sim or cpu"
         ),
     }
     for words, said in refused.items():
