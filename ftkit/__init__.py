@@ -49,7 +49,8 @@ __all__ = [*_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'ftkit' has no attribute {name!r}")
-    with _told_in_a_cell():
+    backends = importlib.import_module("ftkit.utils.accelerators.backends")
+    with _told_in_a_cell(), backends.backends_kept_out():
         module = importlib.import_module(f"ftkit.{_MODULE_OF[name]}")
     return getattr(module, name)
 

@@ -14,6 +14,7 @@ from ftkit.cli.parser import declared, read_options, split_line
 from ftkit.errors import UserError
 from ftkit.recipe.plugin import Plugin, open_plugin, using
 from ftkit.redaction import redacted_output
+from ftkit.utils.accelerators.backends import keep_out_backends
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
 from ftkit.utils.names import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
@@ -31,8 +32,9 @@ def main(verbosity: Verbosity = "full") -> None:
     # Before torch is imported: its OpenMP reads the variable once.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(turns_before_sleep()))
-    # Both before any heavy import: they decide what importing a library runs.
+    # Before any heavy import: they decide what importing a library runs.
     without_hub_kernels()
+    keep_out_backends()
     postpone_modules()
     try:
         code = run(sys.argv[1:])

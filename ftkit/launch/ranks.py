@@ -18,6 +18,7 @@ from ftkit.recipe.plan import Plan
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.job import ErrorKind, RankError
 from ftkit.runs.report.report import ENDED_WELL, read_report
+from ftkit.utils.accelerators.backends import backend_environment
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.hardware import processes_killed_for_memory
 from ftkit.utils.process import handling, print_line
@@ -265,6 +266,7 @@ class Ranks:
 def rank_environment(plan: Plan, token: str | None, placement: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a rank: those of this process, and what the plan needs."""
     environment = os.environ | placement | plan.rules.environment(plan.accelerator)
+    environment |= backend_environment(plan.kind)
     if token:
         # Not in the job file, which stays on the disk if the run is killed.
         environment["HF_TOKEN"] = token

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ftkit.utils.accelerators.backends import keep_out_backends
 from ftkit.utils.imports import postpone_modules, without_hub_kernels
 
 if __name__ == "__main__":
     gc.disable()  # as in quick_imports
     without_hub_kernels()
+    keep_out_backends()
     postpone_modules()
 
 from ftkit.errors import UserError

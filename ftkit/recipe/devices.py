@@ -20,7 +20,14 @@ from typing import Any, Literal
 
 from ftkit.errors import UserError
 from ftkit.recipe.recipe import AcceleratorKey
-from ftkit.utils.accelerators.kinds import USUAL_KIND, device_kind
+from ftkit.utils.accelerators.backends import (
+    backend_environment,
+    is_installed,
+    keep_out_backends,
+    load_backend,
+    missing_text,
+)
+from ftkit.utils.accelerators.kinds import DEVICE_KINDS, USUAL_KIND, DeviceKind, device_kind
 from ftkit.utils.hardware import hardware
 from ftkit.utils.imports import quick_imports
 
@@ -117,28 +124,30 @@ def find_devices(
         UserError: the installed torch cannot use a GPU, has no kernels for it, or has no device of
             this kind.
     """
-    # Other kinds are only used if they are named.
     if accelerator not in ("auto", "cpu", "cuda"):
+        kind = device_kind(accelerator)
+        if kind.package is not None:
+            return _of_a_package(kind, here=here, on_asking=on_asking)
         if not here:
             on_asking()
-        return _of_another_kind(accelerator, _current() if here else _current_once())
+        return _of_another_kind(accelerator, _current() if here else _current_once(accelerator))
     cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1)
     # Device files of NVIDIA's driver and of WSL: they tell of a GPU without importing torch.
     native, windows = (Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
     native = native or (is_for_rocm() and Path("/dev/kfd").exists())
     is_required = accelerator == "cuda"
-    if accelerator == "cpu" or not (is_required or native or windows):
+    if accelerator == "cpu":
         return cpu
     # Hidden GPUs are not there for this process; only accelerator cuda insists on one.
-    if gpus_are_hidden() and not is_required:
-        return cpu
+    if not is_required and (gpus_are_hidden() or not (native or windows)):
+        return _of_any_package(here=here, on_asking=on_asking) or cpu
     if not here:
         on_asking()
     cuda = ask_torch() if here else _asked_once()
     if cuda.error:
         # Windows has /dev/dxg for GPUs of every maker.
         if not (is_required or native or hardware().gpus):
-            return cpu
+            return _of_any_package(here=here, on_asking=on_asking) or cpu
         raise UserError(_unusable(cuda, is_required=is_required))
     count = len(cuda.gpus)
     # Kernels are only needed on those that the run takes: an old card beside them does no harm.
@@ -288,6 +297,35 @@ def _of_another_kind(accelerator: str, current: Current) -> Devices:
     )
 
 
+def _of_a_package(kind: DeviceKind, *, here: bool, on_asking: Callable[[], None]) -> Devices:
+    """Devices of a kind that a package brings.
+
+    A child asks also where this process will use them: it alone can be given up.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not is_installed(kind):
+        raise UserError(missing_text(kind, ""))
+    on_asking()
+    current = _current_once(kind.name)
+    if not current.devices:
+        raise UserError(missing_text(kind, current.error))
+    if here:
+        load_backend(kind.name)
+    return _of_another_kind(kind.name, current)
+
+
+def _of_any_package(*, here: bool, on_asking: Callable[[], None]) -> Devices | None:
+    """Devices of the first kind that an installed package brings; None: there are none."""
+    for kind in DEVICE_KINDS.values():
+        if kind.package is not None and is_installed(kind):
+            on_asking()
+            if _current_once(kind.name).devices:
+                return _of_a_package(kind, here=here, on_asking=lambda: None)
+    return None
+
+
 def _build_for_driver(newest_cuda: str | None) -> str | None:
     """The build of torch for a driver with this version of CUDA; None: there is none."""
     # Builds of a major version run on every driver of this version (CUDA's minor version
@@ -332,7 +370,10 @@ def _current() -> Current:
         devices = [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
         name = getattr(module, "get_device_name", lambda device: kind.type)
         names = tuple(str(name(device)) for device in devices)
-        bf16 = bool(devices) and _computes_bf16(devices[0])
+        # Not tried where all can: it would start a chip that the run starts again.
+        bf16 = bool(devices) and (
+            device_kind(kind.type).computes_bf16 or _computes_bf16(devices[0])
+        )
     except Exception as error:  # a broken driver may bring any
         return Current(torch=version, name=kind.type, error=" ".join(str(error).split()))
     try:
@@ -354,11 +395,11 @@ def _computes_bf16(device: Any) -> bool:
 
 
 @functools.cache
-def _current_once() -> Current:
-    """Query torch.accelerator in a child, once."""
+def _current_once(name: str) -> Current:
+    """Query torch.accelerator in a child for a kind of device, once."""
     # Defaults for a child that failed and only answers with an error.
     answer: dict[str, Any] = {"torch": metadata.version("torch"), "devices": ()}
-    answer |= {"memory_bytes": ()} | _child("current")
+    answer |= {"memory_bytes": ()} | _child("current", kind=device_kind(name))
     lists = {key: tuple(answer[key]) for key in ("devices", "memory_bytes")}
     return Current(**answer | lists)
 
@@ -373,19 +414,28 @@ def _asked_once() -> Cuda:
     return Cuda(**answer | {"gpus": gpus, "architectures": tuple(answer["architectures"])})
 
 
-def _child(*words: str) -> dict[str, Any]:
-    """Run this module as a program; returns its answer, or its last line as `error`."""
+def _child(*words: str, kind: DeviceKind | None = None) -> dict[str, Any]:
+    """Run this module as a program; returns its answer, or its last line as `error`.
+
+    One that takes longer than a kind of device may take is killed.
+    """
+    kind = kind or device_kind(USUAL_KIND)
     # A process that queries CUDA keeps a context: half a gigabyte on each GPU, and no other process
     # can use the GPU in exclusive-process mode. A child takes its contexts with it.
     # -P: modules in the current directory are the user's, not ours
-    asked = subprocess.run(
-        [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],
-        # Standard input may hold the recipe, which the child must not read.
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],
+            env=os.environ | backend_environment(kind),
+            # Standard input may hold the recipe, which the child must not read.
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=kind.answers_within_s,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not answer within {kind.answers_within_s:g} s"}
     if asked.returncode == 0:
         # The last line: libraries may print before it.
         answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
@@ -406,4 +456,5 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    keep_out_backends()  # but for one that is asked
     print(json.dumps(_answer(sys.argv[1:])))

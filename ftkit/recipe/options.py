@@ -373,8 +373,9 @@ class UseOptions:
     precision: Precision | None = option(None, example="bf16-true")
     """Number format. Default: as in the run; without a run, 16 bits on GPUs and 32 on CPUs."""
     accelerator: AcceleratorKey = option("auto", example="cpu")
-    """Device type. Default: cuda if there is one, else cpu. Other types of torch.accelerator, such
-    as xpu or mps, are accepted, but ftkit has not been tested on them."""
+    """Device type. Default: cuda if there is one, else tpu if torch_tpu is installed and finds one,
+    else cpu. Other types of torch.accelerator, such as xpu or mps, are accepted, but ftkit has not
+    been tested on them."""
 
 
 @dataclass(frozen=True, kw_only=True)

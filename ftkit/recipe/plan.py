@@ -186,7 +186,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         )
     nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count, nodes)
-    notices += _check_kind(devices, strategy)
+    notices += _check_kind(devices, strategy, count, nodes)
     RULES[strategy].check(recipe, precision, devices)
     shards = RULES[strategy].shards(options, count, nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
@@ -254,9 +254,16 @@ def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
     return min(size, batch), tokens
 
 
-def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
+def _check_kind(devices: Devices, strategy: StrategyName, count: int, nodes: int) -> list[str]:
     """Refuse strategies that a kind of device does not run; a notice for untested kinds."""
     kind = device_kind(devices.accelerator)
+    if kind.strategies == ("single",) and count * nodes > 1:
+        machines = f" and num_nodes is {nodes}" if nodes > 1 else ""
+        one = " --num_nodes 1" if nodes > 1 else ""
+        raise UserError(
+            f"devices is {count}{machines}, but accelerator is {kind.name}, of which ftkit only "
+            f"uses one {kind.noun} in a run. Try --devices 1{one}, or --accelerator cpu."
+        )
     if strategy not in kind.strategies:
         known = " or ".join(kind.strategies)
         advice = f"--strategy {kind.strategies[-1]}"
@@ -268,7 +275,10 @@ def _check_kind(devices: Devices, strategy: StrategyName) -> list[str]:
         )
     if kind.tried:
         return []
-    return [f"accelerator is {kind.name}: ftkit has not been tested on such devices."]
+    said = "ftkit has not been tested on such devices"
+    if kind.rehearsed_on:
+        said = f"ftkit was rehearsed on {kind.rehearsed_on}, and no {kind.noun} has run it yet"
+    return [f"accelerator is {kind.name}: {said}."]
 
 
 def _check_offloading(memory: Memory, accelerator: str) -> list[str]:

@@ -297,8 +297,8 @@ class Recipe:
     deepspeed, which keeps a 32-bit copy of the weights."""
     accelerator: AcceleratorKey = "auto"
     """Device type. Default: cuda (GPUs of NVIDIA, and of AMD with torch for ROCm) if there is one,
-    else cpu. Other types of torch.accelerator, such as xpu or mps, are accepted, but ftkit has not
-    been tested on them."""
+    else tpu if torch_tpu is installed and finds one, else cpu. Other types of torch.accelerator,
+    such as xpu or mps, are accepted, but ftkit has not been tested on them."""
     devices: int | Literal["auto"] = 1
     """Devices per machine."""
     num_nodes: int | Literal["auto"] = 1

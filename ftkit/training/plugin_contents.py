@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ftkit.utils.accelerators.backends import keep_out_backends
 from ftkit.utils.imports import postpone_modules, silence_libraries, without_hub_kernels
 
 if __name__ == "__main__":
     gc.disable()  # as in quick_imports
     without_hub_kernels()
+    keep_out_backends()
     postpone_modules()
     silence_libraries()
 

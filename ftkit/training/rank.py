@@ -59,6 +59,7 @@ from ftkit.training.loop import Interrupted, NonFiniteLoss, StopRequest, Trainin
 from ftkit.training.recorder import Recorder
 from ftkit.training.setup import Setup, set_up
 from ftkit.training.start import StartingPoint, open_start
+from ftkit.utils.accelerators.backends import load_backend
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
 
@@ -79,6 +80,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     plan, recipe, recorder = job.plan, job.recipe, journal.recorder
     for notice in plan.notices:
         journal.warn(notice)
+    load_backend(plan.accelerator)
     torch.manual_seed(recipe.seed + rank())  # ranks draw different dropout masks
     set_arithmetic(deterministic=recipe.deterministic)
     take_device(make_device(plan.accelerator))

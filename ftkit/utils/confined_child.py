@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.utils.accelerators.backends import keep_out_backends
 from ftkit.utils.confinement import OutOfTime, set_limits, without_limits
 from ftkit.utils.damaged_files import DamagedFile
 from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
@@ -50,6 +51,7 @@ def _serve(parent: int, descriptor: int) -> None:
     # A crash at the limits is expected here: it leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     without_hub_kernels()
+    keep_out_backends()
     postpone_modules()
     with os.fdopen(descriptor, "r+b") as exchange:
         exchange.seek(0)

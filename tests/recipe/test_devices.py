@@ -193,7 +193,7 @@ XPU = Current(
 
 
 def test_another_kind_is_what_torch_calls_its_accelerator(machine: Machine) -> None:
-    machine.patch.setattr(devices, "_current_once", lambda: XPU)
+    machine.patch.setattr(devices, "_current_once", lambda _: XPU)
     found = find_devices(accelerator="xpu")
     assert (found.accelerator, found.count, found.names) == ("xpu", 1, ("Intel Arc B580",))
     assert (found.memory_bytes, found.bf16_native) == ((12 * GIB,), True)
@@ -215,7 +215,7 @@ def test_another_kind_is_what_torch_calls_its_accelerator(machine: Machine) -> N
 def test_a_kind_that_this_torch_does_not_have_is_refused_with_those_that_it_has(
     machine: Machine, current: Current, has: str, others: str
 ) -> None:
-    machine.patch.setattr(devices, "_current_once", lambda: current)
+    machine.patch.setattr(devices, "_current_once", lambda _: current)
     assert says(
         machine.refusal(accelerator="mps"),
         f"accelerator is mps ... torch 2.13.0+cpu ... only {has} ... --accelerator {others}",

@@ -50,6 +50,14 @@ class DeviceKind:
     """True if torch's flash attention over variable lengths runs on it, in 16 bits."""
     has_triton: bool = False
     """True if the kernels of Liger run on it."""
+    computes_bf16: bool = False
+    """True if every device of it computes in bfloat16; else a device is asked, by trying."""
+    package: str | None = None
+    """The package that brings it to torch, out of torch's tree: see `backends`."""
+    answers_within_s: float | None = None
+    """A query for it that takes longer, in seconds, means that there is none. None: no limit."""
+    rehearsed_on: str = ""
+    """What ran instead of such a device, where no device has run ftkit."""
 
 
 DEVICE_KINDS = {
@@ -94,6 +102,16 @@ DEVICE_KINDS = {
         # GPUs of Apple: one in a machine, with the memory of the host, which torch.accelerator
         # counts from torch 2.13 on at the earliest (https://github.com/pytorch/pytorch/pull/186748).
         DeviceKind(name="mps", noun="GPU", has_float64=False),
+        # TPUs of Google, one chip. Where there is none, the import of torch_tpu may take 13 s
+        # (0.2.0), and its first use waits for minutes: a refusal takes less than 15 s in all.
+        DeviceKind(
+            name="tpu",
+            noun="TPU",
+            computes_bf16=True,
+            package="torch_tpu",
+            answers_within_s=14,
+            rehearsed_on="TorchTPU over XLA's CPU client",
+        ),
     )
 }
 

@@ -22,6 +22,7 @@ from ftkit.planning.table import (  # noqa: E402
 from ftkit.recipe.parsing import as_text  # noqa: E402
 from ftkit.recipe.plugin import open_plugin, using  # noqa: E402
 from ftkit.recipe.recipe import FINETUNE  # noqa: E402
+from ftkit.utils.accelerators.backends import refuse_idle_backend  # noqa: E402
 from ftkit.utils.console.formatting import bytes_text  # noqa: E402
 from ftkit.utils.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
 from ftkit.views.notebook import display  # noqa: E402
@@ -79,6 +80,7 @@ def plan(
     """
     if command is not None and command not in FINETUNE:
         raise UserError(f"command is {command!r}, but must be one of {', '.join(FINETUNE)}.")
+    refuse_idle_backend()  # memory is predicted from a simulated step, with its backward pass
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     with (
         display.shown_if_late("ftkit plan ..."),

@@ -1,0 +1,234 @@
+"""Backends out of torch's tree: asked for their devices in a child, and kept out of all else.
+
+The package torch_tpu of these tests is a stand-in: what it does is what was seen of TorchTPU 0.2.0.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from command import ROOT
+from messages import message_of, says
+
+from ftkit.launch.ranks import rank_environment
+from ftkit.recipe import devices
+from ftkit.recipe.devices import Devices, find_devices
+from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe import Recipe
+from ftkit.utils.accelerators import backends
+from ftkit.utils.accelerators.backends import AUTOLOAD
+from ftkit.utils.accelerators.kinds import DEVICE_KINDS
+
+ONE_CHIP = Devices(accelerator="tpu", count=1, names=("TPU v5e",), memory_bytes=(16 * 2**30,))
+
+TORCH = """
+import os
+from types import SimpleNamespace
+__version__ = "2.13.0"
+count = CHIPS if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "1" else 0
+accelerator = SimpleNamespace(
+    current_accelerator=lambda: SimpleNamespace(type="tpu") if count else None,
+    device_count=lambda: count,
+)
+device = lambda kind, index: f"{kind}:{index}"
+get_device_module = lambda kind: SimpleNamespace(
+    get_device_name=lambda device: "TPU v5e",
+    get_device_properties=lambda device: SimpleNamespace(total_memory=16 * 2**30),
+)
+"""
+"""What a child sees of a torch whose backend is imported with it; no part of it starts a chip."""
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(AUTOLOAD, raising=False)
+    devices._current_once.cache_clear()
+    yield
+    os.environ.pop(AUTOLOAD, None)
+    devices._current_once.cache_clear()
+
+
+def install(place: Path, package: str, code: str = "load = lambda: None\n") -> None:
+    """A package that torch imports as a backend."""
+    (place / f"{package}.py").write_text(code)
+    listing = place / f"{package}-0.2.0.dist-info"
+    listing.mkdir()
+    (listing / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.2.0\n")
+    (listing / "entry_points.txt").write_text(f"[torch.backends]\n{package} = {package}:load\n")
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A directory of packages that this process and its children find, with torch_tpu."""
+    install(tmp_path, "torch_tpu")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    return tmp_path
+
+
+def chips(site: Path, count: int) -> None:
+    (site / "torch.py").write_text(TORCH.replace("CHIPS", str(count)))
+
+
+# --- Where torch may import it -------------------------------------------------------------------
+
+
+def test_torch_imports_no_backend_where_only_torch_tpu_is_installed(site: Path) -> None:
+    with backends.backends_kept_out():
+        assert os.environ[AUTOLOAD] == "0"
+    assert AUTOLOAD not in os.environ
+    backends.keep_out_backends()
+    assert os.environ[AUTOLOAD] == "0"
+
+
+def test_torch_does_as_ever_where_it_is_not_installed() -> None:
+    backends.keep_out_backends()
+    assert AUTOLOAD not in os.environ
+
+
+def test_another_backend_is_not_switched_off_with_it(site: Path) -> None:
+    install(site, "torch_other")
+    backends.keep_out_backends()
+    assert AUTOLOAD not in os.environ
+
+
+@pytest.mark.parametrize("given", ["0", "1"])
+def test_a_variable_that_is_set_is_the_users(
+    site: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv(AUTOLOAD, given)
+    backends.keep_out_backends()
+    assert os.environ[AUTOLOAD] == given
+
+
+def test_only_ranks_on_a_tpu_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AUTOLOAD, "0")  # of the process that starts them
+    recipe = Recipe(checkpoint_dir="model", precision="32-true")
+    for found, expected in ((ONE_CHIP, "1"), (Devices(accelerator="cpu", count=8), "0")):
+        assert rank_environment(make_plan(recipe, found), None, {})[AUTOLOAD] == expected
+
+
+@pytest.mark.slow
+def test_a_child_without_a_tpu_has_the_real_torch_import_no_backend(site: Path) -> None:
+    """The variable is set before torch is imported; beside it, torch does import the backend."""
+    mark = site / "mark"
+    code = f"load = lambda: open({str(mark)!r}, 'w').close()\n"
+    (site / "torch_tpu.py").write_text(code)
+    for words, expected in (
+        (["-c", "import torch"], True),
+        (["-m", "ftkit.recipe.devices", "current"], False),
+    ):
+        mark.unlink(missing_ok=True)
+        subprocess.run([sys.executable, "-P", *words], check=True, capture_output=True)
+        assert mark.exists() is expected
+
+
+def test_where_torch_came_first_a_plan_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: its backward pass would wait for a chip for minutes."""
+    backends.refuse_idle_backend()
+    monkeypatch.setitem(sys.modules, "torch_tpu", ModuleType("torch_tpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert says(message_of(backends.refuse_idle_backend), f"torch_tpu ... no TPU ... {AUTOLOAD}=0")
+    tpu = SimpleNamespace(type="tpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: tpu)
+    backends.refuse_idle_backend()
+
+
+# --- Whether there is a TPU ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accelerator", ["tpu", "auto"])
+def test_a_tpu_is_found_by_asking_torch_tpu_in_a_child(
+    site: Path, monkeypatch: pytest.MonkeyPatch, accelerator: str
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # no file of a driver of GPUs
+    monkeypatch.setenv(AUTOLOAD, "0")
+    chips(site, 1)
+    assert dataclasses.replace(find_devices(accelerator), deepspeed=True) == ONE_CHIP
+
+
+def test_without_a_tpu_auto_is_the_cpu(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    chips(site, 0)
+    assert find_devices("auto").accelerator == "cpu"
+
+
+def test_cpu_is_never_asked_about(site: Path) -> None:
+    (site / "torch.py").write_text("raise AssertionError\n")
+
+    def asked() -> None:
+        raise AssertionError("torch was asked")
+
+    assert find_devices("cpu", on_asking=asked).accelerator == "cpu"
+
+
+def test_a_tpu_that_is_not_there_is_refused_with_what_was_asked(site: Path) -> None:
+    chips(site, 0)
+    asked = "torch_tpu 0.2.0 ... torch.accelerator.device_count() ... none ... --accelerator cpu"
+    assert says(message_of(find_devices, "tpu"), f"accelerator is tpu ... {asked}")
+
+
+def test_a_query_that_hangs_is_given_up(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (DEVICE_KINDS["tpu"].answers_within_s or 60) < 15
+    (site / "torch.py").write_text("import time\ntime.sleep(600)\n")
+    hasty = dataclasses.replace(DEVICE_KINDS["tpu"], answers_within_s=0.3)
+    monkeypatch.setitem(DEVICE_KINDS, "tpu", hasty)
+    asked = "torch.accelerator.device_count() ... within 0.3 s ... --accelerator cpu"
+    assert says(message_of(find_devices, "tpu"), f"accelerator is tpu ... {asked}")
+
+
+def test_without_the_package_the_refusal_names_the_extra() -> None:
+    message = message_of(find_devices, "tpu")
+    assert says(message, "torch_tpu is not installed ... ftkit[tpu] ... --accelerator cpu")
+
+
+# --- How it is used ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"devices": "auto"}, "devices is 4 ... accelerator is tpu ... one TPU ... --devices 1"),
+        ({"devices": 1, "num_nodes": 2}, "num_nodes is 2 ... accelerator is tpu ... --num_nodes 1"),
+    ],
+)
+def test_several_chips_are_refused(keys: dict[str, int | str], said: str) -> None:
+    recipe = Recipe(checkpoint_dir="model", precision="32-true", **keys)
+    assert says(message_of(make_plan, recipe, dataclasses.replace(ONE_CHIP, count=4)), said)
+
+
+def test_one_of_several_chips_is_used_and_the_plan_says_what_was_rehearsed() -> None:
+    recipe = Recipe(checkpoint_dir="model", precision="32-true")
+    plan = make_plan(recipe, dataclasses.replace(ONE_CHIP, count=4))
+    assert (plan.devices, plan.strategy) == (1, "single")
+    assert [says(notice, "rehearsed ... no TPU has run it yet") for notice in plan.notices] == [
+        True
+    ]
+
+
+def test_a_backend_that_cannot_start_is_refused_with_its_reason(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def launch(*, nproc_per_node: int) -> None:
+        started.append(nproc_per_node)
+        if len(started) > 1:
+            raise RuntimeError("No TPU topology found for count: 1")
+
+    module = SimpleNamespace(distributed=SimpleNamespace(set_tpu_launch_env=launch))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    backends.load_backend("cpu")
+    assert started == []
+    backends.load_backend("tpu")
+    assert (started, os.environ[AUTOLOAD]) == ([1], "1")
+    message = message_of(backends.load_backend, "tpu")
+    assert says(
+        message, "accelerator is tpu ... torch_tpu 0.2.0 ... count: 1 ... --accelerator cpu"
+    )
