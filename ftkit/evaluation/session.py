@@ -54,7 +54,7 @@ def plan_session(result: Result, options: UseOptions) -> tuple[Plan, Quantizatio
     if options.quantize is not None:
         # The word none undoes the quantisation of the run; without the option it stays.
         quantize = None if options.quantize == "none" else options.quantize
-    set_arithmetic(deterministic=plan.recipe.deterministic)
+    set_arithmetic(plan)
     silence_libraries()
     return plan, quantize
 

@@ -26,6 +26,7 @@ from ftkit.utils.accelerators.backends import (
     keep_out_backends,
     load_backend,
     missing_text,
+    unknown_text,
 )
 from ftkit.utils.accelerators.kinds import DEVICE_KINDS, USUAL_KIND, DeviceKind, device_kind
 from ftkit.utils.hardware import hardware
@@ -103,6 +104,8 @@ class Devices:
     other kinds that compute it at all)."""
     deepspeed: bool = True
     """Whether DeepSpeed is installed."""
+    notice: str = ""
+    """What the user is to know of how they were found."""
 
 
 def find_devices(
@@ -140,14 +143,14 @@ def find_devices(
         return cpu
     # Hidden GPUs are not there for this process; only accelerator cuda insists on one.
     if not is_required and (gpus_are_hidden() or not (native or windows)):
-        return _of_any_package(here=here, on_asking=on_asking) or cpu
+        return _of_packages(cpu, here=here, on_asking=on_asking)
     if not here:
         on_asking()
     cuda = ask_torch() if here else _asked_once()
     if cuda.error:
         # Windows has /dev/dxg for GPUs of every maker.
         if not (is_required or native or hardware().gpus):
-            return _of_any_package(here=here, on_asking=on_asking) or cpu
+            return _of_packages(cpu, here=here, on_asking=on_asking)
         raise UserError(_unusable(cuda, is_required=is_required))
     count = len(cuda.gpus)
     # Kernels are only needed on those that the run takes: an old card beside them does no harm.
@@ -316,14 +319,17 @@ def _of_a_package(kind: DeviceKind, *, here: bool, on_asking: Callable[[], None]
     return _of_another_kind(kind.name, current)
 
 
-def _of_any_package(*, here: bool, on_asking: Callable[[], None]) -> Devices | None:
-    """Devices of the first kind that an installed package brings; None: there are none."""
+def _of_packages(cpu: Devices, *, here: bool, on_asking: Callable[[], None]) -> Devices:
+    """Devices of the first kind that an installed package brings; the CPU if there are none."""
     for kind in DEVICE_KINDS.values():
         if kind.package is not None and is_installed(kind):
             on_asking()
-            if _current_once(kind.name).devices:
+            current = _current_once(kind.name)
+            if current.devices:
                 return _of_a_package(kind, here=here, on_asking=lambda: None)
-    return None
+            if current.error:
+                cpu = dataclasses.replace(cpu, notice=unknown_text(kind, current.error))
+    return cpu
 
 
 def _build_for_driver(newest_cuda: str | None) -> str | None:

@@ -186,6 +186,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         )
     nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count, nodes)
+    notices += [devices.notice] * bool(devices.notice)
     notices += _check_kind(devices, strategy, count, nodes)
     RULES[strategy].check(recipe, precision, devices)
     shards = RULES[strategy].shards(options, count, nodes)
@@ -575,6 +576,18 @@ def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int |
 
 def _check_kernels(recipe: Recipe, accelerator: str, strategy: StrategyName) -> None:
     """Refuse kernels and compilation that these devices or this strategy cannot run."""
+    kind = device_kind(accelerator)
+    if not kind.has_bitsandbytes:
+        optimizer = recipe.optimizer["class_path"]
+        unusable = {"quantize": ("null", getattr(recipe, "quantize", None))}
+        if optimizer.startswith("bitsandbytes."):
+            unusable["optimizer"] = ("AdamW", optimizer)
+        for key, (other, value) in unusable.items():
+            if value is not None:
+                raise UserError(
+                    f"{key} is {value}, but accelerator is {kind.name}, for which bitsandbytes has "
+                    f"no kernels. Try --{key} {other}, or --accelerator cpu."
+                )
     if recipe.kernels == "liger" and not device_kind(accelerator).has_triton:
         raise UserError(
             f"kernels is liger, but the accelerator is {accelerator} and these kernels are "

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices, has_deepspeed
 from ftkit.recipe.recipe import LoraRecipe, Precision, Recipe
-from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
+from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, device_kind
 
 StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
 
@@ -319,6 +319,12 @@ def _check_precision(precision: Precision, strategy: StrategyName, devices: Devi
         raise UserError(
             f"precision is {precision}, but float16 training needs a CUDA GPU: CPUs lack its fast "
             f"kernels and its range underflows. Try --precision {precision.replace('16', 'bf16')}."
+        )
+    kind = device_kind(devices.accelerator)
+    if precision.startswith("16") and not kind.has_float16:
+        raise UserError(
+            f"precision is {precision}, but accelerator is {kind.name}: a {kind.noun} computes 16 "
+            f"bits as bfloat16. Try --precision {precision.replace('16', 'bf16')}."
         )
     if precision.startswith("bf16") and not devices.bf16_native:
         others = "16-mixed or 32-true" if RULES[strategy].scales_loss else "32-true"

@@ -90,10 +90,13 @@ def compute_dtype(plan: Plan) -> torch.dtype:
     return {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}[kind]
 
 
-def set_arithmetic(*, deterministic: bool) -> None:
+def set_arithmetic(plan: Plan) -> None:
     """Set how exactly this process computes; called before its first use of a device."""
-    # "high" lets GPUs compute float32 products in TF32, with 10 bits of mantissa.
-    torch.set_float32_matmul_precision("highest" if deterministic else "high")
+    deterministic = plan.recipe.deterministic
+    # "high" lets GPUs compute float32 products in TF32, with 10 bits of mantissa; TPUs would
+    # compute them from numbers of bfloat16.
+    is_exact = plan.kind.rounds_float32 and plan.precision == "32-true"
+    torch.set_float32_matmul_precision("highest" if deterministic or is_exact else "high")
     if deterministic != torch.are_deterministic_algorithms_enabled():  # else it imports a compiler
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic

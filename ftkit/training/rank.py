@@ -82,7 +82,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         journal.warn(notice)
     load_backend(plan.accelerator)
     torch.manual_seed(recipe.seed + rank())  # ranks draw different dropout masks
-    set_arithmetic(deterministic=recipe.deterministic)
+    set_arithmetic(plan)
     take_device(make_device(plan.accelerator))
     scoring = Scoring(
         recipe.eval.metrics,

@@ -129,6 +129,15 @@ def missing_text(kind: DeviceKind, error: str) -> str:
     )
 
 
+def unknown_text(kind: DeviceKind, error: str) -> str:
+    """The notice that the CPU is used because the query for a kind of device failed."""
+    assert kind.package is not None
+    return (
+        f"{_version(kind.package)} was asked for a {kind.noun} and {error}: the CPU is used. If "
+        f"there is one, try --accelerator {kind.name} when this machine is less busy."
+    )
+
+
 def _version(package: str) -> str:
     try:
         return f"{package} {metadata.version(package)}"

@@ -52,6 +52,12 @@ class DeviceKind:
     """True if the kernels of Liger run on it."""
     computes_bf16: bool = False
     """True if every device of it computes in bfloat16; else a device is asked, by trying."""
+    has_float16: bool = True
+    """False if float16 cannot be trained on it."""
+    rounds_float32: bool = False
+    """True if it multiplies float32 in bfloat16, unless the highest precision is asked for."""
+    has_bitsandbytes: bool = True
+    """False if bitsandbytes has no kernels for it."""
     package: str | None = None
     """The package that brings it to torch, out of torch's tree: see `backends`."""
     answers_within_s: float | None = None
@@ -108,6 +114,9 @@ DEVICE_KINDS = {
             name="tpu",
             noun="TPU",
             computes_bf16=True,
+            has_float16=False,
+            rounds_float32=True,
+            has_bitsandbytes=False,
             package="torch_tpu",
             answers_within_s=14,
             rehearsed_on="TorchTPU over XLA's CPU client",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from ftkit.launch.ranks import rank_environment
 from ftkit.recipe import devices
 from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.plan import make_plan
-from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
+from ftkit.strategies.strategy import set_arithmetic
 from ftkit.utils.accelerators import backends
 from ftkit.utils.accelerators.backends import AUTOLOAD
 from ftkit.utils.accelerators.kinds import DEVICE_KINDS
 
+PAGED = "bitsandbytes.optim.PagedAdamW8bit"
 ONE_CHIP = Devices(accelerator="tpu", count=1, names=("TPU v5e",), memory_bytes=(16 * 2**30,))
 
 TORCH = """
@@ -74,6 +77,12 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def chips(site: Path, count: int) -> None:
     (site / "torch.py").write_text(TORCH.replace("CHIPS", str(count)))
+
+
+def hang(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site / "torch.py").write_text("import time\ntime.sleep(600)\n")
+    hasty = dataclasses.replace(DEVICE_KINDS["tpu"], answers_within_s=0.3)
+    monkeypatch.setitem(DEVICE_KINDS, "tpu", hasty)
 
 
 # --- Where torch may import it -------------------------------------------------------------------
@@ -153,10 +162,19 @@ def test_a_tpu_is_found_by_asking_torch_tpu_in_a_child(
     assert dataclasses.replace(find_devices(accelerator), deepspeed=True) == ONE_CHIP
 
 
-def test_without_a_tpu_auto_is_the_cpu(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_without_a_tpu_auto_is_the_cpu_and_says_so_if_the_query_was_given_up(
+    site: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: False)
     chips(site, 0)
-    assert find_devices("auto").accelerator == "cpu"
+    if hangs:
+        hang(site, monkeypatch)
+    found = find_devices("auto")
+    assert found.accelerator == "cpu"
+    plan = make_plan(Recipe(checkpoint_dir="model", precision="32-true"), found)
+    said = "torch_tpu 0.2.0 ... within 0.3 s ... CPU ... --accelerator tpu"
+    assert [says(notice, said) for notice in plan.notices] == [True] * hangs
 
 
 def test_cpu_is_never_asked_about(site: Path) -> None:
@@ -176,9 +194,7 @@ def test_a_tpu_that_is_not_there_is_refused_with_what_was_asked(site: Path) -> N
 
 def test_a_query_that_hangs_is_given_up(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (DEVICE_KINDS["tpu"].answers_within_s or 60) < 15
-    (site / "torch.py").write_text("import time\ntime.sleep(600)\n")
-    hasty = dataclasses.replace(DEVICE_KINDS["tpu"], answers_within_s=0.3)
-    monkeypatch.setitem(DEVICE_KINDS, "tpu", hasty)
+    hang(site, monkeypatch)
     asked = "torch.accelerator.device_count() ... within 0.3 s ... --accelerator cpu"
     assert says(message_of(find_devices, "tpu"), f"accelerator is tpu ... {asked}")
 
@@ -232,3 +248,46 @@ def test_a_backend_that_cannot_start_is_refused_with_its_reason(
     assert says(
         message, "accelerator is tpu ... torch_tpu 0.2.0 ... count: 1 ... --accelerator cpu"
     )
+
+
+# --- What it computes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"precision": "16-mixed"}, "precision is 16-mixed ... tpu ... --precision bf16-mixed"),
+        (
+            {"optimizer": Component(class_path=PAGED, init_args={})},
+            f"optimizer is {PAGED} ... tpu ... bitsandbytes ... --optimizer AdamW",
+        ),
+        (
+            {"quantize": "bnb.nf4"},
+            "quantize is bnb.nf4 ... tpu ... bitsandbytes ... --quantize null",
+        ),
+    ],
+)
+def test_what_a_tpu_cannot_compute_is_refused_by_name(keys: dict[str, Any], said: str) -> None:
+    recipe = LoraRecipe(**{"checkpoint_dir": "model", "precision": "32-true"} | keys)
+    assert says(message_of(make_plan, recipe, ONE_CHIP), said)
+
+
+@pytest.mark.parametrize(
+    ("found", "keys", "expected"),
+    [
+        (ONE_CHIP, {"precision": "32-true"}, "highest"),
+        (ONE_CHIP, {"precision": "bf16-true"}, "high"),
+        (ONE_CHIP, {"precision": "bf16-true", "deterministic": True}, "highest"),
+        (Devices(accelerator="cuda", count=1), {"precision": "32-true"}, "high"),
+    ],
+)
+def test_float32_is_not_rounded_to_bfloat16_in_products(
+    monkeypatch: pytest.MonkeyPatch, found: Devices, keys: dict[str, Any], expected: str
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # restored, as what follows
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    set_arithmetic(make_plan(Recipe(checkpoint_dir="model", **keys), found))
+    assert asked == [expected]
