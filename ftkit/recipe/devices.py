@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -43,6 +44,8 @@ for drivers 580 and later, with Blackwell."""
 TURING: Capability = (7, 5)
 MAXWELL: Capability = (5, 0)
 AMPERE: Capability = (8, 0)
+_BETWEEN_LOOKS_S = 0.2
+"""Time between two looks at a child whose time is limited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,25 +432,53 @@ def _child(*words: str, kind: DeviceKind | None = None) -> dict[str, Any]:
     # A process that queries CUDA keeps a context: half a gigabyte on each GPU, and no other process
     # can use the GPU in exclusive-process mode. A child takes its contexts with it.
     # -P: modules in the current directory are the user's, not ours
+    asked = subprocess.Popen(
+        [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],
+        env=os.environ | backend_environment(kind),
+        # Standard input may hold the recipe, which the child must not read.
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        asked = subprocess.run(
-            [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],
-            env=os.environ | backend_environment(kind),
-            # Standard input may hold the recipe, which the child must not read.
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=kind.answers_within_s,
-        )
-    except subprocess.TimeoutExpired:
+        written = _written(asked, kind.answers_within_s)
+    finally:
+        asked.kill()
+    if written is None:
         return {"error": f"did not answer within {kind.answers_within_s:g} s"}
+    output, errors = written
     if asked.returncode == 0:
         # The last line: libraries may print before it.
-        answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(output.splitlines()[-1])
         return answer
-    lines = asked.stderr.strip().splitlines()
+    lines = errors.strip().splitlines()
     return {"error": lines[-1] if lines else f"asking it ended with {asked.returncode}"}
+
+
+def _written(child: subprocess.Popen[str], within_s: float | None) -> tuple[str, str] | None:
+    """What a child writes until it ends; None: that takes longer than `within_s` seconds.
+
+    The time that it waits for a processor does not count: a busy machine delays every answer.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return child.communicate(timeout=within_s and _BETWEEN_LOOKS_S)
+        except subprocess.TimeoutExpired:
+            assert within_s is not None
+            if time.monotonic() - began - _starved_s(child.pid) > within_s:
+                child.kill()
+                child.communicate()
+                return None
+
+
+def _starved_s(pid: int) -> float:
+    """Seconds that a process has waited for a processor (Linux' scheduler statistics)."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _answer(words: Sequence[str]) -> dict[str, Any]:
