@@ -6,7 +6,7 @@ from typing import Literal
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import AMPERE, Devices, free_bytes, visible_gpus
-from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
+from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, device_kind
 from ftkit.utils.console.formatting import parse_size
 from ftkit.utils.hardware import available_host_bytes, host_limit
 
@@ -20,6 +20,8 @@ class Gpu:
     name: str
     memory_bytes: int
     """Memory that CUDA offers to programs: less than the product's name says."""
+    kind: str = USUAL_KIND
+    """Kind of device, as torch calls it."""
     bf16: bool = True
     """Whether it computes bfloat16 in hardware (compute capability 8.0 and later)."""
     swap_bytes: int = 0
@@ -51,6 +53,11 @@ GPUS = {
         Gpu(name="v100-16gb", memory_bytes=int(15.7 * _GIB), bf16=False),
         Gpu(name="v100-32gb", memory_bytes=int(31.7 * _GIB), bf16=False),
         Gpu(name="t4", memory_bytes=int(14.6 * _GIB), bf16=False),
+        # What Google's pages say of a chip (cloud.google.com/tpu/docs/v5e and so on), and torch_tpu
+        # gives to programs; what its runtime takes of it is not known.
+        Gpu(name="v5e", kind="tpu", memory_bytes=16 * _GIB),
+        Gpu(name="v5p", kind="tpu", memory_bytes=95 * _GIB),
+        Gpu(name="v6e", kind="tpu", memory_bytes=32 * _GIB),
     )
 }
 """Memory as torch gives it in its out-of-memory messages ("total capacity of 79.10 GiB"): the

@@ -119,7 +119,7 @@ def predict(
         offloaded = {}
     else:
         breakdown = dict(peaks[moment].bytes)
-        breakdown["temporaries"] += gpus.WORKSPACE_BYTES
+        breakdown["temporaries"] += _workspace_bytes(plan)
     peak_bytes = sum(breakdown.values())
     trained = simulation.sizes.trained
     number_bytes = _number_bytes(strategy, simulation.sizes.hidden / trained)
@@ -184,7 +184,7 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
         found = make_strategy(plan).on_device(simulate_alone(base, plan, batch))
         peak_bytes = max(peak.total_bytes for peak in found.peaks.values())
         if plan.accelerator != HOST_KIND:
-            low, _, high = _device_bytes(peak_bytes + gpus.WORKSPACE_BYTES, plan)
+            low, _, high = _device_bytes(peak_bytes + _workspace_bytes(plan), plan)
             return low, high
         peak_bytes += sum(found.host.values())
         high = _CPU_PROCESS_BYTES + round(peak_bytes * (1 + _HOST_ERROR))
@@ -291,9 +291,14 @@ def predict_measured(
     return dataclasses.replace(measured, predicted=predicted, heaviest=heaviest)
 
 
+def _workspace_bytes(plan: Plan) -> int:
+    """Memory that libraries of products take with the tensors."""
+    return 0 if plan.kind.unpredicted_memory else gpus.WORKSPACE_BYTES
+
+
 def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:
     """Device memory that a rank needs at least, will likely reserve, and needs at most."""
-    beside = gpus.CONTEXT_BYTES
+    beside = 0 if plan.kind.unpredicted_memory else gpus.CONTEXT_BYTES
     if plan.world_size > 1:
         beside += gpus.COMMUNICATION_BYTES
     least, most = gpus.FRAGMENTATION_RANGE

@@ -60,7 +60,7 @@ from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import CountedSteps, make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import compute_dtype, parameter_dtype
-from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
+from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.formatting import bytes_text
 
 ResultLayout = ModelLayout | Literal["peft"]
@@ -573,7 +573,7 @@ def _devices_of(accelerator: AcceleratorKey, requested: int | Literal["auto"], g
     if accelerator == HOST_KIND:
         raise UserError(f"accelerator is cpu, but --gpu is {gpu.name}. Leave one of them out.")
     return Devices(
-        accelerator=USUAL_KIND if accelerator == "auto" else accelerator,
+        accelerator=gpu.kind if accelerator == "auto" else accelerator,
         count=max(count, 1),
         names=(gpu.name,),
         bf16_native=gpu.bf16,

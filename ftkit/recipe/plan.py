@@ -279,7 +279,10 @@ def _check_kind(devices: Devices, strategy: StrategyName, count: int, nodes: int
     said = "ftkit has not been tested on such devices"
     if kind.rehearsed_on:
         said = f"ftkit was rehearsed on {kind.rehearsed_on}, and no {kind.noun} has run it yet"
-    return [f"accelerator is {kind.name}: {said}."]
+    notices = [f"accelerator is {kind.name}: {said}."]
+    if kind.unpredicted_memory:
+        notices.append(f"Memory of a {kind.noun} is predicted without {kind.unpredicted_memory}.")
+    return notices
 
 
 def _check_offloading(memory: Memory, accelerator: str) -> list[str]:

@@ -20,7 +20,7 @@ from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.strategies.schedule import Schedule
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
-from ftkit.utils.accelerators.use import sum_dtype
+from ftkit.utils.accelerators.use import compilations, sum_dtype
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
@@ -36,12 +36,13 @@ class StepClock:
     """Seconds of a step by part.
 
     Where a Python line returns before its kernels have run, the parts are timed by events on the
-    device's own clock.
+    device's own clock. Where they only begin when a number is read, there are no parts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._has_events = device_kind(device.type).times_events
+        kind = device_kind(device.type)
+        self._has_events, self._has_parts = kind.times_events, not kind.computes_late
         self._marks: list[tuple[StepPart, Any]] = []
         self._start: Any = self._now()
 
@@ -50,7 +51,9 @@ class StepClock:
         self._marks.append((part, self._now()))
 
     def take(self) -> dict[StepPart, float]:
-        """Seconds by part since the last call; the device must have finished."""
+        """Seconds by part since the last call; the device must have finished. {}: not known."""
+        if not self._has_parts:
+            return {}
         parts: dict[StepPart, float] = dict.fromkeys(PARTS, 0.0)
         before = self._start
         for part, moment in self._marks:
@@ -117,7 +120,7 @@ class TrainStep:
         """[terms]: this rank's share of each term of the step so far."""
         alpha = train.neftune_noise_alpha
         self._noise = alpha and EmbeddingNoise(model.body.embedding, alpha, seed)
-        self._graphs = compiled_graphs() if compiles else 0
+        self._graphs = self._count_graphs()
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
         """Train on the micro-batches of one step, and update once.
@@ -229,11 +232,12 @@ class TrainStep:
         )
 
     def _new_graphs(self) -> int | None:
-        """Graphs that torch.compile has made since the last call."""
-        if not self._compiles:
-            return None
-        before, self._graphs = self._graphs, compiled_graphs()
-        return self._graphs - before
+        """Graphs that torch.compile has made since the last call, or programs of the device."""
+        before, self._graphs = self._graphs, self._count_graphs()
+        return None if before is None or self._graphs is None else self._graphs - before
+
+    def _count_graphs(self) -> int | None:
+        return compiled_graphs() if self._compiles else compilations(self._device)
 
 
 def _of_step(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -42,9 +42,10 @@ class StepRecord:
     duration_s: float
     """From its first batch to its end, without validation and saving."""
     parts_s: dict[StepPart, float]
-    """Parts of duration_s."""
+    """Parts of duration_s; {}: not known."""
     compiled_graphs: int | None = None
-    """Graphs that torch.compile made in it, on this rank; None: nothing is compiled."""
+    """Graphs that torch.compile or the device compiled in it, on this rank; None: nothing is
+    compiled."""
 
 
 class ThroughputMeter:
@@ -130,7 +131,7 @@ class ThroughputMeter:
         known = ("duration_s", "tokens", "samples", "micro_steps")
         # What remains are the parts that `add` was given.
         parts = {name: value / steps for name, value in sums.items() if name not in known}
-        return StepTimes(**parts, total=sum(parts.values()))
+        return StepTimes(**parts, total=sum(parts.values()) or sums["duration_s"] / steps)
 
     def _window(self) -> tuple[int, _Sums]:
         """Number of steps in the window, and their sums."""

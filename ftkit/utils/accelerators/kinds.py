@@ -35,6 +35,9 @@ class DeviceKind:
     """True if its allocator takes the setting `expandable_segments`."""
     times_events: bool = False
     """True if its events have times, needed because calls return before their kernels run."""
+    computes_late: bool = False
+    """True if it compiles what it computes, per shape, and only begins when a number is read: parts
+    of a step cannot be timed without waiting, and compilations are counted."""
     pins_host_memory: bool = False
     """True if copies from page-locked host memory run asynchronously."""
     registers_host_memory: bool = False
@@ -58,6 +61,8 @@ class DeviceKind:
     """True if it multiplies float32 in bfloat16, unless the highest precision is asked for."""
     has_bitsandbytes: bool = True
     """False if bitsandbytes has no kernels for it."""
+    unpredicted_memory: str = ""
+    """Memory that predictions leave out. Empty: they count what CUDA takes beside tensors."""
     package: str | None = None
     """The package that brings it to torch, out of torch's tree: see `backends`."""
     answers_within_s: float | None = None
@@ -117,6 +122,8 @@ DEVICE_KINDS = {
             has_float16=False,
             rounds_float32=True,
             has_bitsandbytes=False,
+            computes_late=True,
+            unpredicted_memory="its programs and the padding of its layouts, which are not known",
             package="torch_tpu",
             answers_within_s=14,
             rehearsed_on="TorchTPU over XLA's CPU client",
@@ -169,6 +176,11 @@ TENSOR_CORE_TFLOPS = {
 """TFLOPs of dense products of 16-bit numbers (bfloat16 or float16) accumulated in float32, by the
 driver's name of the GPU without its maker. In TF32 each of them reaches half."""
 
+TPU_TFLOPS = {"TPU v5e": 197.0, "TPU v5p": 459.0, "TPU v6e": 918.0}
+"""TFLOPs of dense products in bfloat16 of a chip, by torch_tpu's name of it. From Google's pages
+about each (cloud.google.com/tpu/docs/v5e, ...). Those in float32 are not published, and a v7 shows
+torch two devices, whose share is not known."""
+
 BEFORE_AMPERE_TFLOPS = {
     "V100-SXM2-16GB": (125.0, 15.7),
     "V100-SXM2-32GB": (125.0, 15.7),
@@ -191,6 +203,8 @@ def peak_flops(name: str, kind: str, *, tf32: bool = True) -> float | None:
     Returns:
         Operations per second; None: not known.
     """
+    if name in TPU_TFLOPS:
+        return TPU_TFLOPS[name] * 1e12 if kind == "bf16" else None
     # Drivers name these cards "Tesla V100-SXM2-16GB" and "Tesla T4".
     model = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     if model in BEFORE_AMPERE_TFLOPS:

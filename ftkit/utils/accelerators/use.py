@@ -33,6 +33,15 @@ def free_cached_memory() -> None:
         module.empty_cache()
 
 
+def compilations(device: torch.device) -> int | None:
+    """Programs that a device has compiled in this process; None: it compiles nothing by itself."""
+    if not device_kind(device.type).computes_late:
+        return None
+    module: Any = torch.get_device_module(device)
+    # Private to torch_tpu, which counts nothing else; seen in 0.2.0.
+    return int(module._get_cache_misses())
+
+
 def product_name(device: torch.device) -> str | None:
     """Product name of a device; None: it is the host, or torch does not know it."""
     if device.type == HOST_KIND:

@@ -83,6 +83,13 @@ def test_the_peak_of_float32_is_that_of_what_computes_it() -> None:
     assert peak_flops("Tesla T4", "32", tf32=False) == peak_flops("Tesla T4", "32")
 
 
+@pytest.mark.parametrize(("name", "bf16"), [("v5e", 197), ("v5p", 459), ("v6e", 918), ("v7", None)])
+def test_tpus_have_a_peak_in_bfloat16_alone(name: str, bf16: int | None) -> None:
+    found = [peak_flops(f"TPU {name}", kind, tf32=False) for kind in ("bf16", "16", "32")]
+    assert found == [bf16 and bf16 * 1e12, None, None]
+    assert bf16 is None or f"`TPU {name}` {bf16}" in CARDS.read_text()
+
+
 def test_the_document_shows_the_table() -> None:
     rows = re.findall(r"^\| (`.+?`) \| ([\d,.]+) \| ([\d,.]+) \|", CARDS.read_text(), re.MULTILINE)
     shown = {

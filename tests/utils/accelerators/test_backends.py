@@ -18,14 +18,19 @@ from command import ROOT
 from messages import message_of, says
 
 from ftkit.launch.ranks import rank_environment
+from ftkit.planning.gpus import CONTEXT_BYTES, WORKSPACE_BYTES, find_gpu
+from ftkit.planning.predict import Planned, plan_files
 from ftkit.recipe import devices
 from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
+from ftkit.runs.report.meters import ThroughputMeter
 from ftkit.strategies.strategy import set_arithmetic
+from ftkit.training.step import StepClock
 from ftkit.utils.accelerators import backends
 from ftkit.utils.accelerators.backends import AUTOLOAD
 from ftkit.utils.accelerators.kinds import DEVICE_KINDS
+from ftkit.utils.accelerators.use import compilations
 
 PAGED = "bitsandbytes.optim.PagedAdamW8bit"
 ONE_CHIP = Devices(accelerator="tpu", count=1, names=("TPU v5e",), memory_bytes=(16 * 2**30,))
@@ -223,9 +228,9 @@ def test_one_of_several_chips_is_used_and_the_plan_says_what_was_rehearsed() -> 
     recipe = Recipe(checkpoint_dir="model", precision="32-true")
     plan = make_plan(recipe, dataclasses.replace(ONE_CHIP, count=4))
     assert (plan.devices, plan.strategy) == (1, "single")
-    assert [says(notice, "rehearsed ... no TPU has run it yet") for notice in plan.notices] == [
-        True
-    ]
+    rehearsed, predicted = plan.notices
+    assert says(rehearsed, "rehearsed ... no TPU has run it yet")
+    assert says(predicted, "Memory of a TPU ... without ... layouts")
 
 
 def test_a_backend_that_cannot_start_is_refused_with_its_reason(
@@ -291,3 +296,52 @@ def test_float32_is_not_rounded_to_bfloat16_in_products(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     set_arithmetic(make_plan(Recipe(checkpoint_dir="model", **keys), found))
     assert asked == [expected]
+
+
+# --- What is measured of it ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The host as a kind that computes late; what it has compiled can be set."""
+    misses = [0]
+    facts = DEVICE_KINDS["tpu"]
+    row = dataclasses.replace(DEVICE_KINDS["cpu"], computes_late=facts.computes_late)
+    monkeypatch.setitem(DEVICE_KINDS, "cpu", row)
+    module = SimpleNamespace(_get_cache_misses=lambda: misses[0])
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return misses
+
+
+def test_parts_of_a_step_are_not_told_where_nothing_is_computed_before_its_end(
+    late: list[int],
+) -> None:
+    clock = StepClock(torch.device("cpu"))
+    clock.mark("forward")
+    assert clock.take() == {}
+    meter = ThroughputMeter()
+    meter.add(duration_s=2.0, tokens=10, samples=1, parts_s={})
+    times = meter.step_times()
+    assert (times.total, times.forward, times.other) == (2.0, None, None)
+
+
+def test_programs_that_a_device_compiles_are_counted(late: list[int]) -> None:
+    late[0] = 60
+    assert compilations(torch.device("cpu")) == 60
+
+
+@pytest.mark.slow
+def test_memory_of_a_tpu_is_predicted_without_what_cuda_takes() -> None:
+    """The same tensors as on a GPU, and none of its libraries."""
+
+    def planned(gpu: str) -> Planned:
+        keys = [("checkpoint_dir", "random:pythia-14m"), ("train.max_seq_length", "64")]
+        more = [("precision", "bf16-true"), ("train.padding_free", "false")]
+        return plan_files((), [*keys, *more], gpu=find_gpu(gpu))
+
+    tpu, gpu = planned("v5e"), planned("l4")
+    assert (tpu.plan.accelerator, gpu.plan.accelerator) == ("tpu", "cuda")
+    # But for CUDA's blocks of 512 bytes.
+    difference = gpu.memory.peak_bytes - tpu.memory.peak_bytes
+    assert difference == pytest.approx(WORKSPACE_BYTES, rel=0.01)
+    assert gpu.memory.high_bytes - tpu.memory.high_bytes > CONTEXT_BYTES
