@@ -30,7 +30,8 @@ def free_cached_memory() -> None:
     """Return the unused memory of torch's allocator to the device."""
     if (found := accelerator_in_use()) is not None:
         module: Any = torch.get_device_module(found)
-        module.empty_cache()
+        # Modules of torch's own kinds have it; others' only need what torch.accelerator calls.
+        getattr(module, "empty_cache", torch.accelerator.empty_cache)()
 
 
 def compilations(device: torch.device) -> int | None:

@@ -30,7 +30,7 @@ from ftkit.training.step import StepClock
 from ftkit.utils.accelerators import backends
 from ftkit.utils.accelerators.backends import AUTOLOAD
 from ftkit.utils.accelerators.kinds import DEVICE_KINDS
-from ftkit.utils.accelerators.use import compilations
+from ftkit.utils.accelerators.use import compilations, free_cached_memory
 
 PAGED = "bitsandbytes.optim.PagedAdamW8bit"
 ONE_CHIP = Devices(accelerator="tpu", count=1, names=("TPU v5e",), memory_bytes=(16 * 2**30,))
@@ -296,6 +296,17 @@ def test_float32_is_not_rounded_to_bfloat16_in_products(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     set_arithmetic(make_plan(Recipe(checkpoint_dir="model", **keys), found))
     assert asked == [expected]
+
+
+def test_cached_memory_is_freed_where_its_module_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.tpu has no empty_cache of its own."""
+    freed: list[str] = []
+    tpu = SimpleNamespace(type="tpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: tpu)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: freed.append("tpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
+    free_cached_memory()
+    assert freed == ["tpu"]
 
 
 # --- What is measured of it ----------------------------------------------------------------------
