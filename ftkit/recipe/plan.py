@@ -187,7 +187,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
     strategy, options, precision, notices = resolve_strategy(recipe, devices, count, nodes)
     notices += [devices.notice] * bool(devices.notice)
-    notices += _check_kind(devices, strategy, count, nodes)
+    notices += _check_kind(devices, strategy, count, nodes, trains=trains)
     RULES[strategy].check(recipe, precision, devices)
     shards = RULES[strategy].shards(options, count, nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
@@ -255,7 +255,9 @@ def _micro_batch(train: Train, notices: list[str]) -> tuple[int, int | None]:
     return min(size, batch), tokens
 
 
-def _check_kind(devices: Devices, strategy: StrategyName, count: int, nodes: int) -> list[str]:
+def _check_kind(
+    devices: Devices, strategy: StrategyName, count: int, nodes: int, *, trains: bool
+) -> list[str]:
     """Refuse strategies that a kind of device does not run; a notice for untested kinds."""
     kind = device_kind(devices.accelerator)
     if kind.strategies == ("single",) and count * nodes > 1:
@@ -280,7 +282,7 @@ def _check_kind(devices: Devices, strategy: StrategyName, count: int, nodes: int
     if kind.rehearsed_on:
         said = f"ftkit was rehearsed on {kind.rehearsed_on}, and no {kind.noun} has run it yet"
     notices = [f"accelerator is {kind.name}: {said}."]
-    if kind.unpredicted_memory:
+    if trains and kind.unpredicted_memory:
         notices.append(f"Memory of a {kind.noun} is predicted without {kind.unpredicted_memory}.")
     return notices
 
