@@ -52,6 +52,7 @@ KIND_OF: dict[str, Kind] = {
     "train.neftune_noise_alpha": "tunable",
     "train.ema_decay": "tunable",
     "train.max_norm": "tunable",
+    "train.decay_norms_and_biases": "tunable",
     "train.optimizer_in_backward": "hardware",
     "train.tie_embeddings": "fixed",
     "train.only": "fixed",

@@ -103,6 +103,9 @@ class Train:
     Empty: no average."""
     max_norm: float | None = None
     """Clip gradients to this global norm."""
+    decay_norms_and_biases: bool = True
+    """Whether optimizer.weight_decay also shrinks the weights of norms and all biases. False: they
+    do not decay, as in transformers' Trainer."""
     optimizer_in_backward: bool = False
     """Update each parameter as soon as its gradient is computed, and free the gradient: the
     gradients never exist all at once. Does not change the result. Needs single or fsdp, no

@@ -54,6 +54,7 @@ def make_optimizer(
     arguments: dict[str, Any],
     *,
     lora_plus_ratio: float | None = None,
+    decays_norms_and_biases: bool = True,
 ) -> Optimizer:
     """Create an optimizer over the trained parameters.
 
@@ -63,9 +64,10 @@ def make_optimizer(
         optimizer_class: from `resolve_optimizer`, or a class derived from it.
         arguments: from `resolve_optimizer`.
         lora_plus_ratio: learning rate of LoRA's matrices B, relative to that of A; None: equal.
+        decays_norms_and_biases: whether weight decay applies to them.
 
     Raises:
-        UserError: the class refuses its arguments.
+        UserError: the class refuses its arguments, or has no weight decay to leave out.
     """
     if optimizer_class is MuonWithAdamW:
         groups = _muon_groups(model)
@@ -73,6 +75,13 @@ def make_optimizer(
         groups = [{"params": trainable(model)}]
     else:
         groups = _lora_plus_groups(model, base_learning_rate(chosen), lora_plus_ratio)
+    if not decays_norms_and_biases:
+        if "weight_decay" not in inspect.signature(optimizer_class).parameters:
+            raise UserError(
+                "train.decay_norms_and_biases is false, but the optimizer "
+                f"{chosen['class_path']} has no weight_decay. Leave the key out."
+            )
+        groups = _sparing(groups, norms_and_biases(model))
     try:
         return optimizer_class(groups, **arguments)
     # RuntimeError: torch's error for `fused` together with `foreach` or `differentiable`, but also
@@ -92,6 +101,33 @@ def _lora_plus_groups(model: nn.Module, rate: float, ratio: float) -> list[dict[
     others = [p for name, p in named if ".lora_B." not in name]
     # The first group has the recipe's own rate, which is the one that reports show.
     return [{"params": others, "lr": rate}, {"params": of_b, "lr": rate * ratio}]
+
+
+def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
+    """Trained parameters that transformers' Trainer leaves out of weight decay."""
+    found = []
+    for prefix, module in model.named_modules():
+        # By the kind of layer: blocks name their norms differently in each implementation.
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            # Experts in one parameter have their biases in another, such as gate_up_proj_bias.
+            if parameter.requires_grad and (is_norm or "bias" in name):
+                found.append(parameter)
+    return found
+
+
+def _sparing(groups: list[dict[str, Any]], spared: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """The same groups, in which spared parameters are a group of their own that does not decay."""
+    without = set(spared)
+    parts = []
+    for group in groups:
+        decaying = [p for p in group["params"] if p not in without]
+        others = [p for p in group["params"] if p in without]
+        if decaying or not others:
+            parts.append(group | {"params": decaying})
+        if others:
+            parts.append(group | {"params": others, "weight_decay": 0.0})
+    return parts
 
 
 def resolve_optimizer(
@@ -225,30 +261,29 @@ class MuonWithAdamW(Optimizer):
         """Create both optimizers.
 
         Args:
-            params: parameters, or groups of them; AdamW takes all of a group with `is_hidden`
-                false, even its matrices.
+            params: parameters, or groups of them, which may have a `weight_decay` of their own;
+                AdamW takes all of a group with `is_hidden` false, even its matrices.
             lr: of both.
-            weight_decay: of both.
+            weight_decay: of both, for groups without their own.
             fused: whether to use torch's fused AdamW.
             **muon_arguments: other arguments of torch's Muon.
         """
         groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
-        matrices: list[Tensor] = []
-        others: list[Tensor] = []
+        matrices: dict[float, list[Tensor]] = {}
+        others: dict[float, list[Tensor]] = {}
         for group in groups:
+            decay: Any = group.get("weight_decay", weight_decay)
             for parameter in group["params"]:
                 is_matrix = parameter.ndim == 2 and group.get("is_hidden", True)
-                (matrices if is_matrix else others).append(parameter)
+                (matrices if is_matrix else others).setdefault(decay, []).append(parameter)
         # By default updates have the size of AdamW's, so that one learning rate suits both.
         arguments = {"adjust_lr_fn": "match_rms_adamw"} | muon_arguments
         parts: list[Optimizer] = []
         # An optimizer without parameters is refused by torch; a part of a model may have one kind.
         if matrices:
-            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **arguments)
-            parts.append(muon)
+            parts.append(torch.optim.Muon(_by_decay(matrices), lr=lr, **arguments))
         if others:
-            adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=fused or None)
-            parts.append(adamw)
+            parts.append(torch.optim.AdamW(_by_decay(others), lr=lr, fused=fused or None))
         self._parts = parts
         # The dictionaries of the groups are shared with both parts, so a new rate reaches them.
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -266,6 +301,10 @@ class MuonWithAdamW(Optimizer):
                 group for group in self.param_groups if uses_muon(group) == is_muon
             ]
             part.step()
+
+
+def _by_decay(parameters: dict[float, list[Tensor]]) -> list[dict[str, Any]]:
+    return [{"params": some, "weight_decay": decay} for decay, some in parameters.items()]
 
 
 def uses_muon(group: dict[str, Any]) -> bool:

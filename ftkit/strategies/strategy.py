@@ -234,6 +234,7 @@ class Strategy(ABC):
             self._over_shards(optimizer_class),
             arguments,
             lora_plus_ratio=recipe.lora_plus_ratio if isinstance(recipe, LoraRecipe) else None,
+            decays_norms_and_biases=recipe.train.decay_norms_and_biases,
         )
 
     def _over_shards(

@@ -370,7 +370,10 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
         saved_at=utc_now(),
         changes=[f"began with {run.program}; its checkpoint was {run.directory.name}"],
     )
-    decays_all = bool(recipe.optimizer["init_args"].get("weight_decay"))
+    decays_all = (
+        bool(recipe.optimizer["init_args"].get("weight_decay"))
+        and recipe.train.decay_norms_and_biases
+    )
     decay_lines = _decay_lines(state.groups, decays_all=decays_all)
     taken = f"taken over: {len(placed):,} tensors by name, step, the optimizer's state"
     if state.moments is None:
@@ -389,13 +392,14 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
 
 
 def _decay_lines(groups: Sequence[ParameterGroup], *, decays_all: bool) -> list[str]:
-    """Report line where weight decay left out parameters; ftkit's decays all of them."""
+    """Report line where weight decay left out parameters, and the recipe decays all of them."""
     decays = {float(group.settings.get("weight_decay") or 0.0) for group in groups}
     if len(decays) < 2 or not decays_all:
         return []
     spared = sum(len(group.names) for group in groups if not group.settings.get("weight_decay"))
     words = (
-        f"weight decay left out {spared:,} parameters (norms, biases), and is applied to all now"
+        f"weight decay left out {spared:,} parameters (norms, biases), and is applied to all now; "
+        "--train.decay_norms_and_biases false leaves them out"
     )
     return [words]
 

@@ -54,7 +54,8 @@ ROWS = rows_by_key(
     part("max_steps", "train.max_steps", None, "in the place of epochs, if it is smaller"),
     part("learning_rate", "optimizer.lr", None, ""),
     part("optimizer", "optimizer", "adamw_torch_fused", "by name"),
-    part("weight_decay", "optimizer.weight_decay", 0.0, ""),
+    part("weight_decay", ("optimizer.weight_decay", "train.decay_norms_and_biases"), 0.0,
+         "norms and biases do not decay"),
     part("adam_beta1", "optimizer.betas", 0.9, ""),
     part("adam_beta2", "optimizer.betas", 0.999, ""),
     part("adam_epsilon", "optimizer.eps", 1e-8, ""),
@@ -347,7 +348,6 @@ def _rates(r: Reading) -> None:
     trainer.optimizer(r, name, key="optimizer")
     if r.has("adam_eps"):
         r.recipe["optimizer"]["init_args"]["eps"] = number(r["adam_eps"])
-    trainer.decay_of_matrices(r, trains_all=r["adapter"] in OFF)
     kind = str(r["lr_scheduler"])
     trainer.schedule(r, kind, name="lr_scheduler")
     if (ratio := r["cosine_min_lr_ratio"]) and kind == "cosine":

@@ -131,7 +131,6 @@ ROWS = rows_by_key(
 
 
 def _finish(r: Reading) -> None:
-    is_full = r["finetuning_type"] == "full"
     if r["finetuning_type"] == "freeze":
         r.refuse("finetuning_type", "the last layers as a number")
     elif r["finetuning_type"] not in ("lora", "full"):
@@ -142,7 +141,6 @@ def _finish(r: Reading) -> None:
     micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
     trainer.batch(r, int(micro), int(accumulation))
     trainer.optimizer(r, str(r["optim"]))
-    trainer.decay_of_matrices(r, trains_all=is_full)
     kind = str(r["lr_scheduler_type"])
     trainer.schedule(r, kind)
     trainer.warm_up(r, kind)

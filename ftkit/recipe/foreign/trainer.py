@@ -57,7 +57,8 @@ def number(value: Any) -> Any:
 
 ROWS: list[Row] = [
     part("learning_rate", "optimizer.lr", 5e-5, ""),
-    part("weight_decay", "optimizer.weight_decay", 0.0, ""),
+    part("weight_decay", ("optimizer.weight_decay", "train.decay_norms_and_biases"), 0.0,
+         "norms and biases do not decay"),
     part("adam_beta1", "optimizer.betas", 0.9, ""),
     part("adam_beta2", "optimizer.betas", 0.999, ""),
     part("adam_epsilon", "optimizer.eps", 1e-8, ""),
@@ -200,6 +201,7 @@ def optimizer(
         betas = [number(reading["adam_beta1"] or 0.9), number(reading["adam_beta2"] or 0.999)]
         arguments |= {"betas": betas, "eps": number(reading["adam_epsilon"] or 1e-8)}
     reading.recipe["optimizer"] = {"class_path": class_path, "init_args": arguments}
+    reading.set(train__decay_norms_and_biases=False)
 
 
 OTHER_OPTIMIZERS = {
@@ -222,12 +224,6 @@ def local_data(path: Any) -> Any:
         return path
     found = [file for file in sorted(folder.iterdir()) if file.suffix in _DATA_ENDINGS]
     return str(found[0]) if len(found) == 1 else path
-
-
-def decay_of_matrices(reading: Reading, *, trains_all: bool) -> None:
-    """Refuse weight decay where the Trainer leaves norms and biases out of it."""
-    if trains_all and number(reading["weight_decay"]):
-        reading.refuse("weight_decay", "weight decay without norms and biases")
 
 
 def checkpoints(reading: Reading) -> None:

@@ -168,7 +168,6 @@ def _shared(r: Reading) -> None:
     micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
     trainer.batch(r, int(micro), int(accumulation))
     trainer.optimizer(r, str(r["optim"]))
-    trainer.decay_of_matrices(r, trains_all=not is_lora)
     kind = str(r["lr_scheduler_type"])
     trainer.schedule(r, kind)
     trainer.warm_up(r, kind)

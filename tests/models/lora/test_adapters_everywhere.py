@@ -20,6 +20,8 @@ KINDS: dict[str, tuple[tuple[str, Any], ...]] = {  # olora starts as pissa does
     "whole layers": (
         ("lora_modules_to_save", ("embed_tokens", "norm")),
         ("lora_plus_ratio", 4.0),
+        ("optimizer.weight_decay", 0.1),
+        ("train.decay_norms_and_biases", False),
         # One number of a matrix A has hardly a gradient in its first step: what is rounding below
         # Adam's usual eps of 1e-8 would become steps of 1e-5, on CPUs that add up in other orders.
         ("optimizer.eps", 1e-6),

@@ -129,6 +129,7 @@ def test_a_recipe_says_every_default_of_the_other_program(name: str) -> None:
     for key in (
         "train.global_batch_size", "train.max_seq_length", "train.max_norm", "train.epochs",
         "train.lr_schedule", "train.lr_ends", "train.min_lr", "seed", "precision", "data",
+        "train.decay_norms_and_biases",
     ):  # fmt: skip
         assert key in found, key
     arguments = found["optimizer"]["init_args"]
@@ -234,7 +235,6 @@ def test_devices_multiply_the_batch(name: str) -> None:
         ("axolotl", {"lisa_n_layers": 4}, "LISA"),
         ("axolotl", {"optimizer": "adamw_torch_4bit"}, "4-bit AdamW"),
         ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
-        ("axolotl", {"adapter": None, "weight_decay": 0.1}, "weight decay"),
         ("axolotl", {"plugins": ["some.where.Plugin"]}, "plugin some.where.Plugin"),
         ("axolotl", {"num_epochs": 1.5}, "a part of an epoch"),
         ("axolotl", {"made_up": 3}, "does not know"),
