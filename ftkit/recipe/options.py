@@ -20,7 +20,7 @@ from ftkit.utils.console.formatting import SIZE_UNITS, parse_size
 
 OutputFormat = Literal["table", "json"]
 Storage = Quantization | Literal["none"]
-Tool = Literal["axolotl", "llama-factory", "trl-sft", "trl-dpo"]
+Tool = Literal["axolotl", "llama-factory", "llama-factory-v1", "trl-sft", "trl-dpo"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 GgufNumbers = Literal["f32", "f16", "bf16", "q8_0"]
 

@@ -7,11 +7,12 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.recipe.foreign.axolotl import AXOLOTL
 from ftkit.recipe.foreign.llama_factory import LLAMA_FACTORY
+from ftkit.recipe.foreign.llama_factory_v1 import LLAMA_FACTORY_V1
 from ftkit.recipe.foreign.table import Kind, Program, Row, Translation, translate
 from ftkit.recipe.foreign.trl import TRL_DPO, TRL_SFT
 
 # Those with more marks come first: a file of trl dpo has all that one of trl sft has.
-PROGRAMS = (TRL_DPO, TRL_SFT, LLAMA_FACTORY, AXOLOTL)
+PROGRAMS = (TRL_DPO, TRL_SFT, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL)
 BY_SHORT_NAME = {program.short: program for program in PROGRAMS}
 
 

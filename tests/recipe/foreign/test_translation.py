@@ -30,9 +30,16 @@ FACTORY: dict[str, Any] = {
     "template": "llama3",
     "dataset": "own",
 }
+FACTORY_V1: dict[str, Any] = {"model": "org/base", "train_dataset": "sets.yaml"}
 SFT: dict[str, Any] = {"model_name_or_path": "org/base", "dataset_name": "org/data"}
 DPO: dict[str, Any] = {**SFT, "beta": 0.2}
-FILES = {"axolotl": AXOLOTL, "llama-factory": FACTORY, "trl-sft": SFT, "trl-dpo": DPO}
+FILES = {
+    "axolotl": AXOLOTL,
+    "llama-factory": FACTORY,
+    "llama-factory-v1": FACTORY_V1,
+    "trl-sft": SFT,
+    "trl-dpo": DPO,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +49,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     named = {"own": {"file_name": "own.json"}, "chats": {"file_name": "chats.json",
              "formatting": "sharegpt", "columns": {"messages": "talk"}}}  # fmt: skip
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(named))
+    sets = {"own": {"path": "data/own.json", "source": "local", "converter": "alpaca"}}
+    (tmp_path / "sets.yaml").write_text(yaml.safe_dump(sets))
+    pairs = {"pairs": {"path": "org/pairs", "split": "train_prefs", "converter": "pair"}}
+    (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(pairs))
+    sized = {"own": sets["own"] | {"size": 50}, "weighted": sets["own"] | {"weight": 2.0}}
+    (tmp_path / "sized.yaml").write_text(yaml.safe_dump(sized))
+    talks = {"talks": sets["own"] | {"converter": "sharegpt"}}
+    (tmp_path / "talks.yaml").write_text(yaml.safe_dump(talks))
     for name in ("own", "chats"):
         (tmp_path / f"data/{name}.json").write_text('[{"instruction": "a", "output": "b"}]')
     return tmp_path
@@ -147,6 +162,10 @@ def test_a_recipe_says_every_default_of_the_other_program(name: str) -> None:
         ("llama-factory", {"train.global_batch_size": 8, "train.epochs": 3, "lora_r": 8,
                            "train.max_seq_length": 2048, "train.lr_schedule": "linear",
                            "lora_alpha": 16, "lora_targets": "all-linear", "lora_dropout": 0.0}),
+        ("llama-factory-v1", {"train.global_batch_size": 1, "train.epochs": 3,
+                              "train.max_seq_length": 2048, "train.lr_schedule": "constant",
+                              "train.decay_norms_and_biases": True, "precision": "32-true",
+                              "train.max_norm": 1.0, "train.lr_warmup_steps": 0}),
         ("trl-sft", {"train.global_batch_size": 8, "train.max_seq_length": 1024,
                      "train.lr_schedule": "linear", "memory.activation_checkpointing": True}),
         ("trl-dpo", {"train.global_batch_size": 8, "train.max_seq_length": 1024}),
@@ -158,7 +177,8 @@ def test_absent_keys_have_the_other_programs_defaults(name: str, defaults: dict[
 
 
 @pytest.mark.parametrize(
-    ("name", "lr"), [("llama-factory", 5e-5), ("trl-sft", 2e-5), ("trl-dpo", 1e-6)]
+    ("name", "lr"),
+    [("llama-factory", 5e-5), ("llama-factory-v1", 1e-4), ("trl-sft", 2e-5), ("trl-dpo", 1e-6)],
 )
 def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
     assert keys_of(FILES[name])["optimizer"]["init_args"]["lr"] == lr
@@ -206,6 +226,17 @@ def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any])
         (FACTORY, {"quantization_bit": 4, "double_quantization": False}, {"quantize": "bnb.nf4"}),
         (FACTORY, {"use_dft_loss": True}, {"objective": "dft"}),
         (FACTORY, {"warmup_ratio": 0.1, "max_steps": 15}, {"train.lr_warmup_steps": 2}),
+        (FACTORY_V1, {"peft_config": {"name": "lora"}},
+         {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "lora_targets": "all-linear"}),
+        (FACTORY_V1, {"dist_config": {"name": "fsdp2"}}, {"precision": "bf16-mixed"}),
+        (FACTORY_V1, {"micro_batch_size": 2, "global_batch_size": 8},
+         {"train.global_batch_size": 8, "train.micro_batch_size": 2}),
+        (FACTORY_V1, {"batching_strategy": "dynamic_padding_free", "micro_batch_size": 2},
+         {"train.global_batch_tokens": 4096, "train.micro_batch_size": None}),
+        (FACTORY_V1, {"peft_config": {"name": "lora"}, "quant_config": {"name": "bnb"}},
+         {"quantize": "bnb.nf4-dq"}),
+        (FACTORY_V1, {"train_dataset": "pairs.yaml"}, {"objective": "dpo"}),
+        (FACTORY_V1, {"train_dataset": "pairs.yaml", "pref_loss": "simpo"}, {"objective": "simpo"}),
         (SFT, {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 4},
          {"lora_r": 4, "lora_targets": "all-linear", "lora_alpha": 32}),
         (SFT, {"packing": True, "max_length": 512}, {"train.global_batch_tokens": 4096}),
@@ -241,6 +272,9 @@ def test_devices_multiply_the_batch(name: str) -> None:
         ("llama-factory", {"finetuning_type": "oft"}, "OFT"),
         ("llama-factory", {"use_galore": True}, "GaLore"),
         ("llama-factory", {"dataset": "unheard"}, "not in data/dataset_info.json"),
+        ("llama-factory-v1", {"train_dataset": "talks.yaml"}, "one sample for each turn"),
+        ("llama-factory-v1", {"peft_config": {"name": "freeze"}}, "the last layers"),
+        ("llama-factory-v1", {"optim_config": {"name": "muon"}}, "Muon of other authors"),
         ("trl-sft", {"dataset_streaming": True}, "streaming"),
         ("trl-sft", {"use_peft": True}, "lora_target_modules"),
         ("trl-dpo", {"f_divergence_type": "js_divergence"}, "divergence"),
@@ -296,6 +330,14 @@ def test_a_difference_is_accepted_only_of_a_file_of_another_program() -> None:
     file = write({"checkpoint_dir": "x"})
     with pytest.raises(UserError, match=key_words("--without qat")):
         read_recipe([file], terms=Terms(without=("qat",)))
+
+
+def test_sizes_and_weights_of_data_sets_become_those_of_sources() -> None:
+    found = translation(FACTORY_V1, train_dataset="sized.yaml")
+    first, second = found.recipe["data"]["init_args"]["sources"]
+    assert (first["samples"], second["weight"]) == (50, 2.0)
+    assert any("repetitions" in difference for difference in found.differs)
+    read_recipe([write(FACTORY_V1 | {"train_dataset": "sized.yaml"})])
 
 
 def test_data_sets_of_llama_factory_are_found_by_name() -> None:

@@ -1,0 +1,300 @@
+"""YAML files of LLaMA-Factory's newer format (`model`, `train_dataset`), as version 0.9.5 reads it.
+
+Its trainer is not transformers': constant rates, torch's AdamW with its defaults, and a step's loss
+divided by the label tokens of the step.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.recipe.foreign import trainer
+from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
+from ftkit.recipe.foreign.trainer import COST, LAYOUT, ON_RESUME, REMOTE_CODE, SHOWN, number
+from ftkit.utils.yaml_files import load_yaml
+
+_LORA: dict[str, Any] = {
+    "r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "target_modules": "all",
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "adapter_name_or_path": None,
+}
+"""Keys of peft_config that train, and what is done without them."""
+_EXPORT = {"name", "export_dir", "export_size", "export_hub_model_id", "infer_dtype",
+           "export_legacy_format"}  # fmt: skip
+_QUANT: dict[str, Any] = {
+    "quantization_bit": 4,
+    "double_quantization": True,
+    "quantization_type": "nf4",
+    "compute_dtype": "float16",
+}
+_DATA = {"path", "source", "split", "converter", "size", "weight", "streaming"}
+"""Keys of a data set that are read."""
+
+ROWS = rows_by_key(
+    same("model", "checkpoint_dir", "Qwen/Qwen3-4B-Instruct-2507"),
+    part("train_dataset", ("data.path", "data.sources", "objective"), None,
+         "a data set, or a file that lists some; pairs are trained by dpo"),
+    same("output_dir", "out_dir", "outputs/llama-factory", "its own name has random characters"),
+    part("custom_chat_template", "data.chat_template", None, "without it the model's own"),
+    part("peft_config", ("lora_r", "lora_alpha", "lora_dropout", "lora_targets", "adapter"), None,
+         "name: lora; without it full fine-tuning"),
+    part("quant_config", "quantize", None, "name: bnb or auto"),
+    part("micro_batch_size", ("train.global_batch_size", "train.micro_batch_size"), 1,
+         "without global_batch_size a step takes this x devices"),
+    part("global_batch_size", "train.global_batch_size", None, "of all devices"),
+    same("cutoff_len", "train.max_seq_length", 2048),
+    part("batching_strategy", ("train.global_batch_size", "train.global_batch_tokens"), "normal",
+         "dynamic_*: a step takes samples up to micro_batch_size x cutoff_len tokens"),
+    part("learning_rate", "optimizer.lr", 1e-4, "constant, without warm-up"),
+    part("optim_config", "optimizer", None, "without it AdamW, weight decay 0.01 of everything"),
+    part("num_train_epochs", "train.epochs", 3, "whole numbers"),
+    part("max_steps", "train.max_steps", None, "in the place of epochs"),
+    same("max_grad_norm", "train.max_norm", 1.0, value=number),
+    part("bf16", "precision", True, "bf16-mixed"),
+    part("enable_activation_checkpointing", "memory.activation_checkpointing", True, ""),
+    same("seed", "seed", 42),
+    part("save_steps", "train.save_interval", None, ""),
+    part("save_epochs", "train.save_interval_epochs", None, ""),
+    same("save_total_limit", "checkpoint.keep_last", None, "ftkit keeps 3 by default",
+         value=lambda x: max(1, int(x))),
+    part("pref_loss", "objective.loss", "sigmoid", "sigmoid, orpo, simpo"),
+    part("pref_beta", "objective.beta", 0.1, ""),
+    part("pref_ftx", "objective.sft_weight", 0.0, ""),
+    part("simpo_gamma", "objective.margin", 0.5, ""),
+    part("dpo_label_smoothing", "objective.label_noise", 0.0, "loss: conservative"),
+    *idle("LLaMA-Factory does not read it either", "eval_dataset"),
+    *idle(REMOTE_CODE, "trust_remote_code"),
+    *idle(ON_RESUME, "resume_from_checkpoint"),
+    *idle(COST, "flash_attn", "kernel_config", "init_config", "batching_workers",
+          "full_determinism"),
+    *idle(LAYOUT, "dist_config", "dp_size", "cp_mode", "mp_replicate_size", "mp_shard_size",
+          "dist_timeout"),
+    part("cp_size", "train.global_batch_size", 1, "so many devices train on the same samples"),
+    *idle("ftkit's checkpoints continue on any devices", "save_ckpt_as_hf"),
+    *idle(SHOWN, "logging_steps"),
+    *idle("answers, not training", "sample_backend", "max_new_tokens"),
+    *missing("models that are no language models", "model_class", harmless=("llm",)),
+    *missing("settings of the schedule", "lr_scheduler_config"),
+    *missing("log-probabilities that weigh the length", "ld_alpha"),
+)  # fmt: skip
+
+
+def _finish(r: Reading) -> None:
+    is_lora = _adapter(r)
+    steps, epochs = number(r["max_steps"]), number(r["num_train_epochs"])
+    if steps is not None and steps > 0:
+        r.set(train__max_steps=int(steps))
+        r.empty("train.epochs")
+    elif epochs != int(epochs):
+        r.refuse("num_train_epochs", "a part of an epoch")
+    else:
+        r.set(train__epochs=int(epochs))
+    _batch(r)
+    if r["optim_config"]:
+        name = dict(r["optim_config"]).get("name")
+        r.refuse("optim_config", "Muon of other authors" if name == "muon" else "optimizer")
+    # The defaults of torch's AdamW, of which the file can set the rate alone.
+    arguments = {"lr": number(r["learning_rate"]), "weight_decay": 0.01, "betas": [0.9, 0.999],
+                 "eps": 1e-8}  # fmt: skip
+    r.recipe["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": arguments}
+    r.set(train__decay_norms_and_biases=True, train__lr_schedule="constant", train__min_lr=0.0)
+    r.set(train__lr_ends="around", train__lr_warmup_steps=0)
+    trainer.checkpointing(r, r["enable_activation_checkpointing"])
+    # Without dist_config nothing casts: full fine-tuning computes in float32, an adapter in the
+    # dtype of its model.
+    is_half = r["bf16"] if r.values.get("dist_config") else is_lora
+    r.set(precision="bf16-mixed" if is_half else "32-true")
+    if epochs := number(r["save_epochs"]):
+        r.recipe["train.save_interval_epochs"] = float(epochs)
+    else:
+        r.recipe["train.save_interval"] = r["save_steps"]
+    r.recipe["eval.interval"] = 0
+    r.empty("checkpoint.save_every")
+    pairs = _data(r)
+    if pairs:
+        _preference(r)
+
+
+def _adapter(r: Reading) -> bool:
+    """Set the adapter; returns whether there is one."""
+    config = r["peft_config"]
+    if not config:
+        if r["quant_config"]:
+            r.refuse("quant_config", "a quantised model that is trained whole")
+        return False
+    if config.get("name") == "freeze":
+        r.refuse("peft_config", "the last layers as a number")
+        return False
+    if config.get("name") != "lora":
+        r.refuse("peft_config", str(config.get("name")).upper())
+    for key in config.keys() - _LORA.keys() - _EXPORT:
+        r.refuse(f"peft_config.{key}", "a key that ftkit does not know of LLaMA-Factory")
+    given = _LORA | {key: value for key, value in config.items() if value is not None}
+    r.set(lora_r=int(given["r"]), lora_alpha=given["lora_alpha"])
+    r.set(lora_dropout=number(given["lora_dropout"]))
+    targets = given["target_modules"]
+    names = [targets] if isinstance(targets, str) else targets
+    r.set(lora_targets="all-linear" if names == ["all"] else names)
+    r.set(lora_variant="dora" if given["use_dora"] else "rslora" if given["use_rslora"] else "lora")
+    r.set(lora_modules_to_save=given["modules_to_save"])
+    adapters = given["adapter_name_or_path"]
+    r.set(adapter=adapters[0] if isinstance(adapters, list) else adapters)
+    if r["quant_config"]:
+        quant = _QUANT | {k: v for k, v in r["quant_config"].items() if v is not None}
+        double = "-dq" if quant["double_quantization"] else ""
+        is_8_bit = quant["quantization_bit"] == 8
+        r.set(quantize="bnb.int8" if is_8_bit else f"bnb.{quant['quantization_type']}{double}")
+        if str(quant["compute_dtype"]) != "bfloat16" and not is_8_bit:
+            r.tell(
+                f"quant_config: LLaMA-Factory computes 4-bit layers in {quant['compute_dtype']}, "
+                "ftkit in the precision of the recipe"
+            )
+    return True
+
+
+def _batch(r: Reading) -> None:
+    micro = int(r["micro_batch_size"])
+    ranks = max(1, r.ranks // int(r["cp_size"]))
+    total = r["global_batch_size"]
+    if total is not None and int(total) % (micro * ranks):
+        r.refuse("global_batch_size", f"no whole number of {micro} samples on {ranks} devices")
+    size = micro * ranks if total is None else int(total)
+    r.set(
+        train__global_batch_size=size,
+        train__micro_batch_size=micro,
+        train__step_ends_with_epoch=True,
+    )
+    if size > 1:
+        r.tell(
+            "samples at the end of an epoch that do not fill a step: LLaMA-Factory leaves them "
+            "out, in ftkit they are a smaller step"
+        )
+    strategy = str(r["batching_strategy"])
+    if strategy.startswith("dynamic"):
+        length = int(r["cutoff_len"])
+        r.set(train__global_batch_tokens=size * length, train__micro_batch_tokens=micro * length)
+        r.empty("train.micro_batch_size")
+        if strategy == "dynamic_batching":
+            r.tell(
+                "batching_strategy: LLaMA-Factory counts padding too, so its steps have fewer "
+                "samples than these"
+            )
+    elif strategy not in ("normal", "padding_free"):
+        r.refuse("batching_strategy", f"the batches {strategy}")
+
+
+def _data(r: Reading) -> bool:
+    """Set the data; returns whether they are pairs."""
+    r.recipe["data"] = {"class_path": "JSON", "init_args": {}}
+    name = r["train_dataset"]
+    infos: Any = {"default": {"path": name, "source": "local"}}
+    if str(name).endswith((".yaml", ".yml")):
+        try:
+            infos = load_yaml(Path(name))
+        except (OSError, UserError):
+            r.refuse("train_dataset", f"{name} cannot be read here")
+            return False
+    entries = [dict(entry) for entry in infos.values()]
+    sources = [_source(r, entry) for entry in entries]
+    are_pairs = {entry.get("converter") == "pair" for entry in entries}
+    if len(are_pairs) > 1:
+        r.refuse("train_dataset", "conversations and pairs together")
+    pairs = are_pairs == {True}
+    options: dict[str, Any] = {
+        "chat_template": r["custom_chat_template"] or "tokenizer",
+        "overlong": "truncate",
+        "val_split_fraction": 0.0,
+    }
+    if not pairs:
+        options["train_on"] = "last"
+    model = str(r["model"]).lower()
+    if r.has("custom_chat_template") or "qwen3" not in model or "2507" in model:
+        r.tell(
+            "answers without thinking: LLaMA-Factory renders them with enable_thinking false; if "
+            "the template reads it, add --data.chat_template_kwargs.enable_thinking false"
+        )
+    else:  # ftkit refuses a value that the template does not read
+        options["chat_template_kwargs"] = {"enable_thinking": False}
+    alone = len(sources) == 1 and not sources[0].keys() & {"samples", "weight"}
+    options |= sources[0] if alone else {"sources": sources}
+    r.recipe["data"]["init_args"] = options
+    r.tell("answers: LLaMA-Factory also trains what the template has behind their end, such as a "
+           "line end; ftkit ends with the answer")  # fmt: skip
+    if pairs:
+        r.tell("cutoff_len: LLaMA-Factory cuts both answers of a pair together, ftkit each")
+    return pairs
+
+
+def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
+    for key in entry.keys() - _DATA:
+        r.refuse("train_dataset", f"the setting {key} of a data set")
+    source: dict[str, Any] = {"path": trainer.local_data(entry.get("path"))}
+    split = entry.get("split") or "train"
+    if split != "train":
+        source["split"] = split
+    converter = entry.get("converter")
+    if converter == "alpaca":
+        r.tell(
+            "train_dataset: the input of an instruction stands below it behind an empty line, in "
+            "LLaMA-Factory right behind it"
+        )
+    elif converter == "sharegpt":
+        r.refuse("train_dataset", "one sample for each turn of a conversation")
+    elif converter != "pair":
+        why = "records of LLaMA-Factory's newer format"
+        r.refuse("train_dataset", "images or audio in training" if _has_media(source) else why)
+    for theirs, ours in (("size", "samples"), ("weight", "weight")):
+        if entry.get(theirs):
+            source[ours] = entry[theirs]
+            r.tell(
+                f"{theirs} of a data set: LLaMA-Factory draws the records once, with repetitions; "
+                "in ftkit no record comes again before all others of its source have come"
+            )
+    # Where its records come from does not change them: `streaming` has no effect.
+    return source
+
+
+def _has_media(source: dict[str, Any]) -> bool:
+    """Whether the first record of a file has an image, a video or a sound in a message."""
+    file = Path(str(source["path"]))
+    if not file.is_file():
+        return False
+    with file.open(encoding="utf-8") as stream:
+        first = stream.readline()
+    return any(f'"{kind}_url"' in first for kind in ("image", "video", "audio"))
+
+
+def _preference(r: Reading) -> None:
+    loss, beta = str(r["pref_loss"]), number(r["pref_beta"])
+    noise, sft = number(r["dpo_label_smoothing"]), number(r["pref_ftx"])
+    options: dict[str, Any]
+    if loss == "orpo":
+        name, options = "orpo", {"weight": beta}
+    elif loss == "simpo":
+        name, options = "simpo", {"beta": beta, "margin": number(r["simpo_gamma"]) / beta}
+    else:
+        kind = "conservative" if noise else "sigmoid"
+        name, options = "dpo", {"loss": kind, "beta": beta, "label_noise": noise, "sft_weight": sft}
+    if name != "dpo" and sft not in OFF:
+        r.refuse("pref_ftx", "a further loss beside that of pairs")
+    r.recipe["objective"] = {"class_path": name, "init_args": options}
+    if r.recipe["train.global_batch_size"] > 1:
+        r.tell(
+            "pairs: LLaMA-Factory weighs micro-batches of a step by their tokens, ftkit every pair "
+            "equally"
+        )
+
+
+LLAMA_FACTORY_V1 = Program(
+    name="LLaMA-Factory (newer format)",
+    short="llama-factory-v1",
+    marks=(frozenset({"model", "train_dataset"}),),
+    rows=ROWS,
+    finish=_finish,
+)
+"""`llamafactory-cli sft` and `dpo` of its newer code."""
