@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -161,12 +161,15 @@ def outline(
     return model.to(dtype)
 
 
-def trained_router_loss(architecture: Architecture, coefficient: float | None) -> RouterLoss | None:
+def trained_router_loss(
+    architecture: Architecture, coefficient: float | Literal["model"] | None
+) -> RouterLoss | None:
     """Return the auxiliary loss of routers for training; None: there is none.
 
     Args:
         architecture: of the model.
-        coefficient: of the loss; 0: train without it. None: as the model's settings say.
+        coefficient: of the loss; 0: train without it. model: that of the model's settings. None: as
+            these say.
 
     Raises:
         UserError: the loss is required, but not known.
@@ -183,7 +186,9 @@ def trained_router_loss(architecture: Architecture, coefficient: float | None) -
         if coefficient is None:
             setting = "output_router_logits of config.json is true"
         raise UserError(f"{setting}, but {name} has {has}. Try --router_aux_loss_coef 0.")
-    return known if coefficient is None else dataclasses.replace(known, coefficient=coefficient)
+    if coefficient is None or coefficient == "model":
+        return known
+    return dataclasses.replace(known, coefficient=coefficient)
 
 
 def _keep_only_the_input(

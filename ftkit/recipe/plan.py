@@ -489,7 +489,7 @@ def _check_numbers(recipe: Recipe) -> None:
         ),
         (
             "router_aux_loss_coef",
-            recipe.router_aux_loss_coef,
+            None if recipe.router_aux_loss_coef == "model" else recipe.router_aux_loss_coef,
             _at_least_0,
             "be finite and not negative",
             "0.001",

@@ -322,11 +322,11 @@ class Recipe:
     """Kernels for norms, gated MLPs, rotary embeddings and the loss. liger: Liger-Kernel, which
     needs less memory (CUDA; pip install 'ftkit[liger]'). auto: torch, until Liger-Kernel has been
     measured with ftkit on a GPU."""
-    router_aux_loss_coef: float | None = None
+    router_aux_loss_coef: float | Literal["model"] | None = None
     """Weight of the auxiliary loss that makes routers spread tokens evenly over experts, as the
-    model defines it, over all tokens of a step; 0: no such loss. With several micro-batches per
-    step, one more forward pass of each counts the choices. Default: as in config.json, if
-    output_router_logits is true."""
+    model defines it, over all tokens of a step; 0: no such loss; model: that of config.json. With
+    several micro-batches per step, one more forward pass of each counts the choices. Default: as in
+    config.json, if output_router_logits is true."""
     data: Component = field(
         default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
     )

@@ -8,7 +8,14 @@ import torch
 from rank_jobs import NO_EVALUATION, Case, Outcome, make_run
 
 Changes = tuple[tuple[str, Any], ...]
-TOKENS: Changes = (*NO_EVALUATION, ("train.global_batch_tokens", 500), ("train.epochs", 2))
+TOKENS: Changes = (
+    *NO_EVALUATION,
+    ("train.global_batch_tokens", 500),
+    ("train.epochs", 2),
+    # Groups of parameters, which every layout and resume must have too.
+    ("optimizer.weight_decay", 0.3),
+    ("train.decay_norms_and_biases", False),
+)
 ROWS: Changes = (("train.micro_batch_size", None), ("train.micro_batch_tokens", 250))
 PADDED: Changes = (("train.micro_batch_size", 3), ("train.padding_free", False))
 CASES = {

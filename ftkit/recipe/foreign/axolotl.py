@@ -117,7 +117,8 @@ ROWS = rows_by_key(
     part("center_rewards_coefficient", "objective.center_weight", None, ""),
     part("use_eaft", "objective", False, "eaft"),
     part("eaft_alpha", "objective.alpha", 1.0, ""),
-    part("model_config", "router_aux_loss_coef", None, "output_router_logits"),
+    part("model_config", "router_aux_loss_coef", None,
+         "output_router_logits: the weight that config.json has"),
     part("plugins", "kernels", None, "kernels have no effect on what is learned"),
     part("special_tokens", "checkpoint_dir", None, "those of the model; padding is never computed"),
     *idle("the model's config.json says it", "model_type", "tokenizer_type",
@@ -167,7 +168,7 @@ ROWS = rows_by_key(
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gc_steps", "gpu_memory_limit",
           "experimental_skip_move_to_device", "torchdistx_path", "resize_token_embeddings_to_32x",
           "multipack_real_batches", "batch_flattening", "streaming_multipack_buffer_size",
-          "pretrain_multipack_attn", "auto_find_batch_size", "llama4_linearized_experts"),
+          "auto_find_batch_size", "llama4_linearized_experts"),
     *idle(LAYOUT, "fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type", "deepspeed",
           "ddp", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "local_rank",
           "world_size", "device_map", "device", "max_memory", "dp_shard_size", "dp_replicate_size",
@@ -183,7 +184,10 @@ ROWS = rows_by_key(
     *idle("see model_quantization_config", "model_quantization_config_kwargs"),
     *missing("images or audio in training", "processor_type", "freeze_mm_modules"),
     *idle("only with images", "skip_prepare_dataset", "image_size", "image_resize_algorithm"),
-    *missing("streaming data", "pretraining_dataset", "streaming"),
+    part("pretraining_dataset", ("data.path", "data.sources"), None,
+         "documents, with sample_packing"),
+    part("pretrain_multipack_attn", "train.padding_free", True, "no attention between documents"),
+    *idle("how data are read does not change them", "streaming"),
     *missing("further test data", "test_datasets"),
     *missing("dropping short samples", "min_sample_len"),
     *missing("dropping equal samples", "dataset_exact_deduplication"),
@@ -201,7 +205,8 @@ ROWS = rows_by_key(
     *missing("a constant end of the learning rate", "cosine_constant_lr_ratio"),
     *missing("learning-rate restarts", "jagged_restart_steps", "jagged_restart_warmup_steps",
              "jagged_restart_anneal_steps"),
-    *missing("settings of the schedule", "lr_scheduler_kwargs", "eta_min", "lr_div_factor"),
+    *missing("settings of the schedule", "lr_scheduler_kwargs", "lr_div_factor"),
+    *idle("axolotl does not read it", "eta_min"),
     *missing("settings of the optimizer", "optim_args", "optim_target_modules"),
     *missing("quantisation-aware training", "qat"),
     *missing("quantisation after training", "quantization"),
@@ -252,8 +257,12 @@ def _finish(r: Reading) -> None:
         r.refuse("tokenizer_config", "a tokenizer of another model")
     if r.has("revision_of_model"):
         r.refuse("revision_of_model", "a version of a hub model")
-    if r.has("model_config"):
-        r.refuse("model_config", "changes of config.json; see --router_aux_loss_coef")
+    changes = dict(r["model_config"] or {})
+    asks = changes.pop("output_router_logits", None)
+    if changes:
+        r.refuse("model_config", "changes of config.json")
+    if asks is not None:
+        r.set(router_aux_loss_coef="model" if asks else 0.0)
 
 
 def _adapter(r: Reading) -> None:
@@ -403,7 +412,7 @@ def _objective(r: Reading) -> None:
 
 
 def _data(r: Reading) -> None:
-    entries = r["datasets"] or []
+    entries = r["datasets"] or _documents(r)
     sources = [_source(r, entry) for entry in entries if isinstance(entry, dict)]
     if not sources:
         r.refuse("datasets", "no datasets")
@@ -430,6 +439,25 @@ def _data(r: Reading) -> None:
     if r.has("chat_template_kwargs"):
         options["chat_template_kwargs"] = r.recipe.pop("data.chat_template_kwargs")
     r.recipe["data"] = {"class_path": "JSON", "init_args": options}
+
+
+def _documents(r: Reading) -> list[dict[str, Any]]:
+    """pretraining_dataset as entries of datasets."""
+    given = r["pretraining_dataset"]
+    if not given:
+        return []
+    if not r["sample_packing"] or not r["pretrain_multipack_attn"]:
+        r.refuse("pretraining_dataset", "attention from one document to another")
+    r.tell(
+        "pretraining_dataset: pieces of a document that is longer than sequence_len overlap by "
+        "256 tokens in axolotl, and not in ftkit"
+    )
+    entries = [{"path": given}] if isinstance(given, str) else given
+    return [
+        {"type": "pretrain"}
+        | {("field" if key == "text_column" else key): value for key, value in entry.items()}
+        for entry in entries
+    ]
 
 
 def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
@@ -461,7 +489,7 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kind, dict):
         source |= _own_format(r, kind, columns)
     elif r["rl"] not in OFF or r["reward_model"]:
-        source |= _of_pairs(r, str(kind), entry)
+        source |= _of_pairs(r, str(kind), entry, columns)
     elif kind in (None, "chat_template"):
         source["chat_template"] = _template(r, entry)
         source["train_on"] = _trained(r, entry)
@@ -530,13 +558,21 @@ def _own_format(r: Reading, kind: dict[str, Any], columns: dict[str, str]) -> di
     return {"prompt_style": text, "mask_prompt": not r["train_on_inputs"]}
 
 
-def _of_pairs(r: Reading, kind: str, entry: dict[str, Any]) -> dict[str, Any]:
+def _of_pairs(
+    r: Reading, kind: str, entry: dict[str, Any], columns: dict[str, str]
+) -> dict[str, Any]:
     """Preference data: conversations as the template renders them."""
     head, _, form = kind.partition(".")
     if head == "bradley_terry":
         head, form = form, "default"
-    if head not in ("chat_template", "chatml", "llama3") or form not in ("default", ""):
+    # Pairs of conversations, whose question axolotl takes from the chosen one.
+    is_pairs = r["rl"] == "orpo" and kind == "chat_template.argilla"
+    is_labelled = r["rl"] == "kto" and head in _TEMPLATES and form == "ultra"
+    is_usual = head in ("chat_template", "chatml", "llama3") and form in ("default", "")
+    if not (is_usual or is_pairs or is_labelled):
         r.refuse("datasets.type", f"the preference format {kind}")
+    if is_labelled:  # texts, which the template turns into a conversation
+        columns |= {"instruction": "prompt", "output": "completion"}
     for name in ("chosen", "rejected"):
         if entry.get(f"field_{name}", name) != name:
             r.refuse(f"datasets.field_{name}", "names of the columns of pairs")

@@ -214,6 +214,8 @@ def test_config_json_decides_if_a_recipe_has_no_coefficient() -> None:
     plain = architecture_of("mixtral", router_aux_loss_coef=0.02)
     requiring = architecture_of("mixtral", router_aux_loss_coef=0.02, output_router_logits=True)
     assert trained_router_loss(plain, None) is None
+    asked_for = trained_router_loss(plain, "model")
+    assert asked_for is not None and asked_for.coefficient == 0.02
     by_model = trained_router_loss(requiring, None)
     assert by_model is not None and by_model.coefficient == 0.02
     by_recipe = trained_router_loss(requiring, 0.5)

@@ -207,6 +207,12 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"bf16": "auto", "adapter": None}, {"precision": "bf16-true"}),
         ({"cosine_min_lr_ratio": 0.1}, {"train.min_lr": 2e-5}),
         ({"peft_use_rslora": True}, {"lora_variant": "rslora"}),
+        ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": "model"}),
+        ({"rl": "orpo", "datasets": [{"path": "d", "type": "chat_template.argilla"}]},
+         {"objective": "orpo"}),
+        ({"rl": "kto", "datasets": [{"path": "d", "type": "llama3.ultra"}]}, {"objective": "kto"}),
+        ({"datasets": ..., "pretraining_dataset": "d", "sample_packing": True, "max_steps": 9,
+          "sequence_len": 1024}, {"train.global_batch_tokens": 1024, "data": "JSON"}),
     ],
 )  # fmt: skip
 def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -268,6 +274,8 @@ def test_devices_multiply_the_batch(name: str) -> None:
         ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
         ("axolotl", {"plugins": ["some.where.Plugin"]}, "plugin some.where.Plugin"),
         ("axolotl", {"num_epochs": 1.5}, "a part of an epoch"),
+        ("axolotl", {"model_config": {"sliding_window": 9}}, "changes of config.json"),
+        ("axolotl", {"datasets": ..., "pretraining_dataset": "d"}, "one document to another"),
         ("axolotl", {"made_up": 3}, "does not know"),
         ("llama-factory", {"finetuning_type": "oft"}, "OFT"),
         ("llama-factory", {"use_galore": True}, "GaLore"),
@@ -283,7 +291,7 @@ def test_devices_multiply_the_batch(name: str) -> None:
 def test_what_changes_what_is_learned_is_refused_by_name_or_accepted(
     name: str, keys: dict[str, Any], missing: str
 ) -> None:
-    (key,) = keys.keys() - {"adapter"}
+    (key,) = keys.keys() - {"adapter", "datasets"}
     message = refusal(FILES[name], **keys)
     assert says(message, f"{key} ... {missing} ... --without {key}")
     accepted = translation(FILES[name], key, **keys)
