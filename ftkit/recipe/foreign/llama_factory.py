@@ -324,6 +324,9 @@ def _source(r: Reading, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
     if entry.get("num_samples"):
         r.refuse("dataset", "num_samples of dataset_info.json")
     ours = _columns(columns, tags, is_chat=entry.get("formatting", "alpaca") != "alpaca")
+    if r["stage"] == "pt":  # documents, whose text is the prompt
+        text = columns.get("prompt") or "instruction"
+        ours = {} if text == "text" else {"text": text}
     if ours:
         source["columns"] = ours
     return source

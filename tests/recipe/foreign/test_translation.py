@@ -47,7 +47,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     named = {"own": {"file_name": "own.json"}, "chats": {"file_name": "chats.json",
-             "formatting": "sharegpt", "columns": {"messages": "talk"}}}  # fmt: skip
+             "formatting": "sharegpt", "columns": {"messages": "talk"}},
+             "documents": {"file_name": "own.json", "columns": {"prompt": "text"}}}  # fmt: skip
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(named))
     sets = {"own": {"path": "data/own.json", "source": "local", "converter": "alpaca"}}
     (tmp_path / "sets.yaml").write_text(yaml.safe_dump(sets))
@@ -346,6 +347,12 @@ def test_sizes_and_weights_of_data_sets_become_those_of_sources() -> None:
     assert (first["samples"], second["weight"]) == (50, 2.0)
     assert any("repetitions" in difference for difference in found.differs)
     read_recipe([write(FACTORY_V1 | {"train_dataset": "sized.yaml"})])
+
+
+def test_the_prompt_of_pre_training_is_a_document() -> None:
+    for name, columns in (("documents", None), ("own", {"text": "instruction"})):
+        options = keys_of(FACTORY, stage="pt", dataset=name)["data"]["init_args"]
+        assert options.get("columns") == columns
 
 
 def test_data_sets_of_llama_factory_are_found_by_name() -> None:
