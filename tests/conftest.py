@@ -54,6 +54,12 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(os.environ["FTKIT_CACHE_DIR"], ignore_errors=True)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure at once: a run that is ended from outside has no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}\n{str(report.longrepr)[-2000:]}", flush=True)
+
+
 LONGEST = (
     "simulated_card/test_commands.py",
     "views/notebook/test_notebooks.py",

@@ -532,9 +532,17 @@ def test_damage_is_reported_and_the_checkpoint_before_is_offered(
     check(run.asked(out, 2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize(("method", "name"), PARTS)
+@pytest.mark.parametrize(
+    ("method", "name", "damage"),
+    [
+        # Each file once; what is found in it does not depend on how a run goes on.
+        pytest.param(
+            *part, damage, marks=pytest.mark.slow if at % 3 == kind else pytest.mark.matrix
+        )
+        for at, part in enumerate(PARTS)
+        for kind, damage in enumerate(DAMAGES)
+    ],
+)
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     stopped: Callable[[Method], Stopped],
     tmp_path: Path,

@@ -59,7 +59,8 @@ def marks_of(source: Layout, target: Layout, method: Method) -> tuple[pytest.Mar
     if ends <= set(SMALL) and SMALL[0] in ends:
         return ()
     single_process = any(end.world_size == 1 for end in ends - {SMALL[0]})
-    repeats = method == "lora" or (single_process and SMALL[0] not in ends)
+    three = {end.world_size for end in ends} == {2, 3} or {end.world_size for end in ends} == {3}
+    repeats = method == "lora" or (single_process and SMALL[0] not in ends) or three
     return (pytest.mark.matrix if repeats else pytest.mark.slow,)
 
 

@@ -572,7 +572,7 @@ def test_a_mistake_that_ranks_find_under_slurm_is_reported_once(
     with slurm(out_dir, words, tmp_path) as tasks:
         (out, err), others = tasks[0].communicate(timeout=TIMEOUT_S), tasks[1].communicate()
         assert [task.returncode for task in tasks] == [2, 2]
-    beginning, _, _ = out.splitlines()
+    beginning, *_ = out.splitlines()
     assert beginning.startswith("starting 2 processes") and others == ("", "")
     assert err.startswith("ftkit: train.max_seq_length is 100000") and err.count("ftkit:") == 1
     assert list(tmp_path.iterdir()) == []

@@ -58,16 +58,17 @@ def _planned_once(overrides: tuple[Override, ...], command: str, gpu: str) -> Pl
 @pytest.mark.parametrize(
     "keys",
     [
-        {"precision": "bf16-mixed", "memory__activation_checkpointing": True},
-        {"precision": "bf16-mixed", "memory__activation_checkpointing": 2},
+        {"memory__activation_checkpointing": 2, "memory__offload_activations": True},
+        {"devices": 4, "strategy": "fsdp", "precision": "bf16-true"},
         *(
-            {"memory__activation_checkpointing": every, "memory__offload_activations": True}
-            for every in (True, 2)
+            pytest.param(keys, marks=pytest.mark.matrix)
+            for keys in (
+                {"precision": "bf16-mixed", "memory__activation_checkpointing": True},
+                {"precision": "bf16-mixed", "memory__activation_checkpointing": 2},
+                {"memory__activation_checkpointing": True, "memory__offload_activations": True},
+                {"quantize": "bnb.nf4-dq", "lora_mlp": True},
+            )
         ),
-        pytest.param(
-            {"devices": 4, "strategy": "fsdp", "precision": "bf16-true"}, marks=pytest.mark.slow
-        ),
-        pytest.param({"quantize": "bnb.nf4-dq", "lora_mlp": True}, marks=pytest.mark.slow),
     ],
 )
 def test_memory_grows_by_the_same_amount_with_every_layer(
@@ -110,7 +111,7 @@ def write_mixtral(directory: Path) -> str:
     return str(directory)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path: Path) -> None:
     gib = 2**30
     for model in ("random:Mixtral-8x7B-v0.1", write_mixtral(tmp_path)):
@@ -236,7 +237,9 @@ def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
+@pytest.mark.parametrize(
+    "key", ["micro_batch_size", pytest.param("micro_batch_tokens", marks=pytest.mark.matrix)]
+)
 def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [("checkpoint_dir", MODEL), ("train.max_seq_length", "64"), (f"train.{key}", "auto")]
     found = plan_files((), keys)

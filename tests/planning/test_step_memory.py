@@ -59,19 +59,21 @@ LAST_LAYERS = ("train.only", "layers[.][23][.]|lm_head")
 LAST_MATRICES = (("train.only", "layers[.]3[.]"), ("train.freeze", "norm"))
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
+    Case("single", "full", "bf16-true", (WHOLE_BATCH, CHECKPOINTED)),
+    Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
+    Case("single", "full", "bf16-true", TOKENS),
+    Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "full", "bf16-true", (*LAST_MATRICES, CHECKPOINTED)),
+]
+MORE_SINGLE = [
     Case("single", "full"),
     Case("single", "full", "bf16-mixed", (WHOLE_BATCH,)),
     Case("single", "full", "bf16-true", (("optimizer", "SGD"),)),
-    Case("single", "full", "bf16-true", (WHOLE_BATCH, CHECKPOINTED)),
     Case("single", "lora", "32-true", (WHOLE_BATCH, ("lora_dropout", 0.1))),
-    Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "lora", "bf16-mixed", (CHECKPOINTED,)),
-    Case("single", "full", "bf16-true", TOKENS),
     Case("single", "full", "bf16-true", (AVERAGED,)),
-    Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
     Case("single", "full", "bf16-true", (WHOLE_BATCH, ("optimizer", "Muon"))),
     Case("single", "full", "32-true", (WHOLE_BATCH, LAST_LAYERS)),
-    Case("single", "full", "bf16-true", (*LAST_MATRICES, CHECKPOINTED)),
     Case("single", "lora", "bf16-true", (*REWARD, ("lora_head", False), WHOLE_BATCH)),
     Case("single", "lora", "32-true", (*KTO, ("train.micro_batch_size", 4))),
 ]
@@ -84,11 +86,13 @@ WITH_EXPERTS = [
 ]
 SEVERAL = [
     Case("ddp", "full"),
+    Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
+    Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
+]
+MORE_SEVERAL = [
     Case("ddp", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
     Case("fsdp", "full"),
-    Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
     Case("fsdp", "full", "32-true", (AVERAGED,)),
-    Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
     Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
     Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
     Case("fsdp", "full", "32-true", (*REWARD, ("train.micro_batch_size", 2))),
@@ -96,8 +100,10 @@ SEVERAL = [
     Case("fsdp", "full", "bf16-mixed", LAST_MATRICES),
 ]
 DEEPSPEED = [
-    Case("deepspeed", "full"),
     Case("deepspeed", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
+]
+MORE_DEEPSPEED = [
+    Case("deepspeed", "full"),
     Case("deepspeed", "full", "bf16-true", (AVERAGED,)),
     Case("deepspeed", "full", "32-true", (LAST_LAYERS,)),
     Case("deepspeed", "full", "bf16-true", LAST_MATRICES),
@@ -208,24 +214,42 @@ def assert_predicted_within_2_percent(
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(tmp_path: Path) -> None:
-    assert_predicted_within_2_percent(tmp_path, 1, SINGLE)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SINGLE, id="usual settings"),
+        pytest.param(MORE_SINGLE, id="others", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(
+    cases: list[Case], tmp_path: Path
+) -> None:
+    assert_predicted_within_2_percent(tmp_path, 1, cases)
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(tmp_path: Path) -> None:
-    cases = SEVERAL + (DEEPSPEED if HAS_DEEPSPEED else [])
+@pytest.mark.parametrize(
+    ("cases", "of_deepspeed"),
+    [
+        pytest.param(SEVERAL, DEEPSPEED, id="usual settings"),
+        pytest.param(MORE_SEVERAL, MORE_DEEPSPEED, id="others", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(
+    cases: list[Case], of_deepspeed: list[Case], tmp_path: Path
+) -> None:
+    cases = cases + (of_deepspeed if HAS_DEEPSPEED else [])
     assert_predicted_within_2_percent(tmp_path, 2, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_peak_of_experts_with_router_loss_is_predicted_within_2_percent(
     tmp_path: Path,
 ) -> None:
     assert_predicted_within_2_percent(tmp_path, 1, WITH_EXPERTS, make_many_experts)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_peak_of_a_rank_on_one_of_two_nodes_is_predicted_within_2_percent(
     tmp_path: Path,
 ) -> None:
@@ -427,7 +451,7 @@ def test_the_peak_of_a_step_through_quantised_experts_is_predicted_within_2_perc
     assert_predicted_within_2_percent(tmp_path, 1, cases, make_experts)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_peak_of_a_rank_with_a_share_of_quantised_experts_is_predicted_within_2_percent(
     tmp_path: Path,
 ) -> None:
@@ -497,7 +521,7 @@ def test_the_peak_with_a_teacher_is_predicted_within_2_percent(tmp_path: Path) -
     assert_predicted_within_2_percent(tmp_path, 1, cases, make_base_and_teacher)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_peak_with_a_sharded_teacher_is_predicted_within_2_percent(tmp_path: Path) -> None:
     keys = (*distilled(tmp_path), SHARDED_BESIDE)
     cases = [

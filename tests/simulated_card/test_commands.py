@@ -119,7 +119,7 @@ CASES = {
     "LoRA": lora(ONE, fast=True),
     "QLoRA": lora(ONE, NF4, fast=True),
     "full": full(ONE, fast=True),
-    "DoRA": lora(ONE, ("--lora_variant", "dora")),
+    "DoRA": lora(ONE, ("--lora_variant", "dora"), matrix=True),
     "PiSSA": lora(ONE, ("--lora_init", "pissa"), matrix=True),
     "OLoRA": lora(ONE, ("--lora_init", "olora"), matrix=True),
     "PiSSA, bf16-true": lora(ONE, BF16, ("--lora_init", "pissa"), within=ROUNDED, matrix=True),
@@ -137,18 +137,18 @@ CASES = {
     "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto"), matrix=True),
     # One card: precisions and optimizers.
     "full, bf16-true": full(ONE, BF16, within=ROUNDED),
-    "full, in rows without flash attention": full(ONE, IN_ROWS),
+    "full, in rows without flash attention": full(ONE, IN_ROWS, matrix=True),
     "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
     "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true", matrix=True),
     # Deep enough that some inputs of blocks come back: those of the last two stay.
-    "checkpointed in host memory": full(ONE, OFFLOADED, model="llama", layers=4),
+    "checkpointed in host memory": full(ONE, OFFLOADED, model="llama", layers=4, matrix=True),
     "updates in the backward pass": full(ONE, IN_BACKWARD, OFFLOADED),
-    "Muon": full(ONE, optimizer("Muon", "1e-3"), within=ROUNDED),
+    "Muon": full(ONE, optimizer("Muon", "1e-3"), within=ROUNDED, matrix=True),
     "AdamW8bit": full(ONE, EIGHT_BIT, within=ROUNDED),
     "LAMB8bit": full(
         ONE, optimizer("bitsandbytes.optim.LAMB8bit", "1e-3"), within=ROUNDED, matrix=True
     ),
-    "SGD": full(ONE, SGD),
+    "SGD": full(ONE, SGD, matrix=True),
     "saved while training waits": full(
         ONE,
         MIXED,
@@ -168,7 +168,7 @@ CASES = {
     "Gemma 3, bf16-true": full(ONE, BF16, within=ROUNDED, model="gemma3_text"),
     "Gemma 3": full(ONE, model="gemma3_text", matrix=True),
     "Gemma 3 in rows": full(ONE, IN_ROWS, model="gemma3_text", matrix=True),
-    "Mistral, bf16-true": full(ONE, BF16, within=ROUNDED, model="mistral window"),
+    "Mistral, bf16-true": full(ONE, BF16, within=ROUNDED, model="mistral window", matrix=True),
     "Mistral": full(ONE, model="mistral window", matrix=True),
     "Mistral in rows": full(ONE, IN_ROWS, model="mistral window", matrix=True),
     # Mixtures of experts.
@@ -177,7 +177,7 @@ CASES = {
     "experts, nf4, with adapters": lora(
         ONE, NF4, ADAPTED_EXPERTS, CHECKPOINTED, model="qwen3_moe", matrix=True
     ),
-    "FSDP, experts": full(FSDP, model="qwen3_moe"),
+    "FSDP, experts": full(FSDP, model="qwen3_moe", matrix=True),
     "FSDP, experts, bf16-true": full(FSDP, BF16, within=1e-2, model="qwen3_moe", matrix=True),
     "FSDP, experts, in host memory": full(
         FSDP, ("--strategy.cpu_offload", "true"), model="qwen3_moe", matrix=True
@@ -190,7 +190,7 @@ CASES = {
     ),
     # DDP.
     "DDP, LoRA": lora(DDP, fast=True),
-    "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true"),
+    "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true", matrix=True),
     "DDP, LoRA, bf16-mixed": lora(DDP, MIXED, CHECKPOINTED, within=ROUNDED, matrix=True),
     "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED),
     # FSDP.
@@ -198,17 +198,17 @@ CASES = {
     "FSDP, QLoRA": lora(FSDP, NF4_DQ, MIXED, within=ROUNDED),
     "FSDP, bf16-mixed": full(FSDP, MIXED, within=ROUNDED, matrix=True),
     "FSDP that keeps parameters": full(
-        FSDP, BF16, CHECKPOINTED, ("--strategy.sharding", "SHARD_GRAD_OP"), within=1e-2
+        FSDP, BF16, CHECKPOINTED, ("--strategy.sharding", "SHARD_GRAD_OP"), within=1e-2, matrix=True
     ),
     "FSDP, updates in the backward pass": full(FSDP, IN_BACKWARD),
     "FSDP, gathered ahead and added up once": full(
         FSDP, OFFLOADED, AHEAD_AND_ONCE, model="llama", layers=4
     ),
-    "FSDP, in host memory": full(FSDP, ("--strategy.cpu_offload", "true")),
+    "FSDP, in host memory": full(FSDP, ("--strategy.cpu_offload", "true"), matrix=True),
     "FSDP, in host memory, QLoRA": lora(
         FSDP, NF4, MIXED, ("--strategy.cpu_offload", "true"), within=ROUNDED, matrix=True
     ),
-    "FSDP, AdamW8bit": full(FSDP, BF16, EIGHT_BIT, within=1e-2),
+    "FSDP, AdamW8bit": full(FSDP, BF16, EIGHT_BIT, within=1e-2, matrix=True),
     "FSDP, DoRA": lora(FSDP, MIXED, ("--lora_variant", "dora"), within=ROUNDED, matrix=True),
     "FSDP, PiSSA": lora(FSDP, BF16, ("--lora_init", "pissa"), within=1e-2, matrix=True),
     # DeepSpeed.
@@ -224,7 +224,9 @@ CASES = {
         ZERO_3, ON_CARD, OFFLOADED, model="llama", layers=4, matrix=True
     ),
     "ZeRO-2, LoRA": lora(ZERO_3, BF16, ("--strategy.stage", "2"), within=ROUNDED),
-    "ZeRO-1, full": full(ZERO_3, BF16, ON_CARD, ("--strategy.stage", "1"), within=1e-2),
+    "ZeRO-1, full": full(
+        ZERO_3, BF16, ON_CARD, ("--strategy.stage", "1"), within=1e-2, matrix=True
+    ),
 }
 """Features of ftkit on GPUs, with readable names."""
 
@@ -320,21 +322,21 @@ MOVES = [
         pytest.param(*move, marks=pytest.mark.slow)
         for move in [
             ("full", "card", "ddp"),
-            ("full", "ddp", "fsdp"),
             ("full", "fsdp", "cpu"),
-            ("full", "cpu", "fsdp"),
-            ("full", "card", "zero"),
             ("full", "zero", "fsdp"),
             ("LoRA", "card", "cpu"),
             ("QLoRA", "cpu", "card"),
-            ("QLoRA", "card", "cpu"),
-            ("updates in the backward pass", "cpu", "card"),
             ("updates in the backward pass", "card", "cpu"),
         ]
     ),
     *(
         pytest.param(*move, marks=pytest.mark.matrix)
         for move in [
+            ("full", "ddp", "fsdp"),
+            ("full", "cpu", "fsdp"),
+            ("full", "card", "zero"),
+            ("QLoRA", "card", "cpu"),
+            ("updates in the backward pass", "cpu", "card"),
             ("full", "fsdp", "card"),
             ("full", "zero", "card"),
             ("LoRA", "cpu", "card"),

@@ -129,6 +129,7 @@ def test_activations_leave_the_card_and_come_back_without_a_wait(
     assert sent[f"to_device {copied}"] == (layers - 2) * MICRO_STEPS["single"]
 
 
+OFTEN = ("full in bf16", "QLoRA", "windows, LoRA", "experts, LoRA")
 QLORA = ("--quantize", "bnb.nf4", "--precision", "bf16-true")
 MODELS = {
     "full": ("finetune_full", None, ()),
@@ -143,7 +144,10 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.matrix] * (name not in OFTEN)) for name in MODELS],
+)
 def test_no_kind_of_model_lets_the_host_wait(machine: OnCard, name: str, tmp_path: Path) -> None:
     method, kind, words = MODELS[name]
     if kind is not None:

@@ -1,12 +1,13 @@
 """Runs that add tokens to the vocabulary: every strategy, resuming elsewhere, use of the result."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_jobs import DEEPSPEED, Case, Outcome, assert_same_maths, make_run
+from rank_jobs import Case, Outcome, assert_same_maths, chosen, layouts, make_run
 from safetensors.torch import load_file
 
 from ftkit.cli.app import run
@@ -22,6 +23,14 @@ TOKENS = (*WRITTEN, *(f"<{number}>" for number in range(80)))
 STRATEGIES = ("ddp", "fsdp", "deepspeed")
 Changes = tuple[tuple[str, Any], ...]
 Found = dict[tuple[str, ...], Outcome]
+OFTEN = {
+    ("ddp", "LoRA, tied"),
+    ("fsdp", "full, tied"),
+    ("deepspeed", "full"),
+    ("resumed", "full"),
+    ("resumed", "LoRA"),
+}
+"""Strategy and kind outside the matrix; the others repeat them."""
 KINDS: dict[str, tuple[Method, bool]] = {
     "full": ("full", False),
     "full, tied": ("full", True),
@@ -31,9 +40,15 @@ KINDS: dict[str, tuple[Method, bool]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All runs, by strategy and kind."""
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found:
+    """Runs of the selected tests, by strategy and kind."""
     run_cases = make_run(tmp_path_factory)
+    wanted = {
+        (params["strategy"], params["kind"])
+        for params in chosen(request, test_two_ranks_learn_as_one_does)
+    }
+    answers = chosen(request, test_a_result_answers_and_is_merged_with_its_tokens)
+    wanted |= {("resumed", params["kind"]) for params in answers}
 
     def case(strategy: str, kind: str, **keys: Any) -> Case:
         method, tied = KINDS[kind]
@@ -49,16 +64,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     one |= {("half", kind): case("single", kind, stop_after=4) for kind in KINDS}
     alone = run_cases(1, list(one.values()))
     known = {name: alone[a_case] for name, a_case in one.items()}
-    two = {(strategy, kind): case(strategy, kind) for strategy in STRATEGIES for kind in KINDS}
-    for kind in KINDS:
-        start = known["half", kind].out_dir
-        two["resumed", kind] = case("fsdp", kind, start=start)
+    two = {
+        (strategy, kind): case("fsdp", kind, start=known["half", kind].out_dir)
+        if strategy == "resumed"
+        else case(strategy, kind)
+        for strategy, kind in sorted(wanted)
+    }
     in_two = run_cases(2, list(two.values()))
     return known | {name: in_two[a_case] for name, a_case in two.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", DEEPSPEED, "resumed"])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    layouts(itertools.product((*STRATEGIES, "resumed"), KINDS), OFTEN),
+)
 def test_two_ranks_learn_as_one_does(strategy: str, kind: str, found: Found) -> None:
     assert_same_maths(found[strategy, kind], found["single", kind])
 
@@ -74,7 +93,13 @@ def test_rows_of_new_tokens_are_trained_and_saved(kind: str, found: Found) -> No
     assert (rows[0] - rows[1]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.matrix] * (("resumed", kind) not in OFTEN))
+        for kind in KINDS
+    ],
+)
 def test_a_result_answers_and_is_merged_with_its_tokens(
     kind: str, found: Found, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,8 @@ KINDS: dict[str, tuple[Method, Changes]] = {
     "a part": ("full", (("reference", "BASE"), ("train.only", "layers[.]1[.]"))),
     "named base": ("lora", (("reference", "BASE"),)),
 }
-OFTEN, FEW = ("below the adapter", "full"), ("another", "another, full", "whole layers", "a part")
+OFTEN = ("below the adapter",)
+FEW = ("full", "another", "another, full", "whole layers", "a part")
 STRATEGIES: dict[str, tuple[str, Changes]] = {
     "ddp": ("ddp", ()),
     "fsdp": ("fsdp", ()),
@@ -106,12 +107,14 @@ def found(runs: Runs) -> Found:
     single = {(kind, "alone"): runs.case(kind) for kind in OFTEN}
     single |= {(kind, name): runs.case(kind, more=ROWS[name]) for kind in OFTEN for name in ROWS}
     single |= {(kind, "half"): runs.case(kind, stop_after=4) for kind in OFTEN}
-    single["named base", "alone"] = runs.case("named base")
+    for kind in ("full", "named base"):
+        single[kind, "alone"] = runs.case(kind)
     known = runs.of(1, single)
     double = {(kind, name): runs.case(kind, name) for kind in OFTEN for name in STRATEGIES}
-    for kind, strategy in zip(OFTEN, ("fsdp", "ZeRO-3"), strict=True):
+    for kind in OFTEN:
         start = known[kind, "half"].out_dir
-        double[kind, "resumed"] = runs.case(kind, strategy, start=start)
+        double[kind, "resumed"] = runs.case(kind, "fsdp", start=start)
+    double["full", "ddp"] = runs.case("full", "ddp")
     sharded = (("memory.shard_model_beside", True),)
     double["full", "sharded reference"] = runs.case("full", "ddp", sharded)
     double["full", "half in two"] = runs.case("full", "fsdp", stop_after=4)

@@ -11,8 +11,9 @@ from rank_jobs import (
     Case,
     Outcome,
     Run,
+    chosen,
+    layouts,
     make_run,
-    needs_deepspeed,
 )
 from safetensors.torch import load_file
 
@@ -51,11 +52,15 @@ ON_TWO = [
     *((strategy, part) for part in EVERYWHERE for strategy in ("ddp", "fsdp", "deepspeed")),
     ("fsdp", "averaged, updated in the backward pass"),
 ]
-RUN_ON_TWO = [one for one in ON_TWO if HAS_DEEPSPEED or one[0] != "deepspeed"]
-on_two_ranks = pytest.mark.parametrize(
-    ("strategy", "part"),
-    [pytest.param(*one, marks=needs_deepspeed if one[0] == "deepspeed" else ()) for one in ON_TWO],
-)
+OFTEN = [
+    ("fsdp", "matrices of the last layer"),
+    ("deepspeed", "matrices of the last layer"),
+    ("ddp", "head"),
+    ("fsdp", "tied embedding"),
+    ("fsdp", "averaged, updated in the backward pass"),
+]
+"""Outside the matrix; the others repeat them."""
+on_two_ranks = pytest.mark.parametrize(("strategy", "part"), layouts(ON_TWO, OFTEN))
 CUT = 4
 """Steps of a first session."""
 
@@ -79,10 +84,22 @@ def alone(run: Run) -> dict[Case, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def on_two(run: Run, alone: dict[Case, Outcome]) -> dict[Case, Outcome]:
-    """Runs on two ranks: at once, and continued from one rank."""
-    cases = [case_of(part, strategy) for strategy, part in RUN_ON_TWO]
-    return run(2, [*cases, *(second_of(alone, case) for case in cases)])
+def on_two(
+    run: Run, alone: dict[Case, Outcome], request: pytest.FixtureRequest
+) -> dict[Case, Outcome]:
+    """Runs on two ranks of the selected tests: at once, and continued from one rank."""
+    whole, second = (
+        [
+            case_of(params["part"], params["strategy"])
+            for params in chosen(request, test)
+            if HAS_DEEPSPEED or params["strategy"] != "deepspeed"
+        ]
+        for test in (
+            test_two_ranks_train_a_part_as_one_does,
+            test_a_part_continues_under_another_strategy,
+        )
+    )
+    return run(2, [*whole, *(second_of(alone, case) for case in second)])
 
 
 def second_of(firsts: dict[Case, Outcome], case: Case) -> Case:

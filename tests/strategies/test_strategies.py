@@ -76,8 +76,8 @@ def two_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("full", marks=pytest.mark.slow),
-        pytest.param("lora", marks=pytest.mark.matrix),
+        pytest.param(method, marks=pytest.mark.matrix)  # resuming on three is among the slow ones
+        for method in METHODS
     ],
 )
 def three_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
@@ -246,6 +246,14 @@ REPEATS = {
     "fsdp, compiled",
     "ddp, checkpointed",
     "ddp, tokens",
+    "fsdp, padded",
+    "fsdp, tokens",
+    "fsdp that keeps gathered parameters",
+    "ZeRO-1",
+    "ZeRO-2",
+    "ZeRO-3, checkpointed",
+    "ZeRO-3 with SGD",
+    "ZeRO-2 with an average, LoRA",
     "ZeRO-3, tokens",
     "ZeRO-2, checkpointed",
 }

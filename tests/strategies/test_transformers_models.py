@@ -52,13 +52,18 @@ IN_TWO = [
 ]
 REPEATED = {
     ("window", "ddp", "full"),
+    ("window", "ddp", "nf4"),
     ("window", "fsdp", "nf4"),
     ("window", "deepspeed", "full"),
     ("tied", "ddp", "full"),
+    ("tied", "ddp", "nf4"),
     ("tied", "fsdp", "nf4"),
+    ("tied", "deepspeed", "full"),
     ("tied", "deepspeed", "nf4"),
+    ("experts", "ddp", "nf4"),
+    ("experts", "deepspeed", "full"),
 }
-"""In the matrix: each of these models is under each strategy otherwise, and each method is, too."""
+"""In the matrix: outside it each model is under FSDP, and each strategy has experts."""
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,29 @@ class Outcome:
     def weights(self) -> dict[str, torch.Tensor]:
         (file,) = (self.out_dir / "final").glob("*.safetensors")
         return load_file(file)
+
+
+def layouts(cases: Iterable[tuple[str, ...]], often: Collection[tuple[str, ...]]) -> list[Any]:
+    """Parameters of a test, one of which is a strategy: cases but for `often` are of the matrix."""
+    return [
+        pytest.param(
+            *case,
+            marks=[
+                *([needs_deepspeed] * any(w == "deepspeed" or w.startswith("ZeRO") for w in case)),
+                *([pytest.mark.matrix] * (case not in often)),
+            ],
+        )
+        for case in cases
+    ]
+
+
+def chosen(request: pytest.FixtureRequest, test: Callable[..., None]) -> list[dict[str, Any]]:
+    """Parameters with which a test was selected, so that a fixture makes what they need alone."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test
+    ]
 
 
 Run = Callable[[int, list[Case]], dict[Case, Outcome]]
