@@ -178,8 +178,8 @@ driver's name of the GPU without its maker. In TF32 each of them reaches half.""
 
 TPU_TFLOPS = {"TPU v5e": 197.0, "TPU v5p": 459.0, "TPU v6e": 918.0}
 """TFLOPs of dense products in bfloat16 of a chip, by torch_tpu's name of it. From Google's pages
-about each (cloud.google.com/tpu/docs/v5e, ...). Those in float32 are not published, and a v7 shows
-torch two devices, whose share is not known."""
+about each (cloud.google.com/tpu/docs/v5e, ...), that of a v5p by way of torch_tpu's own table.
+Those in float32 are not published, and a v7 shows torch two devices, whose share is not known."""
 
 BEFORE_AMPERE_TFLOPS = {
     "V100-SXM2-16GB": (125.0, 15.7),
