@@ -382,6 +382,7 @@ FTKIT = Group(
             examples=(
                 "out/finetune/lora me/my-adapter",
                 "out/merged me/my-model --public",
+                "out/finetune/lora me/my-adapter --dry_run",
             ),
         ),
     ),

@@ -696,7 +696,8 @@ def _split(
         ending = Path(where).suffix if format_of(Path(where)) else ".json"
         raise UserError(
             f"{where} holds one record, but training and validation need one each.\n"
-            f"Add records, or set {key} to a directory with train{ending} and val{ending}."
+            f"Add records, or set {key} to a directory with train{ending} and val{ending}.\n"
+            "To train on all of it, and hold nothing out: --data.val_split_fraction 0."
         )
     # random_split rounds down, so a share of few records may come to none.
     if not 0 < int(size * val_split_fraction) < size:

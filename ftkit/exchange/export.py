@@ -82,7 +82,7 @@ def export(result: Result, options: ExportOptions) -> int:
     if options.format != "gguf":
         print_next(f"ftkit {'evaluate' if result.scores else 'chat'} {shlex.quote(str(out))}")
     elif gives_advice():
-        print(_next_steps(file, is_adapter=is_adapter))
+        print(_next_steps(file, result.base if is_adapter else None))
     return 0
 
 
@@ -119,10 +119,20 @@ def _check(result: Result) -> int:
     return 0
 
 
-def _next_steps(file: Path, *, is_adapter: bool) -> str:
-    """Commands of other programs that read a GGUF file."""
-    if is_adapter:
-        return f"llama.cpp: llama-cli -m BASE.gguf --lora {file}"
+def _next_steps(file: Path, base: str | None) -> str:
+    """Commands of other programs that read a GGUF file.
+
+    Args:
+        file: a model, or an adapter.
+        base: base model of an adapter, as it is named to ftkit; None: the file is a model.
+    """
+    if base is not None:
+        directory = file.parent.with_name("base-gguf")
+        return (
+            f"its base:  ftkit export {shlex.quote(base)} --format gguf --quantization f16 "
+            f"--out {directory}\n"
+            f"llama.cpp: llama-cli -m {directory / 'model-f16.gguf'} --lora {file}"
+        )
     kind, _, numbers = file.stem.partition("-")
     # llama-quantize takes weights that are in blocks already with this option alone.
     from_blocks = "--allow-requantize " * (numbers == "q8_0")

@@ -43,6 +43,9 @@ def push(options: PushOptions) -> int:
     else:
         result = find_result(options.result)
         kind, files = result.kind, _files_of(result, options)
+    if options.dry_run:
+        _list_files(files, options)
+        return 0
     url, is_public = upload(
         files,
         options.repo_id,
@@ -54,6 +57,25 @@ def push(options: PushOptions) -> int:
     seen = "public" if is_public else "private"
     print(json.dumps(published) if options.format == "json" else f"uploaded to {url} ({seen})")
     return 0
+
+
+def _list_files(files: Mapping[str, Path | bytes], options: PushOptions) -> None:
+    """Print what an upload would commit."""
+    sizes = {name: _size_bytes(content) for name, content in sorted(files.items())}
+    if options.format == "json":
+        would_be = {"repo_id": options.repo_id, "public": options.public, "files_bytes": sizes}
+        print(json.dumps(would_be))
+        return
+    seen = "public" if options.public else "private, if it is new"
+    print(f"would upload to {options.repo_id} ({seen}), in one commit:")
+    width = max(map(len, sizes))
+    for name, size_bytes in sizes.items():
+        print(f"  {name:{width}}  {bytes_text(size_bytes):>9}")
+    print(f"{len(sizes)} files, {bytes_text(sum(sizes.values()))}; nothing was sent")
+
+
+def _size_bytes(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def _files_in(directory: Path) -> dict[str, Path | bytes]:
@@ -194,8 +216,8 @@ def _sending(files: Mapping[str, Path | bytes]) -> Iterator[None]:
         enable_progress_bars,
     )
 
-    sizes = (len(c) if isinstance(c, bytes) else c.stat().st_size for c in files.values())
-    title = f"sending {len(files)} files, {bytes_text(sum(sizes))}"
+    size_bytes = sum(map(_size_bytes, files.values()))
+    title = f"sending {len(files)} files, {bytes_text(size_bytes)}"
     if sys.stderr.isatty() and not is_quiet():
         print_notice(title, sys.stderr)
         yield

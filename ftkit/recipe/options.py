@@ -687,6 +687,8 @@ class PushOptions(ResultOptions):
     base: str | None = option(None, example="TinyLlama/TinyLlama_v1.1")
     """Repository of the base model that users of the adapter will load. Default: the one that the
     run used."""
+    dry_run: bool = False
+    """Only list what would be uploaded, and as what. Asks the hub nothing, and needs no token."""
     message: str | None = None
     """Commit message."""
     access_token: str | None = option(None, placeholder="TOKEN")

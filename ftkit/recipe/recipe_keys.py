@@ -224,7 +224,8 @@ def check_component(field: str, component: Component | None) -> None:
             )
         raise UserError(
             f"{field}.class_path is {class_path!r}, but recipes may only name classes "
-            f"of {' or '.join(allowed)}. Try --{field} {default_name(field)}."
+            f"of {' or '.join(allowed)}. Try --{field} {default_name(field)}, or --plugin FILE.py "
+            "for one of your own."
         )
 
 

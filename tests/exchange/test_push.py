@@ -192,6 +192,25 @@ def test_an_adapter_is_private_whole_and_names_its_base_model_as_others_find_it(
     )
 
 
+@pytest.mark.parametrize("words", [("--dry_run",), ("--dry_run", "--format", "json")])
+def test_a_dry_run_lists_what_would_be_sent_and_asks_nobody(
+    words: tuple[str, ...],
+    ended: dict[str, Ended],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    final = ended["lora"].out_dir / "final"
+    push(ended["lora"].out_dir, NAME, "--base", BASE, *words)
+    out, err = capfd.readouterr()
+    assert err == "" and NAME in out
+    assert all(file.name in out for file in final.iterdir())
+    size = (final / "adapter_model.safetensors").stat().st_size
+    if "json" in words:
+        assert json.loads(out)["files_bytes"]["adapter_model.safetensors"] == size
+    assert "--base ORG/NAME" in mistake(ended["lora"].out_dir, NAME, *words), "as without it"
+
+
 def test_a_broken_upload_resumes_and_is_committed_only_as_a_whole(
     hub: Hub, ended: dict[str, Ended], tmp_path: Path
 ) -> None:
