@@ -17,6 +17,8 @@ from rank_jobs import (
     Outcome,
     Run,
     assert_same_maths,
+    chosen,
+    layouts,
     make_run,
 )
 
@@ -43,9 +45,12 @@ ADAPTED = {
 WITHOUT_AVERAGE = tuple(change for change in CONTROL if change[0] != "train.ema_decay")
 CUT = 4
 """Steps of first sessions: one validation after the best, two before patience is at its end."""
-MOVES = [("single", "ddp"), ("ddp", "fsdp"), ("fsdp", "single")]
-if HAS_DEEPSPEED:
-    MOVES = [*MOVES, ("single", "deepspeed"), ("deepspeed", "fsdp")]
+MOVES = [
+    *[("single", "ddp"), ("ddp", "fsdp"), ("fsdp", "single")],
+    *[("single", "deepspeed"), ("deepspeed", "fsdp")],
+]
+OFTEN = [("ddp", "fsdp"), ("fsdp", "single"), ("single", "deepspeed")]
+"""Moves outside the matrix: each strategy is a source or a target."""
 OTHER_MICRO_BATCH: dict[str, Changes] = {
     "single": PADDED_BY_3,
     "ddp": TOKENS,
@@ -109,9 +114,9 @@ def assert_goes_the_same_way(found: Outcome, expected: Outcome) -> None:
     # The rate is 20 times that of the other tests, and so is what rounding does to weights.
     assert_same_maths(found, expected, weights_within=2e-4, validations=7)
     assert found.report.exit_reason == expected.report.exit_reason
-    chosen = found.report.result
-    assert chosen is not None and chosen.step == 3, "of 6; where it moved, of its origin"
-    assert chosen.validation_loss == min(found.validation_losses)
+    result = found.report.result
+    assert result is not None and result.step == 3, "of 6; where it moved, of its origin"
+    assert result.validation_loss == min(found.validation_losses)
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
@@ -165,42 +170,55 @@ def test_an_extended_run_continues_as_the_longer_run(alone: dict[str, Outcome], 
 # --- On several ---------------------------------------------------------------------------------
 
 
+def further(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.matrix)
+
+
+MORE_LAYOUTS = [further("padded"), further("tokens")]
+
+
 @pytest.fixture(scope="module")
-def controlled(run: Run, alone: dict[str, Outcome]) -> dict[str, Outcome]:
+def controlled(
+    run: Run, alone: dict[str, Outcome], request: pytest.FixtureRequest
+) -> dict[str, Outcome]:
     """Runs by strategy, and one that moved away from fsdp after 3 of its 6 steps.
 
-    There it has another set to validate on in place of one.
+    There it has another set to validate on in place of one. In the matrix, also other layouts.
     """
+    tests = (
+        test_training_control_is_equal_everywhere,
+        test_each_set_has_the_same_losses_everywhere,
+    )
+    names = {params["name"] for test in tests for params in chosen(request, test)}
     first = dataclasses.replace(CONTROLLED["fsdp"], stop_after=3)
     tokens = Case("ddp", "full", changes=(*CONTROL, *TOKENS))
-    found = run(2, [*(CONTROLLED[name] for name in SEVERAL), first, tokens])
+    found = run(
+        2, [*(CONTROLLED[name] for name in SEVERAL), first, *([tokens] * ("tokens" in names))]
+    )
     other_sets = (*WITHOUT_SETS, SETS[0], ("eval.sets.further", "BESIDE/one.json"))
     moved = Case("single", "full", changes=other_sets, start=found[first].out_dir)
     without_sets = Case("single", "full", changes=WITHOUT_SETS)
     padded = Case("single", "full", changes=(*CONTROL, *PADDED_BY_3))
     compiled = Case("single", "full", changes=(*CONTROL, ("compile", True)))
-    found |= run(1, [moved, padded, compiled, without_sets])
+    others = {"padded": padded, "compiled": compiled}
+    found |= run(1, [moved, without_sets, *(others[name] for name in names & others.keys())])
     assert len(found[first].rows) == 3 and found[first].report.outcome == "stopped"
-    others = {
-        "moved": moved,
-        "padded": padded,
-        "tokens": tokens,
-        "compiled": compiled,
-        "without_sets": without_sets,
-    }
+    others |= {"moved": moved, "tokens": tokens, "without_sets": without_sets}
     by_strategy = {name: CONTROLLED[name] for name in SEVERAL}
-    named = {name: found[case] for name, case in (by_strategy | others).items()}
-    return named | {"single": alone["single"]}
+    all_cases = (by_strategy | others).items()
+    return {name: found[case] for name, case in all_cases if case in found} | {
+        "single": alone["single"]
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*STRATEGIES, "moved", "padded", "tokens", "compiled"])
+@pytest.mark.parametrize("name", [*STRATEGIES, "moved", *MORE_LAYOUTS, further("compiled")])
 def test_training_control_is_equal_everywhere(controlled: dict[str, Outcome], name: str) -> None:
     assert_goes_the_same_way(controlled[name], controlled["single"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*STRATEGIES, "padded", "tokens"])
+@pytest.mark.parametrize("name", [*STRATEGIES, *MORE_LAYOUTS])
 def test_each_set_has_the_same_losses_everywhere(controlled: dict[str, Outcome], name: str) -> None:
     found, expected = controlled[name], controlled["single"]
     for of_set in ("many", "one"):
@@ -267,10 +285,19 @@ def test_the_result_is_made_of_the_best_checkpoint(
 
 @pytest.fixture(scope="module")
 def moves(
-    run: Run, alone: dict[str, Outcome], controlled: dict[str, Outcome]
+    run: Run, alone: dict[str, Outcome], request: pytest.FixtureRequest
 ) -> dict[tuple[str, str], Outcome]:
     """Runs that stopped after `CUT` steps under one strategy and resumed under another."""
-    sources = {source: Case(source, "full", changes=CONTROL, stop_after=CUT) for source in SEVERAL}
+    elsewhere = chosen(request, test_average_patience_and_best_step_resume_under_another_strategy)
+    again = chosen(request, test_resuming_under_the_same_strategy_is_exact)
+    wanted = [(params["source"], params["target"]) for params in elsewhere]
+    wanted += [(params["strategy"],) * 2 for params in again]
+    wanted = [move for move in wanted if HAS_DEEPSPEED or "deepspeed" not in move]
+    sources = {
+        source: Case(source, "full", changes=CONTROL, stop_after=CUT)
+        for source, _ in wanted
+        if source != "single"
+    }
     began = run(2, list(sources.values()))
     starts = {"single": alone["first"].out_dir} | {
         source: began[case].out_dir for source, case in sources.items()
@@ -282,29 +309,32 @@ def moves(
             changes=CONTROL if source == target else (*CONTROL, *OTHER_MICRO_BATCH[target]),
             start=starts[source],
         )
-        for source, target in [*MOVES, *((name, name) for name in SEVERAL)]
+        for source, target in wanted
     }
     found: dict[tuple[str, str], Outcome] = {}
     for world_size, is_single in ((1, True), (2, False)):
-        chosen = {move: case for move, case in cases.items() if (move[1] == "single") is is_single}
-        ended = run(world_size, list(chosen.values()))
-        found |= {move: ended[case] for move, case in chosen.items()}
+        here = {move: case for move, case in cases.items() if (move[1] == "single") is is_single}
+        ended = run(world_size, list(here.values()))
+        found |= {move: ended[case] for move, case in here.items()}
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("move", MOVES, ids=" to ".join)
+@pytest.mark.parametrize(("source", "target"), layouts(MOVES, OFTEN))
 def test_average_patience_and_best_step_resume_under_another_strategy(
-    moves: dict[tuple[str, str], Outcome], controlled: dict[str, Outcome], move: tuple[str, str]
+    moves: dict[tuple[str, str], Outcome],
+    controlled: dict[str, Outcome],
+    source: str,
+    target: str,
 ) -> None:
-    found, expected = moves[move], controlled["single"]
+    found, expected = moves[source, target], controlled["single"]
     assert_goes_the_same_way(found, expected)
     for of_set in ("many", "one"):
         assert found.losses_on(of_set) == pytest.approx(expected.losses_on(of_set), rel=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", layouts([("ddp",), ("fsdp",), ("deepspeed",)], [("fsdp",)]))
 def test_resuming_under_the_same_strategy_is_exact(
     moves: dict[tuple[str, str], Outcome], controlled: dict[str, Outcome], strategy: str
 ) -> None:
