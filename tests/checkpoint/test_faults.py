@@ -184,7 +184,7 @@ def kill_at_random_moments(
 @pytest.mark.parametrize(
     ("layout", "method", "asynchronous", "kills"),
     [
-        pytest.param(SINGLE, "full", False, 8, id="single-full-waiting", marks=pytest.mark.slow),
+        pytest.param(SINGLE, "full", False, 8, id="single-full-waiting", marks=pytest.mark.matrix),
         pytest.param(FSDP, "full", True, 7, id="fsdp-full", marks=pytest.mark.slow),
         pytest.param(SINGLE, "lora", True, 8, id="single-lora", marks=pytest.mark.matrix),
         pytest.param(FSDP, "lora", False, 7, id="fsdp-lora-waiting", marks=pytest.mark.matrix),

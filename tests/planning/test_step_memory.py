@@ -292,7 +292,7 @@ def compared(directory: Path) -> tuple[tuple[str, Any], ...]:
     return *KTO, ("reference", str(directory / "reference"))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_peak_with_a_reference_beside_is_predicted_within_2_percent(tmp_path: Path) -> None:
     cases = [
         Case("single", "full", "32-true", WITH_BASE),

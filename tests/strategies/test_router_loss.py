@@ -1,11 +1,13 @@
 """Promises P1 and P2 where routers have an auxiliary loss, which is one of the whole step."""
 
+import itertools
 from typing import Any
 
 import pytest
-from rank_jobs import DEEPSPEED, Case, Outcome, assert_same_maths, make_run
+from rank_jobs import DEEPSPEED, Case, Outcome, assert_same_maths, chosen, layouts, make_run
 from transformers_models import make_transformers_model
 
+from ftkit.recipe.recipe import Method
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import ExpertLoad, read_report
 
@@ -19,12 +21,17 @@ PADDED: Changes = (("train.padding_free", False),)
 CHECKPOINTED: Changes = (("memory.activation_checkpointing", True),)
 QUANTIZED: Changes = (("quantize", "bnb.nf4"),)
 HEAD = ("train.only", "lm_head")
+OFTEN = [
+    *[("ddp", "full"), ("fsdp", "full"), ("deepspeed", "full")],
+    *[("fsdp", "nf4"), ("deepspeed", "head")],
+]
+"""Strategies and methods outside the matrix; the others repeat them."""
 UNCLIPPED: Changes = (*AT_ONCE, ("train.max_norm", None))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All runs, by their ranks and what they are."""
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found:
+    """Runs, on two ranks those of the selected tests, by their ranks and what they are."""
     run = make_run(tmp_path_factory)
     model = make_transformers_model(tmp_path_factory.mktemp("routers") / "model", "gpt_oss")
     routers: Changes = (
@@ -58,10 +65,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         ("fsdp", "resumed"): Case("fsdp", "lora", changes=routers, start=known["half",].out_dir),
         ("ddp", "padded"): Case("ddp", "full", changes=(*routers, *PADDED)),
     }
-    for strategy in ("ddp", "fsdp", "deepspeed"):
-        double[strategy, "full"] = Case(strategy, "full", changes=routers)
-        double[strategy, "head"] = Case(strategy, "full", changes=(*routers, HEAD))
-        double[strategy, "nf4"] = Case(strategy, "lora", changes=(*routers, *QUANTIZED))
+    methods: dict[str, tuple[Method, Changes]] = {
+        "full": ("full", ()),
+        "head": ("full", (HEAD,)),
+        "nf4": ("lora", QUANTIZED),
+    }
+    wanted = {
+        (params["strategy"], params["method"])
+        for params in chosen(request, test_two_ranks_learn_as_one_does)
+    }
+    loads = chosen(request, test_the_load_of_experts_on_two_ranks_adds_up_to_that_of_one)
+    wanted |= {(params["strategy"], "full") for params in loads}
+    for strategy, kind in sorted(wanted):
+        method, more = methods[kind]
+        double[strategy, kind] = Case(strategy, method, changes=(*routers, *more))
     in_two = run(2, list(double.values()))
     return known | {name: in_two[case] for name, case in double.items()}
 
@@ -84,8 +101,10 @@ def test_updates_in_the_backward_pass_change_nothing(found: Found) -> None:
     assert_same(found["in backward",], found["unclipped",])
 
 
-@pytest.mark.parametrize("method", ["full", "nf4", "head"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "method"),
+    layouts(itertools.product(("ddp", "fsdp", "deepspeed"), ("full", "nf4", "head")), OFTEN),
+)
 def test_two_ranks_learn_as_one_does(strategy: str, method: str, found: Found) -> None:
     assert_same(found[strategy, method], found[method,])
 

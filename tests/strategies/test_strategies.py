@@ -15,6 +15,8 @@ from rank_jobs import (
     Outcome,
     Run,
     assert_same_maths,
+    chosen,
+    layouts,
     make_run,
     require_deepspeed,
 )
@@ -34,8 +36,15 @@ TWO_RANKS = [
     for strategy in ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
     for method, precision in [("full", "32-true"), ("full", "bf16-mixed"), ("lora", "32-true")]
 ]
-BF16, BF16_SHARDED = (Case(strategy, "full", "bf16-true") for strategy in ("single", "fsdp"))
+BF16 = Case("single", "full", "bf16-true")
 DETERMINISTIC = (("deterministic", True),)
+
+
+def repeated(*strategies: str) -> list[Any]:
+    """Strategies under which a test repeats what it shows under others."""
+    return layouts([(strategy,) for strategy in strategies], often=())
+
+
 PADDED = (("train.padding_free", False),)
 
 
@@ -54,22 +63,26 @@ def single(run: Run) -> dict[Case, Outcome]:
 @pytest.fixture(scope="module")
 def two_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
     """Cases of the selected tests on two ranks, in one process group."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    selected = {item.function for item in items}
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    names = {str(values["name"]) for values in params if values.get("name") in OPTIONS}
-    strategies = ("ddp", "fsdp", "deepspeed")
+
+    def of(test: Callable[..., None], key: str = "strategy") -> list[str]:
+        """Strategies, or other parameters, of a test."""
+        return sorted({p[key] for p in chosen(request, test)} - {"single"})
+
     cases = [case for case in TWO_RANKS if case.precision == "32-true"]
-    if test_on_a_cpu_deterministic_arithmetic_is_the_same in selected:
-        cases += [Case(name, "lora", changes=DETERMINISTIC) for name in strategies]
-    if test_mixed_precision_differs_between_strategies_by_its_rounding_only in selected:
-        cases += [case for case in TWO_RANKS if case.precision == "bf16-mixed"]
-    if test_sharded_16_bit_parameters_learn_as_whole_ones in selected:
-        cases.append(BF16_SHARDED)
-    cases += [OPTIONS[name] for name in sorted(names)]
-    if test_recomputed_blocks_draw_the_same_dropout in selected:
-        for changes in (DROPOUT, (*DROPOUT, CHECKPOINTED)):
-            cases += [Case(name, "lora", changes=changes) for name in strategies]
+    for name in of(test_on_a_cpu_deterministic_arithmetic_is_the_same):
+        cases.append(Case(name, "lora", changes=DETERMINISTIC))
+    for name in of(test_mixed_precision_differs_between_strategies_by_its_rounding_only):
+        cases.append(Case(name, "full", "bf16-mixed"))
+    for name in of(test_sharded_16_bit_parameters_learn_as_whole_ones):
+        cases.append(Case(name, "full", "bf16-true"))
+    names = of(test_options_of_a_strategy_change_no_result, "name")
+    names += of(test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need, "name")
+    cases += [OPTIONS[name] for name in dict.fromkeys(names) if name in OPTIONS]
+    recomputed = of(test_recomputed_blocks_draw_the_same_dropout)
+    for name in dict.fromkeys([*recomputed, *of(test_dropout_keeps_the_ranks_in_step)]):
+        cases.append(Case(name, "lora", changes=DROPOUT))
+        if name in recomputed:
+            cases.append(Case(name, "lora", changes=(*DROPOUT, CHECKPOINTED)))
     return run(2, runnable(cases))
 
 
@@ -129,7 +142,7 @@ def test_three_ranks_learn_as_one_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*repeated("ddp", "deepspeed"), "fsdp"])
 def test_mixed_precision_differs_between_strategies_by_its_rounding_only(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
@@ -144,11 +157,12 @@ def test_mixed_precision_differs_between_strategies_by_its_rounding_only(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp"])
 def test_sharded_16_bit_parameters_learn_as_whole_ones(
-    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome]
+    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
     """Measured over these 9 steps: losses 6e-5, norms 2e-4; 8e-3 if norms had 8 bits."""
-    found, expected = two_ranks[BF16_SHARDED], single[BF16]
+    found, expected = two_ranks[Case(strategy, "full", "bf16-true")], single[BF16]
     assert found.losses == pytest.approx(expected.losses, rel=3e-3)
     norms, of_one = ([float(row["grad_norm"] or 0) for row in o.rows] for o in (found, expected))
     assert norms == pytest.approx(of_one, rel=3e-3)
@@ -321,7 +335,7 @@ def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*repeated("fsdp", "deepspeed"), "ddp"])
 def test_dropout_keeps_the_ranks_in_step(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
@@ -345,7 +359,7 @@ def test_updates_in_the_backward_pass_are_those_after_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", ["single", *repeated("fsdp", "deepspeed"), "ddp"])
 def test_recomputed_blocks_draw_the_same_dropout(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
@@ -429,7 +443,7 @@ def test_deterministic_is_exact_and_repeatable_arithmetic_before_anything_is_rea
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
+@pytest.mark.parametrize("strategy", ["single", *repeated("ddp", "deepspeed"), "fsdp"])
 def test_on_a_cpu_deterministic_arithmetic_is_the_same(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
