@@ -126,8 +126,9 @@ BEFORE = [
 ]
 """What the documents take for done: runs that their lines name."""
 OF_A_HUB = ("ftkit download", "ftkit push", "openai/gsm8k")
-SHOWN_ELSEWHERE = ("--serve", "--tasks hellaswag")
-"""One does not end, the other is refused: tests/views/test_live_page.py, tests/evaluation."""
+SHOWN_ELSEWHERE = ("--serve", "--tasks hellaswag", "--accelerator tpu", "--accelerator cuda")
+"""One does not end, one is refused, others need devices: tests/views/test_live_page.py,
+tests/evaluation, tests/utils/accelerators, tests/simulated_card."""
 READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
 
 
@@ -147,6 +148,9 @@ def make_place(place: Path, tiny_base: Path) -> None:
     metric = "def names_found(answer, expected, record):\n    return expected in answer\n"
     (place / "metrics.py").write_text(metric)
     write_documented(place / "my.py", *documented())
+    (place / "sums.json").write_text(
+        json.dumps([{"prompt": "<sum>1</sum>", "completion": "1"}] * 20)
+    )
     (place / "opposites.jsonl").write_text('{"instruction": "red?", "output": "blue"}\n')
     (place / "capitals.csv").write_text("question,answer\nred?,blue\n")
     write_tasks(place / "tasks", *LOCAL_TASKS)
