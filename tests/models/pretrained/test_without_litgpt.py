@@ -24,6 +24,8 @@ RECIPE = {
     "precision": "32-true",
     "devices": 1,
     "lora_r": 4,
+    "lora_query": True,
+    "lora_value": True,
     "train": {
         "global_batch_size": 4,
         "micro_batch_size": 2,
