@@ -17,7 +17,7 @@ SIGN_IN = Fault(200, PAGE, headers=HEADERS)
 """What a network answers in the place of every server."""
 
 
-IMPATIENT = "from ftkit.runs.sync import mirror\nmirror.LAST_ATTEMPTS_S = 1.0"
+IMPATIENT = "from ftkit.runs.sync import mirror\nmirror.LAST_ATTEMPTS_S = 5.0"
 
 
 def anything(_: Request) -> bool:
