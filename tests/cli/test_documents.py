@@ -169,15 +169,23 @@ def make_place(place: Path, tiny_base: Path) -> None:
         file.write_text(yaml.safe_dump(recipe))
 
 
-@pytest.mark.slow
-def test_the_command_lines_of_documents_run(tmp_path: Path, tiny_base: Path) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param([ROOT / "README.md"], id="README", marks=pytest.mark.slow),
+        pytest.param(DOCUMENTS, id="all", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_command_lines_of_documents_run(
+    files: list[Path], tmp_path: Path, tiny_base: Path
+) -> None:
     """Every line as it stands there; what reads runs comes when there are some.
 
     Lines that need a hub are shown with one in tests/models/pretrained/test_hub.py,
     tests/data/records/test_hub.py and tests/exchange/test_push.py.
     """
     make_place(tmp_path, tiny_base)
-    lines = [*BEFORE, *(line for file in DOCUMENTS for line in command_lines(file.read_text()))]
+    lines = [*BEFORE, *(line for file in files for line in command_lines(file.read_text()))]
     lines.sort(key=lambda line: line.split()[1] in READS_RUNS)
     failed = {}
     others = (*OF_A_HUB, *SHOWN_ELSEWHERE)
@@ -189,6 +197,8 @@ def test_the_command_lines_of_documents_run(tmp_path: Path, tiny_base: Path) -> 
         if started.returncode:
             failed[line] = f"exit code {started.returncode}\n{out}{err}"
     assert not failed, "\n\n".join(f"{line}\n{what}" for line, what in failed.items())
+    if files != DOCUMENTS:
+        return
     assert {file.name for file in tmp_path.iterdir()} >= {"comparison.html", "single_gpu.html"}
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
     assert {"merged", "merged-qlora", "lit"} <= {file.name for file in (tmp_path / "out").iterdir()}
