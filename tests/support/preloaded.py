@@ -199,7 +199,7 @@ def _serve() -> NoReturn:
     os.dup2(answers, 1)
     os.close(answers)
     die_with_parent(os.getppid())
-    devices._child = lambda *words: devices._answer(words)  # torch is here already
+    devices._child = lambda *words, **_: devices._answer(words)  # torch is here already
     training_rank._note_prediction = lambda *_: None  # takes longer than such a run
     assert threading.active_count() == len(list(Path("/proc/self/task").iterdir())) == 1
 
