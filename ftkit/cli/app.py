@@ -14,8 +14,7 @@ from ftkit.cli.parser import declared, read_options, split_line
 from ftkit.errors import UserError
 from ftkit.recipe.plugin import Plugin, open_plugin, using
 from ftkit.redaction import redacted_output
-from ftkit.utils.accelerators.backends import keep_out_backends
-from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
+from ftkit.utils.imports import prepare_imports, quick_imports
 from ftkit.utils.names import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
 from ftkit.utils.progress import Verbosity, loading_shown, set_verbosity
@@ -32,10 +31,7 @@ def main(verbosity: Verbosity = "full") -> None:
     # Before torch is imported: its OpenMP reads the variable once.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(turns_before_sleep()))
-    # Before any heavy import: they decide what importing a library runs.
-    without_hub_kernels()
-    keep_out_backends()
-    postpone_modules()
+    prepare_imports()
     try:
         code = run(sys.argv[1:])
         # Here, where a closed pipe can still be handled; at the exit Python would print a

@@ -82,7 +82,7 @@ def export(result: Result, options: ExportOptions) -> int:
     if options.format != "gguf":
         print_next(f"ftkit {'evaluate' if result.scores else 'chat'} {shlex.quote(str(out))}")
     elif gives_advice():
-        print(_next_steps(file, result.base if is_adapter else None))
+        print(_next_steps(file, (options.checkpoint_dir or result.base) if is_adapter else None))
     return 0
 
 

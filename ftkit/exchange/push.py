@@ -61,13 +61,15 @@ def push(options: PushOptions) -> int:
 
 def _list_files(files: Mapping[str, Path | bytes], options: PushOptions) -> None:
     """Print what an upload would commit."""
+    from huggingface_hub import constants
+
+    url = f"{constants.ENDPOINT}/{options.repo_id}"
     sizes = {name: _size_bytes(content) for name, content in sorted(files.items())}
     if options.format == "json":
-        would_be = {"repo_id": options.repo_id, "public": options.public, "files_bytes": sizes}
-        print(json.dumps(would_be))
+        print(json.dumps({"url": url, "public": options.public, "files_bytes": sizes}))
         return
     seen = "public" if options.public else "private, if it is new"
-    print(f"would upload to {options.repo_id} ({seen}), in one commit:")
+    print(f"would upload to {url} ({seen}), in one commit:")
     width = max(map(len, sizes))
     for name, size_bytes in sizes.items():
         print(f"  {name:{width}}  {bytes_text(size_bytes):>9}")

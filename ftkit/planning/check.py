@@ -12,14 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ftkit.utils.accelerators.backends import keep_out_backends
-from ftkit.utils.imports import postpone_modules, without_hub_kernels
+from ftkit.utils.imports import prepare_imports
 
 if __name__ == "__main__":
     gc.disable()  # as in quick_imports
-    without_hub_kernels()
-    keep_out_backends()
-    postpone_modules()
+    prepare_imports()
 
 from ftkit.errors import UserError
 from ftkit.planning.gpus import Gpu

@@ -15,14 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ftkit.utils.accelerators.backends import keep_out_backends
-from ftkit.utils.imports import postpone_modules, silence_libraries, without_hub_kernels
+from ftkit.utils.imports import prepare_imports, silence_libraries
 
 if __name__ == "__main__":
     gc.disable()  # as in quick_imports
-    without_hub_kernels()
-    keep_out_backends()
-    postpone_modules()
+    prepare_imports()
     silence_libraries()
 
 import torch

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import TextIO
 
 from ftkit.redaction import redacted, redacted_output
-from ftkit.utils.imports import postpone_modules, without_hub_kernels
+from ftkit.utils.imports import prepare_imports
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import loading_shown, set_verbosity
 
 if __name__ == "__main__":  # before the slow imports: the supervisor may die during them
     die_with_parent(int(sys.argv[2]))
     gc.disable()  # during imports, as in quick_imports
-    without_hub_kernels()
-    postpone_modules()
+    prepare_imports()
     _loading = ExitStack()
     if os.environ["RANK"] == "0" and not json.loads(Path(sys.argv[1]).read_bytes())["quiet"]:
         # closefd=False: the same descriptor becomes the terminal of the run below.

@@ -11,10 +11,9 @@ import sys
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.utils.accelerators.backends import keep_out_backends
 from ftkit.utils.confinement import OutOfTime, set_limits, without_limits
 from ftkit.utils.damaged_files import DamagedFile
-from ftkit.utils.imports import postpone_modules, quick_imports, without_hub_kernels
+from ftkit.utils.imports import prepare_imports, quick_imports
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import set_verbosity
 
@@ -50,9 +49,7 @@ def _serve(parent: int, descriptor: int) -> None:
     die_with_parent(parent)
     # A crash at the limits is expected here: it leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    without_hub_kernels()
-    keep_out_backends()
-    postpone_modules()
+    prepare_imports()
     with os.fdopen(descriptor, "r+b") as exchange:
         exchange.seek(0)
         request = json.loads(exchange.read())

@@ -19,6 +19,8 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ftkit.utils.accelerators.backends import keep_out_backends
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -61,6 +63,13 @@ With the first comes what all models need, in half a second, with the last SymPy
 
 # Reentrant: the code of a package imports other names of the same package.
 _LOCK = threading.RLock()
+
+
+def prepare_imports() -> None:
+    """Decide what importing a library runs; for ftkit's own processes, before any heavy import."""
+    without_hub_kernels()
+    keep_out_backends()
+    postpone_modules()
 
 
 @contextmanager

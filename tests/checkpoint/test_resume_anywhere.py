@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rank_jobs import HAS_DEEPSPEED, METHODS, NO_EVALUATION, Case, Outcome, Run, make_run
+from rank_jobs import HAS_DEEPSPEED, METHODS, NO_EVALUATION, Case, Outcome, Run, chosen, make_run
 
 from ftkit.recipe.recipe import Method
 
@@ -142,11 +142,10 @@ def _ranks(layout: Layout) -> int:
 @pytest.fixture(scope="module")
 def continued(run: Run, request: pytest.FixtureRequest) -> Continued:
     """The moves that were selected."""
-    moves: set[Move] = set()
-    for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.function is test_a_run_resumes_anywhere:
-            params = item.callspec.params
-            moves.add((params["source"], params["target"], params["method"]))
+    moves: set[Move] = {
+        (one["source"], one["target"], one["method"])
+        for one in chosen(request, test_a_run_resumes_anywhere)
+    }
     sources = {(source, method) for source, _, method in moves}
     return second_sessions(run, first_sessions(run, sources), moves)
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -248,6 +250,23 @@ def test_an_adapter_adds_to_its_base_what_merging_adds(
             a, b = found[f"{name}.lora_a"], found[f"{name}.lora_b"]
             values = values + b @ a * (metadata["adapter.lora.alpha"] / len(a))
         assert np.abs(values - after[name]).max() < 1e-5, name
+
+
+def test_the_command_for_the_base_of_an_adapter_writes_the_file_that_llama_cpp_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = make_adapter(tmp_path, "llama", "lora")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = None  # as if made elsewhere
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    write(adapter, Path("out"), "f32", "--checkpoint_dir", str(base))
+    said = dict(re.findall(r"^([\w. ]+): +(.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert run(shlex.split(said["its base"])[1:]) == 0
+    model, adapter_file = shlex.split(said["llama.cpp"])[2::2]
+    assert metadata_of(Path(model))["general.architecture"] == "llama"
+    assert metadata_of(Path(adapter_file))["adapter.type"] == "lora"
 
 
 def test_adapters_that_llama_cpp_does_not_support_are_refused_with_a_remedy(

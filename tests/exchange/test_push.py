@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import huggingface_hub
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from messages import says
 from results import Ended
 from stand_in_hub import HubHandler, serving
@@ -207,8 +207,15 @@ def test_a_dry_run_lists_what_would_be_sent_and_asks_nobody(
     assert all(file.name in out for file in final.iterdir())
     size = (final / "adapter_model.safetensors").stat().st_size
     if "json" in words:
-        assert json.loads(out)["files_bytes"]["adapter_model.safetensors"] == size
+        found = json.loads(out)
+        assert found["url"] == f"{constants.ENDPOINT}/{NAME}"
+        assert found["files_bytes"]["adapter_model.safetensors"] == size
     assert "--base ORG/NAME" in mistake(ended["lora"].out_dir, NAME, *words), "as without it"
+
+
+def test_a_dry_run_in_python_returns_where_the_result_would_be(ended: dict[str, Ended]) -> None:
+    url = ftkit.push(ended["lora"].out_dir, NAME, base=BASE, dry_run=True)
+    assert url == f"{constants.ENDPOINT}/{NAME}"
 
 
 def test_a_broken_upload_resumes_and_is_committed_only_as_a_whole(

@@ -16,8 +16,8 @@ from rank_jobs import (
     Run,
     assert_same_maths,
     chosen,
-    layouts,
     make_run,
+    repeated,
     require_deepspeed,
 )
 
@@ -38,11 +38,6 @@ TWO_RANKS = [
 ]
 BF16 = Case("single", "full", "bf16-true")
 DETERMINISTIC = (("deterministic", True),)
-
-
-def repeated(*strategies: str) -> list[Any]:
-    """Strategies under which a test repeats what it shows under others."""
-    return layouts([(strategy,) for strategy in strategies], often=())
 
 
 PADDED = (("train.padding_free", False),)

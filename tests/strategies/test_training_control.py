@@ -20,6 +20,7 @@ from rank_jobs import (
     chosen,
     layouts,
     make_run,
+    repeated,
 )
 
 from ftkit.checkpoint.metadata import read_metadata
@@ -170,11 +171,7 @@ def test_an_extended_run_continues_as_the_longer_run(alone: dict[str, Outcome], 
 # --- On several ---------------------------------------------------------------------------------
 
 
-def further(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.matrix)
-
-
-MORE_LAYOUTS = [further("padded"), further("tokens")]
+MORE_LAYOUTS = repeated("padded", "tokens")
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +209,7 @@ def controlled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*STRATEGIES, "moved", *MORE_LAYOUTS, further("compiled")])
+@pytest.mark.parametrize("name", [*STRATEGIES, "moved", *MORE_LAYOUTS, *repeated("compiled")])
 def test_training_control_is_equal_everywhere(controlled: dict[str, Outcome], name: str) -> None:
     assert_goes_the_same_way(controlled[name], controlled["single"])
 

@@ -20,8 +20,9 @@ from rank_jobs import (
     Outcome,
     Run,
     assert_same_maths,
+    chosen,
+    layouts,
     make_run,
-    needs_deepspeed,
 )
 from safetensors.torch import load_file
 from transformers_models import make_transformers_model
@@ -50,20 +51,16 @@ IN_TWO = [
     for strategy in ("ddp", "fsdp", "deepspeed")
     for method in ("full", "nf4")
 ]
-REPEATED = {
-    ("window", "ddp", "full"),
-    ("window", "ddp", "nf4"),
-    ("window", "fsdp", "nf4"),
-    ("window", "deepspeed", "full"),
-    ("tied", "ddp", "full"),
-    ("tied", "ddp", "nf4"),
-    ("tied", "fsdp", "nf4"),
-    ("tied", "deepspeed", "full"),
-    ("tied", "deepspeed", "nf4"),
-    ("experts", "ddp", "nf4"),
-    ("experts", "deepspeed", "full"),
+OFTEN = {
+    ("window", "fsdp", "full"),
+    ("window", "deepspeed", "nf4"),
+    ("tied", "fsdp", "full"),
+    ("experts", "ddp", "full"),
+    ("experts", "fsdp", "full"),
+    ("experts", "fsdp", "nf4"),
+    ("experts", "deepspeed", "nf4"),
 }
-"""In the matrix: outside it each model is under FSDP, and each strategy has experts."""
+"""Each model under FSDP, and experts under each strategy; others in the matrix."""
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +118,13 @@ def case_in_two(changed: Keys, strategy: str, method: str) -> Case:
 
 
 @pytest.fixture(scope="module")
-def repeated(run: Run, changes: dict[str, Keys]) -> Found:
-    cases = {key: case_in_two(changes[key[0]], *key[1:]) for key in sorted(REPEATED)}
-    found = run(2, list(cases.values()))
-    return {name: found[case] for name, case in cases.items()}
-
-
-@pytest.fixture(scope="module")
-def in_two(run: Run, changes: dict[str, Keys], alone: Found) -> Found:
+def in_two(
+    run: Run, changes: dict[str, Keys], alone: Found, request: pytest.FixtureRequest
+) -> Found:
     cases: dict[tuple[str, ...], Case] = {}
-    for key in IN_TWO:
-        if key not in REPEATED:
-            cases[key] = case_in_two(changes[key[0]], *key[1:])
+    for one in chosen(request, test_two_ranks_learn_as_one_does):
+        model, strategy, method = one["model"], one["strategy"], one["method"]
+        cases[model, strategy, method] = case_in_two(changes[model], strategy, method)
     for model in MODELS:
         changed = changes[model]
         if model == "experts":
@@ -159,25 +151,11 @@ def test_the_micro_batch_changes_nothing(model: str, how: str, alone: Found) -> 
     assert_same_maths(alone[model, how], alone[model, "full"])
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy", "method"),
-    [
-        pytest.param(
-            *key,
-            marks=[
-                *([pytest.mark.matrix] if key in REPEATED else []),
-                *([needs_deepspeed] if "deepspeed" in key else []),
-            ],
-        )
-        for key in IN_TWO
-    ],
-)
+@pytest.mark.parametrize(("model", "strategy", "method"), layouts(IN_TWO, OFTEN))
 def test_two_ranks_learn_as_one_does(
-    model: str, strategy: str, method: str, alone: Found, request: pytest.FixtureRequest
+    model: str, strategy: str, method: str, alone: Found, in_two: Found
 ) -> None:
-    key = (model, strategy, method)
-    found: Found = request.getfixturevalue("repeated" if key in REPEATED else "in_two")
-    assert_same_maths(found[key], alone[model, method])
+    assert_same_maths(in_two[model, strategy, method], alone[model, method])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -219,9 +197,9 @@ def of_others(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Found:
             of[model, strategy, "full"] = Case(strategy, "full", changes=changed)
             of[model, strategy, "nf4"] = Case(strategy, "lora", changes=packed)
     found: Found = {}
-    for world_size, chosen in cases.items():
-        outcomes = run(world_size, list(chosen.values()))
-        found |= {name: outcomes[case] for name, case in chosen.items()}
+    for world_size, group in cases.items():
+        outcomes = run(world_size, list(group.values()))
+        found |= {name: outcomes[case] for name, case in group.items()}
     return found
 
 

@@ -155,6 +155,11 @@ def layouts(cases: Iterable[tuple[str, ...]], often: Collection[tuple[str, ...]]
     ]
 
 
+def repeated(*strategies: str) -> list[Any]:
+    """Strategies, or other names, with which a test repeats in the matrix what others show."""
+    return layouts([(strategy,) for strategy in strategies], often=())
+
+
 def chosen(request: pytest.FixtureRequest, test: Callable[..., None]) -> list[dict[str, Any]]:
     """Parameters with which a test was selected, so that a fixture makes what they need alone."""
     return [

@@ -321,9 +321,9 @@ def export(
 
 
 def push(result: str | os.PathLike[str], repo_id: str, /, **options: Any) -> str:
-    """Upload a result with its model card, as `ftkit push`; return its url.
+    """Upload a result with its model card, as `ftkit push`; return its address on the hub.
 
-    The repository is private unless public=True.
+    The repository is private unless public=True. With dry_run=True nothing is sent.
 
     ::
 

@@ -103,10 +103,10 @@ def test_models_of_transformers_rotate_alike_in_few_kernels(
     monkeypatch.setattr(rotation, "rotated_halves", rotated)
     expected = theirs(*parts, cos, sin)
     assert torch.equal(ours(*parts, cos, sin)[0], expected[0])
-    assert not rotated.called  # on a CPU
+    rotated.assert_not_called()  # on a CPU
     monkeypatch.setattr(rotation, "saves_launches", lambda q: True)
     found = ours(*parts, cos, sin)
-    assert rotated.called
+    rotated.assert_called()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     gradients = [torch.randn_like(part) for part in parts]
     of_parts, expected_of_parts = (

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
+from rank_jobs import (
+    HAS_DEEPSPEED,
+    NO_EVALUATION,
+    Case,
+    Outcome,
+    Run,
+    chosen,
+    layouts,
+    make_run,
+)
 
 from ftkit.recipe.strategies import StrategyName
 
@@ -79,13 +88,10 @@ def on_two_ranks(settings: Iterable[tuple[str, str]]) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(run: Run) -> Cases:
-    return run(2, on_two_ranks(one for one in SETTINGS if one in FIRST))
-
-
-@pytest.fixture(scope="module")
-def other_two_ranks(run: Run) -> Cases:
-    return run(2, on_two_ranks(one for one in SETTINGS if one not in FIRST))
+def two_ranks(run: Run, request: pytest.FixtureRequest) -> Cases:
+    """The pairs that were selected."""
+    pairs = chosen(request, test_two_ranks_learn_what_one_learns)
+    return run(2, on_two_ranks((one["layout"], one["kind"]) for one in pairs))
 
 
 def assert_equal(found: Outcome, expected: Outcome) -> None:
@@ -98,15 +104,10 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert not weights
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [one if one in FIRST else pytest.param(*one, marks=pytest.mark.matrix) for one in SETTINGS],
-)
+@pytest.mark.parametrize(("layout", "kind"), layouts(SETTINGS, FIRST))
 def test_two_ranks_learn_what_one_learns(
-    single: Cases, layout: str, kind: str, request: pytest.FixtureRequest
+    single: Cases, two_ranks: Cases, layout: str, kind: str
 ) -> None:
-    name = "two_ranks" if (layout, kind) in FIRST else "other_two_ranks"
-    two_ranks: Cases = request.getfixturevalue(name)
     strategy, *changes = LAYOUTS[layout]
     expected = single[case("single", kind)]
     assert expected.losses[-1] < expected.losses[0] - 0.1
