@@ -15,6 +15,7 @@ from ftkit.checkpoint.metadata import PLUGIN
 from ftkit.data.dataset import HeldOut, ValidationSets, load_held_out, load_sets
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import validation_loader
+from ftkit.data.samples.shapes import FixedShapes
 from ftkit.data.sources import validation_sets
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import open_result
@@ -30,7 +31,12 @@ from ftkit.evaluation.validation import Validated, answer_scores, validation_los
 from ftkit.models.bodies.attention import attention_kernel, common_path, planned_path
 from ftkit.models.flops import attention_cost
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.objectives.objective import Objective, checked_amounts, make_objective
+from ftkit.objectives.objective import (
+    Objective,
+    checked_amounts,
+    ignores_padding,
+    make_objective,
+)
 from ftkit.objectives.reference import BelowAdapter
 from ftkit.objectives.reference_values import ReferenceValues
 from ftkit.objectives.reward import Reward
@@ -281,6 +287,9 @@ def _measure(
         plan,
         padding_free=path != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
+        shapes=FixedShapes.of(
+            plan, [one.samples for one in wanted], pads_labels=ignores_padding(objective)
+        ),
     )
 
     def validated(one: Wanted, sources: int) -> Validated:

@@ -324,14 +324,16 @@ def _of_samples(
     # Ranks put their values into an array of zeros, whose sum over all ranks has every value.
     device, each = strategy.device, samples.per_sample
     places = {int(number): place for place, number in enumerate(numbers)}
-    found = torch.zeros(len(numbers) * each, dtype=sum_dtype(device), device=device)
+    # One more, for fillers: so all tensors of a micro-batch have the size of all others.
+    nowhere = len(numbers) * each
+    found = torch.zeros(nowhere + 1, dtype=sum_dtype(device), device=device)
     for batch in inference_loader(samples, numbers, layout):
         batch = move_data_to_device(batch, device)
         with strategy.precision.forward_context():
             values = sequence_log_probabilities(model, batch)
-        real = [(place, n) for place, n in enumerate(batch["numbers"]) if n != FILLER]
-        own = [places[number // each] * each + number % each for _, number in real]
-        found[torch.tensor(own, dtype=torch.long, device=device)] = values[
-            torch.tensor([place for place, _ in real], dtype=torch.long, device=device)
+        own = [
+            nowhere if number == FILLER else places[number // each] * each + number % each
+            for number in batch["numbers"]
         ]
-    return sum_over_ranks(found).double().cpu().numpy().reshape(-1, each)
+        found[torch.tensor(own, dtype=torch.long, device=device)] = values
+    return sum_over_ranks(found).double().cpu().numpy()[:-1].reshape(-1, each)

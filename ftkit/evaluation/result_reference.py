@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from ftkit.data.samples.layout import RankLayout
+from ftkit.data.samples.shapes import FixedShapes
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.evaluation.loading import base_of
 from ftkit.evaluation.references import (
@@ -138,7 +139,7 @@ def _reference_values(
     plan = _quantized(*plan_session(result, options))
     strategy = make_strategy(plan)
     try:
-        model = _reference_model(result, options, base, max_seq_length, plan, strategy)
+        model = _reference_model(result, options, base, max_seq_length, plan, strategy, wanted)
     except UserError as error:
         raise UserError(
             f"{error}\n"
@@ -160,6 +161,7 @@ def _reference_model(
     max_seq_length: int,
     plan: Plan,
     strategy: Strategy,
+    wanted: Sequence[Wanted],
 ) -> ReferenceModel:
     """Describe the reference of the result's run; it is not loaded."""
     recipe, adapter = plan.recipe, None
@@ -171,7 +173,12 @@ def _reference_model(
         reference,
         plan,
         strategy,
-        RankLayout.of(plan, padding_free=path != "padded", attention_cost=0),
+        RankLayout.of(
+            plan,
+            padding_free=path != "padded",
+            attention_cost=0,
+            shapes=FixedShapes.of(plan, [one.samples for one in wanted], pads_labels=True),
+        ),
         max_seq_length=max_seq_length,
         is_own=recipe.reference is None,
         adapter=adapter,

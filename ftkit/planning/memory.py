@@ -240,7 +240,8 @@ def heaviest_micro_batch(
         tokens,
         padding_free=path != "padded",
         most_tokens=plan.micro_batch_tokens,
-        weighted=weighted,
+        # Labels that only pad have a weight, 0.
+        weighted=weighted or plan.kind.compiles_shapes,
         scored=rules.scores,
     )
 

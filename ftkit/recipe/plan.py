@@ -94,6 +94,16 @@ class Plan:
         return min(self.micro_batch_size, of_rank)
 
     @property
+    def rows(self) -> int:
+        """Samples of every micro-batch, fillers included, where all have the same shape."""
+        samples = self.recipe.train.global_batch_size
+        if self.recipe.train.global_batch_tokens is not None:
+            return self.micro_batch_size
+        # In as many micro-steps, with the fewest fillers.
+        places = count_micro_steps(samples, self.micro_batch_size, self.world_size)
+        return math.ceil(samples / (places * self.world_size))
+
+    @property
     def rules(self) -> StrategyRules:
         """Rules of its strategy."""
         return RULES[self.strategy]
@@ -199,7 +209,12 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         notices += _check_offloading(recipe.memory, devices.accelerator)
     if trains and recipe.memory.shard_model_beside:
         notices += _check_sharding_beside(recipe, strategy, shards, count * nodes)
+    kind = device_kind(devices.accelerator)
+    if kind.compiles_shapes and trains:
+        _check_shapes(recipe.train, kind)
     size, tokens = _micro_batch(recipe.train, notices)
+    if kind.compiles_shapes and tokens is not None:  # of a result, which was trained elsewhere
+        size, tokens = recipe.train.micro_batch_size or 1, None
     plan = Plan(
         recipe=recipe,
         accelerator=devices.accelerator,
@@ -285,6 +300,21 @@ def _check_kind(
     if trains and kind.unpredicted_memory:
         notices.append(f"Memory of a {kind.noun} is predicted without {kind.unpredicted_memory}.")
     return notices
+
+
+def _check_shapes(train: Train, kind: DeviceKind) -> None:
+    """Refuse rows without padding on devices that compile programs for each shape."""
+    for key, value, instead in (
+        ("micro_batch_tokens", train.micro_batch_tokens, "null --train.micro_batch_size 4"),
+        ("padding_free", train.padding_free or None, "null"),
+    ):
+        if value is not None:
+            shown = str(value).lower()
+            raise UserError(
+                f"train.{key} is {shown}, but accelerator is {kind.name}, which compiles programs "
+                "for every new shape: rows without padding have another one in each micro-batch. "
+                f"Try --train.{key} {instead}, which pads them to a few lengths."
+            )
 
 
 def _check_offloading(memory: Memory, accelerator: str) -> list[str]:

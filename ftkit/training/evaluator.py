@@ -121,12 +121,11 @@ class Evaluator:
         return values
 
     def _validate(self, step: int) -> dict[str, float] | None:
-        limit = self._settings.max_iters * self._setup.recipe.train.global_batch_size
         samples, objective = self._setup.data.val, self._setup.objective.validated
         batches = validation_loader(
             samples,
             checked_amounts(objective, samples),
-            limit=limit,
+            limit=self._setup.validation_limit,
             layout=self._setup.layout,
             mismatched=objective.observes_mismatched,
         )
@@ -142,7 +141,7 @@ class Evaluator:
                 stopped=self._stopped,
                 progress=phase.advance,
             )
-            of_sets = self._losses_of_sets(limit, phase.advance) if found else None
+            of_sets = self._losses_of_sets(phase.advance) if found else None
         if found is None or of_sets is None:
             return None
         loss = found.loss
@@ -166,13 +165,12 @@ class Evaluator:
         losses = {f"loss/{name}": its for name, its in of_sources.items() if its is not None}
         return {"loss": loss, **found.terms, **losses}
 
-    def _losses_of_sets(self, limit: int, progress: OnProgress) -> dict[str, float] | None:
-        """Losses on the first `limit` samples of each set in eval.sets; None: stopped early."""
-        sets = self._setup.sets
-        if not sets.parts:
+    def _losses_of_sets(self, progress: OnProgress) -> dict[str, float] | None:
+        """Losses on the first samples of each set in eval.sets; None: stopped early."""
+        sets, samples = self._setup.sets, self._setup.further_samples
+        if samples is None:
             return {}
         objective = self._setup.objective.validated
-        samples = objective.view(sets.samples(limit))
         found = validation_loss(
             self._setup.model,
             objective,

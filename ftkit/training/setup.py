@@ -21,6 +21,7 @@ from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder, Position
+from ftkit.data.samples.shapes import FixedShapes
 from ftkit.errors import UserError
 from ftkit.evaluation.references import (
     References,
@@ -54,7 +55,12 @@ from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.models.trained_part import trained_names
-from ftkit.objectives.objective import Objective, checked_amounts, make_objective
+from ftkit.objectives.objective import (
+    Objective,
+    checked_amounts,
+    ignores_padding,
+    make_objective,
+)
 from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.plan import Plan, check_validations
@@ -144,10 +150,22 @@ class Setup:
         """Whether there will be checkpoints and a result."""
         return self.recipe.checkpoint.save and not self.base.random
 
+    @property
+    def validation_limit(self) -> int:
+        """Most samples of a validation, of the data and of each further set."""
+        return self.recipe.eval.max_iters * self.recipe.train.global_batch_size
+
+    @cached_property
+    def further_samples(self) -> Samples | None:
+        """What is validated of the further sets; None: there are no such sets."""
+        if not self.sets.parts:
+            return None
+        return self.objective.view(self.sets.samples(self.validation_limit))
+
     @cached_property
     def layout(self) -> RankLayout:
         """Layout of a step's samples on this rank."""
-        samples = self.data.train
+        samples, further = self.data.train, self.further_samples
         return RankLayout.of(
             self.plan,
             padding_free=self.attention != "padded",
@@ -156,6 +174,11 @@ class Setup:
                 label_fraction=float(samples.label_counts.sum() / samples.lengths.sum()),
             ),
             rank=rank(),
+            shapes=FixedShapes.of(
+                self.plan,
+                [samples, self.data.val, *([] if further is None else [further])],
+                pads_labels=ignores_padding(self.objective),
+            ),
         )
 
     @cached_property
@@ -418,11 +441,9 @@ def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> Refe
             is_own=recipe.reference is None,
             adapter=adapter,
         )
-    limit = recipe.eval.max_iters * recipe.train.global_batch_size
-    further = setup.objective.view(setup.sets.samples(limit)) if setup.sets.parts else None
     journal.recorder.enter("reference")
     values = compute_references(
-        samples_of_run(setup.data, further, setup.order, limit),
+        samples_of_run(setup.data, setup.further_samples, setup.order, setup.validation_limit),
         model,
         strategy,
         known=() if start.directory is None else (start.directory,),
@@ -545,6 +566,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         model.routing,
     )
     beside, outlined = model_beside(recipe), setup.beside_outline
+    shapes = setup.layout.shapes
     resolved = Resolved(
         base_model=setup.base.name,
         beside=None if beside is None else beside.name,
@@ -572,6 +594,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         micro_batch_size=plan.micro_batch_size,
         micro_batch_tokens=plan.micro_batch_tokens,
         attention=setup.attention,
+        padded_lengths=None if shapes is None else list(shapes.lengths),
         micro_steps_per_step=plan.micro_steps,
         total_steps=setup.schedule.total_steps,
         warmup_steps=setup.schedule.warmup_steps,

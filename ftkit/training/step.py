@@ -251,4 +251,4 @@ def _of_step(batches: Iterator[Batch]) -> Iterator[Batch]:
 def _counts(batch: Batch) -> tuple[int, int, int, int]:
     """Samples, tokens, label tokens and padded positions of a micro-batch."""
     tokens, positions = int(batch["tokens"]), int(batch["padded_tokens"])
-    return int(batch["samples"]), tokens, len(batch["labels"]), positions - tokens
+    return int(batch["samples"]), tokens, int(batch["label_tokens"]), positions - tokens

@@ -19,6 +19,7 @@ from rank_jobs import (
     layouts,
     make_run,
     needs_deepspeed,
+    run_here,
 )
 from tiny import make_llama
 from transformers_models import make_transformers_model
@@ -29,11 +30,6 @@ from ftkit.errors import UserError
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job
 from ftkit.runs.report.table import summary_text
-from ftkit.training.journal import Journal
-from ftkit.training.loop import StopRequest
-from ftkit.training.rank import run_job
-from ftkit.training.recorder import Recorder
-from ftkit.utils.console.display import Display
 
 pytestmark = pytest.mark.slow
 Changes = tuple[tuple[str, Any], ...]
@@ -204,16 +200,7 @@ def resume(half: Outcome, teacher: Path, out_dir: Path) -> Outcome:
         start=str(half.checkpoint),
         stop_after=None,
     )
-    start, state = read_metadata(half.checkpoint), job.directory.rank(0)
-    state.path.mkdir(parents=True)
-    with (
-        Display(out_dir) as display,
-        Recorder(
-            job.new_report(start), state, job.plan, started_at_s=job.started_at_s, start=start
-        ) as recorder,
-    ):
-        run_job(job, start, StopRequest(), Journal(display, recorder))
-    return Outcome(out_dir)
+    return run_here(job, read_metadata(half.checkpoint))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from runs import WITHOUT_EVALUATION, run_ranks
 from safetensors.torch import load_file
 from tiny import make_data, make_llama, make_records
 
+from ftkit.checkpoint.metadata import Metadata
 from ftkit.checkpoint.store import Store
 from ftkit.models.pretrained.hub import has_extra_weights
 from ftkit.recipe.devices import Devices
@@ -29,6 +30,11 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.report.metrics import Row, loss_column, read_metrics, read_validation
 from ftkit.runs.report.report import Report, read_report
+from ftkit.training.journal import Journal
+from ftkit.training.loop import StopRequest
+from ftkit.training.rank import run_job
+from ftkit.training.recorder import Recorder
+from ftkit.utils.console.display import Display
 
 # DeepSpeed is built from source, which needs g++; scripts/setup_env continues without it.
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -139,6 +145,20 @@ class Outcome:
     def weights(self) -> dict[str, torch.Tensor]:
         (file,) = (self.out_dir / "final").glob("*.safetensors")
         return load_file(file)
+
+
+def run_here(job: Job, start: Metadata | None = None) -> Outcome:
+    """Run the only rank of a job in the process of the test; `start` is its checkpoint's."""
+    state = job.directory.rank(0)
+    state.path.mkdir(parents=True)
+    report = job.new_report(start)
+    began = job.started_at_s
+    with (
+        Display(job.directory.path) as display,
+        Recorder(report, state, job.plan, started_at_s=began, start=start) as recorder,
+    ):
+        run_job(job, start, StopRequest(), Journal(display, recorder))
+    return Outcome(job.directory.path)
 
 
 def layouts(cases: Iterable[tuple[str, ...]], often: Collection[tuple[str, ...]]) -> list[Any]:

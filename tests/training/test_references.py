@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from messages import says
-from rank_jobs import NO_EVALUATION, Outcome
+from rank_jobs import NO_EVALUATION, Outcome, run_here
 from tiny import make_labelled, make_llama, make_pairs
 
 from ftkit.checkpoint.metadata import read_metadata
@@ -30,11 +30,6 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.report.metrics import read_validation
 from ftkit.runs.report.report import read_report
-from ftkit.training.journal import Journal
-from ftkit.training.loop import StopRequest
-from ftkit.training.rank import run_job
-from ftkit.training.recorder import Recorder
-from ftkit.utils.console.display import Display
 
 PAIRS = 40
 HELD_OUT = 8
@@ -89,21 +84,7 @@ def train(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> TrainP
             start=None if start is None else str(start.checkpoint),
             stop_after=None if steps is None else StopAfter(steps=steps),
         )
-        metadata = None if start is None else read_metadata(start.checkpoint)
-        state = job.directory.rank(0)
-        state.path.mkdir(parents=True)
-        with (
-            Display(job.directory.path) as display,
-            Recorder(
-                job.new_report(metadata),
-                state,
-                job.plan,
-                started_at_s=job.started_at_s,
-                start=metadata,
-            ) as recorder,
-        ):
-            run_job(job, metadata, StopRequest(), Journal(display, recorder))
-        return Outcome(job.directory.path)
+        return run_here(job, None if start is None else read_metadata(start.checkpoint))
 
     return train_
 

@@ -1,7 +1,8 @@
 """The layout of a step: which samples share a micro-batch, and on which rank and when it runs.
 
 Padded micro-batches are made of neighbours by length, those without padding are made to cost the
-same. In both, micro-batches of like cost run together, and the largest comes first.
+same. In both, micro-batches of like cost run together, and the largest comes first. Where shapes
+are fixed, padded ones have equally many rows.
 """
 
 import heapq
@@ -14,6 +15,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from ftkit.data.samples.shapes import FixedShapes
 from ftkit.recipe.plan import Plan, count_micro_steps
 
 IntArray = npt.NDArray[np.int64]
@@ -34,6 +36,8 @@ class RankLayout:
     padding_free: bool = False
     """Whether the samples of a micro-batch lie one behind the other in a row; else each is padded
     to the longest."""
+    shapes: FixedShapes | None = None
+    """Sizes of padded micro-batches, where few shapes have to repeat; None: as their samples."""
     attention_cost: float = 0.0
     """Cost of attention per token and token of its sample, relative to the matrices."""
     rank: int = 0
@@ -42,12 +46,21 @@ class RankLayout:
     """Number of ranks."""
 
     @classmethod
-    def of(cls, plan: Plan, *, padding_free: bool, attention_cost: float, rank: int = 0) -> Self:
+    def of(
+        cls,
+        plan: Plan,
+        *,
+        padding_free: bool,
+        attention_cost: float,
+        rank: int = 0,
+        shapes: FixedShapes | None = None,
+    ) -> Self:
         """Take the layout of a plan on one of its ranks."""
         return cls(
             micro_batch_size=plan.micro_batch_size,
             micro_batch_tokens=plan.micro_batch_tokens,
             padding_free=padding_free,
+            shapes=shapes,
             attention_cost=attention_cost,
             rank=rank,
             world_size=plan.world_size,
@@ -59,6 +72,9 @@ class RankLayout:
         Args:
             lengths: [samples], input tokens of each; at least one.
         """
+        if self.shapes is not None:
+            of_row = self.shapes.length_for(int(lengths.max()) // self.shapes.per_sample)
+            return of_row * self.shapes.per_sample * self.shapes.rows
         return int(lengths.sum() if self.padding_free else lengths.max() * len(lengths))
 
 
@@ -79,9 +95,8 @@ def lay_out(lengths: IntArray, layout: RankLayout, *, samples_of_full_step: int)
     """
     if layout.padding_free:
         return _lay_out_rows(lengths, layout)
-    micro_steps = count_micro_steps(
-        samples_of_full_step, layout.micro_batch_size, layout.world_size
-    )
+    most = layout.micro_batch_size if layout.shapes is None else layout.shapes.rows
+    micro_steps = count_micro_steps(samples_of_full_step, most, layout.world_size)
     return _lay_out_padded(lengths, layout, micro_steps)
 
 
@@ -227,8 +242,14 @@ def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> 
     ranks = layout.world_size
     by_length_desc = np.argsort(-lengths, kind="stable")
     # Neighbours by length become micro-batches, as many as there are places for.
-    sizes = _cut(lengths[by_length_desc].tolist(), micro_steps * ranks, layout.micro_batch_size)
-    runs = np.split(by_length_desc, np.cumsum(sizes)[:-1]) if sizes else []
+    if layout.shapes is None:
+        sizes = _cut(lengths[by_length_desc].tolist(), micro_steps * ranks, layout.micro_batch_size)
+        runs = np.split(by_length_desc, np.cumsum(sizes)[:-1]) if sizes else []
+    else:
+        # Rows cost the same without a sample: full micro-batches of the longest samples leave the
+        # shortest for the one that is filled up.
+        rows = layout.shapes.rows
+        runs = [by_length_desc[first : first + rows] for first in range(0, len(lengths), rows)]
     # The first sample of each is its longest: this is its size after padding. Runs of like size go
     # together, as above, and the largest first.
     runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))

@@ -18,6 +18,7 @@ from ftkit.data.samples.layout import (
 )
 from ftkit.data.samples.sample_set import Sample, Samples, mismatched
 from ftkit.data.samples.sampler import ElasticOrder
+from ftkit.data.samples.shapes import FixedShapes
 
 
 def collate(
@@ -27,6 +28,7 @@ def collate(
     per_sample: int = 1,
     weighted: bool = False,
     padding_free: bool = False,
+    shapes: FixedShapes | None = None,
     is_last_of_step: bool = True,
     source: int | None = None,
     numbers: Sequence[int] = (),
@@ -40,6 +42,7 @@ def collate(
         per_sample: neighbours that are one sample.
         weighted: whether some label of the data set has a weight other than 1.
         padding_free: whether they come in a row.
+        shapes: sizes to which micro-batches are padded; their rows are there, fillers included.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
         numbers: of the sequences in the data set, if they are known; FILLER for a filler.
@@ -54,8 +57,11 @@ def collate(
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.
         labels: [labels] int64, those next tokens.
-        weights: [labels] float32, their weights; missing if all of the data set are 1.
-        label_sequences: [labels] int64, the index of the sequence that each is of.
+        weights: [labels] float32, their weights; missing if all of the data set are 1. Labels that
+            only pad are at the end, with weight 0.
+        label_sequences: [labels] int64, the index of the sequence that each is of; the number of
+            sequences for those that only pad.
+        label_tokens: how many labels, without those that only pad.
         is_real_sequence: [sequences] bool: no filler.
         desirable: [sequences] bool, labels of the answers; missing if they have none.
         divisors: by name, scalars in float64.
@@ -66,7 +72,7 @@ def collate(
         source: as given.
     """
     lengths = [1 if sample is None else len(sample.ids) - 1 for sample in samples]
-    width = max(lengths)
+    width = max(lengths) if shapes is None else shapes.length_for(max(lengths))
     starts = np.cumsum([0, *lengths]) if padding_free else np.arange(len(lengths) + 1) * width
     input_ids = np.zeros(starts[-1], dtype=np.int64)
     is_real = np.zeros(starts[-1], dtype=np.bool_)
@@ -90,6 +96,18 @@ def collate(
             if weighted:
                 weights.append(np.full(end - first, weight, dtype=np.float32))
             label_counts[number] += end - first
+    label_sequences = np.repeat(np.arange(len(samples)), label_counts)
+    label_tokens = len(label_sequences)
+    if shapes is not None and shapes.pads_labels:
+        missing = shapes.labels(width) - label_tokens
+        # At the first place, whose token sees nothing but itself: its numbers are always finite.
+        label_indices.append(np.zeros(missing, dtype=np.int64))
+        labels.append(np.zeros(missing, dtype=np.int64))
+        if not weighted:
+            weights.append(np.ones(label_tokens, dtype=np.float32))
+        weights.append(np.zeros(missing, dtype=np.float32))
+        label_sequences = np.append(label_sequences, np.full(missing, len(samples)))
+        weighted = True
     fillers = sum(sample is None for sample in samples)
     desirable = [sample is not None and sample.desirable for sample in samples]
     return {
@@ -101,7 +119,8 @@ def collate(
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
         "labels": torch.from_numpy(np.concatenate(labels)),
         **({"weights": torch.from_numpy(np.concatenate(weights))} if weighted else {}),
-        "label_sequences": torch.from_numpy(np.repeat(np.arange(len(samples)), label_counts)),
+        "label_sequences": torch.from_numpy(label_sequences),
+        "label_tokens": label_tokens,
         "is_real_sequence": torch.tensor([sample is not None for sample in samples]),
         **({"desirable": torch.tensor(desirable)} if None not in desirable else {}),
         # float64: float32 holds integers exactly up to 16.8 million alone.
@@ -142,7 +161,7 @@ def train_batches(
         Loader of what collate returns. It has no len: steps may have different numbers of
         micro-steps.
     """
-    batches = _MicroBatches(samples, padding_free=order.layout.padding_free, mismatched=mismatched)
+    batches = _MicroBatches(samples, order.layout, mismatched=mismatched)
     return _loader(batches, _StepSampler(order, start_step, end_step), pin_memory)
 
 
@@ -178,7 +197,7 @@ def validation_loader(
             sums = {name: float(values[real].sum()) for name, values in amounts.items()}
             before = [i if i == FILLER else (i - 1) % len(sources) for i in found]
             keys.append((found, before, sums, True, source))
-    batches = _MicroBatches(samples, padding_free=layout.padding_free, mismatched=mismatched)
+    batches = _MicroBatches(samples, layout, mismatched=mismatched)
     return _loader(batches, keys, pin_memory)
 
 
@@ -196,7 +215,7 @@ def inference_loader(
         Loader of what collate returns, without divisors.
     """
     keys: list[_Key] = [(found, [], {}, True, None) for found in _batches(samples, numbers, layout)]
-    batches = _MicroBatches(samples, padding_free=layout.padding_free, mismatched=False)
+    batches = _MicroBatches(samples, layout, mismatched=False)
     return _loader(batches, keys, False)
 
 
@@ -234,8 +253,9 @@ class _StepSampler(Sampler[_Key]):
 class _MicroBatches(Dataset[dict[str, Any]]):
     """Collated micro-batches, by the samples in them."""
 
-    def __init__(self, samples: Samples, *, padding_free: bool, mismatched: bool) -> None:
-        self._samples, self._padding_free = samples, padding_free
+    def __init__(self, samples: Samples, layout: RankLayout, *, mismatched: bool) -> None:
+        self._samples, self._padding_free = samples, layout.padding_free
+        self._shapes = layout.shapes
         self._weighted = samples.label_weights is not None
         self._mismatched = mismatched
         self._most = int(samples.longest.max()) + 1 if len(samples) else 0
@@ -243,7 +263,10 @@ class _MicroBatches(Dataset[dict[str, Any]]):
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
         indices, before, divisors, is_last, source = key
-        each = self._samples.per_sample
+        each, shapes = self._samples.per_sample, self._shapes
+        if shapes is not None:
+            missing = [FILLER] * (shapes.rows - len(indices))
+            indices, before = indices + missing, before + missing
         sequences: list[Sample | None] = []
         numbers: list[int] = []
         for index in indices:
@@ -256,6 +279,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             per_sample=each,
             weighted=self._weighted,
             padding_free=self._padding_free,
+            shapes=shapes,
             is_last_of_step=is_last,
             source=source,
             numbers=numbers,
@@ -269,6 +293,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
                 ],
                 {},
                 padding_free=self._padding_free,
+                shapes=shapes,
             )
         return batch
 

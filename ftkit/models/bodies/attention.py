@@ -78,6 +78,8 @@ def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
     Raises:
         UserError: as `attention_path`.
     """
+    if plan.kind.compiles_shapes:  # where padding to a few lengths is the only way
+        return "padded"
     return attention_path(
         traits,
         attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),

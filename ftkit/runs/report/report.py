@@ -95,6 +95,9 @@ class Resolved:
     attention: str | None = None
     """How attention sees a micro-batch: varlen (sequences in a row, in one kernel), sdpa per
     sequence (in a row, one by one) or padded (all as long as the longest)."""
+    padded_lengths: list[int] | None = None
+    """Lengths that padded sequences have, where devices compile programs for each; None: a
+    micro-batch is as long as its longest sequence."""
     micro_steps_per_step: int | None = None
     """Forward and backward passes of one rank per step; None: as many as the tokens of its
     sequences need, see Throughput.micro_steps_per_step."""

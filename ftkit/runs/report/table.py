@@ -165,7 +165,9 @@ def measured_rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.tokens and report.tokens.padding_fraction is not None:
         share = f"{percent_text(report.tokens.padding_fraction)} of computed positions"
         path = report.resolved and report.resolved.attention
-        yield "padding", _joined((share, path and f"attention {path}"))
+        lengths = report.resolved and report.resolved.padded_lengths
+        to = lengths and f"to {count_text(len(lengths), 'length')}, at most {lengths[-1]:,}"
+        yield "padding", _joined((share, path and f"attention {path}", to))
     if report.peak_memory:
         yield "peak memory", memory_text(report.peak_memory)
     if report.step_memory:

@@ -36,8 +36,10 @@ class DeviceKind:
     times_events: bool = False
     """True if its events have times, needed because calls return before their kernels run."""
     computes_late: bool = False
-    """True if it compiles what it computes, per shape, and only begins when a number is read: parts
-    of a step cannot be timed without waiting, and compilations are counted."""
+    """True if it only begins to compute when a number is read: parts of a step cannot be timed
+    without waiting. What it compiles for that is counted."""
+    compiles_shapes: bool = False
+    """True if it compiles what it computes anew for each shape: micro-batches have few of them."""
     pins_host_memory: bool = False
     """True if copies from page-locked host memory run asynchronously."""
     registers_host_memory: bool = False
@@ -123,6 +125,7 @@ DEVICE_KINDS = {
             rounds_float32=True,
             has_bitsandbytes=False,
             computes_late=True,
+            compiles_shapes=True,
             unpredicted_memory="its programs and the padding of its layouts, which are not known",
             package="torch_tpu",
             answers_within_s=14,
