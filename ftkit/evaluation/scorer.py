@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftkit.models.generation import Context, Sampling, answer_greedily
+from ftkit.models.generation import Context, Sampling, answer_greedily, length_for, size_for
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.loss import Likelihoods
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -129,24 +129,27 @@ class Scorer:
         # Longest first: a batch is as wide as its first row, and one that does not fit fails at
         # once.
         rows = sorted(alike, key=lambda row: (-len(row), row))
-        self._extend_positions(len(rows[0]) if rows else 0)
-        sums = torch.zeros(len(scored), 2, dtype=sum_dtype(self._device), device=self._device)
-        for mine in self._own_batches(rows, len):
+        self._extend_positions(self._length(len(rows[0])) if rows else 0)
+        # One more, for labels that only pad.
+        sums = torch.zeros(len(scored) + 1, 2, dtype=sum_dtype(self._device), device=self._device)
+        for mine in self._own_batches(rows, lambda row: self._length(len(row))):
             tokens = mine or [(0,)]  # where this rank has no row: a pass without a result
+            width = self._length(len(tokens[0]))
             owners: list[int] = []
             places: list[int] = []
             labels: list[int] = []
             for line, row in enumerate(mine):
                 for number in alike[row]:
                     sequence, count = scored[number]
-                    first = line * len(tokens[0]) + len(row) - count
+                    first = line * width + len(row) - count
                     owners += [number] * count
                     places += range(first, first + count)
                     labels += sequence[-count:]
-            found = self._each(tokens, places or [0], labels or [0])
-            if owners:
-                sums.index_add_(0, torch.tensor(owners, device=self._device), found.to(sums.dtype))
-        totals = sum_over_ranks(sums).tolist()
+            padding = size_for(self.model, max(len(owners), 1)) - len(owners)
+            owners, places = owners + [len(scored)] * padding, places + [0] * padding
+            found = self._each(tokens, width, places, labels + [0] * padding)
+            sums.index_add_(0, torch.tensor(owners, device=self._device), found.to(sums.dtype))
+        totals = sum_over_ranks(sums).tolist()[:-1]
         return [
             # round(): counts are added up over ranks as floats.
             (total, round(likeliest) == count)
@@ -154,11 +157,10 @@ class Scorer:
         ]
 
     def _each(
-        self, rows: Sequence[tuple[int, ...]], places: list[int], labels: list[int]
+        self, rows: Sequence[tuple[int, ...]], width: int, places: list[int], labels: list[int]
     ) -> Tensor:
-        """Log-probability of each label, and whether it is the likeliest; longest row first."""
-        longest = len(rows[0])
-        padded = [[*row, *[0] * (longest - len(row))] for row in rows]
+        """Log-probability of each label, and whether it is the likeliest, of padded rows."""
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
         device = self._device
         with self._context():
             found: Tensor = self.model(
@@ -171,7 +173,7 @@ class Scorer:
 
     def _answers(self, batch: PromptBatch) -> list[str]:
         longest = max((len(prompt) for prompt in batch.prompts), default=0)
-        self._extend_positions(longest + batch.max_new_tokens)
+        self._extend_positions(self._length(longest + batch.max_new_tokens))
         order = sorted(range(len(batch.prompts)), key=lambda i: (-len(batch.prompts[i]), i))
         # Each rank fills rows of its own, the sum over ranks has all. The first column counts
         # tokens.
@@ -180,7 +182,7 @@ class Scorer:
         )
 
         def size_of(number: int) -> int:
-            return len(batch.prompts[number]) + batch.max_new_tokens
+            return self._length(len(batch.prompts[number]) + batch.max_new_tokens)
 
         for mine in self._own_batches(order, size_of):
             for number, ids in zip(mine, self._answered(batch, mine), strict=False):
@@ -240,6 +242,9 @@ class Scorer:
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.processor.decode(ids))
+
+    def _length(self, tokens: int) -> int:
+        return length_for(self.model, tokens)
 
     def _extend_positions(self, length: int) -> None:
         if length > self.model.body.max_length:

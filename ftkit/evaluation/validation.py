@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftkit.data.rendering import Example
 from ftkit.evaluation.scoring import Score, Scoring
-from ftkit.models.generation import Context, answer_greedily
+from ftkit.models.generation import Context, answer_greedily, length_for
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.objective import Objective, checked_sums
@@ -195,7 +195,7 @@ def answer_records(
     def of_interest(row: int, ids: list[int]) -> bool:
         return goes_on is None or goes_on(fitting[row], ids)
 
-    with _reaching(model, longest), context():
+    with _reaching(model, length_for(model, longest)), context():
         found = answer_greedily(
             model,
             prompts,

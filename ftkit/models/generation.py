@@ -6,13 +6,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.utils.accelerators.kinds import device_kind
 
 Context = Callable[[], AbstractContextManager[object]]
 """Makes the context in which a model computes: the casts of a precision."""
+
+
+_SMALLEST = 64
+"""Smallest size of prompts and caches, in tokens, where few sizes have to repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,22 @@ class Sampling:
         return int(tokens[chances.multinomial(1, generator=generator)])
 
 
+def size_for(model: LanguageModel, count: int) -> int:
+    """Size of a tensor for this many values.
+
+    As many; where the model computes on a device that compiles programs for each shape, the next
+    power of two, so that few sizes repeat whatever the prompts are.
+    """
+    if not device_kind(model.body.device.type).compiles_shapes:
+        return count
+    return max(_SMALLEST, 1 << (count - 1).bit_length())
+
+
+def length_for(model: LanguageModel, tokens: int) -> int:
+    """Size of a tensor for this many tokens of a sequence, within the model's context."""
+    return min(size_for(model, tokens), max(tokens, model.architecture.context_length))
+
+
 @torch.no_grad()
 def answer_in_tokens(
     model: LanguageModel,
@@ -77,27 +99,30 @@ def answer_in_tokens(
         The token ids of the answer.
     """
     body, device = model.body, model.body.device
-    length = len(prompt)
-    room = min(length + max_new_tokens, model.architecture.context_length)
+    length, context_length = len(prompt), model.architecture.context_length
+    room = min(length + max_new_tokens, context_length)
+    width = length_for(model, length)
+    kept = length_for(model, min(width + max_new_tokens, context_length))
     # The tables reach as far as training needed.
-    if room > body.max_length:
-        body.build_rope_cache(device, room)
+    if kept > body.max_length:
+        body.build_rope_cache(device, kept)
     generator = sampling.generator()
-    newest, places = prompt.long().to(device), torch.arange(length, device=device)
+    # Padding follows the prompt, which never sees it; the answer overwrites its keys and values.
+    newest = F.pad(prompt.long(), (0, width - length)).to(device)
+    last, places = torch.tensor([length - 1], device=device), torch.arange(width, device=device)
     # The context never spans a `yield`, where it would also change the computation of the caller.
     try:
         with context():
-            body.start_cache(1, room)
+            body.start_cache(1, kept)
         for place in range(length, room):
             with context():
-                last = torch.tensor([len(newest) - 1], device=device)
                 # Only the last token needs logits, which the head computes for no other.
                 logits = model(newest[None], last, positions=places[None])
             token = sampling.choose(logits[0], generator)
             if token in stop_ids:
                 return
             yield token
-            newest = torch.tensor([token], device=device)
+            newest, last = torch.tensor([token], device=device), torch.zeros_like(last)
             places = torch.tensor([place], device=device)
     # Also if the caller stops early, which closes the generator.
     finally:
@@ -170,9 +195,13 @@ def answer_greedily(
         Token ids of the answers, [up to max_new_tokens] each.
     """
     device = model.body.device
+    longest, reach = max(map(len, prompts)), model.body.max_length
+    room = min(longest + max_new_tokens, reach)
+    width = min(length_for(model, longest), reach)
+    kept = min(length_for(model, min(width + max_new_tokens, reach)), reach)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    room = min(int(lengths.max()) + max_new_tokens, model.body.max_length)
-    tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).to(device).long()
+    tokens = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).long()
+    tokens = F.pad(tokens, (0, width - longest)).to(device)
     # Padding follows each prompt, which never sees it; the answer overwrites its keys and values.
     places = torch.arange(tokens.size(1), device=device).expand_as(tokens)
     ends = lengths - 1 + torch.arange(len(prompts), device=device) * tokens.size(1)
@@ -180,11 +209,11 @@ def answer_greedily(
     finished = torch.zeros_like(lengths, dtype=torch.bool)
     ends_answer = torch.tensor(sorted(stop_ids), device=device)
     answers = []
-    model.body.start_cache(len(prompts), room)
+    model.body.start_cache(len(prompts), kept)
     try:
         # First the whole prompts, then the newest token of each.
         inputs, lasts, positions = tokens, ends, places
-        for offset in range(room - int(lengths.max())):
+        for offset in range(room - longest):
             newest = choose(model(inputs, lasts, positions=positions))
             newest = newest if apart else _broadcast_tokens(newest)
             # Finished answers go on with an end token, so that the batch keeps its shape.
@@ -192,7 +221,8 @@ def answer_greedily(
             finished |= torch.isin(newest, ends_answer)
             if _all(finished, apart=apart):
                 break
-            answers.append(newest)
+            # On the host: on a device that compiles, each number of them would be a new shape.
+            answers.append(newest.cpu())
             if goes_on is not None:
                 finished |= _without_interest(answers, finished, goes_on)
                 if _all(finished, apart=apart):
@@ -202,7 +232,7 @@ def answer_greedily(
         model.body.end_cache()
     if not answers:
         return [torch.empty(0, dtype=torch.long) for _ in prompts]
-    table = torch.stack(answers, dim=1).cpu()
+    table = torch.stack(answers, dim=1)
     # After its end, an answer consists of end tokens alone.
     counts = (~torch.isin(table, ends_answer.cpu())).sum(dim=1)
     return [row[: int(count)] for row, count in zip(table, counts, strict=True)]

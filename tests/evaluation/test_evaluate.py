@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from evaluating import mistake, values_from
+from fixed_shapes import compile_shapes
 from messages import says
 from results import Ended
 from tiny import make_records
@@ -148,6 +149,21 @@ def test_answers_are_scored_by_rouge_l_and_a_custom_function(
 
 
 # --- Other data -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_that_compiles_programs_for_each_shape_measures_the_same(
+    ended: dict[str, Ended],
+    values: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    usual = values(ended[name].out_dir)
+    compile_shapes(monkeypatch)
+    found = values(ended[name].out_dir)
+    assert found["loss"] == pytest.approx(usual["loss"], rel=1e-5)  # one is in bfloat16
+    for key in ("label_tokens", "exact_match", "scores"):
+        assert found[key] == usual[key]
 
 
 @pytest.fixture

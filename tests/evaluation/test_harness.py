@@ -1,5 +1,6 @@
 """The harness on a model in memory: the numbers that its own class for models gives."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import lm_eval.utils
 import pytest
 import torch
 import yaml
+from fixed_shapes import compile_shapes
 from jinja2.exceptions import SecurityError
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -105,6 +107,30 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 # --- The same numbers -----------------------------------------------------------------------------
+
+
+def test_few_shapes_give_the_same_numbers(
+    loaded: Loaded, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU takes the part of a device that compiles programs for each shape."""
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+    tasks = task_set(loaded, local)
+    usual = tasks.evaluate(scorer_of(loaded))
+    compile_shapes(monkeypatch)
+    shapes = set()
+    hook = loaded.model.register_forward_pre_hook(
+        lambda _, inputs: shapes.add(tuple(tuple(one.shape) for one in inputs[:2])) or None
+    )
+    try:
+        found = tasks.evaluate(scorer_of(loaded))
+    finally:
+        hook.remove()
+    for one, other in zip(found, usual, strict=True):
+        assert_close(dataclasses.astuple(one), dataclasses.astuple(other))
+    # Widths, and the places that the head computes.
+    widths = {inputs[1] for inputs, *_ in shapes}
+    assert widths <= {1, 64, 128, 256}
+    assert {count for *_, (count,) in shapes} <= {1, 2, 3} | {2**n for n in range(6, 11)}
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from command import ROOT
+from fixed_shapes import compile_shapes
 from sentencepiece import SentencePieceTrainer
 from tiny import make_llama
 from tokenizers import Tokenizer as Processor
@@ -69,6 +70,55 @@ def without_cache(model: LanguageModel, count: int) -> list[int]:
 
 
 # --- Tokens ---------------------------------------------------------------------------------------
+
+
+def spied_calls(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """Sizes of the caches, and of the tokens in each pass."""
+    found: set[tuple[Any, ...]] = set()
+    body = type(model.body)
+
+    def start_cache(self: Any, *size: int, real: Any = body.start_cache) -> None:
+        found.add(("cache", *size))
+        real(self, *size)
+
+    def hidden_cached(self: Any, *inputs: Any, real: Any = body.hidden_cached) -> Any:
+        found.add(("pass", *(tuple(one.shape) for one in inputs), tuple(self.cos.shape)))
+        return real(self, *inputs)
+
+    monkeypatch.setattr(body, "start_cache", start_cache)
+    monkeypatch.setattr(body, "hidden_cached", hidden_cached)
+    return found
+
+
+def test_few_shapes_give_the_same_answers(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that compiles programs for each shape, their number does not grow with prompts.
+
+    The CPU takes its part.
+    """
+    prompts = [torch.arange(20, 20 + length) % 400 for length in (1, 3, 20, 70, 100, 63, 64, 65)]
+    longest = 24
+
+    def answers() -> list[list[int]]:
+        one_by_one = [answer(model, prompt, longest=longest) for prompt in prompts]
+        sampled = answer(model, prompts[2], longest=longest, temperature=1.0)
+        together = [
+            ids.tolist()
+            for few in (prompts, prompts[2:4], prompts[4:6])
+            for ids in answer_greedily(model, few, stop_ids=[-1], max_new_tokens=longest)
+        ]
+        return [*one_by_one, sampled, *together]
+
+    usual = answers()
+    compile_shapes(monkeypatch)
+    found = spied_calls(model, monkeypatch)
+    assert answers() == usual
+    assert {tuple(size) for kind, *size in found if kind == "cache"} <= {
+        (rows, length) for rows in (1, 2, 8) for length in (128, 256)
+    }
+    # A prompt and a token of each of two widths, for each number of rows.
+    assert len({kind for kind in found if kind[0] == "pass"}) <= 3 * 2 * 2 + 2
 
 
 def test_temperature_0_takes_the_most_likely_token(model: LanguageModel) -> None:
