@@ -87,6 +87,8 @@ class Plan:
     @property
     def largest_micro_batch(self) -> int:
         """Samples of a micro-batch at most, where all have the same length."""
+        if self.kind.compiles_shapes:
+            return self.rows
         if self.recipe.train.global_batch_tokens is not None:
             return self.micro_batch_size
         # The samples of a step are spread evenly over its ranks.
@@ -214,7 +216,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         _check_shapes(recipe.train, kind)
     size, tokens = _micro_batch(recipe.train, notices)
     if kind.compiles_shapes and tokens is not None:  # of a result, which was trained elsewhere
-        size, tokens = recipe.train.micro_batch_size or 1, None
+        size, tokens = size if isinstance(recipe.train.micro_batch_size, int) else 1, None
     plan = Plan(
         recipe=recipe,
         accelerator=devices.accelerator,

@@ -602,6 +602,11 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
     )
     journal.recorder.note(resolved=resolved)
     journal.display.message(summary_text(resolved, recipe.method))
+    if shapes is not None and not shapes.pads_labels:
+        journal.warn(
+            f"objective is {recipe.objective['class_path']}, of a plugin: its labels are not "
+            f"padded, and a {plan.kind.noun} compiles programs for each number of them."
+        )
     most_tokens = plan.micro_batch_tokens
     longer = 0 if most_tokens is None else int((train.lengths > most_tokens).sum())
     if longer:

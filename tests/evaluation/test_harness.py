@@ -117,10 +117,12 @@ def test_few_shapes_give_the_same_numbers(
     tasks = task_set(loaded, local)
     usual = tasks.evaluate(scorer_of(loaded))
     compile_shapes(monkeypatch)
-    shapes = set()
-    hook = loaded.model.register_forward_pre_hook(
-        lambda _, inputs: shapes.add(tuple(tuple(one.shape) for one in inputs[:2])) or None
-    )
+    shapes: set[tuple[Any, ...]] = set()
+
+    def note(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        shapes.add(tuple(tuple(one.shape) for one in inputs[:2]))
+
+    hook = loaded.model.register_forward_pre_hook(note)
     try:
         found = tasks.evaluate(scorer_of(loaded))
     finally:

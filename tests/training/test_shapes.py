@@ -20,6 +20,8 @@ from transformers_models import make_transformers_model
 from ftkit.data.samples import loader
 from ftkit.data.samples.shapes import MOST_LENGTHS
 from ftkit.errors import UserError
+from ftkit.models.pretrained.base_model import open_base
+from ftkit.planning.memory import heaviest_micro_batch
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.parsing import read_recipe
@@ -111,6 +113,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return found
 
 
+OFTEN = ("answers", "weighted", "dpo", "kto", "reward", "distillation", "experts")
+"""Cases outside the slow tests, which have other terms of the same kinds."""
 CASES: dict[str, dict[str, Any]] = {
     "answers": {},
     "weighted": {"weighted": True},
@@ -131,7 +135,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES],
+)
 def test_losses_are_those_without_and_shapes_are_few(
     run: Run,
     seen: set[tuple[Any, ...]],
@@ -165,6 +172,21 @@ def test_losses_are_those_without_and_shapes_are_few(
     assert report.tokens.label == before.tokens.label
     assert report.tokens.real == before.tokens.real
     assert f"{len(lengths)} lengths" in dict(measured_rows(report))["padding"]
+
+
+def test_memory_is_predicted_for_what_is_padded(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the greatest length, as many as every micro-batch has, and weights of labels."""
+    compile_shapes(monkeypatch)
+    train = Train(global_batch_size=4, micro_batch_size=3)
+    recipe = Recipe(checkpoint_dir=str(models["llama"]), train=train)
+    plan = make_plan(recipe, Devices(accelerator="cpu", count=1))
+    found = heaviest_micro_batch(open_base(recipe.checkpoint_dir), plan, 101)
+    assert (
+        (found.sequences, found.positions, found.tokens) == (plan.rows, 100, None) == (2, 100, None)
+    )
+    assert found.weighted
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_the_samples_that_are_alone_are_the_shortest() -> None:
         alone = next(one for one in batches if len(one) == 2)
         rest = [i for one in batches if one is not alone for i in one]
         assert max(samples.longest[alone]) <= min(samples.longest[rest])
-        lengths = order.layout.shapes.lengths  # type: ignore[union-attr]
+        lengths = choose_lengths([samples.longest])
         longest = max(samples.longest[i] for one in batches for i in one)
         wide = next(length for length in lengths if length >= longest)
         assert order.largest_micro_batch(step) == 4 * wide
