@@ -1,6 +1,7 @@
 """scripts/rehearse_tpu: runs that move between a CPU and a TPU, over XLA's CPU client."""
 
 import csv
+import json
 import signal
 import subprocess
 import sys
@@ -52,8 +53,20 @@ def rehearsal(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> A
 @pytest.fixture(scope="module")
 def on_cpu(rehearsal: Any) -> list[float]:
     """Losses of the full fine-tuning on the CPU."""
-    found: list[float] = rehearsal.losses("full", "alone", ("cpu",))
+    found: list[float] = rehearsal.losses("full", "alone", ("cpu",), "32-true")
     return found
+
+
+@pytest.fixture
+def words(script: ModuleType, rehearsal: Any) -> Callable[..., list[str]]:
+    """The command line of such a run by directory and kind of device."""
+    of_all = ("--precision", "32-true", *script.SHORT)
+
+    def line(out: str, kind: str, *more: str) -> list[str]:
+        found: list[str] = rehearsal.words("full", out, kind, rehearsal.data, *of_all, *more)
+        return found
+
+    return line
 
 
 def losses_in(text: str) -> list[float]:
@@ -79,8 +92,31 @@ def test_a_run_whose_losses_differ_is_wrong(
 ) -> None:
     rehearsal = script.Rehearsal.__new__(script.Rehearsal)
     losses = {"cpu": [3.0, 2.0], "tpu": [3.0, 2.0], "moved": [3.0, last]}
-    monkeypatch.setattr(rehearsal, "losses", lambda _, name, kinds: losses[name])
+    monkeypatch.setattr(rehearsal, "losses", lambda _, name, kinds, precision: losses[name])
     assert bool(rehearsal.compare("full", 1e-6)) is differs
+
+
+@pytest.mark.parametrize(
+    ("compiled", "is_wrong"),
+    [([9] * 15 + [0] * 15, False), ([9] * 16 + [0] * 14, True), ([0] * 30, True)],
+)
+def test_a_step_that_compiles_after_the_first_epoch_is_wrong(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    compiled: list[int],
+    is_wrong: bool,
+) -> None:
+    rehearsal = script.Rehearsal.__new__(script.Rehearsal)
+    rehearsal.directory, rehearsal.more = tmp_path, tmp_path / "more.json"
+
+    def train(method: str, out: Path, *_: object) -> None:
+        out.mkdir()
+        (out / "compiled.json").write_text(json.dumps(compiled))
+        (out / "metrics.csv").write_text("loss\n3.0\n2.0\n")
+
+    monkeypatch.setattr(rehearsal, "train", train)
+    assert bool(rehearsal.shapes(1e-6)) is is_wrong
 
 
 @rehearsed
@@ -93,7 +129,10 @@ def test_a_run_moves_to_a_tpu_and_back_and_learns_the_same(tmp_path: Path) -> No
 
 @rehearsed
 def test_it_moves_through_object_storage(
-    rehearsal: Any, on_cpu: list[float], monkeypatch: pytest.MonkeyPatch
+    rehearsal: Any,
+    words: Callable[..., list[str]],
+    on_cpu: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with s3_server() as s3:
         for name, value in s3.environment.items():
@@ -103,8 +142,7 @@ def test_it_moves_through_object_storage(
             ("tpu", ["--stop_after", "2", "--resume", "auto"]),
             ("cpu", ["--resume", "auto"]),
         ):
-            words = rehearsal.words("full", f"s3://{BUCKET}/moved", kind, *more)
-            ran = rehearsal.ftkit(*words, chips=1)
+            ran = rehearsal.ftkit(*words(f"s3://{BUCKET}/moved", kind, *more), chips=1)
             assert ran.returncode == 0, ran.stderr
         found = losses_in(Bucket(s3).read("moved/metrics.csv").decode())
     assert found == pytest.approx(on_cpu, rel=1e-6)
@@ -115,12 +153,13 @@ def test_it_moves_through_object_storage(
 def test_what_ended_on_a_tpu_goes_on_on_a_cpu(
     script: ModuleType,
     rehearsal: Any,
+    words: Callable[..., list[str]],
     on_cpu: list[float],
     tmp_path: Path,
     sent: signal.Signals,
     code: int,
 ) -> None:
-    command = [str(PYTHON), "-m", "ftkit", *rehearsal.words("full", str(tmp_path), "tpu")]
+    command = [str(PYTHON), "-m", "ftkit", *words(str(tmp_path), "tpu")]
     rows, end = tmp_path / "metrics.csv", time.monotonic() + 600
     with subprocess.Popen(command, env=script.variables(rehearsal.library, 1)) as process:
         # Two steps are saved by then.
@@ -129,7 +168,6 @@ def test_what_ended_on_a_tpu_goes_on_on_a_cpu(
             time.sleep(0.02)
         process.send_signal(sent)
     assert process.returncode == code
-    words = rehearsal.words("full", str(tmp_path), "cpu", "--resume", "auto")
-    ran = rehearsal.ftkit(*words, chips=1)
+    ran = rehearsal.ftkit(*words(str(tmp_path), "cpu", "--resume", "auto"), chips=1)
     assert ran.returncode == 0, ran.stderr
     assert losses_in(rows.read_text()) == pytest.approx(on_cpu, rel=1e-6)
