@@ -45,7 +45,7 @@ from ftkit.recipe.foreign.programs import NO_TERMS, Terms
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
-from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.plan import Plan, check_shapes, make_plan
 from ftkit.recipe.recipe import (
     FINETUNE,
     AcceleratorKey,
@@ -60,7 +60,7 @@ from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import CountedSteps, make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import compute_dtype, parameter_dtype
-from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.console.formatting import bytes_text
 
 ResultLayout = ModelLayout | Literal["peft"]
@@ -293,6 +293,7 @@ def plan_files(
     name = name or (Path(files[-1]).stem if files else "")
     place = _place(recipe, gpu)
     key = recipe.train.auto_key
+    check_shapes(recipe.train, device_kind(place.devices.accelerator))  # before auto is a number
     if key is None:
         return _plan_at(place, recipe, source, name)
     ranks = ranks_here(recipe.devices, place.devices)

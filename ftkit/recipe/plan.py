@@ -212,8 +212,8 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     if trains and recipe.memory.shard_model_beside:
         notices += _check_sharding_beside(recipe, strategy, shards, count * nodes)
     kind = device_kind(devices.accelerator)
-    if kind.compiles_shapes and trains:
-        _check_shapes(recipe.train, kind)
+    if trains:
+        check_shapes(recipe.train, kind)
     size, tokens = _micro_batch(recipe.train, notices)
     if kind.compiles_shapes and tokens is not None:  # of a result, which was trained elsewhere
         size, tokens = size if isinstance(recipe.train.micro_batch_size, int) else 1, None
@@ -304,8 +304,14 @@ def _check_kind(
     return notices
 
 
-def _check_shapes(train: Train, kind: DeviceKind) -> None:
-    """Refuse rows without padding on devices that compile programs for each shape."""
+def check_shapes(train: Train, kind: DeviceKind) -> None:
+    """Refuse rows without padding on devices that compile programs for each shape.
+
+    Raises:
+        UserError: the recipe asks for them.
+    """
+    if not kind.compiles_shapes:
+        return
     for key, value, instead in (
         ("micro_batch_tokens", train.micro_batch_tokens, "null --train.micro_batch_size 4"),
         ("padding_free", train.padding_free or None, "null"),

@@ -193,6 +193,7 @@ def test_memory_is_predicted_for_what_is_padded(
     ("keys", "message"),
     [
         ({"micro_batch_tokens": 900}, "train.micro_batch_tokens is 900 ... cpu ... null"),
+        ({"micro_batch_tokens": "auto"}, "train.micro_batch_tokens is auto ... cpu ... null"),
         (
             {"padding_free": True},
             "train.padding_free is true ... cpu ... --train.padding_free null",
@@ -204,13 +205,20 @@ def test_rows_without_padding_are_refused(
 ) -> None:
     recipe = Recipe(checkpoint_dir="base", train=Train(**keys))
     devices = Devices(accelerator="cpu", count=1)
-    assert not make_plan(recipe, devices).kind.compiles_shapes
     compile_shapes(monkeypatch)
     with pytest.raises(UserError) as refused:
         make_plan(recipe, devices)
     assert says(str(refused.value), message)
-    # The validation loss of a result that was trained elsewhere does not depend on them.
-    assert make_plan(recipe, devices, trains=False).micro_batch_tokens is None
+
+
+def test_a_result_that_was_trained_in_rows_is_measured_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_shapes(monkeypatch)
+    train = Train(micro_batch_tokens=900, padding_free=True, micro_batch_size=None)
+    recipe = Recipe(checkpoint_dir="base", train=train)
+    plan = make_plan(recipe, Devices(accelerator="cpu", count=1), trains=False)
+    assert (plan.micro_batch_tokens, plan.rows) == (None, 1)
 
 
 OWN = """
