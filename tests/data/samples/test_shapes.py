@@ -206,6 +206,27 @@ def test_fixed_shapes_hold_what_others_hold(kind: str) -> None:
     assert is_weighted == (kind == "weighted")
 
 
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 4), (2, 3), (3, 2), (4, 1)])
+def test_ranks_together_run_each_step_once(ranks: int, rows: int) -> None:
+    samples = one_each()
+    orders = [
+        order_of(
+            samples,
+            RankLayout(
+                micro_batch_size=rows, shapes=shapes_of(samples, rows), rank=rank, world_size=ranks
+            ),
+            10,
+        )
+        for rank in range(ranks)
+    ]
+    for step in range(orders[0].total_steps):
+        found = [order.micro_batches(step) for order in orders]
+        assert len({len(one) for one in found}) == 1
+        taken = [i for one in found for batch in one for i in batch if i >= 0]
+        assert sorted(taken) == sorted(orders[0].samples(step).tolist())
+        assert max(len(batch) for one in found for batch in one) <= rows
+
+
 def test_without_padded_labels_only_the_labels_of_samples_are_there() -> None:
     samples = one_each()
     shapes = shapes_of(samples, 4, pads_labels=False)
