@@ -48,7 +48,8 @@ class OwnDataOptions:
     path: str | Path | None = None
     """A file (.json, .jsonl, .csv, .tsv, .parquet, .txt; texts also as .gz or .zst), a directory
     with train and val files or with any, a pattern such as 'data/*.jsonl', a data set of the
-    Hugging Face hub (owner/name), or embedded:quickstart or embedded:preference."""
+    Hugging Face hub (owner/name), or embedded:NAME, where NAME is quickstart, preference, chats,
+    tools, reasoning or documents."""
     json_path: str | Path | None = None
     """Older name of path."""
     sources: list[dict[str, Any]] | None = None

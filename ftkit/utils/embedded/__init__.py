@@ -2,9 +2,10 @@
 
 `quickstart` holds a tiny base model in Hugging Face layout (`model/`) and instructions in Alpaca
 format (`data/train.json`, `data/val.json`), `preference` pairs of answers to such instructions. The
-scripts `make_quickstart_model` and
-`make_quickstart_data` make them. `recipes` is the directory of that name of the repository; in an
-installed package a copy of it.
+scripts `make_quickstart_model` and `make_quickstart_data` make them. `chats`, `tools`, `reasoning`
+and `documents` are small examples, about a library that does not exist, for the recipes of what
+people do. `recipes` is the directory of that name of the repository; in an installed package a copy
+of it.
 """
 
 from pathlib import Path
