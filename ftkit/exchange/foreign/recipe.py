@@ -258,24 +258,49 @@ def position_in_data(
         of_step = state.micro_batch
         samples = state.step * of_step
         how = f"{state.step:,} steps of {of_step:,}, its train_batch_size"
-        # Shown to the user, who may know which of the two it was.
-        steps = state.step / state.epochs if state.epochs else 0.0
-        lines.append(
-            f"differs: an epoch of the checkpoint has {steps:,.4g} steps, but {of_epoch:,} samples "
-            f"in steps of {batch if is_given else of_step:,} are "
-            f"{math.ceil(of_epoch / (batch if is_given else of_step)):,}. Its data differed "
-            "from the recipe's, or several batches were accumulated for a step, which it does not "
-            "record"
-        )
+        in_step = batch if is_given else of_step
+        lines.append(_difference(state.step, state.epochs, of_step, in_step, of_epoch))
     keys = {} if is_given or of_step is None else {"train": {"global_batch_size": of_step}}
     # A smaller difference may come from the shorter last batch of an epoch.
     if not keys and abs(samples - state.step * batch) > _UNUSUAL * max(1, state.step) * batch:
         lines.append(
-            f"train.global_batch_size is {batch}, but a step has taken "
-            f"{samples / max(1, state.step):.4g} samples so far"
+            f"train.global_batch_size is {batch}, but the steps so far took "
+            f"{samples / max(1, state.step):.4g} on average"
         )
     place = f"position in the data: sample {samples:,} ({how}; an epoch has {of_epoch:,})"
     return PositionInData(samples, [place, *lines, _OWN_ORDER], keys)
+
+
+def _difference(step: int, epochs: float, micro_batch: int, in_step: int, of_epoch: int) -> str:
+    """Say why the epoch of a checkpoint means no samples of the recipe's data.
+
+    `micro_batch`, `in_step` and `of_epoch` count samples: of a forward pass on all processes, of a
+    step, of an epoch of the recipe's data.
+    """
+    whole_epochs, further = _passes(epochs, micro_batch, of_epoch)
+    if abs(further - round(further)) > _WHOLE:
+        passes = whole_epochs * math.ceil(of_epoch / micro_batch) + further
+        return (
+            f"differs: {epochs:.4g} epochs of {of_epoch:,} samples are {passes:,.4g} batches of "
+            f"{micro_batch:,}, which is no whole number. Its data differed from the recipe's, or "
+            "it left out the last batch of an epoch"
+        )
+    # Shown to the user, who may know which of the two it was.
+    steps = step / epochs if epochs else 0.0
+    return (
+        f"differs: an epoch of the checkpoint has {steps:,.4g} steps, but {of_epoch:,} samples in "
+        f"steps of {in_step:,} are {math.ceil(of_epoch / in_step):,}. Its data differed from the "
+        "recipe's, or several batches were accumulated for a step, which it does not record"
+    )
+
+
+def _passes(epochs: float, micro_batch: int, of_epoch: int) -> tuple[int, float]:
+    """Whole epochs, and forward passes after them, if the run's data had this size."""
+    # The last forward pass of an epoch may be a smaller one.
+    in_epoch = math.ceil(of_epoch / micro_batch)
+    # An epoch of 1.9999999 is the end of the second.
+    whole_epochs = math.floor(epochs + _WHOLE / in_epoch)
+    return whole_epochs, (epochs - whole_epochs) * in_epoch
 
 
 def _accumulated(step: int, epochs: float, micro_batch: int, of_epoch: int) -> int | None:
@@ -283,13 +308,10 @@ def _accumulated(step: int, epochs: float, micro_batch: int, of_epoch: int) -> i
 
     `micro_batch` and `of_epoch` count samples: of a forward pass on all processes, of an epoch.
     """
-    # The last forward pass of an epoch may be a smaller one.
-    in_epoch = math.ceil(of_epoch / micro_batch)
-    # An epoch of 1.9999999 is the end of the second.
-    whole_epochs = math.floor(epochs + _WHOLE / in_epoch)
-    further = (epochs - whole_epochs) * in_epoch
+    whole_epochs, further = _passes(epochs, micro_batch, of_epoch)
     if not step or abs(further - round(further)) > _WHOLE:
         return None
+    in_epoch = math.ceil(of_epoch / micro_batch)
     done = whole_epochs * in_epoch + round(further)
     # Rounded up: the last step of an epoch has fewer passes, so the mean is lower.
     accumulated = -(-done // step)

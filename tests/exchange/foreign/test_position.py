@@ -30,7 +30,7 @@ from ftkit.recipe.parsing import read_recipe
             {"global_step": 2, "train_batch_size": 1, "epoch": 0.125},
             {},
             *(2, 6),
-            "sample 2 (2 steps of 1 ... differs ... 16 steps ... 6 samples in steps of 6 are 1",
+            "sample 2 (2 steps of 1 ... differs ... 0.125 epochs of 6 samples are 0.75 batches of 1",
         ),
         # The recipe leaves the batch open.
         ({}, {"global_batch_size": None}, 18, 6, "sample 18"),
@@ -39,7 +39,14 @@ from ftkit.recipe.parsing import read_recipe
             {"global_step": 2, "train_batch_size": 1, "epoch": 0.125},
             {"global_batch_size": None},
             *(2, 1),
-            "sample 2 ... differs ... 16 steps ... 6 samples in steps of 1 are 6",
+            "sample 2 ... differs ... 0.125 epochs of 6 samples are 0.75 batches of 1",
+        ),
+        # As many samples, but fewer steps than they are: whole batches, in steps of another size.
+        (
+            {"global_step": 2, "train_batch_size": 1, "epoch": 3.0},
+            {},
+            *(2, 6),
+            "sample 2 ... differs ... 0.6667 steps ... 6 samples in steps of 6 are 1",
         ),
         # Files of older versions say less.
         ({"train_batch_size": None}, {}, 18, 6, "sample 18 (after 3 epochs"),
