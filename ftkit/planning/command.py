@@ -1,5 +1,6 @@
 """`ftkit plan`: one recipe, several, variations of them, or the runs of a sweep."""
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,8 @@ def _plan_and_fit(
                 terms=options.terms,
             )
             title = f"predicting what {what} needs"
-            found.append(_shown(display, title, partial(plan, given)))
+            planned = _shown(display, title, partial(plan, given))
+            found.append(dataclasses.replace(planned, note=recipe.note))
     if not options.fit:
         return found, None
     if found[0].gpu is None or len(found) != 1:
@@ -137,6 +139,8 @@ class _Asked:
     overrides: tuple[Override, ...] = ()
     command: str | None = None
     """None: the keys of the recipe decide."""
+    note: str | None = None
+    """What the file of a sweep says about a run."""
 
 
 def _command_and_words(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
@@ -157,7 +161,7 @@ def _asked(files: Sequence[str], command: str | None) -> Iterator[_Asked]:
                 f"try ftkit plan {file}."
             )
         for run in runs_of_file(Path(file), (), None):
-            yield _Asked((run.name,), run.files, run.varied, run.command)
+            yield _Asked((run.name,), run.files, run.varied, run.command, run.note)
     if not files:
         yield _Asked(command=command)
 

@@ -180,6 +180,8 @@ class Planned:
     """The reference model of the objective; None: it compares with none, or with one beside."""
     beside: PlannedBeside | None = None
     """The frozen model that is held beside the trained one; None: there is none."""
+    note: str | None = None
+    """What the file of a sweep says about the run."""
     left_out: str | None = None
     """Notice about experts that LoRA of all linear layers leaves out; None: it does not."""
 
@@ -228,6 +230,7 @@ class Planned:
         memory = dataclasses.asdict(self.memory)
         return {
             "name": self.name,
+            "note": self.note,
             "fits": self.fits,
             "gpu": self.gpu and self.gpu.name,
             "gpu_memory_bytes": self.gpu and self.gpu.memory_bytes,

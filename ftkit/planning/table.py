@@ -64,7 +64,8 @@ def plans_as_html(found: Sequence[Planned]) -> str:
         for i in range(len(found))
     ]
     right = [i for i, column in enumerate(columns) if column.is_number]
-    return grid([column.head for column in columns], rows, right) + block(_UNITS)
+    table = grid([column.head for column in columns], rows, right)
+    return table + block(_UNITS, *map(escaped, _notes(found)))
 
 
 def side_by_side(found: Sequence[Planned], width: int) -> Table:
@@ -76,13 +77,14 @@ def side_by_side(found: Sequence[Planned], width: int) -> Table:
     """
     columns = _columns(found)
     terminal = Console(width=_ANY_WIDTH)
-    table = _table(columns, [])
+    notes = _notes(found)
+    table = _table(columns, [], notes)
     # Leave out columns, the least important first, until the table fits.
     for place in range(max(column.place for column in columns), 0, -1):
         if Measurement.get(terminal, terminal.options, table).maximum <= width:
             break
         left_out = [column.head for column in columns if column.place >= place]
-        table = _table([column for column in columns if column.place < place], left_out)
+        table = _table([column for column in columns if column.place < place], left_out, notes)
     return table
 
 
@@ -119,6 +121,11 @@ def verdict(planned: Planned) -> str:
     return {True: "fits", False: "does not fit", None: "UNCERTAIN"}[planned.fits]
 
 
+def _notes(found: Sequence[Planned]) -> list[str]:
+    """What sweeps say about their runs, a line each."""
+    return [f"{planned.name}: {planned.note}" for planned in found if planned.note]
+
+
 def plan_table(planned: Planned) -> Group:
     """One plan as labelled rows, below a title."""
     words = verdict(planned)
@@ -149,6 +156,8 @@ def _needs(planned: Planned) -> str:
 def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     plan, memory = planned.plan, planned.memory
     train = plan.recipe.train
+    if planned.note:
+        yield "note", planned.note
     # Nothing in the command says so: the user may have meant LoRA.
     if planned.method_source == "recipe" and plan.recipe.method == "full":
         yield "method", "full: the recipe has no LoRA keys; ftkit plan finetune plans LoRA"
@@ -317,10 +326,11 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
     return columns
 
 
-def _table(columns: Sequence[_Column], left_out: Sequence[str]) -> Table:
+def _table(columns: Sequence[_Column], left_out: Sequence[str], notes: Sequence[str]) -> Table:
     caption = _UNITS
     if left_out:
         caption += f"\ncolumns without room here: {', '.join(left_out)}"
+    caption = "\n".join([caption, *notes])
     table = Table(
         box=None,
         padding=(0, 2, 0, 0),

@@ -44,6 +44,8 @@ class SweepRun:
     """Keys of all runs; they win over varied ones."""
     out_dir: Path
     """Its directory."""
+    note: str | None = None
+    """What its file says about it, for people."""
 
     @property
     def words(self) -> list[str]:
@@ -89,8 +91,8 @@ def runs_of_file(file: Path, overrides: Sequence[Override], out_dir: Path | None
     """Read the runs of a SWEEP.yaml.
 
     Args:
-        file: has `runs`, a list of mappings with `name`, `command`, `config` (beside the file) and
-            keys of recipes; and may have `out_dir`.
+        file: has `runs`, a list of mappings with `name`, `command`, `config` (beside the file),
+            optionally `note`, and keys of recipes; and may have `out_dir`.
         overrides: for all runs.
         out_dir: where the runs go, each into a directory of its name; None: as the file says, or
             out/sweeps/NAME of the file.
@@ -181,7 +183,8 @@ def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path)
     if not isinstance(item, dict):
         raise UserError(f"{file}: {item!r} is not a run with a name and a command. {_try()}")
     keys = dict(item)
-    name, command, config = (keys.pop(key, None) for key in ("name", "command", "config"))
+    of_run = ("name", "command", "config", "note")
+    name, command, config, note = (keys.pop(key, None) for key in of_run)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(
             f"{file}: the name of a run is {name!r}, but must be letters, digits and .,+=-_ "
@@ -192,6 +195,8 @@ def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path)
             f"{file}: the command of {name} is {command!r}, but must be one of "
             f"{', '.join(FINETUNE)}. {_try()}"
         )
+    if note is not None and not isinstance(note, str):
+        raise UserError(f"{file}: the note of {name} is {note!r}, but must be a text. {_try()}")
     for key in (key for key in _OF_THE_SWEEP if key in keys):
         raise UserError(f"{file}: {name} has the key {key}, which the sweep sets. Remove it.")
     configs = [config] if isinstance(config, str) else config or []
@@ -204,6 +209,7 @@ def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path)
         varied=tuple((str(key), as_text(value)) for key, value in keys.items()),
         overrides=tuple(overrides),
         out_dir=out_dir / name,
+        note=note,
     )
 
 

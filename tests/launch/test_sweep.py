@@ -127,6 +127,7 @@ def test_a_file_names_runs_over_recipes_beside_it_and_options_hold_for_all(
         ({"runs": [SMALL | {"name": "../up"}]}, "name of a run ... '../up'"),
         ({"runs": [SMALL | {"command": "train"}]}, "command of small is 'train'"),
         ({"runs": [SMALL | {"resume": "auto"}]}, "small has the key resume"),
+        ({"runs": [SMALL | {"note": 8}]}, "note of small is 8"),
         ({"runs": [SMALL, SMALL]}, "2 runs have the name small"),
         ({"runs": [SMALL | {"train.micro_batch": 1}]}, "small ... train.micro_batch"),
         ({"runs": [SMALL | {"config": "no.yaml"}]}, "small ... --config no.yaml"),

@@ -603,11 +603,15 @@ def test_the_runs_of_a_sweep_are_planned_with_the_keys_for_all_of_them(
     sweep.write_text(
         "runs:\n"
         "  - {name: all, command: finetune_full, config: recipe.yaml, train.micro_batch_size: 2}\n"
-        "  - {name: few, command: finetune, config: recipe.yaml, train.max_seq_length: 32}\n"
+        "  - {name: few, command: finetune, config: recipe.yaml, train.max_seq_length: 32,\n"
+        "     note: ran elsewhere}\n"
     )
-    words = [str(sweep), "--train.max_seq_length", "64", "--format", "json"]
+    words = [str(sweep), "--train.max_seq_length", "64"]
     assert run(["plan", *words]) == 0
+    assert capsys.readouterr().out.endswith("\nfew: ran elsewhere\n")
+    assert run(["plan", *words, "--format", "json"]) == 0
     full, lora = json.loads(capsys.readouterr().out)
+    assert (full["note"], lora["note"]) == (None, "ran elsewhere")
     assert (full["name"], full["method"], full["micro_batch_size"]) == ("all", "full", 2)
     assert (lora["name"], lora["method"], lora["max_seq_length"]) == ("few", "lora", 64)
 
