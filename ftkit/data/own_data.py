@@ -55,7 +55,7 @@ class OwnDataOptions:
     sources: list[dict[str, Any]] | None = None
     """Several sources instead of path: a list of objects with path and, optionally, weight (how
     often an epoch repeats its samples; default 1) or samples (how many an epoch takes), and options
-    for this source only: columns, subset, split, revision, prompt_style, chat_template,
+    for this source only: columns, subset, split, revision, data_files, prompt_style, chat_template,
     chat_template_kwargs, train_on, mask_prompt."""
     columns: dict[str, str] | None = None
     """Names of the records' keys where they differ from ftkit's: --data.columns.instruction
@@ -69,6 +69,9 @@ class OwnDataOptions:
     The split val, validation, valid, dev or test is used for validation."""
     revision: str | None = None
     """Version of a hub data set: a commit, a tag or a branch."""
+    data_files: str | None = None
+    """A file in the repository of a hub data set, or a pattern such as 'data/*.jsonl', in the place
+    of its splits."""
     chat_template: str | None = None
     """Template that turns a conversation into text: tokenizer (the model's own; the default for
     conversations), a name (chatml, llama3, ...), a file, or the jinja text itself. Also turns
@@ -97,7 +100,8 @@ class OwnDataOptions:
     0.05. 0: every record is trained on, and validation measures the same records."""
     prompt_style: Any = "alpaca"
     """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
-    or a text such as "Q: {instruction}\\nA: ", optionally with {input} and {sys_prompt}."""
+    or a text such as "Q: {instruction}\\nA: ", optionally with {input} and {sys_prompt}; or two of
+    these, {with_input: ..., without_input: ...}."""
     ignore_index: int = -100
     """Only LitGPT's default is accepted."""
     seed: int = 42
@@ -124,6 +128,7 @@ class _SourceOptions:
     subset: str | None = None
     split: str | None = None
     revision: str | None = None
+    data_files: str | None = None
     prompt_style: Any = "alpaca"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -138,7 +143,7 @@ _EXCLUSIVE = (
     ("prompt_style", ARGUMENTS),
 )
 """Groups of options that exclude each other."""
-_OF_HUB = ("subset", "split", "revision")
+_OF_HUB = ("subset", "split", "revision", "data_files")
 _OF_ONE_SOURCE = ("path", "json_path", *_OF_HUB)
 _OF_RENDERING = ("prompt_style", "chat_template", ARGUMENTS, "train_on", "mask_prompt")
 _INHERITED = ("columns", *_OF_RENDERING)
@@ -519,7 +524,7 @@ class OwnData(DataSource):
             return None
         files = find_files(source.path, source.key)
         group = source.key.rpartition(".")[0]
-        for key in ("subset", "split", "revision"):
+        for key in _OF_HUB:
             if (value := getattr(source, key)) is not None:
                 raise UserError(
                     f"{group}.{key} is {value}, but {source.path} is on this machine, and only hub "
@@ -580,6 +585,7 @@ class OwnData(DataSource):
             subset=source.subset,
             split=source.split,
             revision=source.revision,
+            data_files=source.data_files,
         )
         fraction = self._options.val_split_fraction
         # A share that is named is split off, even if the hub has a validation split.

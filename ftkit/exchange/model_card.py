@@ -12,7 +12,13 @@ import yaml
 
 from ftkit.data.records.paths import is_hub_name
 from ftkit.evaluation.result import Result, report_of
-from ftkit.models.pretrained.hub import CARD, hub_name, is_litgpt, licence_files
+from ftkit.models.pretrained.hub import (
+    CARD,
+    hub_name,
+    is_litgpt,
+    licence_files,
+    split_version,
+)
 from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.recipe import Component
 from ftkit.redaction import redacted
@@ -56,7 +62,9 @@ class BaseOrigin:
             name: as a recipe names it.
             directory: where its files are; None: nowhere.
         """
-        on_hub = hub_name(name)
+        found = hub_name(name)
+        # Of all versions: a card's head names no other.
+        on_hub = None if found is None else split_version(found)[0]
         files = [] if directory is None or not directory.is_dir() else licence_files(directory)
         licence = None if directory is None else card_metadata(directory / CARD).get("license")
         # A path would name a directory of this machine: its last part is enough.

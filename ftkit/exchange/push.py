@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result, find_result
 from ftkit.exchange.model_card import card_files, with_name
-from ftkit.models.pretrained.hub import CARD, hub_name, read_json
+from ftkit.models.pretrained.hub import CARD, hub_name, read_json, split_version
 from ftkit.models.pretrained.hub_errors import http_library
 from ftkit.recipe.options import PushOptions
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
@@ -95,7 +95,9 @@ def _files_of(result: Result, options: PushOptions) -> dict[str, Path | bytes]:
     base = _base_on_hub(result, options) if result.kind == "adapter" else None
     if base is not None:
         # The file here names a directory of this machine.
-        settings = read_json(result.directory / ADAPTER_CONFIG) | {_BASE: base}
+        base, version = split_version(base)
+        # PEFT's key for the version of the base model, which its AutoPeftModel loads.
+        settings = read_json(result.directory / ADAPTER_CONFIG) | {_BASE: base, "revision": version}
         files[ADAPTER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
     return {**files, **_card(result, options.repo_id, base)}
 
@@ -117,7 +119,7 @@ def _require_result(result: Result, options: PushOptions) -> None:
 
 
 def _base_on_hub(result: Result, options: PushOptions) -> str:
-    """ORG/NAME from which others take the base model."""
+    """ORG/NAME from which others take the base model, with @VERSION."""
     known = options.base or (hub_name(result.base) if result.base else None)
     if known is None:
         raise UserError(

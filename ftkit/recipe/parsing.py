@@ -297,7 +297,8 @@ def _specificity(override: Override) -> int:
 
 def _parse_value(key: str, text: str) -> Any:
     # YAML would read "Q: {instruction}" as a mapping.
-    if key.endswith(".prompt_style") and PROMPT_MARK in text and "class_path" not in text:
+    is_text = not any(mark in text for mark in ("class_path", "without_input"))
+    if key.endswith(".prompt_style") and PROMPT_MARK in text and is_text:
         return _prompt_text(text)
     if key.endswith(".chat_template") and any(mark in text for mark in TEMPLATE_MARKS):
         return _unquoted(text) or text
@@ -317,11 +318,11 @@ def _parse_value(key: str, text: str) -> Any:
         return text
     if value is None or isinstance(value, str):
         return value
-    if key.endswith(".prompt_style") and isinstance(value, dict) and "class_path" not in value:
+    if key.endswith(".prompt_style") and isinstance(value, dict) and is_text:
         return text  # a prompt, "Q: {instruction}"
     # A directory called 2024 is a number in YAML.
-    is_text = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
-    return text if is_text else value
+    is_word = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
+    return text if is_word else value
 
 
 def _prompt_text(text: str) -> str:

@@ -172,8 +172,8 @@ class Eval:
     sets: dict[str, Any] | None = None
     """Further validation sets by name: {code: code.jsonl, french: {path: french.jsonl, columns:
     {output: answer}}}, or --eval.sets.code FILE. The loss on each is reported beside the validation
-    loss. Their records are rendered like those of data; path, columns, subset, split and revision
-    choose the records."""
+    loss. Their records are rendered like those of data; path, columns, subset, split, revision and
+    data_files choose the records."""
     max_new_tokens: int | None = 100
     """Longest answer, in tokens, for the sample that is generated at each validation and for
     rouge_l; 0 or empty: generate no sample."""
@@ -289,10 +289,10 @@ class Recipe:
 
     checkpoint_dir: str
     """Base model: a directory (Hugging Face or LitGPT layout), a GGUF file (converted once, to
-    checkpoints/gguf), a hub name such as TinyLlama/TinyLlama_v1.1 (downloaded to checkpoints/ when
-    needed), embedded:quickstart, or random:NAME for random weights, where NAME is a model that
-    LitGPT knows (its own name or that on the hub) or a model type of transformers in its default
-    size."""
+    checkpoints/gguf), a hub name such as TinyLlama/TinyLlama_v1.1, or ORG/NAME@VERSION with a
+    commit, a tag or a branch (downloaded to checkpoints/ when needed), embedded:quickstart, or
+    random:NAME for random weights, where NAME is a model that LitGPT knows (its own name or that on
+    the hub) or a model type of transformers in its default size."""
     out_dir: Path = Path("out/finetune/full")
     """Where the run writes its report, metrics and result: a directory, s3://, gs:// or az://."""
     precision: Precision | None = None

@@ -181,7 +181,7 @@ def test_an_adapter_is_private_whole_and_names_its_base_model_as_others_find_it(
     changed = {name for name, content in here.items() if hub.files[name] != content}
     assert changed == {"README.md", "adapter_config.json"}
     settings = json.loads(hub.files["adapter_config.json"])
-    assert settings.pop("base_model_name_or_path") == BASE
+    assert (settings.pop("base_model_name_or_path"), settings["revision"]) == (BASE, None)
     assert settings.items() <= json.loads(here["adapter_config.json"]).items()
     card = ModelCard(hub.files["README.md"].decode())
     assert {"base_model": BASE, "library_name": "peft"}.items() <= card.data.to_dict().items()
@@ -382,6 +382,8 @@ def test_origins_have_the_names_by_which_others_find_them(tmp_path: Path) -> Non
     base = BaseOrigin.of(str(download), download)
     assert (base.name, base.on_hub, base.licence) == ("org/tiny", "org/tiny", "apache-2.0")
     assert base.licence_files == ("LICENSE",)
+    version = download.rename(download.with_name("tiny@v1"))
+    assert BaseOrigin.of(str(version), version).on_hub == "org/tiny"
     own = BaseOrigin.of(str(tmp_path), tmp_path)
     assert (own.name, own.on_hub, own.licence) == (tmp_path.name, None, None)
     records = tmp_path / "records.jsonl"

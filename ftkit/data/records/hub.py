@@ -26,7 +26,7 @@ _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """Name of a hub data set with subset, split and revision."""
+    """Name of a hub data set with subset, split, revision and files."""
 
     name: str
     """owner/name."""
@@ -34,6 +34,8 @@ class HubName:
     split: str | None = None
     """Split to train on; None: train."""
     revision: str | None = None
+    data_files: str | None = None
+    """A file of its repository, or a pattern of several; None: those of its splits."""
 
 
 @contextmanager
@@ -62,7 +64,7 @@ class HubData:
         """Download what is missing, with $HF_TOKEN if the hub requires one.
 
         Args:
-            wanted: its name, subset, split and revision.
+            wanted: its name, and what of it.
 
         Raises:
             UserError: there is no such data set, or it cannot be downloaded or read.
@@ -140,7 +142,7 @@ def _prepared(wanted: HubName) -> "DatasetBuilder":
     datasets.logging.set_verbosity_error()
     try:
         builder = datasets.load_dataset_builder(
-            wanted.name, wanted.subset, revision=wanted.revision
+            wanted.name, wanted.subset, revision=wanted.revision, data_files=wanted.data_files
         )
         kind = type(builder).__module__.rpartition(".")[2]
         # Before the files are fetched: a builder that is not on the list may unpickle or run code.
@@ -178,6 +180,14 @@ def _explained(error: Exception, wanted: HubName) -> str:
     from huggingface_hub import constants
 
     hub, name, text = constants.ENDPOINT, wanted.name, str(error)
+    # Without the file, or the hub, the library looks in its cache, where it finds whole sets alone.
+    if wanted.data_files is not None and isinstance(error, FileNotFoundError | ValueError):
+        return (
+            f"data.data_files is {wanted.data_files}, but {name} has no such file that can be "
+            f"read, or {hub} cannot be reached from this machine.\n"
+            f"Give a name from {hub}/datasets/{name}/tree/main, or a pattern, such as '*.jsonl', "
+            "or download the file and give its path."
+        )
     if isinstance(error, datasets.exceptions.DataFilesNotFoundError):
         return f"{name} has no data files that can be read.\nChoose another copy of the data."
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):

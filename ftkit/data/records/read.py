@@ -81,7 +81,7 @@ def read_hub(
     """Read the records of a hub data set.
 
     Args:
-        name: of the data set, with its subset, split and revision.
+        name: of the data set, and what of it.
         columns: their names of keys, by ours.
         whole: read the split for training alone.
         preference: how records say which answers are better; None: they do not.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PLACES = ("instruction", "input", "sys_prompt")
 """Placeholders of a prompt that is given as a text."""
+_BY_INPUT = ("with_input", "without_input")
+"""Keys of a prompt that is another one for records without an input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,46 +80,27 @@ class PromptStyle:
 
 
 class TextPrompt:
-    """A prompt style written as a text with placeholders."""
+    """A prompt style written as a text with placeholders, or as two: with an input and without."""
 
     stops = ()
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, without_input: str | None = None) -> None:
         """Take the text.
 
         Args:
             text: with {instruction}, and {input} and {sys_prompt} if wanted. {{ and }} stand for
                 braces, a backslash and n, as shells hand them on, for a line end. Without {input},
                 an input stands below the instruction.
+            without_input: the prompt of a record without an input; None: the same one.
 
         Raises:
             UserError: it has other places, or none for the instruction.
         """
         self.text = text
-        # Only this escape: a shell passes it on as two characters.
-        text = text.replace("\\n", "\n")
-        try:
-            # Parsed, not formatted: str.format would reach attributes of its arguments.
-            parts = [part[:4] for part in Formatter().parse(text)]
-        except ValueError as error:
-            raise UserError(
-                f"data.prompt_style is {self.text!r}, whose braces do not match ({error}).\n"
-                "Write {{ and }} for literal braces."
-            ) from None
-        self._parts = [(literal, place) for literal, place, _, _ in parts]
-        for _, place, form, conversion in parts:
-            if place is not None and (place not in PLACES or form or conversion):
-                raise UserError(
-                    f"data.prompt_style is {self.text!r}, but {{{place}}} is not a placeholder of "
-                    f"prompts; these are: {', '.join(f'{{{known}}}' for known in PLACES)}.\n"
-                    "Write {{ and }} for literal braces."
-                )
+        self.without_input = without_input
+        self._parts = _parts_of(text)
         self._places = {place for _, place in self._parts}
-        if "instruction" not in self._places:
-            raise UserError(
-                f"data.prompt_style is {self.text!r}, which has no place for the instruction.\n"
-                'Try --data.prompt_style "Q: {instruction}\\nA: ".'
-            )
+        self._bare = self._parts if without_input is None else _parts_of(without_input)
 
     def apply(self, prompt: str, *, sys_prompt: str | None = None, **values: Any) -> str:
         """Return the prompt for an instruction, like `PromptStyle.apply`."""
@@ -125,7 +108,39 @@ class TextPrompt:
         if given and "input" not in self._places:
             prompt = f"{prompt}\n\n{given}"
         filled = {"instruction": prompt, "input": given, "sys_prompt": sys_prompt or ""}
-        return "".join(text + (filled[place] if place else "") for text, place in self._parts)
+        parts = self._parts if given else self._bare
+        return "".join(text + (filled[place] if place else "") for text, place in parts)
+
+
+def _parts_of(given: str) -> list[tuple[str, str | None]]:
+    """Split a prompt into texts, each with the place behind it.
+
+    Raises:
+        UserError: see `TextPrompt`.
+    """
+    # Only this escape: a shell passes it on as two characters.
+    text = given.replace("\\n", "\n")
+    try:
+        # Parsed, not formatted: str.format would reach attributes of its arguments.
+        parts = [part[:4] for part in Formatter().parse(text)]
+    except ValueError as error:
+        raise UserError(
+            f"data.prompt_style is {given!r}, whose braces do not match ({error}).\n"
+            "Write {{ and }} for literal braces."
+        ) from None
+    for _, place, form, conversion in parts:
+        if place is not None and (place not in PLACES or form or conversion):
+            raise UserError(
+                f"data.prompt_style is {given!r}, but {{{place}}} is not a placeholder of "
+                f"prompts; these are: {', '.join(f'{{{known}}}' for known in PLACES)}.\n"
+                "Write {{ and }} for literal braces."
+            )
+    if "instruction" not in {place for _, place, _, _ in parts}:
+        raise UserError(
+            f"data.prompt_style is {given!r}, which has no place for the instruction.\n"
+            'Try --data.prompt_style "Q: {instruction}\\nA: ".'
+        )
+    return [(literal, place) for literal, place, _, _ in parts]
 
 
 AnyStyle = PromptStyle | TextPrompt
@@ -600,7 +615,8 @@ def resolve_prompt_style(value: object) -> AnyStyle:
 
     Args:
         value: a name (alpaca), a class path of LitGPT (litgpt.prompts.Alpaca), a class path with
-            init_args, or a text with {instruction} in it.
+            init_args, a text with {instruction} in it, or two of them (`with_input`,
+            `without_input`).
 
     Raises:
         UserError: anything else.
@@ -612,6 +628,15 @@ def resolve_prompt_style(value: object) -> AnyStyle:
     # No name has a brace; a lone one is a mistake that TextPrompt explains.
     if isinstance(value, str) and ("{" in value or "}" in value):
         return TextPrompt(value)
+    if isinstance(value, Mapping) and value.keys() & set(_BY_INPUT):
+        texts = [value.get(key) for key in _BY_INPUT]
+        if value.keys() != set(_BY_INPUT) or not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                f"data.prompt_style is {dict(value)}, but has to be two texts, "
+                f"{' and '.join(_BY_INPUT)}.\n"
+                "Write one text with {instruction} in it if both are the same."
+            )
+        return TextPrompt(*map(str, texts))
     # Neither a name nor a text: a class of LitGPT, alone or with init_args.
     class_path = value.get("class_path") if isinstance(value, Mapping) else value
     package, _, name = str(class_path).rpartition(".")

@@ -592,7 +592,7 @@ def read_blueprint(
     if file := hub.find_gguf(checkpoint_dir, root=root):
         return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
-    if known := known_architecture(name, implementation):
+    if known := known_architecture(hub.split_version(name)[0], implementation):
         return _of_hub(*known)
     wanted = unreached or (
         f"Put its config.json into {root / name}, or give a directory with config.json or "

@@ -61,8 +61,8 @@ _DOWNLOADED = Path(".cache/huggingface")
 """Directory that huggingface_hub leaves in each download."""
 _SETTINGS_TIMEOUT_S = 5.0
 """Time limit for an answer of the hub about settings, without which a plan is still possible."""
-# OWNER/NAME, neither of which begins with a dot: ../x and ./x are paths.
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# OWNER/NAME, neither of which begins with a dot: ../x and ./x are paths. Behind @ a version.
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w.-]*)?")
 _QUANTIZED_NOTES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -86,8 +86,9 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
 
     Args:
         name: a directory, a GGUF file or a directory with one (converted once), ``ORG/NAME`` on the
-            hub (downloaded to root, also if given as LitGPT's ``checkpoints/ORG/NAME``), or
-            ``embedded:NAME``. An interrupted download is continued: complete files are kept.
+            hub or ``ORG/NAME@VERSION`` (downloaded to root, also if given as LitGPT's
+            ``checkpoints/ORG/NAME``), or ``embedded:NAME``. An interrupted download is continued:
+            complete files are kept.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
         root: directory of downloads.
 
@@ -194,7 +195,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     PyTorch's .bin, never both. Files that are complete are kept.
 
     Args:
-        repo_id: ``ORG/NAME``.
+        repo_id: ``ORG/NAME``, or ``ORG/NAME@VERSION``: a commit, a tag or a branch.
         token: of a Hugging Face account. Default: $HF_TOKEN. Never printed or written.
         root: directory of downloads.
 
@@ -204,17 +205,18 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    hub_name = _repository(repo_id, root)
-    if hub_name is None:
+    wanted = _repository(repo_id, root)
+    if wanted is None:
         raise UserError(
             f"{repo_id!r} is not a model on the hub. Give a name such as "
             f"TinyLlama/TinyLlama_v1.1.{_suggestion(repo_id)}"
         )
-    repo_id, directory, token = hub_name, root / hub_name, token or None
+    directory, token = root / wanted, token or None
+    repo_id, version = split_version(wanted)
     try:
         # Listed first, with sizes: what is too large for the disk is refused before anything is
         # fetched.
-        info = HfApi(token=token).model_info(repo_id, files_metadata=True)
+        info = HfApi(token=token).model_info(repo_id, revision=version, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         files = _files_to_fetch(repo_id, list(sizes))
         # By name: files under their final names are complete.
@@ -222,25 +224,25 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
         missing_bytes = _require_space(repo_id, directory, absent)
         with (
             Display(None, stream=sys.stderr) as display,
-            display.phase(f"fetching {repo_id}, {bytes_text(missing_bytes)}") as phase,
+            display.phase(f"fetching {wanted}, {bytes_text(missing_bytes)}") as phase,
         ):
             # Also where no bar is drawn, as in a log.
             phase.announce()
-            for wanted in (["config.json"], files):  # what cannot be trained is not downloaded
+            for names in (["config.json"], files):  # what cannot be trained is not downloaded
                 snapshot_download(
                     repo_id, revision=info.sha, local_dir=directory, token=token,
-                    allow_patterns=wanted,
+                    allow_patterns=names,
                     tqdm_class=_byte_bars(phase.advance, sum(absent.values())),
                 )  # fmt: skip
                 _require_readable_weights(directory)
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
-        raise explained(error, repo_id, directory, lambda: _suggestion(repo_id)) from error
+        raise explained(error, wanted, directory, lambda: _suggestion(repo_id)) from error
     # Left by earlier attempts, under names that this one did not continue.
     for stale in _incomplete_files(directory):
         stale.unlink()
     if (missing := missing_files(directory)) and find_gguf(str(directory), root=root) is None:
         raise UserError(
-            f"{repo_id} is in {directory} now, but its repository lacks {_listed(missing)}. Choose "
+            f"{wanted} is in {directory} now, but its repository lacks {_listed(missing)}. Choose "
             "another copy of the model."
         )
     return directory
@@ -262,25 +264,28 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
     Returns:
         Error of the failed download, with a remedy; None: nothing failed.
     """
-    repo_id = _repository(name, root)
+    wanted = _repository(name, root)
     # A directory or file here has its settings already, or never will.
-    if repo_id is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
+    if wanted is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
         return None
-    directory = root / repo_id
+    directory = root / wanted
+    repo_id, version = split_version(wanted)
     if (directory / "config.json").is_file() and has_tokenizer(directory):
         return None
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        info = HfApi(token=token or None).model_info(repo_id, timeout=_SETTINGS_TIMEOUT_S)
+        info = HfApi(token=token or None).model_info(
+            repo_id, revision=version, timeout=_SETTINGS_TIMEOUT_S
+        )
         snapshot_download(
             repo_id, revision=info.sha, local_dir=directory, token=token or None,
             allow_patterns=list(_SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
             tqdm_class=_byte_bars(None),
         )  # fmt: skip
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
-        return explained(error, repo_id, directory, str)
+        return explained(error, wanted, directory, str)
     return None
 
 
@@ -305,7 +310,7 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
 
 
 def hub_name(name: str, *, root: Path = ROOT) -> str | None:
-    """Return ORG/NAME of a base model from the hub; None if it is from elsewhere.
+    """Return ORG/NAME of a base model from the hub, with @VERSION; None if it is from elsewhere.
 
     Args:
         name: as `find_or_download` takes it.
@@ -317,6 +322,12 @@ def hub_name(name: str, *, root: Path = ROOT) -> str | None:
     *_, owner, model = path.resolve().parts
     # Every directory has a parent: only what huggingface_hub has left shows where it is from.
     return f"{owner}/{model}" if (path / _DOWNLOADED).is_dir() else None
+
+
+def split_version(name: str) -> tuple[str, str | None]:
+    """Split ORG/NAME@VERSION; None: it names no version."""
+    repo_id, _, version = name.partition("@")
+    return repo_id, version or None
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -436,7 +447,7 @@ def _require_readable_weights(directory: Path) -> None:
 
 
 def _repository(name: str, root: Path) -> str | None:
-    """Return ORG/NAME if the name can mean a model on the hub."""
+    """Return ORG/NAME, with @VERSION, if the name can mean a model on the hub."""
     name = name.removeprefix("./").rstrip("/")
     # LitGPT's recipes name models by the path of their download, checkpoints/ORG/NAME.
     for prefix in (f"{root}/", f"{ROOT}/"):

@@ -40,7 +40,7 @@ def explained(
 
     Args:
         error: of the HTTP library, huggingface_hub or the operating system.
-        repo_id: of the model.
+        repo_id: of the model, with @VERSION where one was named.
         directory: of the download.
         hint: makes a sentence with names of similar models.
     """
@@ -59,6 +59,12 @@ def explained(
             f"{repo_id} is gated: its owners grant access to accounts, one by one. Accept its "
             f"licence at {hub}/{repo_id} and give a token of that account: set HF_TOKEN or "
             "--access_token."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        name, _, version = repo_id.partition("@")
+        return UserError(
+            f"{name} at {hub} has no version {version}. Give a commit, a tag or a branch of it, or "
+            f"{name} alone for the newest."
         )
     if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
         return UserError(

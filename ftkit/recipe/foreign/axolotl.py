@@ -20,6 +20,24 @@ from ftkit.recipe.foreign.trainer import (
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 """Chat templates of axolotl that ftkit has by a name."""
+# The texts are axolotl's own format: AlpacaPrompter in src/axolotl/prompters.py of axolotl 0.19.
+_TASK = "Below is an instruction that describes a task"
+_WITH_INPUT = f"{_TASK}, paired with an input that provides further context. "
+_RESPOND = "Write a response that appropriately completes the request."
+_ALPACA = {
+    "alpaca:chat": {
+        "with_input": f"SYSTEM: {_WITH_INPUT}{_RESPOND}\n"
+        "USER: {instruction}\n{input}\nASSISTANT:",
+        "without_input": f"SYSTEM: {_TASK}. {_RESPOND}\nUSER: {{instruction}}\nASSISTANT:",
+    },
+    "alpaca:phi": {
+        "with_input": f"<|system|>\n{_WITH_INPUT}{_RESPOND}<|end|>\n"
+        "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
+        "without_input": f"<|system|>\n{_TASK}. {_RESPOND}<|end|>\n"
+        "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
+    },
+}
+"""Prompts of axolotl's types alpaca:STYLE."""
 _RL = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 _KERNELS = ("liger", "cut_cross_entropy", "kernels")
 _ENTRY = {"path", "type", "split", "name", "revision", "ds_type", "data_files", "chat_template",
@@ -35,7 +53,8 @@ _ENTRY = {"path", "type", "split", "name", "revision", "ds_type", "data_files", 
 ROWS = rows_by_key(
     same("base_model", "checkpoint_dir", None),
     part("datasets", ("data.path", "data.sources", "data.columns", "data.chat_template",
-                      "data.train_on", "data.prompt_style"), None, "each entry is a source"),
+                      "data.train_on", "data.prompt_style", "data.data_files"), None,
+         "each entry is a source"),
     part("val_set_size", "data.val_split_fraction", 0.0, "0: all records are trained on"),
     part("chat_template", "data.chat_template", "tokenizer_default",
          "chatml and llama3 by name, any other as the model's own template"),
@@ -129,7 +148,7 @@ ROWS = rows_by_key(
           "is_preprocess",
           "torch_dtype", "lora_fan_in_fan_out"),
     part("tokenizer_config", "checkpoint_dir", None, "the tokenizer of the model"),
-    part("revision_of_model", "checkpoint_dir", None, ""),
+    part("revision_of_model", "checkpoint_dir", None, "behind the name and @"),
     *idle(REMOTE_CODE, "trust_remote_code"),
     *idle(ON_RESUME, "resume_from_checkpoint", "auto_resume_from_checkpoints"),
     *idle(ON_HUB, "push_dataset_to_hub", "hub_model_id", "hub_strategy", "hf_use_auth_token",
@@ -239,6 +258,8 @@ ROWS = rows_by_key(
 
 
 def _finish(r: Reading) -> None:
+    if r.has("base_model"):
+        r.set(checkpoint_dir=trainer.of_version(r, "revision_of_model", str(r["base_model"])))
     _adapter(r)
     _precision(r)
     _length_and_batch(r)
@@ -255,8 +276,6 @@ def _finish(r: Reading) -> None:
         r.tell(f"special_tokens: {', '.join(sorted(tokens))} are those of the model")
     if r.has("tokenizer_config") and r["tokenizer_config"] != r["base_model"]:
         r.refuse("tokenizer_config", "a tokenizer of another model")
-    if r.has("revision_of_model"):
-        r.refuse("revision_of_model", "a version of a hub model")
     changes = dict(r["model_config"] or {})
     asks = changes.pop("output_router_logits", None)
     if changes:
@@ -406,7 +425,7 @@ def _objective(r: Reading) -> None:
             "undesirable_weight": number(r["kto_undesirable_weight"]),
         }
         if r["adapter"] in OFF:
-            r.set(reference=r["base_model"])
+            r.set(reference=r.recipe["checkpoint_dir"])
     given = {name: value for name, value in options.items() if value is not None}
     r.recipe["objective"] = {"class_path": _RL.get(kind, kind), "init_args": given}
 
@@ -417,6 +436,11 @@ def _data(r: Reading) -> None:
     if not sources:
         r.refuse("datasets", "no datasets")
         return
+    if any("prompt_style" in source for source in sources):
+        r.tell(
+            "datasets.type: axolotl tokenises prompt and answer apart, ftkit together, which "
+            "differs for tokenizers that begin a text with a space"
+        )
     options: dict[str, Any] = {}
     if len(sources) == 1:
         options |= sources[0]
@@ -476,8 +500,10 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     if files:
         if entry.get("ds_type") or entry.get("path") in ("json", "csv", "parquet", "text"):
             source["path"] = files[0] if isinstance(files, list) else files
+        elif isinstance(files, str) or len(files) == 1:
+            source["data_files"] = files if isinstance(files, str) else files[0]
         else:
-            r.refuse("datasets.data_files", "single files of a hub data set")
+            r.refuse("datasets.data_files", "several files of a hub data set")
     if entry.get("split") and entry["split"] != "train":
         source["split"] = entry["split"]
     if entry.get("name"):
@@ -495,6 +521,8 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
         source["train_on"] = _trained(r, entry)
     elif kind == "alpaca":
         source |= {"prompt_style": "alpaca", "mask_prompt": not r["train_on_inputs"]}
+    elif kind in _ALPACA:
+        source |= {"prompt_style": _ALPACA[kind], "mask_prompt": not r["train_on_inputs"]}
     elif kind in ("completion", "pretrain"):
         columns["text"] = entry.get("field") or "text"
     else:
@@ -549,13 +577,13 @@ def _own_format(r: Reading, kind: dict[str, Any], columns: dict[str, str]) -> di
             columns[ours] = column
     text = str(kind.get("format") or "{instruction}")
     without = kind.get("no_input_format")
+    system = kind.get("system_prompt") or ""
+    style: str | dict[str, str] = f"{system}{text}"
     if without is not None and str(without) != text:
+        style = f"{system}{without}"
         if "{input}" in text and kind.get("field_input"):
-            r.refuse("datasets.type", "a prompt that is another one without an input")
-        text = str(without)
-    if kind.get("system_prompt"):
-        text = f"{kind['system_prompt']}{text}"
-    return {"prompt_style": text, "mask_prompt": not r["train_on_inputs"]}
+            style = {"with_input": f"{system}{text}", "without_input": style}
+    return {"prompt_style": style, "mask_prompt": not r["train_on_inputs"]}
 
 
 def _of_pairs(

@@ -116,7 +116,8 @@ ROWS = rows_by_key(
     *missing("FP8 training", "fp8"),
     *missing("KTransformers: experts on CPUs", "use_kt"),
     *missing("Megatron", "use_mca", "use_megatron_bridge", "tensor_model_parallel_size",
-             "pipeline_model_parallel_size"),
+             "pipeline_model_parallel_size", "expert_model_parallel_size",
+             "use_distributed_optimizer"),
     *missing("HyperParallel", "use_hyper_parallel"),
     *idle("see the key that switches it on", "galore_layerwise", "galore_target", "galore_rank",
           "galore_scale", "galore_update_interval", "apollo_layerwise", "apollo_target",
@@ -125,12 +126,14 @@ ROWS = rows_by_key(
           "fp8_enable_fsdp_float8_all_gather", "oft_block_size", "oft_target", "module_dropout",
           "kt_cpu_activation", "kt_config", "kt_weight_path", "kt_non_expert_weight_path"),
     *missing("answers of the model that are compared", "do_predict"),
-    *missing("a version of a hub model", "model_revision", harmless=("main",)),
+    part("model_revision", "checkpoint_dir", "main", "behind the name and @"),
     *idle("a file of LLaMA-Factory's new format says no template", "init_special_tokens"),
 )  # fmt: skip
 
 
 def _finish(r: Reading) -> None:
+    if r.has("model_name_or_path"):
+        r.set(checkpoint_dir=_named(r, r["model_name_or_path"]))
     if r["finetuning_type"] == "freeze":
         r.refuse("finetuning_type", "the last layers as a number")
     elif r["finetuning_type"] not in ("lora", "full"):
@@ -165,6 +168,11 @@ def _finish(r: Reading) -> None:
         r.set(eval__patience=int(r["early_stopping_steps"]))
     _objective(r)
     _data(r)
+
+
+def _named(r: Reading, model: Any) -> str:
+    """A model, with the version that holds for all of a file."""
+    return trainer.of_version(r, "model_revision", str(model))
 
 
 def _adapter(r: Reading) -> None:
@@ -225,9 +233,9 @@ def _objective(r: Reading) -> None:
             "undesirable_weight": number(r["kto_rejected_weight"]),
         }
         if r["finetuning_type"] == "full":
-            r.set(reference=r["ref_model"] or r["model_name_or_path"])
+            r.set(reference=_named(r, r["ref_model"] or r["model_name_or_path"]))
     if name == "dpo" and r.has("ref_model"):
-        r.set(reference=r["ref_model"])
+        r.set(reference=_named(r, r["ref_model"]))
     r.recipe["objective"] = {"class_path": name, "init_args": options}
 
 

@@ -4,6 +4,7 @@ Learning rates, steps and batches follow transformers 5's Trainer.
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,18 @@ OTHER_OPTIMIZERS = {
     "schedule_free_adamw": "schedule-free AdamW",
 }
 """Optimizers that ftkit does not have, in words."""
+
+
+def of_version(reading: Reading, key: str, name: str) -> str:
+    """Name a base model with its version, which a key of the file may say."""
+    version = reading[key]
+    # Programs take a directory as it is.
+    if version in (None, "main") or name.count("/") != 1 or Path(name).is_dir():
+        return name
+    if not re.fullmatch(r"\w[\w.-]*", str(version)):
+        reading.refuse(key, "a version of a hub model whose name has a slash")
+        return name
+    return f"{name}@{version}"
 
 
 def local_data(path: Any) -> Any:

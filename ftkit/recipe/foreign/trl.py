@@ -47,7 +47,7 @@ _SHARED: list[Row] = [
     *idle(SERVICE, "gradient_checkpointing_use_reentrant"),
     *missing("streaming data", "dataset_streaming", "streaming"),
     *missing("settings of the model's class", "model_init_kwargs"),
-    *missing("a version of a hub model", "model_revision", harmless=("main",)),
+    part("model_revision", "checkpoint_dir", "main", "behind the name and @"),
     *missing("LoRA for parameters by name", "lora_target_parameters"),
 ]  # fmt: skip
 
@@ -145,6 +145,9 @@ def _finish_dpo(r: Reading) -> None:
 
 
 def _shared(r: Reading) -> None:
+    if r.has("model_name_or_path"):
+        name = str(r["model_name_or_path"])
+        r.set(checkpoint_dir=trainer.of_version(r, "model_revision", name))
     is_lora = bool(r["use_peft"])
     if is_lora:
         r.set(lora_r=r["lora_r"], lora_alpha=r["lora_alpha"])

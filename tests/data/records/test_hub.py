@@ -177,6 +177,16 @@ def test_a_revision_is_read(served: Hub) -> None:
         read(revision="v2")
 
 
+def test_a_file_is_read_in_the_place_of_the_splits(served: Hub) -> None:
+    served.files |= {"a.jsonl": lines(3, "a"), "b.jsonl": lines(4, "b")}
+    found = read(data_files="a.jsonl")
+    assert [record["instruction"] for record in found.train] == ["a0?", "a1?", "a2?"]
+    assert found.val is None
+    assert len(read(data_files="[ab].jsonl").train) == 7
+    with pytest.raises(UserError, match=key_words("data.data_files is c.jsonl")):
+        read(data_files="c.jsonl")
+
+
 def test_a_gated_data_set_needs_the_token_of_an_account(
     served: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +286,10 @@ class TestOffline:
     def test_another_version_is_refused(self, offline: Hub, revision: str) -> None:
         with pytest.raises(UserError, match=f"data.revision is {revision}.*\n.*{COMMIT}"):
             read(revision=revision)
+
+    def test_a_single_file_is_refused(self, offline: Hub) -> None:
+        with pytest.raises(UserError, match=key_words("data.data_files ... cannot be reached")):
+            read(data_files="train.jsonl")
 
     def test_a_data_set_missing_from_the_cache_is_an_error(self, offline: Hub) -> None:
         with pytest.raises(UserError, match=r"a/b is not a local file .*\n.*HF_HUB_OFFLINE"):

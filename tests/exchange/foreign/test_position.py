@@ -30,7 +30,7 @@ from ftkit.recipe.parsing import read_recipe
             {"global_step": 2, "train_batch_size": 1, "epoch": 0.125},
             {},
             *(2, 6),
-            "sample 2 (2 steps of 1 ... ... 0.125 epochs of 6 samples are 0.75 batches of 1",
+            "sample 2 (2 steps of 1 ... 0.125 epochs of 6 samples are 0.75 batches of 1",
         ),
         # The recipe leaves the batch open.
         ({}, {"global_batch_size": None}, 18, 6, "sample 18"),

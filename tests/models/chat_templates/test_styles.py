@@ -1,4 +1,5 @@
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -36,6 +37,7 @@ STYLES = {
     ),
     "text": TextPrompt("{sys_prompt}\nQ: {instruction} {input}\nA: "),
     "text without places": TextPrompt("Q: {instruction}\nA: "),
+    "two texts": TextPrompt("{sys_prompt}Q: {instruction}, {input}\nA: ", "Q: {instruction}\nA: "),
 }
 RECORDS = [
     {"instruction": " Say\n{x} 'hi'\\n  ", **more}
@@ -203,6 +205,27 @@ class TestTexts:
         keys = [("data", "JSON"), ("data.prompt_style", text), ("checkpoint_dir", "x")]
         recipe = read_recipe([], keys, method="lora")
         assert recipe.data["init_args"]["prompt_style"] == text
+
+    def test_a_record_without_an_input_may_have_a_prompt_of_its_own(self) -> None:
+        texts = {"with_input": "{instruction}: {input}=", "without_input": "{instruction}="}
+        keys = [("data", "JSON"), ("checkpoint_dir", "x"), ("data.prompt_style", json.dumps(texts))]
+        given = read_recipe([], keys, method="lora").data["init_args"]["prompt_style"]
+        assert given == texts
+        style = resolve_prompt_style(given)
+        found = [style.apply(prompt="a", input=text) for text in ("b", "", None)]
+        assert found == ["a: b=", "a=", "a="]
+
+    @pytest.mark.parametrize(
+        "texts",
+        [
+            {"with_input": "{instruction} {input}"},
+            {"with_input": "{instruction}", "without_input": 1},
+            {"with_input": "{instruction}", "without_input": "no place"},
+        ],
+    )
+    def test_two_texts_need_both(self, texts: dict[str, object]) -> None:
+        with pytest.raises(UserError, match=r"data.prompt_style is .*\n(Write|Try)"):
+            resolve_prompt_style(texts)
 
     def test_there_is_no_file_for_litgpt(self) -> None:
         assert prompt_style_file(resolve_prompt_style("{instruction}")) == {}

@@ -23,6 +23,7 @@ from command import ROOT
 from huggingface_hub import close_session, constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 from litgpt.config import configs
+from messages import says
 from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
@@ -254,6 +255,18 @@ def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(
     assert contents(download(REPOSITORY, root=root)) == needed(served.files)
 
 
+def test_a_version_is_fetched_into_a_directory_of_its_own(served: Hub, root: Path) -> None:
+    directory = download(f"{REPOSITORY}@v1.2", root=root)
+    assert directory == root / f"{REPOSITORY}@v1.2"
+    assert f"/api/models/{REPOSITORY}/revision/v1.2" in {r.path for r in served.requests}
+    assert contents(directory) == needed(SAFE)
+    assert hub.find_here(f"{REPOSITORY}@v1.2", root=root) == directory
+    assert hub.find_here(REPOSITORY, root=root) is None
+    assert hub.hub_name(str(directory)) == f"{REPOSITORY}@v1.2"
+    served.status, served.error_code = 404, "RevisionNotFound"
+    assert says(failure(root, repository=f"{REPOSITORY}@v9"), REPOSITORY, "no version v9")
+
+
 @pytest.mark.parametrize("status", [None, 401, 404, 503])
 def test_settings_that_cannot_be_had_are_no_error_and_leave_nothing(
     served: Hub, root: Path, status: int | None
@@ -472,7 +485,7 @@ def test_a_repository_without_weights_to_read_is_refused(
     assert not served.transfers()
 
 
-@pytest.mark.parametrize("name", ["tiny-llama-1.1b", "../outside", "a/b/c"])
+@pytest.mark.parametrize("name", ["tiny-llama-1.1b", "../outside", "a/b/c", "a/b@", "a/b@../c"])
 def test_only_names_of_the_hub_are_downloaded(name: str, served: Hub, root: Path) -> None:
     assert "is not a model on the hub" in failure(root, repository=name)
     assert not served.requests and not root.exists()

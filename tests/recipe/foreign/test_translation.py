@@ -9,6 +9,7 @@ import yaml
 from messages import key_words, says
 
 from ftkit.errors import UserError
+from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
 from ftkit.recipe.foreign.programs import PROGRAMS, Terms, program_of, translated
 from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.parsing import convert, read_recipe
@@ -214,6 +215,9 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"rl": "kto", "datasets": [{"path": "d", "type": "llama3.ultra"}]}, {"objective": "kto"}),
         ({"datasets": ..., "pretraining_dataset": "d", "sample_packing": True, "max_steps": 9,
           "sequence_len": 1024}, {"train.global_batch_tokens": 1024, "data": "JSON"}),
+        ({"revision_of_model": "2ee94b0"}, {"checkpoint_dir": "org/base@2ee94b0"}),
+        ({"revision_of_model": "v1", "rl": "kto", "adapter": ..., "lora_target_linear": ...,
+          "datasets": [{"path": "d", "type": "llama3.ultra"}]}, {"reference": "org/base@v1"}),
     ],
 )  # fmt: skip
 def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -249,6 +253,11 @@ def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any])
         (SFT, {"packing": True, "max_length": 512}, {"train.global_batch_tokens": 4096}),
         (SFT, {"loss_type": "dft"}, {"objective": "dft"}),
         (DPO, {"loss_type": ["ipo"]}, {"objective": "dpo"}),
+        (FACTORY, {"model_revision": "v1"}, {"checkpoint_dir": "org/base@v1"}),
+        (FACTORY, {"model_revision": "main"}, {"checkpoint_dir": "org/base"}),
+        (FACTORY, {"model_revision": "v1", "model_name_or_path": "a/b/c"},
+         {"checkpoint_dir": "a/b/c"}),
+        (SFT, {"model_revision": "v1"}, {"checkpoint_dir": "org/base@v1"}),
     ],
 )  # fmt: skip
 def test_keys_of_the_others_become_ours(
@@ -353,6 +362,50 @@ def test_the_prompt_of_pre_training_is_a_document() -> None:
     for name, columns in (("documents", None), ("own", {"text": "instruction"})):
         options = keys_of(FACTORY, stage="pt", dataset=name)["data"]["init_args"]
         assert options.get("columns") == columns
+
+
+TASK = "Below is an instruction that describes a task"
+WITH_INPUT = f"{TASK}, paired with an input that provides further context."
+RESPOND = "Write a response that appropriately completes the request."
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_input", "without"),
+    [
+        # As AlpacaPrompter of axolotl writes them (src/axolotl/prompters.py).
+        ("alpaca:chat", f"SYSTEM: {WITH_INPUT} {RESPOND}\nUSER: add\n1, 2\nASSISTANT:",
+         f"SYSTEM: {TASK}. {RESPOND}\nUSER: add\nASSISTANT:"),
+        ("alpaca:phi",
+         f"<|system|>\n{WITH_INPUT} {RESPOND}<|end|>\n<|user|>\nadd<|end|>1, 2<|assistant|>",
+         f"<|system|>\n{TASK}. {RESPOND}<|end|>\n<|user|>\nadd<|end|>\n<|assistant|>\n"),
+        ({"system_prompt": "S ", "field_input": "input", "format": "Q {instruction} {input} A",
+          "no_input_format": "Q {instruction} A"}, "S Q add 1, 2 A", "S Q add A"),
+    ],
+)  # fmt: skip
+def test_a_prompt_of_axolotl_may_be_another_one_without_an_input(
+    kind: str | dict[str, str], with_input: str, without: str
+) -> None:
+    file = AXOLOTL | {"datasets": [{"path": "d.jsonl", "type": kind}]}
+    found = translation(file)
+    assert any("apart" in difference for difference in found.differs)
+    recipe = read_recipe([write(file)])
+    style = resolve_prompt_style(recipe.data["init_args"]["prompt_style"])
+    assert style.apply(prompt="add", input="1, 2") == with_input
+    assert style.apply(prompt="add", input="") == without
+
+
+def test_a_file_of_a_hub_data_set_is_read_alone() -> None:
+    def entry(files: Any) -> dict[str, Any]:
+        return {"path": "org/data", "data_files": files, "type": "completion"}
+
+    for files in ("x.jsonl.zst", ["x.jsonl.zst"]):
+        options = keys_of(AXOLOTL, datasets=[entry(files)])["data"]["init_args"]
+        assert (options["path"], options["data_files"]) == ("org/data", "x.jsonl.zst")
+    assert says(refusal(AXOLOTL, datasets=[entry(["a.json", "b.json"])]), "several files")
+
+
+def test_a_version_with_a_slash_in_its_name_is_refused() -> None:
+    assert says(refusal(AXOLOTL, revision_of_model="refs/pr/1"), "revision_of_model", "slash")
 
 
 def test_data_sets_of_llama_factory_are_found_by_name() -> None:
