@@ -92,7 +92,7 @@ def test_a_recipe_learns_from_its_made_data(name: str, ftkit: Command, tmp_path:
     base, out = tiny_model(tmp_path / "tiny", task.family), tmp_path / "out"
     ended = ftkit(
         *(task.command, recipe_of(name), "--checkpoint_dir", base, "--out_dir", out),
-        *("--precision", "32-true", "--train.max_steps", 12, "--train.epochs", 6),
+        *("--precision", "32-true", "--train.max_steps", 12, "--train.epochs", 12),
         *("--optimizer.lr", 0.01),
         *("--eval.interval", 12, "--eval.max_iters", 2, "--eval.max_new_tokens", 4),
     )
