@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from adapters import logits
 from bitsandbytes.autograd import _functions
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from losses import load, loss_of
@@ -23,12 +24,14 @@ from rank_jobs import (
     needs_deepspeed,
 )
 from tiny import make_data, make_llama
+from transformers_models import make_transformers_model
 
+from ftkit.models.bodies.experts import packed_in
 from ftkit.models.flops import flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline, trainable
 from ftkit.models.load_weights import Sharding, Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.models.quantization import EightBit, FourBit
+from ftkit.models.quantization import EightBit, FourBit, rounded_of_each
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
@@ -382,6 +385,22 @@ def test_a_quantised_layer_computes_what_its_dequantised_weight_does(
     expected.square().sum().backward()
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found, x.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["falcon_mamba", "glm_moe_dsa", "jamba", "mamba"])
+def test_layers_whose_weights_the_model_reads_are_not_quantised(tmp_path: Path, model: str) -> None:
+    base = open_base(str(make_transformers_model(tmp_path / "base", model)))
+    quantised, plain = (build(base, kind, torch.float32) for kind in ("bnb.nf4", None))
+    layers = quantised_layers(quantised)
+    assert layers and not any(name.endswith(("dt_proj", "weights_proj")) for name in layers)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            plain.get_submodule(name).weight.copy_(layer.unpacked(layer.weight))
+        for name, module in quantised.named_modules():
+            for kind, packed in packed_in(module).items():
+                whole = plain.get_parameter(f"{name}.{kind}")
+                whole.copy_(rounded_of_each(whole, "bnb.nf4", transposed=packed.transposed))
+        torch.testing.assert_close(logits(quantised), logits(plain), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

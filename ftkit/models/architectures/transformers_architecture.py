@@ -72,6 +72,16 @@ without which some models refuse to run."""
 _FUSED_STATES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Families whose kernels compute the last layer of a block of states with what is before it: on a
 GPU, adapters of that layer would have no effect, and PEFT refuses them (seen in 0.21)."""
+_MULTIPLIED = {"falcon_mamba": "dt_proj", "jamba": "dt_proj", "mamba": "dt_proj"}
+"""Layers whose weight the code of a family multiplies itself (seen in transformers 5.24): adapters
+of them would have no effect."""
+_ASKED = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), "weights_proj"),
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), "weights_proj"),
+    "inkling2_loop_text": "_message_gate.down_proj",
+}
+"""Layers of whose weight the code of a family asks the dtype, to which it turns their input (seen in
+transformers 5.24)."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 """Keys of the number of experts in a layer, and of those that a token passes."""
@@ -289,8 +299,19 @@ class TransformersArchitecture(Architecture):
         return {key: tuple(names) for key, names in by_key.items()} | {"lora_head": ("lm_head",)}
 
     def _kernels_read(self, layer: str) -> bool:
-        """Return whether a linear layer's weight is read by kernels, without calling the layer."""
-        return self.name in _FUSED_STATES and layer.rpartition(".")[2] == "out_proj"
+        """Return whether a linear layer's weight is read without calling the layer."""
+        last = layer.rpartition(".")[2]
+        is_fused = self.name in _FUSED_STATES and last == "out_proj"
+        return is_fused or _MULTIPLIED.get(self.name) == last
+
+    def keeps_in_full(self, layer: str) -> bool:
+        """Return whether a layer is not quantised, given its name in its block.
+
+        Routers are not, nor are layers whose weight the code of the family reads, because a packed
+        weight has another shape and dtype.
+        """
+        read = (_MULTIPLIED | _ASKED).get(self.name)
+        return is_router(layer) or (read is not None and layer.endswith(read))
 
     @cached_property
     def untied_shapes(self) -> dict[str, torch.Size]:

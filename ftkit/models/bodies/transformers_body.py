@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ftkit.models.architectures.transformers_architecture import TransformersArchitecture, is_router
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_outline import (
     blocks_of,
     experts_of,
@@ -82,6 +82,7 @@ class TransformersBody(Body):
         # Listed before adapters are added, the only modules that `train` switches.
         self._own = tuple(model.modules())
         self._depth = architecture.layers
+        self._keeps_in_full = architecture.keeps_in_full
         self._routers = dict(router_outputs(model))
         self._experts = [
             (layer, name, experts)
@@ -151,7 +152,9 @@ class TransformersBody(Body):
 
     @property
     def kept_in_full(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.blocks.named_modules() if is_router(name))
+        return frozenset(
+            name for name, _ in self.blocks.named_modules() if self._keeps_in_full(name)
+        )
 
     def exclude_from_compile(self) -> None:
         self._attended.attend = torch.compiler.disable(self._attended.attend)  # type: ignore[method-assign]

@@ -590,7 +590,8 @@ def _quoted(text: str) -> str:
 
 def _name(style: AnyStyle) -> str:
     if isinstance(style, TextPrompt):
-        return f"the prompt {style.text!r}"
+        bare = style.without_input
+        return f"the prompt {style.text!r}" + (f", without an input {bare!r}" if bare else "")
     names = {known.class_name: name for name, known in STYLES.items()}
     return f"prompt style {names.get(style.class_name, style.class_name)}"
 

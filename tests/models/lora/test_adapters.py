@@ -179,7 +179,7 @@ def test_an_adapter_of_fused_layers_that_adapts_parts_of_them(
     assert torch.equal(logits(build(base, lora_recipe(base, adapter=adapter))), logits(model))
 
 
-@pytest.mark.parametrize("model", ["falcon_h1", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize("model", ["falcon_h1", "jamba", "mamba2", "nemotron_h"])
 def test_layers_whose_weights_kernels_read_are_not_adapted(tmp_path: Path, model: str) -> None:
     base = open_base(str(make_transformers_model(tmp_path / "base", model)))
     recipe = lora_recipe(base, **ALL)
