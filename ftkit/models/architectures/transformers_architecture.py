@@ -80,7 +80,7 @@ _ASKED = {
     **dict.fromkeys(("dots3_note", "dots3_note_text"), "weights_proj"),
     "inkling2_loop_text": "_message_gate.down_proj",
 }
-"""Layers of whose weight the code of a family asks the dtype, to which it turns their input (seen in
+"""Layers of whose weight the code of a family asks the dtype, to turn their input to it (seen in
 transformers 5.24)."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
