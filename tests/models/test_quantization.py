@@ -395,7 +395,7 @@ def test_layers_whose_weights_the_model_reads_are_not_quantised(tmp_path: Path, 
     assert layers and not any(name.endswith(("dt_proj", "weights_proj")) for name in layers)
     with torch.no_grad():
         for name, layer in layers.items():
-            plain.get_submodule(name).weight.copy_(layer.unpacked(layer.weight))
+            plain.get_parameter(f"{name}.weight").copy_(layer.unpacked(layer.weight))
         for name, module in quantised.named_modules():
             for kind, packed in packed_in(module).items():
                 whole = plain.get_parameter(f"{name}.{kind}")

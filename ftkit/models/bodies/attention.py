@@ -61,8 +61,9 @@ def attention_path(
                 else ("micro_batch_tokens", str(tokens), "null")
             )
             raise UserError(
-                f"train.{key} is {value}, but the model's latent attention only supports padded "
-                f"micro-batches. Try --train.{key} {instead}."
+                f"train.{key} is {value}, but this model takes padded micro-batches only: its "
+                f"attention, or its states, cannot be kept apart in a row. Try --train.{key} "
+                f"{instead}."
             )
         return "padded"
     # By default rows are chosen where they are faster: on CPUs always, on GPUs if one kernel takes
