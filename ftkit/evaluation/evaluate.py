@@ -287,6 +287,7 @@ def _measure(
         plan,
         padding_free=path != "padded",
         attention_cost=attention_cost(model, label_fraction=label_fraction),
+        longest=max(int(one.samples.longest.max()) for one in wanted if len(one.samples)),
         shapes=FixedShapes.of(
             plan, [one.samples for one in wanted], pads_labels=ignores_padding(objective)
         ),

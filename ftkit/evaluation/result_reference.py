@@ -177,6 +177,7 @@ def _reference_model(
             plan,
             padding_free=path != "padded",
             attention_cost=0,
+            longest=max_seq_length,
             shapes=FixedShapes.of(plan, [one.samples for one in wanted], pads_labels=True),
         ),
         max_seq_length=max_seq_length,

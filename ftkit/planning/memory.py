@@ -173,11 +173,12 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
     is_row = planned_path(base.architecture.attention, plan) != "padded"
     least = largest_micro_batch(1, 2, padding_free=is_row)
     # More than in training: all samples are one step, so no micro-batch is cut short.
+    samples = plan.micro_batch_size if is_row else plan.padded_samples(max(1, tokens - 1))
     most = largest_micro_batch(
-        plan.micro_batch_size * objective_rules(plan.recipe.objective).sequences,
+        samples * objective_rules(plan.recipe.objective).sequences,
         tokens,
         padding_free=is_row,
-        most_tokens=plan.micro_batch_tokens,
+        most_tokens=plan.micro_batch_tokens if is_row else None,
     )
 
     def needed(batch: MicroBatchSize) -> tuple[int, int]:
@@ -234,12 +235,15 @@ def heaviest_micro_batch(
     path = planned_path(base.architecture.attention, plan)
     if beside is not None:
         path = common_path(path, planned_path(beside.architecture.attention, plan))
-    rules = objective_rules(plan.recipe.objective)
+    rules, is_row = objective_rules(plan.recipe.objective), path != "padded"
+    samples = plan.largest_micro_batch
+    if not is_row:
+        samples = min(samples, plan.padded_samples(max(1, tokens - 1)))
     return largest_micro_batch(
-        plan.largest_micro_batch * rules.sequences,
+        samples * rules.sequences,
         tokens,
-        padding_free=path != "padded",
-        most_tokens=plan.micro_batch_tokens,
+        padding_free=is_row,
+        most_tokens=plan.micro_batch_tokens if is_row else None,
         # Labels that only pad have a weight, 0.
         weighted=weighted or plan.kind.compiles_shapes,
         scored=rules.scores,

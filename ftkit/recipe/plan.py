@@ -13,7 +13,7 @@ from importlib import metadata
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.objectives import check_objective, model_beside
+from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
     LOGGER_PACKAGES,
@@ -154,6 +154,10 @@ class Plan:
         if self.micro_batch_tokens is None:
             return self.micro_batch_size
         return min(self.micro_batch_size, max(1, self.micro_batch_tokens // tokens))
+
+    def padded_samples(self, positions: int) -> int:
+        """Most samples of a micro-batch that is padded to sequences of this many positions."""
+        return self.sequences_of(positions * objective_rules(self.recipe.objective).sequences)
 
     def most_micro_steps(self, tokens: int) -> int:
         """Micro-steps of a step, if every sequence has this many tokens; fewer if they are shorter.

@@ -54,7 +54,8 @@ class Train:
     1, or with micro_batch_tokens as many as fit in it."""
     micro_batch_tokens: int | Literal["auto"] | None = None
     """Most tokens per forward pass on one rank, in rows without padding: a step takes as many
-    forward passes as its sequences need, and a longer sequence gets one of its own. Affects time
+    forward passes as its sequences need, and a longer sequence gets one of its own. Models that
+    only take padded micro-batches get as many sequences as the longest would fit in. Affects time
     and memory, never the loss. auto: as many as are predicted to fit in the free memory of the
     device."""
     padding_free: bool | None = None

@@ -173,6 +173,7 @@ class Setup:
                 self.model,
                 label_fraction=float(samples.label_counts.sum() / samples.lengths.sum()),
             ),
+            longest=max(self.data.longest_tokens, self.sets.longest_tokens) - 1,
             rank=rank(),
             shapes=FixedShapes.of(
                 self.plan,

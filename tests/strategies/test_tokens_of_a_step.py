@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rank_jobs import NO_EVALUATION, Case, Outcome, make_run
+from transformers_models import make_transformers_model
 
 Changes = tuple[tuple[str, Any], ...]
 TOKENS: Changes = (
@@ -47,6 +48,17 @@ def test_every_layout_learns_the_same(runs: dict[str, Outcome], name: str) -> No
     weights = found.weights()
     for key, tensor in expected.weights().items():
         assert torch.allclose(weights[key], tensor, atol=1e-5), key
+
+
+@pytest.mark.slow
+def test_a_model_that_is_padded_learns_the_same_in_micro_batches_of_some_tokens(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    base = make_transformers_model(tmp_path_factory.mktemp("jamba"), "jamba")
+    keys = (*TOKENS, ("checkpoint_dir", str(base)))
+    one, several = (Case("single", "full", changes=keys + more) for more in ((), ROWS))
+    found = make_run(tmp_path_factory)(1, [one, several])
+    assert found[several].losses == pytest.approx(found[one].losses, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -52,13 +52,19 @@ class RankLayout:
         *,
         padding_free: bool,
         attention_cost: float,
+        longest: int,
         rank: int = 0,
         shapes: FixedShapes | None = None,
     ) -> Self:
-        """Take the layout of a plan on one of its ranks."""
+        """Take the layout of a plan on one of its ranks.
+
+        Padded micro-batches have as many samples as keep to `micro_batch_tokens` if all are as long
+        as the longest: `longest` input tokens, of the samples to train on and to validate on.
+        """
+        padded = plan.padded_samples(max(1, longest))
         return cls(
-            micro_batch_size=plan.micro_batch_size,
-            micro_batch_tokens=plan.micro_batch_tokens,
+            micro_batch_size=plan.micro_batch_size if padding_free else padded,
+            micro_batch_tokens=plan.micro_batch_tokens if padding_free else None,
             padding_free=padding_free,
             shapes=shapes,
             attention_cost=attention_cost,

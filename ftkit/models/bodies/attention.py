@@ -45,27 +45,21 @@ def attention_path(
         traits: of the model's attention.
         kernel: from `attention_kernel`.
         padding_free: key of the recipe; None: rows where they are faster.
-        micro_batch_tokens: of the plan; such micro-batches are always rows.
+        micro_batch_tokens: of the plan; such micro-batches are rows where the model takes them.
 
     Raises:
         UserError: rows are required, but the model's attention cannot compute them.
     """
-    tokens = micro_batch_tokens
-    padding_free = padding_free if tokens is None else True
     # Such a model computes padded micro-batches only, whatever is faster.
     if not traits.takes_rows:
         if padding_free:
-            key, value, instead = (
-                ("padding_free", "true", "false")
-                if tokens is None
-                else ("micro_batch_tokens", str(tokens), "null")
-            )
             raise UserError(
-                f"train.{key} is {value}, but this model takes padded micro-batches only: its "
-                f"attention, or its states, cannot be kept apart in a row. Try --train.{key} "
-                f"{instead}."
+                "train.padding_free is true, but this model takes padded micro-batches only: its "
+                "attention, or its states, cannot be kept apart in a row. Try "
+                "--train.padding_free null."
             )
         return "padded"
+    padding_free = padding_free if micro_batch_tokens is None else True
     # By default rows are chosen where they are faster: on CPUs always, on GPUs if one kernel takes
     # the whole row. Otherwise many small kernels would cost more than padding.
     if padding_free is False or (padding_free is None and kernel == "sdpa"):

@@ -7,6 +7,9 @@ import pytest
 from orders import alpaca_like, make_elastic_order
 
 from ftkit.data.samples.layout import FILLER, IntArray, RankLayout, lay_out, validation_batches
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import make_plan
 
 Rows = list[list[list[int]]]
 """For each micro-step, for each rank, its samples."""
@@ -149,6 +152,22 @@ def test_a_sequence_with_more_tokens_than_the_budget_runs_alone() -> None:
     lengths = np.array([50, 900, 50, 2000, 50])
     found = rows(lengths, micro_batch_tokens=800)
     assert found == [[[3]], [[1]], [[0, 2, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("padding_free", "longest", "samples", "tokens"),
+    [(True, 200, 16, 1000), (False, 200, 5, None), (False, 300, 3, None), (False, 2000, 1, None)],
+)
+def test_a_padded_micro_batch_holds_as_many_samples_as_the_longest_would_fit_in(
+    padding_free: bool, longest: int, samples: int, tokens: int | None
+) -> None:
+    keys = [("checkpoint_dir", "base"), ("train.micro_batch_tokens", "1000")]
+    plan = make_plan(read_recipe([], keys, method="lora"), Devices(accelerator="cpu", count=1))
+    found = RankLayout.of(plan, padding_free=padding_free, attention_cost=0, longest=longest)
+    assert (found.micro_batch_size, found.micro_batch_tokens) == (samples, tokens)
+    pairs = read_recipe([], [*keys, ("objective", "dpo")], method="lora")
+    of_pairs = make_plan(pairs, Devices(accelerator="cpu", count=1)).padded_samples(200)
+    assert of_pairs == 2
 
 
 def test_the_same_step_is_laid_out_the_same_again() -> None:

@@ -354,23 +354,16 @@ def test_rows_are_the_default_where_they_are_faster(
         assert path_of(traits, plan_of(devices, precision, value)) == expected
 
 
-@pytest.mark.parametrize(
-    ("padding_free", "tokens", "words"),
-    [
-        ("true", None, r"train\.padding_free is true.*latent.*--train\.padding_free false"),
-        ("null", 512, r"train\.micro_batch_tokens is 512.*--train\.micro_batch_tokens null"),
-    ],
-)
-def test_latent_attention_is_padded_and_rows_are_refused(
-    padding_free: str, tokens: int | None, words: str
-) -> None:
+def test_latent_attention_is_padded_and_rows_are_refused() -> None:
     config = litgpt.Config(**SIZES)
     config.latent_attention = {"q_lora_rank": 8}
     traits = LitgptArchitecture(config).attention
     assert path_of(traits, plan_of(HOST, "32-true", "null")) == "padded"
-    plan = plan_of(HOST, "32-true", padding_free)
+    of_tokens = dataclasses.replace(plan_of(HOST, "32-true", "null"), micro_batch_tokens=512)
+    assert path_of(traits, of_tokens) == "padded"
+    words = r"train\.padding_free is true.*padded.*--train\.padding_free null"
     with pytest.raises(UserError, match=words):
-        path_of(traits, dataclasses.replace(plan, micro_batch_tokens=tokens))
+        path_of(traits, plan_of(HOST, "32-true", "true"))
 
 
 def test_micro_batches_of_a_number_of_tokens_are_rows_even_where_rows_are_slower() -> None:
