@@ -10,6 +10,8 @@ from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, device_kind
 
 StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
 
+MUON = "torch.optim.Muon"
+"""Class path of Muon in recipes."""
 WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
 """Optimizers of bitsandbytes whose update of a number depends on its whole parameter."""
 
@@ -74,8 +76,6 @@ class StrategyRules:
     """Whether blocks may be compiled."""
     bnb_optimizers: ClassVar[bool] = True
     """Whether it supports the optimizers of bitsandbytes."""
-    whole_matrices: ClassVar[bool] = True
-    """Whether a rank updates matrices that it has whole."""
 
     def sharding(self, options: Any) -> str:
         """Return which state is sharded over the ranks, in words."""
@@ -105,7 +105,7 @@ class StrategyRules:
                 f"optimizer is {optimizer}, but the strategy is {self.name}. "
                 "Try --optimizer AdamW, or --strategy deepspeed."
             )
-        _check_muon(self, recipe)
+        _check_muon(recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -139,7 +139,6 @@ class FsdpRules(StrategyRules):
     options = FsdpOptions
     scales_loss = False
     trains_8bit_base = False
-    whole_matrices = False
 
     def sharding(self, options: FsdpOptions) -> str:
         where = ", in host memory" if options.cpu_offload else ""
@@ -192,7 +191,6 @@ class DeepSpeedRules(StrategyRules):
     trains_8bit_base = False
     compiles = False  # it gathers the parameters of each layer in hooks inside a block
     bnb_optimizers = False
-    whole_matrices = False
 
     def sharding(self, options: DeepSpeedOptions) -> str:
         parts = ("optimizer state", "gradients", "parameters")[: options.stage]
@@ -217,12 +215,13 @@ class DeepSpeedRules(StrategyRules):
         return "updates slices of all parameters at once. Try --strategy fsdp"
 
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
+        _check_muon(recipe)
         if not suits_deepspeed(recipe):
             raise UserError(
                 f"optimizer is {recipe.optimizer['class_path']}, but DeepSpeed keeps its own "
-                "optimizer state. Try --optimizer AdamW, or --strategy fsdp."
+                "optimizer state, for slices of parameters. Try --optimizer AdamW, or "
+                "--strategy fsdp."
             )
-        _check_muon(self, recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -246,22 +245,15 @@ STRATEGIES = ("auto", *RULES)
 
 def suits_deepspeed(recipe: Recipe) -> bool:
     """Return whether DeepSpeed can update with the recipe's optimizer."""
-    return recipe.optimizer["class_path"].rpartition(".")[0] != "bitsandbytes.optim"
+    optimizer = recipe.optimizer["class_path"]
+    return optimizer != MUON and optimizer.rpartition(".")[0] != "bitsandbytes.optim"
 
 
-def _check_muon(rules: StrategyRules, recipe: Recipe) -> None:
-    if recipe.optimizer["class_path"] != "torch.optim.Muon":
-        return
-    if recipe.method == "lora":
+def _check_muon(recipe: Recipe) -> None:
+    if recipe.optimizer["class_path"] == MUON and recipe.method == "lora":
         raise UserError(
-            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, but "
+            f"optimizer is {MUON}, which orthogonalises updates of whole matrices, but "
             "LoRA trains two factors of each. Try --optimizer AdamW, or ftkit finetune_full."
-        )
-    if not rules.whole_matrices:
-        raise UserError(
-            "optimizer is torch.optim.Muon, which orthogonalises updates of whole matrices, while "
-            f"with {rules.name} a rank only has a part of them. Try --optimizer AdamW, or "
-            "--strategy ddp."
         )
 
 

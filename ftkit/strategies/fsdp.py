@@ -7,7 +7,8 @@ Private parts that are used here, as they are in torch 2.11 to 2.13: of FSDP
 `fsdp_params` with `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` and
 `init_dtype_attrs`; of DTensor
 `__create_chunk_list__` and `ShardingPropagator._propagate_tensor_meta_non_cached`; `FakeStore`
-and `_disable_current_modes`.
+and `_disable_current_modes`; of Muon `_zeropower_via_newtonschulz` and `_adjust_lr`, because its
+public step would need parameter, gradient and momentum whole.
 """
 
 import atexit
@@ -23,19 +24,22 @@ import torch.nn as nn
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ftkit.models.load_weights import Rows, Sharding
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import FsdpOptions
+from ftkit.strategies.distributed import make_device
+from ftkit.strategies.optimizers import MuonWithAdamW
 from ftkit.strategies.state import OptimizerStateView, StatePart, TorchState
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 
-_FUSED = ("torch.optim.Adam", "torch.optim.AdamW")
-"""Only these have fused steps over DTensors in torch."""
+_FUSED = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.Muon")
+"""Only these have fused steps over DTensors in torch; with Muon, AdamW beside it."""
 
 
 class Fsdp(Strategy):
@@ -80,6 +84,8 @@ class Fsdp(Strategy):
     def _over_shards(
         self, optimizer_class: type[torch.optim.Optimizer]
     ) -> type[torch.optim.Optimizer]:
+        if optimizer_class is MuonWithAdamW:
+            return GatheringMuonWithAdamW
         is_bnb = optimizer_class.__module__.startswith("bitsandbytes.")
         return over_local_rows(optimizer_class) if is_bnb else optimizer_class
 
@@ -359,6 +365,74 @@ def one_of_many(plan: Plan, shards: int) -> Iterator[Sharding]:
             setattr(dist, name, function)
         if not connected and dist.is_initialized():
             dist.destroy_process_group()
+
+
+# Muon
+
+
+class _GatheringMuon(torch.optim.Muon):
+    """Muon over parameters of which this rank has some rows; it keeps its momentum in rows too.
+
+    The direction of an update depends on the whole matrix. Each rank gathers one matrix after the
+    other and computes all of its direction, as each does under ddp. If one rank did so for all, an
+    update would need two messages instead of one, and buffers for several matrices, to keep the
+    other ranks busy meanwhile.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; every rank calls this."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        # The arithmetic of torch's Muon, in its order.
+        gradient, momentum = parameter.grad.to_local(), state["momentum_buffer"].to_local()
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        step = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        how = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        whole = _zeropower_via_newtonschulz(_whole(step, parameter), *how)
+        # Without a message: every rank has all of it. Offsets as of `_rows` need real tensors.
+        own = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
+        rows = parameter.to_local()
+        rows.mul_(1 - group["lr"] * group["weight_decay"])
+        rows.add_(own.to_local().to(rows.device), alpha=-rate)
+
+
+def _whole(rows: Tensor, parameter: DTensor) -> Tensor:
+    """Gather a matrix in bfloat16, in which its direction is computed.
+
+    Args:
+        rows: those of this rank.
+        parameter: whose shape and distribution the matrix has.
+    """
+    mesh = parameter.device_mesh
+    # A copy, which may be changed; on the device also where rows are offloaded to the host.
+    rows = rows.to(make_device(mesh.device_type), torch.bfloat16, copy=True)
+    matrix = DTensor.from_local(
+        rows,
+        mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return matrix.full_tensor()
+
+
+class GatheringMuonWithAdamW(MuonWithAdamW):
+    """Muon, which gathers the matrices of hidden layers, and AdamW for everything else."""
+
+    muon = _GatheringMuon
 
 
 # bitsandbytes

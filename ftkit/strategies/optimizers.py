@@ -23,11 +23,10 @@ from ftkit.models.language_model import trainable
 from ftkit.recipe.foreign.trainer import OPTIMIZERS
 from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
+from ftkit.recipe.strategies import MUON
 from ftkit.utils.imports import dtensor
 from ftkit.utils.names import nearest
 
-_MUON = "torch.optim.Muon"
-"""Class path in recipes."""
 # 256 KiB in float32: a piece stays in the cache of a core between conversion and sum.
 PIECE = 2**16
 """16-bit numbers that are converted to float32 at once on a CPU, to sum their squares."""
@@ -69,7 +68,7 @@ def make_optimizer(
     Raises:
         UserError: the class refuses its arguments, or has no weight decay to leave out.
     """
-    if optimizer_class is MuonWithAdamW:
+    if issubclass(optimizer_class, MuonWithAdamW):
         groups = _muon_groups(model)
     elif lora_plus_ratio is None:
         groups = [{"params": trainable(model)}]
@@ -156,7 +155,7 @@ def resolve_optimizer(
     if "betas" in arguments:
         # YAML only has lists.
         arguments["betas"] = tuple(arguments["betas"])
-    if class_path == _MUON:
+    if class_path == MUON:
         return MuonWithAdamW, arguments | {"fused": may_fuse}
     # Fused steps are faster and need no temporary copy of the parameters.
     implementation = {"fused", "foreach", "capturable", "differentiable"}
@@ -250,6 +249,9 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], limit: float | None
 class MuonWithAdamW(Optimizer):
     """Muon for the matrices of hidden layers and AdamW for everything else, with one state."""
 
+    muon: type[torch.optim.Muon] = torch.optim.Muon
+    """Class of the part that is Muon."""
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
@@ -281,7 +283,7 @@ class MuonWithAdamW(Optimizer):
         parts: list[Optimizer] = []
         # An optimizer without parameters is refused by torch; a part of a model may have one kind.
         if matrices:
-            parts.append(torch.optim.Muon(_by_decay(matrices), lr=lr, **arguments))
+            parts.append(self.muon(_by_decay(matrices), lr=lr, **arguments))
         if others:
             parts.append(torch.optim.AdamW(_by_decay(others), lr=lr, fused=fused or None))
         self._parts = parts

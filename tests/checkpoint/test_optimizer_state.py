@@ -104,6 +104,9 @@ MOVES = {
     "Adafactor, single to ddp x2": move(("single", 1, ADAFACTOR), ("ddp", 2, ADAFACTOR)),
     "Muon, single": same(Case("single", "full", changes=MUON), 1),
     "Muon, ddp x2 to single": move(("ddp", 2, MUON), ("single", 1, MUON)),
+    "Muon, fsdp x3": same(Case("fsdp", "full", changes=MUON), 3),
+    "Muon, single to fsdp x2": move(("single", 1, MUON), ("fsdp", 2, MUON)),
+    "Muon, fsdp x3 to single": move(("fsdp", 3, MUON), ("single", 1, MUON)),
     "8-bit, single": same(Case("single", "full", changes=ADAM_8_BIT), 1),
     "8-bit, fsdp x2": same(Case("fsdp", "full", changes=ADAM_8_BIT), 2),
     "8-bit, single to fsdp x2": move(("single", 1, ADAM_8_BIT), ("fsdp", 2, ADAM_8_BIT)),
@@ -167,7 +170,7 @@ QUICK = {
     "SGD, single to fsdp x2",
 }
 ONE_OF_EACH_KIND = {
-    "Muon, ddp x2 to single",
+    "Muon, fsdp x3 to single",
     "fsdp on 2 nodes to fsdp x2",
     "in backward, single to fsdp x2",
     "dropout, deepspeed x2",

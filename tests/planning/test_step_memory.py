@@ -93,6 +93,7 @@ MORE_SEVERAL = [
     Case("ddp", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
     Case("fsdp", "full"),
     Case("fsdp", "full", "32-true", (AVERAGED,)),
+    Case("fsdp", "full", "32-true", (("optimizer", "Muon"),)),
     Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
     Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
     Case("fsdp", "full", "32-true", (*REWARD, ("train.micro_batch_size", 2))),

@@ -318,12 +318,8 @@ def test_a_strategy_without_options_has_its_defaults(
             "HYBRID_SHARD ... devices is 2 and num_nodes is 1 ... --strategy.sharding FULL_SHARD",
         ),
         (
-            {"method": "full", "strategy": "fsdp", "optimizer": "Muon"},
-            "optimizer is torch.optim.Muon ... fsdp ... --optimizer AdamW, or --strategy ddp",
-        ),
-        (
             {"method": "full", "strategy": "deepspeed", "optimizer": "Muon"},
-            "torch.optim.Muon ... deepspeed ... --optimizer AdamW, or --strategy ddp",
+            "torch.optim.Muon ... DeepSpeed ... --optimizer AdamW, or --strategy fsdp",
         ),
         (
             {"strategy": "ddp", "optimizer": "Muon"},

@@ -209,6 +209,7 @@ OPTIONS = {
     "fsdp, padded": Case("fsdp", "full", changes=PADDED),
     "ZeRO-3, padded": Case("deepspeed", "full", changes=PADDED),
     "ddp with Muon": Case("ddp", "full", changes=MUON),
+    "fsdp with Muon": Case("fsdp", "full", changes=MUON),
     "ddp, tied": Case("ddp", "full", tied=True),
     "fsdp, tied": Case("fsdp", "full", tied=True),
     "ZeRO-2, tied": Case("deepspeed", "full", tied=True, changes=(STAGE_2, NO_OFFLOAD)),
