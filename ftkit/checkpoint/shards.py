@@ -24,7 +24,7 @@ from ftkit.checkpoint.metadata import (
     Metadata,
     is_shard,
 )
-from ftkit.strategies.state import BLOCK
+from ftkit.strategies.state import BLOCK, codes_per_byte
 from ftkit.utils.remote.objects import StorageError
 from ftkit.utils.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
 from ftkit.utils.remote.urls import display_path
@@ -47,11 +47,13 @@ class Piece:
     start: int
     """First number of the range, counted in row-major order."""
     values: Tensor
-    """[numbers of the range], flat."""
+    """[numbers of the range], flat; codes of 4 bits: two in a byte, the first in its upper half."""
     scales: Tensor | None = None
-    """[blocks of the range]: `values` are 8-bit codes, in blocks of 256 from `start` on."""
+    """[blocks of the range]: `values` are codes, in blocks from `start` on."""
     code: Tensor | None = None
-    """[256], values of the codes, relative to the scale of their block."""
+    """Values of the codes, relative to the scale of their block: [256], or [16] for 4 bits."""
+    block: int = BLOCK
+    """Codes that share a scale; an even number."""
 
     @property
     def size_bytes(self) -> int:
@@ -59,12 +61,18 @@ class Piece:
         return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
-def share_of(rank: int, world_size: int, numel: int) -> tuple[int, int]:
+def share_of(rank: int, world_size: int, numel: int, block: int = BLOCK) -> tuple[int, int]:
     """Range [first, end) that a rank writes of a tensor which all ranks hold whole."""
-    # Between blocks, because each block of an 8-bit state has one scale.
-    blocks = -(-numel // BLOCK)
-    first, last = (blocks * r // world_size * BLOCK for r in (rank, rank + 1))
+    # Between blocks, because each block of codes has one scale.
+    blocks = -(-numel // block)
+    first, last = (blocks * r // world_size * block for r in (rank, rank + 1))
     return min(first, numel), min(last, numel)
+
+
+def blocks_of(first: int, last: int, block: int) -> slice:
+    """Blocks that the numbers [first, last) of a piece are in."""
+    # Rounded up: the last block of a piece may be shorter, and has a scale too.
+    return slice(first // block, -(-last // block))
 
 
 def write_shard(path: Path, pieces: Iterable[Piece]) -> None:
@@ -99,6 +107,8 @@ def _named(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], dict[str, str]]:
         if piece.scales is not None and piece.code is not None:
             tensors[key + _SCALES] = piece.scales
             places[key]["code"] = piece.code.tolist()
+            if piece.block != BLOCK:
+                places[key]["block"] = piece.block
     return tensors, {_PIECES: json.dumps(places)}
 
 
@@ -192,7 +202,7 @@ class StoredTensor:
 
     @property
     def quantized(self) -> bool:
-        """True if any piece is stored in 8 bits."""
+        """True if any piece is stored as codes."""
         return any(piece.scales is not None for piece in self._pieces)
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -203,7 +213,7 @@ class StoredTensor:
         return values.view(last - first, *self.shape[1:])
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Numbers [start, stop) in row-major order, flat; 8-bit states as float32.
+        """Numbers [start, stop) in row-major order, flat; codes as the float32 they stand for.
 
         A view of the file if one piece holds them all, otherwise a copy.
         """
@@ -217,19 +227,29 @@ class StoredTensor:
         # torch.cat would copy a single part too.
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def read_quantized(self, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
-        """Codes and scales of [start, stop), or None if no stored block begins at `start`."""
-        codes, scales = [], []
+    def read_quantized(
+        self, start: int, stop: int, code: Tensor, block: int = BLOCK
+    ) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales of [start, stop), or None if they are stored in another form.
+
+        Args:
+            start: first number.
+            stop: number after the last one.
+            code: values of the codes.
+            block: codes that share a scale, from `start` on.
+        """
+        codes, scales, in_byte = [], [], codes_per_byte(code)
         for piece in self._overlapping(start, stop):
             first, last = max(start, piece.start), min(stop, piece.end)
             # Codes only keep their meaning where stored blocks are the blocks of the reader.
-            is_aligned = (first - piece.start) % BLOCK == (first - start) % BLOCK == 0
-            if piece.scales is None or not is_aligned:
+            is_aligned = (first - piece.start) % block == (first - start) % block == 0
+            if piece.scales is None or piece.code is None or not is_aligned:
+                return None
+            if piece.block != block or not piece.code.equal(code.cpu()):
                 return None
             first, last = first - piece.start, last - piece.start
-            codes.append(piece.values[first:last])
-            # Rounded up: the last block of a piece may be shorter, and has a scale too.
-            scales.append(piece.scales[first // BLOCK : -(-last // BLOCK)])
+            codes.append(piece.values[first // in_byte : -(-last // in_byte)])
+            scales.append(piece.scales[blocks_of(first, last, block)])
         return torch.cat(codes), torch.cat(scales)
 
     def _overlapping(self, start: int, stop: int) -> list["_StoredPiece"]:
@@ -293,23 +313,27 @@ class _StoredPiece:
     values: Tensor | _RangedNumbers
     scales: Tensor | _RangedNumbers | None
     code: Tensor | None
+    block: int
 
     @property
     def end(self) -> int:
-        return self.start + self.values.numel()
+        return self.start + self.values.numel() * codes_per_byte(self.code)
 
     def numbers(self, start: int, stop: int) -> Tensor:
         first, last = start - self.start, stop - self.start
-        values = self.values[first:last]
         if self.scales is None or self.code is None:
-            return values
+            return self.values[first:last]
+        in_byte = codes_per_byte(self.code)
+        codes = self.values[first // in_byte : -(-last // in_byte)]
+        if in_byte == 2:
+            codes = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1)[first % 2 :]
+        codes = codes[: last - first]
         # The range may begin within a block, whose scale then applies to the rest of it.
-        block = first // BLOCK
-        scales = self.scales[block : -(-last // BLOCK)].repeat_interleave(BLOCK)
-        first -= block * BLOCK
-        # As bitsandbytes dequantises: the code of a number times the largest absolute value of its
-        # block.
-        return self.code[values.long()] * scales[first : first + len(values)]
+        blocks = blocks_of(first, last, self.block)
+        scales = self.scales[blocks].repeat_interleave(self.block)
+        first -= blocks.start * self.block
+        # The value of a number's code times the scale of its block, as both libraries do it.
+        return self.code[codes.long()] * scales[first : first + len(codes)]
 
 
 def _pieces_in(
@@ -345,5 +369,6 @@ def _placed(
                 numbers(key),
                 None if code is None else numbers(key + _SCALES),
                 None if code is None else torch.tensor(code),
+                place.get("block", BLOCK),
             ),
         )

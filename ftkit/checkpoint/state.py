@@ -10,12 +10,18 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ftkit.checkpoint.metadata import CheckpointError
-from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, share_of
+from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, blocks_of, share_of
 from ftkit.errors import UserError
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.load_weights import Sharding, kept_parameters
 from ftkit.models.lora.targets import our_name
-from ftkit.strategies.state import AVERAGE, BLOCK, PARAMETER, OptimizerStateView, StatePart
+from ftkit.strategies.state import (
+    AVERAGE,
+    PARAMETER,
+    OptimizerStateView,
+    StatePart,
+    codes_per_byte,
+)
 
 
 def stored_name(kind: str, parameter: str) -> str:
@@ -31,18 +37,19 @@ def capture(
         for part in state.parts(parameter):
             # What several ranks hold is written once: each writes an equal range of it.
             which = (rank, world_size) if part.replicated else part.copy
-            first, last = share_of(*which, part.values.numel())
+            first, last = share_of(*which, part.numel, part.block)
             # A small tensor may have fewer blocks than there are ranks.
             if first == last:
                 continue
-            scales = part.scales
+            scales, in_byte = part.scales, codes_per_byte(part.code)
             yield Piece(
                 name=stored_name(part.kind, our_name(name)),
                 shape=part.shape,
                 start=part.start + first,
-                values=part.values[first:last],
-                scales=None if scales is None else scales[first // BLOCK : -(-last // BLOCK)],
+                values=part.values[first // in_byte : last // in_byte],
+                scales=None if scales is None else scales[blocks_of(first, last, part.block)],
                 code=part.code,
+                block=part.block,
             )
 
 
@@ -110,21 +117,18 @@ def _read(part: StatePart, stored: StoredState, name: str) -> None:
     tensor = stored[name]
     if tensor.shape != part.shape:
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, not {list(part.shape)}")
-    start, stop = part.start, part.start + part.values.numel()
+    start, stop = part.start, part.start + part.numel
     if start == stop:
         return
-    # float32 state takes any stored state: `read` converts 8-bit codes.
-    if part.scales is None or part.code is None:
+    # float32 state takes any stored state: `read` converts codes.
+    if part.scales is None or part.code is None or part.quantize is None:
         part.values.copy_(tensor.read(start, stop))
         return
     # Codes and scales are copied unchanged where the stored blocks are those of this layout.
-    exact = tensor.read_quantized(start, stop)
+    exact = tensor.read_quantized(start, stop, part.code, part.block)
     if exact is None:  # blocks begin elsewhere than in the layout that wrote them
-        from bitsandbytes.functional import quantize_blockwise
-
-        numbers = tensor.read(start, stop).float().to(part.values.device)
-        codes, quantized = quantize_blockwise(numbers, part.code, blocksize=BLOCK)
-        exact = codes, quantized.absmax
+        part.quantize(tensor.read(start, stop).to(part.values.device, torch.float32))
+        return
     part.values.copy_(exact[0])
     part.scales.copy_(exact[1])
 

@@ -5,6 +5,7 @@ import importlib
 import re
 import shutil
 import textwrap
+from contextlib import suppress
 from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
@@ -24,7 +25,7 @@ from ftkit.recipe.recipe_keys import (
     field_texts,
     placeholder_of,
 )
-from ftkit.recipe.strategies import RULES, STRATEGIES
+from ftkit.recipe.strategies import RULES, STRATEGIES, TORCHAO
 from ftkit.utils.imports import quick_imports, silence_libraries
 from ftkit.utils.names import nearest
 
@@ -282,11 +283,11 @@ def _known_names(component: str) -> list[str]:
         return list(STRATEGIES)
     if component == "objective":
         return list(OBJECTIVES)
-    try:
-        others = _optimizers("bitsandbytes.optim")
-    except ImportError:
-        others = {}
-    return [*_optimizers("torch.optim"), *(f"bitsandbytes.optim.{name}" for name in others)]
+    others = []
+    for package in ("bitsandbytes.optim", TORCHAO):
+        with suppress(ImportError):
+            others += [f"{package}.{name}" for name in _optimizers(package)]
+    return [*_optimizers("torch.optim"), *others]
 
 
 def _component_class(component: str, name: str) -> type:

@@ -143,6 +143,11 @@ _ADAM = {
         for name in ("Adam", "AdamW")
         for bits in ("", "8bit", "32bit")
     ),
+    *(
+        f"torchao.optim.{name}{bits}"
+        for name in ("Adam", "AdamW")
+        for bits in ("4bit", "8bit", "Fp8")
+    ),
 }
 """Optimizers with the same two moments; one's state becomes another's by changing the format."""
 

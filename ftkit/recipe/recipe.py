@@ -354,8 +354,8 @@ class Recipe:
     optimizer: Component = field(
         default_factory=lambda: Component(class_path="torch.optim.AdamW", init_args={})
     )
-    """Optimizer: a name from torch.optim, or a class path (torch.optim, bitsandbytes.optim);
-    arguments as --optimizer.NAME VALUE."""
+    """Optimizer: a name from torch.optim, or a class path (torch.optim, bitsandbytes.optim,
+    torchao.optim); arguments as --optimizer.NAME VALUE."""
     logger_name: LoggerName | list[LoggerName] = "csv"
     """Loggers beside metrics.csv, which is always written: a name or a list, such as [tensorboard,
     mlflow]. A resumed run continues in all of them. mlflow and trackio write to out_dir unless

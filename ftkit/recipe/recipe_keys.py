@@ -23,7 +23,7 @@ COMPONENTS = {"data": "litgpt.data", "objective": "", "optimizer": "torch.optim"
 
 ALLOWED_PACKAGES = {
     "data": ("litgpt.data", "ftkit.data"),
-    "optimizer": ("torch.optim", "bitsandbytes.optim", "deepspeed.ops.adam"),
+    "optimizer": ("torch.optim", "bitsandbytes.optim", "torchao.optim", "deepspeed.ops.adam"),
 }
 """Packages of class paths. A recipe never makes ftkit import anything else."""
 

@@ -1,5 +1,6 @@
 """Strategies without torch: names, options, rules, and the choice of strategy and precision."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
 
@@ -12,6 +13,8 @@ StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 MUON = "torch.optim.Muon"
 """Class path of Muon in recipes."""
+TORCHAO = "torchao.optim"
+"""Package of torchao's optimizers in recipes."""
 WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
 """Optimizers of bitsandbytes whose update of a number depends on its whole parameter."""
 
@@ -106,6 +109,7 @@ class StrategyRules:
                 "Try --optimizer AdamW, or --strategy deepspeed."
             )
         _check_muon(recipe)
+        _check_torchao(self, recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -246,7 +250,8 @@ STRATEGIES = ("auto", *RULES)
 def suits_deepspeed(recipe: Recipe) -> bool:
     """Return whether DeepSpeed can update with the recipe's optimizer."""
     optimizer = recipe.optimizer["class_path"]
-    return optimizer != MUON and optimizer.rpartition(".")[0] != "bitsandbytes.optim"
+    own_state = ("bitsandbytes.optim", TORCHAO)
+    return optimizer != MUON and optimizer.rpartition(".")[0] not in own_state
 
 
 def _check_muon(recipe: Recipe) -> None:
@@ -254,6 +259,35 @@ def _check_muon(recipe: Recipe) -> None:
         raise UserError(
             f"optimizer is {MUON}, which orthogonalises updates of whole matrices, but "
             "LoRA trains two factors of each. Try --optimizer AdamW, or ftkit finetune_full."
+        )
+
+
+def _check_torchao(rules: StrategyRules, recipe: Recipe) -> None:
+    optimizer, arguments = recipe.optimizer["class_path"], recipe.optimizer["init_args"]
+    if not optimizer.startswith(f"{TORCHAO}."):
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            f"optimizer is {optimizer}, but torchao is not installed. Try pip install "
+            "'ftkit[torchao]', or --optimizer bitsandbytes.optim.AdamW8bit."
+        )
+    block = arguments.get("block_size", 256)
+    if not (type(block) is int and block > 0 and block % 2 == 0):
+        raise UserError(
+            f"optimizer.block_size is {block!r}, but must be an even number of at least 2, because "
+            f"a byte has two codes of 4 bits. Try --optimizer.block_size 256."
+        )
+    if arguments.get("amsgrad"):
+        raise UserError(
+            f"optimizer.amsgrad is true, but {optimizer} cannot compare quantised moments. Try "
+            "--optimizer.amsgrad false, or --optimizer AdamW."
+        )
+    has_copies = rules.name == "ddp" or "HYBRID_SHARD" in recipe.strategy["init_args"].values()
+    if arguments.get("bf16_stochastic_round") and has_copies:
+        raise UserError(
+            "optimizer.bf16_stochastic_round is true, but several ranks have copies of the same "
+            "weights, which each would round by chance. Try --optimizer.bf16_stochastic_round "
+            "false, or --strategy fsdp --strategy.sharding FULL_SHARD."
         )
 
 

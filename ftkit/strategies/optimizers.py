@@ -23,7 +23,8 @@ from ftkit.models.language_model import trainable
 from ftkit.recipe.foreign.trainer import OPTIMIZERS
 from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
-from ftkit.recipe.strategies import MUON
+from ftkit.recipe.strategies import MUON, TORCHAO
+from ftkit.strategies.torchao import in_pieces
 from ftkit.utils.imports import dtensor
 from ftkit.utils.names import nearest
 
@@ -157,6 +158,8 @@ def resolve_optimizer(
         arguments["betas"] = tuple(arguments["betas"])
     if class_path == MUON:
         return MuonWithAdamW, arguments | {"fused": may_fuse}
+    if class_path.startswith(f"{TORCHAO}."):
+        return in_pieces(optimizer_class), arguments
     # Fused steps are faster and need no temporary copy of the parameters.
     implementation = {"fused", "foreach", "capturable", "differentiable"}
     if "fused" in known and may_fuse and not implementation & arguments.keys():

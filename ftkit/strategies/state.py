@@ -5,8 +5,9 @@ strategy.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +18,14 @@ from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.lora.targets import our_name
 from ftkit.strategies.optimizers import MuonWithAdamW, hidden_matrices, uses_muon
+from ftkit.strategies.torchao import InPieces, codes_in
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""
 AVERAGE = "average"
 """Kind of the running average of a parameter, also in checkpoints."""
 BLOCK = 256
-"""Numbers of an 8-bit state that share a scale (bitsandbytes)."""
+"""Numbers of an 8-bit state that share a scale (bitsandbytes, and torchao's default)."""
 
 Averages = defaultdict[Tensor, dict[str, Any]]
 """Running averages by parameter, in the form of an optimizer's state."""
@@ -42,15 +44,29 @@ class StatePart:
     start: int
     """First number of the range, in row-major order."""
     values: Tensor
-    """[numbers of the range], flat."""
+    """[numbers of the range], flat; codes of 4 bits: half as many bytes."""
     scales: Tensor | None = None
-    """[blocks of 256], if the values are 8-bit codes."""
+    """[blocks of the range], if the values are codes."""
     code: Tensor | None = None
-    """[256], values of the codes."""
+    """Values of the codes: [256], or [16] for 4 bits."""
+    block: int = BLOCK
+    """Codes that share a scale."""
+    quantize: Callable[[Tensor], object] | None = None
+    """Sets values and scales to what numbers of the range give, flat in float32."""
     replicated: bool = False
     """Whether every rank holds all of it."""
     copy: tuple[int, int] = (0, 1)
     """Index of this copy and number of copies, if several but not all ranks hold this range."""
+
+    @property
+    def numel(self) -> int:
+        """Numbers of the range."""
+        return self.values.numel() * codes_per_byte(self.code)
+
+
+def codes_per_byte(code: Tensor | None) -> int:
+    """How many numbers an element of a part has, by the values of its codes."""
+    return 2 if code is not None and len(code) == 16 else 1
 
 
 class OptimizerStateView(Protocol):
@@ -122,17 +138,18 @@ class TorchState:
             if values.numel() != whole.values.numel():  # such as a factored second moment
                 yield self.local(value, kind)
                 continue
-            number = key.removeprefix("state")
-            yield StatePart(
-                kind=kind,
-                shape=whole.shape,
-                start=whole.start,
-                values=values.detach().view(-1),
-                scales=state.get(f"absmax{number}"),
-                code=state.get(f"qmap{number}"),
-                replicated=whole.replicated,
-                copy=whole.copy,
-            )
+            if (part := torchao_part(values, kind, whole)) is None:
+                number = key.removeprefix("state")
+                part = replace(
+                    whole,
+                    kind=kind,
+                    values=values.detach().view(-1),
+                    scales=state.get(f"absmax{number}"),
+                    code=state.get(f"qmap{number}"),
+                )
+                if part.code is not None:
+                    part = replace(part, quantize=partial(_quantize_as_bitsandbytes, part))
+            yield part
 
     def scalars(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -175,6 +192,8 @@ class TorchState:
                     optimizer.init_state(group, parameter, group_index, index)
                     state.update({key: int(value) for key, value in scalars.items()})
                     continue
+                if isinstance(optimizer, InPieces):
+                    state.update(optimizer.new_state(parameter))
                 for kind, shape in wanted.items():
                     if kind not in state:
                         # Like the parameter, so that state of a DTensor is sharded in the same way.
@@ -185,6 +204,38 @@ class TorchState:
                 device = parameter.device if on_device else torch.device("cpu")
                 for key, value in scalars.items():
                     state[key] = torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def torchao_part(values: Tensor, kind: str, whole: StatePart) -> StatePart | None:
+    """A part of a parameter's range as torchao quantises it; None: it does not.
+
+    Args:
+        values: this rank's state of the range.
+        kind: of the state.
+        whole: the parameter's own numbers in the range.
+    """
+    if (found := codes_in(values)) is None:
+        return None
+    return replace(
+        whole,
+        kind=kind,
+        values=found.codes,
+        scales=found.scales,
+        code=found.code,
+        block=found.block,
+        quantize=lambda numbers: values.copy_(numbers.view(values.shape)),
+    )
+
+
+def _quantize_as_bitsandbytes(part: StatePart, numbers: Tensor) -> None:
+    from bitsandbytes.functional import quantize_blockwise
+
+    assert part.code is not None and part.scales is not None
+    codes, quantized = quantize_blockwise(
+        numbers.to(part.values.device), part.code, blocksize=part.block
+    )
+    part.values.copy_(codes)
+    part.scales.copy_(quantized.absmax)
 
 
 # Kinds of state
@@ -289,7 +340,9 @@ def bytes_per_number(
         # One momentum for the hidden matrices, and AdamW's two moments for everything else.
         states = 2 - hidden_fraction
     state_bytes: float = dtype.itemsize
-    if optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
+    if issubclass(optimizer_class, InPieces):
+        state_bytes = optimizer_class.bytes_per_number(arguments)
+    elif optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
         # A byte for each number and a float32 scale for each block.
         state_bytes = 1 + 4 / BLOCK
     elif optimizer_class.__module__.startswith("bitsandbytes"):

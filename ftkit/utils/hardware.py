@@ -23,6 +23,7 @@ PACKAGES = (
     "peft",
     "transformers",
     "bitsandbytes",
+    "torchao",
     "deepspeed",
     "liger-kernel",
     "safetensors",

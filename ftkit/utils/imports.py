@@ -111,11 +111,13 @@ def hidden(name: str) -> Iterator[None]:
 
 
 def silence_libraries() -> None:
-    """Keep bitsandbytes and DeepSpeed from reporting the kernels and devices that they do not find.
+    """Keep libraries from reporting the kernels and devices that they do not find.
 
     For processes that do not train: the log of a run has these messages.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # The last one, of torch, is about torchao's use of it.
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(_is_error)  # it sets its level itself
 
 

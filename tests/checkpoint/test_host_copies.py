@@ -230,7 +230,9 @@ def test_a_shard_is_written_from_complete_copies(
         if live.scales is None:
             assert torch.equal(stored[live.name].read(0, end), live.values)
         else:
-            codes, scales = stored[live.name].read_quantized(0, end) or (None, None)
+            assert live.code is not None
+            found = stored[live.name].read_quantized(0, end, live.code)
+            codes, scales = found or (None, None)
             assert torch.equal(codes, live.values) and torch.equal(scales, live.scales)
     saver.release()
     assert saver.copies.size_bytes == 0

@@ -32,6 +32,9 @@ TWO_NODES: Changes = (
     ("strategy.sharding", "HYBRID_SHARD"),
 )
 MUON: Changes = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
+TORCHAO_8_BIT: Changes = (("optimizer", "torchao.optim.AdamW8bit"), *ADAM_8_BIT[1:])
+TORCHAO_4_BIT: Changes = (("optimizer", "torchao.optim.AdamW4bit"), *ADAM_8_BIT[1:])
+TORCHAO_FP8: Changes = (("optimizer", "torchao.optim.AdamWFp8"), *ADAM_8_BIT[1:])
 STAGE_1: Changes = (("strategy.stage", 1), ("strategy.offload_optimizer", False))
 STAGE_2: Changes = (("strategy.stage", 2),)
 ONE_MICRO_STEP: Changes = (("train.max_norm", None), ("train.micro_batch_size", 11))
@@ -122,6 +125,40 @@ MOVES = {
     "8-bit to torch": move(("single", 1, ADAM_8_BIT), ("single", 1, ADAMW), within=3e-3),
     "torch to 8-bit": move(("single", 1, ADAMW), ("single", 1, ADAM_8_BIT), within=3e-3),
     "8-bit to deepspeed x2": move(("single", 1, ADAM_8_BIT), ("deepspeed", 2, ADAMW), within=3e-3),
+    "8 bits of torchao, single": same(Case("single", "full", changes=TORCHAO_8_BIT), 1),
+    "8 bits of torchao, single to fsdp x2": move(
+        ("single", 1, TORCHAO_8_BIT), ("fsdp", 2, TORCHAO_8_BIT)
+    ),
+    "8 bits of torchao, fsdp x3 to single": move(
+        ("fsdp", 3, TORCHAO_8_BIT), ("single", 1, TORCHAO_8_BIT), within=3e-4
+    ),
+    "4 bits of torchao, fsdp x2": same(Case("fsdp", "full", changes=TORCHAO_4_BIT), 2),
+    "4 bits of torchao, ddp x2 to fsdp x2": move(
+        ("ddp", 2, TORCHAO_4_BIT), ("fsdp", 2, TORCHAO_4_BIT)
+    ),
+    "4 bits of torchao, fsdp x3 to single": move(
+        ("fsdp", 3, TORCHAO_4_BIT), ("single", 1, TORCHAO_4_BIT), within=3e-4
+    ),
+    "FP8 of torchao, ddp x2": same(Case("ddp", "full", changes=TORCHAO_FP8), 2),
+    "FP8 of torchao, single to ddp x2": move(("single", 1, TORCHAO_FP8), ("ddp", 2, TORCHAO_FP8)),
+    "8 bits of torchao to 4 bits of it": move(
+        ("single", 1, TORCHAO_8_BIT), ("single", 1, TORCHAO_4_BIT), within=2e-2
+    ),
+    "8 bits of bitsandbytes to FP8 of torchao": move(
+        ("single", 1, ADAM_8_BIT), ("single", 1, TORCHAO_FP8), within=3e-4
+    ),
+    "8 bits of bitsandbytes to those of torchao": move(
+        ("single", 1, ADAM_8_BIT), ("single", 1, TORCHAO_8_BIT), within=3e-4
+    ),
+    "4 bits of torchao to torch": move(
+        ("single", 1, TORCHAO_4_BIT), ("single", 1, ADAMW), within=1e-2
+    ),
+    "torch to 8 bits of torchao, fsdp x2": move(
+        ("single", 1, ADAMW), ("fsdp", 2, TORCHAO_8_BIT), within=3e-4
+    ),
+    "average, 4 bits of torchao, fsdp x2": same(
+        Case("fsdp", "full", changes=(*TORCHAO_4_BIT, *AVERAGED)), 2
+    ),
     "Lion, single to ddp x2": move(("single", 1, LION), ("ddp", 2, LION)),
     "ZeRO-1 to single": move(("deepspeed", 2, STAGE_1), ("single", 1, ())),
     "single to ZeRO-1": move(("single", 1, ()), ("deepspeed", 2, STAGE_1)),
@@ -176,6 +213,9 @@ ONE_OF_EACH_KIND = {
     "dropout, deepspeed x2",
     "bf16-true, fsdp x2",
     "Adafactor, single to ddp x2",
+    "8 bits of torchao, single to fsdp x2",
+    "4 bits of torchao, fsdp x3 to single",
+    "FP8 of torchao, ddp x2",
     "8-bit, fsdp x3 to single",
     "32-bit of bitsandbytes to torch",
     "ZeRO-1 to single",

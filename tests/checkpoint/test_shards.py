@@ -117,7 +117,7 @@ class TestEightBits:
         whole = self.quantized(0, 1200)
         stored = StoredState(write(tmp_path, [whole]))["m"]
         for start, stop in ((0, 1200), (512, 1200), (256, 512), (256, 700)):
-            found = stored.read_quantized(start, stop)
+            found = stored.read_quantized(start, stop, self.code)
             assert found is not None
             assert whole.scales is not None
             assert torch.equal(found[0], whole.values[start:stop])
@@ -126,7 +126,7 @@ class TestEightBits:
     def test_blocks_of_neighbouring_ranks_make_a_whole(self, tmp_path: Path) -> None:
         whole = self.quantized(0, 1200)
         stored = StoredState(write(tmp_path, [self.quantized(0, 512)], [self.quantized(512, 1200)]))
-        found = stored["m"].read_quantized(0, 1200)
+        found = stored["m"].read_quantized(0, 1200, self.code)
         assert found is not None
         assert whole.scales is not None
         assert torch.equal(found[0], whole.values)
@@ -136,8 +136,8 @@ class TestEightBits:
         parts = [self.quantized(0, 300), self.quantized(300, 1200)]
         stored = StoredState(write(tmp_path, *[[part] for part in parts]))["m"]
         assert stored.quantized
-        assert stored.read_quantized(0, 1200) is None
-        assert stored.read_quantized(300, 1200) is not None
+        assert stored.read_quantized(0, 1200, self.code) is None
+        assert stored.read_quantized(300, 1200, self.code) is not None
         expected = torch.cat(
             [
                 dequantize_blockwise(p.values, absmax=p.scales, code=p.code, blocksize=BLOCK)
@@ -146,6 +146,38 @@ class TestEightBits:
         )
         for start, stop in ((0, 1200), (299, 301), (310, 900), (1199, 1200)):
             assert torch.equal(stored.read(start, stop), expected[start:stop])
+
+
+@pytest.mark.parametrize(("levels", "block"), [(16, 128), (256, 64), (16, 256)])
+def test_codes_of_any_width_and_block_are_read_as_numbers_and_as_codes(
+    tmp_path: Path, levels: int, block: int
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    code, scales = torch.randn(levels), torch.rand(1024 // block, generator=generator)
+    codes = torch.randint(levels, (1024,), generator=generator, dtype=torch.uint8)
+    numbers = code[codes.long()] * scales.repeat_interleave(block)
+    packed = codes if levels == 256 else (codes[::2] << 4) | codes[1::2]
+    in_byte = len(codes) // len(packed)
+
+    def part(start: int, stop: int) -> Piece:
+        return Piece(
+            name="m",
+            shape=torch.Size((4, 256)),
+            start=start,
+            values=packed[start // in_byte : stop // in_byte],
+            scales=scales[start // block : stop // block],
+            code=code,
+            block=block,
+        )
+
+    stored = StoredState(write(tmp_path, [part(0, 256)], [part(256, 1024)]))["m"]
+    for start, stop in ((0, 1024), (7, 8), (255, 257), (301, 766)):
+        assert stored.read(start, stop).equal(numbers[start:stop])
+    found = stored.read_quantized(0, 1024, code, block)
+    assert found is not None
+    assert found[0].equal(packed) and found[1].equal(scales)
+    for other in ((code, 2 * block), (code + 1, block), (torch.ones(272 - levels), block)):
+        assert stored.read_quantized(0, 1024, *other) is None, "they would mean other numbers"
 
 
 class TestDamage:

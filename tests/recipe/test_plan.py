@@ -306,6 +306,26 @@ def test_a_strategy_without_options_has_its_defaults(
             "optimizer is bitsandbytes ... DeepSpeed ... --optimizer AdamW, or --strategy fsdp",
         ),
         (
+            {"strategy": "deepspeed", "optimizer": "torchao.optim.AdamW8bit"},
+            "optimizer is torchao ... DeepSpeed ... --optimizer AdamW, or --strategy fsdp",
+        ),
+        (
+            {"optimizer": "torchao.optim.AdamW4bit", "optimizer.block_size": 33},
+            "optimizer.block_size is 33 ... --optimizer.block_size 256",
+        ),
+        (
+            {"optimizer": "torchao.optim.AdamW8bit", "optimizer.amsgrad": True},
+            "optimizer.amsgrad is true ... --optimizer.amsgrad false, or --optimizer AdamW",
+        ),
+        (
+            {
+                "strategy": "ddp",
+                "optimizer": "torchao.optim.AdamW8bit",
+                "optimizer.bf16_stochastic_round": True,
+            },
+            "optimizer.bf16_stochastic_round ... false, or --strategy fsdp",
+        ),
+        (
             {"strategy": "fsdp", "optimizer": "bitsandbytes.optim.LAMB8bit"},
             "LAMB8bit ... fsdp ... --optimizer bitsandbytes.optim.AdamW8bit, or --strategy ddp",
         ),

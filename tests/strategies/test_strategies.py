@@ -177,6 +177,7 @@ TOKENS = (("train.micro_batch_tokens", 600), ("train.micro_batch_size", None))
 """One micro-step in some steps and two in others, where there are two ranks."""
 EVERY_2ND_CHECKPOINTED = ("memory.activation_checkpointing", 2)
 MUON = (("optimizer", "Muon"), ("optimizer.lr", 1e-3))
+FOUR_BITS = (("optimizer", "torchao.optim.AdamW4bit"), ("optimizer.lr", 1e-3))
 AVERAGED = (("train.ema_decay", 0.7),)
 ONE_MICRO_STEP = (("train.max_norm", None), ("train.micro_batch_size", 11))
 IN_BACKWARD = (*ONE_MICRO_STEP, ("train.optimizer_in_backward", True))
@@ -210,6 +211,8 @@ OPTIONS = {
     "ZeRO-3, padded": Case("deepspeed", "full", changes=PADDED),
     "ddp with Muon": Case("ddp", "full", changes=MUON),
     "fsdp with Muon": Case("fsdp", "full", changes=MUON),
+    "ddp with 4 bits of torchao": Case("ddp", "full", changes=FOUR_BITS),
+    "fsdp with 4 bits of torchao": Case("fsdp", "full", changes=FOUR_BITS),
     "ddp, tied": Case("ddp", "full", tied=True),
     "fsdp, tied": Case("fsdp", "full", tied=True),
     "ZeRO-2, tied": Case("deepspeed", "full", tied=True, changes=(STAGE_2, NO_OFFLOAD)),
@@ -239,6 +242,7 @@ QUICK = {
     "ZeRO-2 with offload, tokens",
 }
 REPEATS = {
+    "ddp with 4 bits of torchao",
     "ZeRO-1 with an average",
     "ZeRO-2 with offload, LoRA",
     "fsdp, every 2nd checkpointed",
@@ -268,11 +272,12 @@ REPEATS = {
     "ZeRO-2, checkpointed",
 }
 """Cases that others cover, under another strategy or with fewer settings."""
-LEARNED = (*SGD, *MUON, *AVERAGED, *ONE_MICRO_STEP)
+LEARNED = (*SGD, *MUON, *FOUR_BITS, *AVERAGED, *ONE_MICRO_STEP)
 SINGLE = [
     Case("single", "full", changes=AVERAGED),
     Case("single", "lora", changes=AVERAGED),
     Case("single", "full", changes=MUON),
+    Case("single", "full", changes=FOUR_BITS),
     Case("single", "full", changes=SGD),
     Case("single", "full", tied=True),
     Case("single", "lora", tied=True),

@@ -368,9 +368,6 @@ def _length_and_batch(r: Reading) -> None:
 
 def _rates(r: Reading) -> None:
     name = str(r["optimizer"])
-    if name == "adamw_torch_8bit":
-        r.tell("optimizer: the 8-bit AdamW of bitsandbytes, whose state is rounded in other blocks")
-        name = "adamw_bnb_8bit"
     if name.startswith("optimi_adamw"):
         name = "adamw_torch"
     trainer.optimizer(r, name, key="optimizer")

@@ -23,6 +23,8 @@ OPTIMIZERS = {
     "adamw_torch": "torch.optim.AdamW",
     "adamw_torch_fused": "torch.optim.AdamW",
     "adamw_hf": "torch.optim.AdamW",
+    "adamw_torch_4bit": "torchao.optim.AdamW4bit",
+    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
     "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
     "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
     "paged_adamw": "bitsandbytes.optim.PagedAdamW32bit",
@@ -201,13 +203,13 @@ def optimizer(
     if "Adam" in class_path:
         betas = [number(reading["adam_beta1"] or 0.9), number(reading["adam_beta2"] or 0.999)]
         arguments |= {"betas": betas, "eps": number(reading["adam_epsilon"] or 1e-8)}
+    if class_path.startswith("torchao."):
+        arguments["block_size"] = 256  # the Trainer's, also with 4 bits
     reading.recipe["optimizer"] = {"class_path": class_path, "init_args": arguments}
     reading.set(train__decay_norms_and_biases=False)
 
 
 OTHER_OPTIMIZERS = {
-    "adamw_torch_4bit": "4-bit AdamW",
-    "adamw_torch_8bit": "8-bit AdamW of torchao",
     "muon": "Muon of other authors",
     "adafactor": "Adafactor of transformers",
     "galore_adamw": "GaLore",

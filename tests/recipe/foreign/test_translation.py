@@ -201,6 +201,8 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"load_in_4bit": True, "adapter": "qlora"}, {"quantize": "bnb.nf4-dq"}),
         ({"load_in_8bit": True}, {"quantize": "bnb.int8"}),
         ({"optimizer": "adamw_bnb_8bit"}, {"optimizer": "bitsandbytes.optim.AdamW8bit"}),
+        ({"optimizer": "adamw_torch_8bit"}, {"optimizer": "torchao.optim.AdamW8bit"}),
+        ({"optimizer": "adamw_torch_4bit"}, {"optimizer": "torchao.optim.AdamW4bit"}),
         ({"rl": "dpo", "datasets": [{"path": "d", "type": "chat_template.default"}]},
          {"objective": "dpo"}),
         ({"adapter": None, "unfrozen_parameters": ["^lm_head", "layers.3"]},
@@ -280,7 +282,7 @@ def test_devices_multiply_the_batch(name: str) -> None:
     [
         ("axolotl", {"qat": {"weight_dtype": "int4"}}, "quantisation-aware training"),
         ("axolotl", {"lisa_n_layers": 4}, "LISA"),
-        ("axolotl", {"optimizer": "adamw_torch_4bit"}, "4-bit AdamW"),
+        ("axolotl", {"optimizer": "muon"}, "Muon of other authors"),
         ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
         ("axolotl", {"plugins": ["some.where.Plugin"]}, "plugin some.where.Plugin"),
         ("axolotl", {"num_epochs": 1.5}, "a part of an epoch"),
