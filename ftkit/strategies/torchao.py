@@ -1,10 +1,12 @@
 """torchao's optimizers, whose state has 4 or 8 bits: updates in pieces, and the codes of states.
 
 Private parts that are used here, as they are in torchao 0.18: `_AdamBase` and its
-`_subclass_zeros`, `single_param_adam`, and the attributes of its quantised states.
+`_subclass_zeros`, `single_param_adam`, and the attributes of its quantised
+states; of torch `_dynamo.utils.disable_cache_limit`, as torchao uses it.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,28 +81,31 @@ class InPieces(Optimizer):
         rows, gradient = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
         if not rows.numel():  # there may be fewer rows than ranks
             return
-        update, at_once = single_param_adam, _AT_ONCE
+        update, at_once, limits = single_param_adam, _AT_ONCE, nullcontext()
         if device_kind(rows.device.type).has_triton:
             update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
             at_once = _AT_ONCE_FUSED
+            # What is left of each parameter has a size of its own, but a model has few of them.
+            limits = torch._dynamo.utils.disable_cache_limit()
         # A tensor: a compiled update would be compiled again for each new rate.
         rate = torch.as_tensor(group["lr"], dtype=torch.float32)
-        for part in self._pieces(rows, at_once):
-            update(
-                rows[part],
-                gradient[part],
-                state["step"],
-                _piece(state["exp_avg"], part),
-                _piece(state["exp_avg_sq"], part),
-                None,
-                rate,
-                group["betas"][0],
-                group["betas"][1],
-                group["weight_decay"],
-                group["eps"],
-                self.is_adamw,
-                self.bf16_stochastic_round and rows.dtype is torch.bfloat16,
-            )
+        with limits:
+            for part in self._pieces(rows, at_once):
+                update(
+                    rows[part],
+                    gradient[part],
+                    state["step"],
+                    _piece(state["exp_avg"], part),
+                    _piece(state["exp_avg_sq"], part),
+                    None,
+                    rate,
+                    group["betas"][0],
+                    group["betas"][1],
+                    group["weight_decay"],
+                    group["eps"],
+                    self.is_adamw,
+                    self.bf16_stochastic_round and rows.dtype is torch.bfloat16,
+                )
 
     def _pieces(self, rows: Tensor, at_once: int) -> Iterator[slice]:
         """Ranges of numbers that begin with a block."""
