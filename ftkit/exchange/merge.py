@@ -157,7 +157,7 @@ def merge(result: Result, options: MergeOptions) -> int:
             f"{result.name} is a whole model, so there is nothing to merge. "
             f"Try ftkit export {result.name} --format {layout} --out {options.directory}."
         )
-    if options.base == "quantized" and result.quantize is None:
+    if options.base == "quantized" and result.quantize in (None, "stored"):
         raise UserError(
             f"--base is quantized, but {result.name} does not say that its base model was "
             "quantised in training. Leave --base out."
@@ -185,7 +185,7 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
     # Dequantised weights come first, as the default: the adapter was trained to correct exactly
     # these. On the quickstart logits then differ by 2e-6 in the mean, with the original weights by
     # 0.9.
-    if result.quantize is not None:
+    if result.quantize not in (None, "stored"):  # whose numbers are the original ones
         choices = {"quantized": result.quantize, "original": None}
     chosen: str = options.base or next(iter(choices))
     # Each reads headers alone; weights are computed when they are called for.

@@ -227,7 +227,16 @@ def outline_plain(
         compute_dtype: of the arithmetic of quantised layers. Default: dtype.
         tied: whether embedding and head are one.
         kind: quantisation of the weights in the blocks; None: none.
+
+    Raises:
+        UserError: they are not stored in a form that can be kept.
     """
+    if kind == "stored" and (base.form is None or base.form.method != "mxfp4"):
+        form = "plain numbers" if base.form is None else base.form.title
+        raise UserError(
+            f"quantize is stored, which keeps weights in MXFP4, but {base.name} has {form}. "
+            "Try --quantize bnb.nf4-dq."
+        )
     with on_meta_device():
         model = LanguageModel(base.architecture, tied=tied)
         if kind is not None:

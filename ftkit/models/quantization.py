@@ -27,13 +27,17 @@ from bitsandbytes.functional import (
 from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 from torch import Tensor
 
+from ftkit.errors import UserError
 from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, hold_packed, packed_in
+from ftkit.models.pretrained.packed_weights import E2M1, e2m1
 from ftkit.recipe.recipe import Quantization
 
 WEIGHT_BLOCK = 64
 """Weights that share a scale in 4 bits, as in bitsandbytes."""
 NESTED_BLOCK = 256
 """Scales that share a scale of their own, if scales are quantised too."""
+MXFP4_BLOCK = 32
+"""Weights that share a scale in MXFP4."""
 VALUES_AT_ONCE = 2**18
 """Weights that are quantised at once; a multiple of WEIGHT_BLOCK. The temporaries of whole weights,
 several times their size, left holes in the heap."""
@@ -229,6 +233,8 @@ def quantize(
         compute_dtype: of their arithmetic.
         kept: names of layers that stay as they are.
     """
+    if kind == "stored":  # MXFP4 has matrices of experts alone
+        return
     for name, layer in list(model.named_modules()):
         # Exactly nn.Linear: subclasses compute something else, too.
         if type(layer) is nn.Linear and name not in kept:
@@ -405,6 +411,61 @@ class EightBitMatrices(PackedMatrices):
         return packed[experts].to(self.compute_dtype).mul_(scales)
 
 
+class Mxfp4Matrices(PackedMatrices):
+    """Matrices of experts as MXFP4 stores them: blocks of 32 floats of 4 bits with a power of two.
+
+    Packing finds exactly the numbers of a weight that was stored so: their largest one decides a
+    power of two with which all of them are among the 16 floats.
+    Open Compute Project, Microscaling Formats (MX) Specification 1.0.
+    """
+
+    def outline(self) -> Tensor:
+        size = (self.experts, self.rows * self.columns // 2)
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    def allocate(self, device: torch.device) -> None:
+        size = (self.experts, self.rows * self.columns // MXFP4_BLOCK)
+        self._scales = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _pack_one(self, matrix: Tensor, expert: int) -> Tensor:
+        assert self._scales is not None, "allocate comes first"
+        if self.columns % MXFP4_BLOCK:
+            raise _not_in_mxfp4()
+        blocks = matrix.float().contiguous().view(-1, MXFP4_BLOCK)
+        # frexp gives a fraction in [0.5, 1): the largest number becomes at least 4 and less than 8.
+        exponents = blocks.abs().amax(-1).frexp().exponent.clamp(-124, 127) - 3
+        numbers = torch.ldexp(blocks, -exponents.unsqueeze(-1))
+        levels = torch.tensor(E2M1, device=matrix.device)
+        codes = torch.searchsorted(levels, numbers.abs(), out_int32=True).to(torch.uint8)
+        codes = codes.add_(numbers.signbit(), alpha=8).view(-1)
+        packed = codes[::2] | (codes[1::2] << 4)
+        if not _floats_of(packed, torch.float32).view_as(numbers).equal(numbers):
+            raise _not_in_mxfp4()
+        self._scales[expert] = (exponents + 127).to(torch.uint8)
+        return packed
+
+    def unpacked(self, packed: Tensor, experts: slice) -> Tensor:
+        assert self._scales is not None, "pack comes first"
+        numbers = _floats_of(packed[experts], self.compute_dtype).view(-1, MXFP4_BLOCK)
+        # In float32: in float16 the smallest powers would be 0 though products are not.
+        factors = (self._scales[experts].float() - 127).exp2()
+        return numbers.mul_(factors.view(-1, 1)).view(-1, self.rows, self.columns)
+
+
+def _floats_of(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [..., 2] floats of bytes, that of their lower 4 bits first."""
+    # By byte: half as many look-ups, whose indices take more memory than the result.
+    every = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    return e2m1(every[:, None]).to(dtype)[packed.int()]
+
+
+def _not_in_mxfp4() -> UserError:
+    return UserError(
+        "quantize is stored, which keeps weights in MXFP4, but the files have experts in another "
+        "form than their config.json says. Try --quantize bnb.nf4-dq."
+    )
+
+
 def quantize_experts(experts: FusedExperts, kind: Quantization, compute_dtype: torch.dtype) -> None:
     """Pack the matrices of a layer's experts; no memory is taken.
 
@@ -416,7 +477,9 @@ def quantize_experts(experts: FusedExperts, kind: Quantization, compute_dtype: t
     for name in experts.matrices:
         shape, transposed = experts.module.get_parameter(name).shape, experts.transposed
         matrices: PackedMatrices
-        if kind == "bnb.int8":
+        if kind == "stored":
+            matrices = Mxfp4Matrices(shape, transposed=transposed, compute_dtype=compute_dtype)
+        elif kind == "bnb.int8":
             matrices = EightBitMatrices(shape, transposed=transposed, compute_dtype=compute_dtype)
         else:
             matrices = FourBitMatrices(

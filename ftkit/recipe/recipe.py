@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
-Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8"]
+Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "stored"]
 Method = Literal["full", "lora"]
 Kernels = Literal["auto", "torch", "liger"]
 AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
@@ -409,7 +409,8 @@ class Lora:
     """LoRA: small trained matrices beside the frozen layers of the base model."""
 
     quantize: Quantization | None = None
-    """Quantize the frozen base model with bitsandbytes (QLoRA)."""
+    """Quantize the frozen base model with bitsandbytes (QLoRA). stored: keep the weights that its
+    files have in MXFP4 in this form, with the same numbers."""
     lora_r: int = 16
     """Rank of the adapter matrices. Default: 16, or 8 where keys name the layers to adapt."""
     lora_alpha: int | float = 32

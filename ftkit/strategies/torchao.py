@@ -6,7 +6,7 @@ states; of torch `_dynamo.utils.disable_cache_limit`, as torchao uses it.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,8 @@ class InPieces(Optimizer):
         rows, gradient = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
         if not rows.numel():  # there may be fewer rows than ranks
             return
-        update, at_once, limits = single_param_adam, _AT_ONCE, nullcontext()
+        update, at_once = single_param_adam, _AT_ONCE
+        limits: AbstractContextManager[None] = nullcontext()
         if device_kind(rows.device.type).has_triton:
             update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
             at_once = _AT_ONCE_FUSED

@@ -10,7 +10,7 @@ import torch
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
 from runs import run_ranks
 from tiny import make_llama
-from transformers_models import make_transformers_model
+from transformers_models import make_in_mxfp4, make_transformers_model
 
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
@@ -462,6 +462,38 @@ def test_the_peak_of_a_rank_with_a_share_of_quantised_experts_is_predicted_withi
     cases = [Case("fsdp", "lora", "bf16-true", EXPERTS), Case("ddp", "lora", "bf16-true", EXPERTS)]
     cases += [Case("deepspeed", "lora", "bf16-true", EXPERTS)] * HAS_DEEPSPEED
     assert_predicted_within_2_percent(tmp_path, 2, cases, make_experts)
+
+
+def make_stored_experts(directory: Path) -> Path:
+    return make_in_mxfp4(
+        directory / "base",
+        hidden_size=256,
+        intermediate_size=128,
+        num_local_experts=8,
+        head_dim=64,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size=1000,
+    )
+
+
+STORED = (("quantize", "stored"), ("train.micro_batch_size", 4))
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_step_on_stored_weights_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    cases = [
+        Case("single", "lora", "bf16-true", (STORED[0], WHOLE_BATCH)),
+        Case("single", "lora", "32-true", (*STORED, ("lora_experts", True))),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases, make_stored_experts)
+
+
+@pytest.mark.matrix
+def test_the_peak_of_a_rank_on_stored_weights_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    cases = [Case(name, "lora", "bf16-true", STORED) for name in ("ddp", "fsdp")]
+    cases += [Case("deepspeed", "lora", "bf16-true", STORED)] * HAS_DEEPSPEED
+    assert_predicted_within_2_percent(tmp_path, 2, cases, make_stored_experts)
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Models of many families, made tiny with transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from tiny import make_tokenizer
 
 VOCABULARY = 400
@@ -289,3 +291,29 @@ def transformers_model(directory: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager"
     ).eval()
+
+
+def make_in_mxfp4(directory: Path, **changes: Any) -> Path:
+    """A gpt-oss whose experts are random floats of 4 bits, as its files have them."""
+    sizes = {"intermediate_size": 64} | changes
+    make_transformers_model(directory, "gpt_oss", **sizes)
+    file = directory / "model.safetensors"
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(torch.uint8)
+
+    stored = {}
+    for name, tensor in load_file(file).items():
+        if tensor.ndim == 3:
+            experts, columns, rows = tensor.shape
+            groups = (experts, rows, columns // 32)
+            stored[f"{name}_blocks"] = drawn(0, 256, *groups, 16)
+            stored[f"{name}_scales"] = drawn(119, 124, *groups)
+        else:
+            stored[name] = tensor
+    save_file(stored, file, {"format": "pt"})
+    config = directory / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return directory

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -587,7 +588,7 @@ def read_blueprint(
         return open_base(checkpoint_dir, implementation)
     # From the surest source to the least: files here, a GGUF header, LitGPT's list of sizes.
     if directory := hub.settings_directory(checkpoint_dir, root=root):
-        settings = plain_settings(hub.read_json(directory / "config.json"))
+        settings = hub.read_json(directory / "config.json")
         return _of_settings(directory, settings, implementation)
     if file := hub.find_gguf(checkpoint_dir, root=root):
         return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)
@@ -612,6 +613,10 @@ def _of_settings(
     directory: Path, settings: dict[str, Any], implementation: Implementation | None
 ) -> BaseModel:
     name = short_name(directory)
+    form: StoredForm | None = None
+    with suppress(UserError):  # sizes are known of weights that cannot be read, too
+        form = stored_form(settings, name)
+    settings = plain_settings(settings)
     layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
     architecture = _architecture_of(directory, settings, name, layout, implementation)
     return BaseModel(
@@ -624,6 +629,7 @@ def _of_settings(
         dtype=torch.float32,
         layout=layout,
         settings=settings,
+        form=form,
         companions={},
     )
 

@@ -20,7 +20,7 @@ from ftkit.models.pretrained.weight_files import WeightTensor
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE = 2**24
 """Numbers that are unpacked at once: float32 copies stay at 64 MiB."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of 4-bit floats by their lower three bits (Open Compute's microscaling formats)."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns that AWQ packs into one word, from its lowest bits."""
@@ -213,9 +213,10 @@ _BNB_INT8 = _Layout(
 # --- 4-bit floats: MXFP4 and NVFP4 ---------------------------------------------------------------
 
 
-def _e2m1(packed: Tensor) -> Tensor:
+def e2m1(packed: Tensor) -> Tensor:
     """Return [..., 2 * bytes] float32 of bytes with two 4-bit floats each, the lower bits first."""
-    table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+    signed = [*E2M1, *(-number for number in E2M1)]
+    table = torch.tensor(signed, device=packed.device)
     both = torch.stack((packed & 15, packed >> 4), dim=-1)
     return table[both.int()].flatten(-2)
 
@@ -228,7 +229,7 @@ def _read_mxfp4(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
     unpacked_ = _scaled(
         size,
         dtype,
-        lambda piece: _e2m1(flat[piece]).flatten(-2),
+        lambda piece: e2m1(flat[piece]).flatten(-2),
         lambda piece: _floats(exponents[piece]).repeat_interleave(
             size[-1] // exponents.size(-1), -1
         ),
@@ -264,7 +265,7 @@ def _read_nvfp4(
         of_blocks = of_blocks / of_all if invert else of_blocks * of_all
         return of_blocks.repeat_interleave(size[-1] // scales.size(-1), dim=-1)
 
-    return _scaled(size, dtype, lambda piece: _e2m1(numbers[piece]), factors)
+    return _scaled(size, dtype, lambda piece: e2m1(numbers[piece]), factors)
 
 
 def _doubled(packed: str, parts: Parts, form: StoredForm) -> torch.Size:
