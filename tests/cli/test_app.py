@@ -130,7 +130,7 @@ class TestHelpOfFinetune:
         assert "--stop_after N|DURATION Save and stop" in words
         assert "random:NAME for random weights" in words and "default size. Required." in words
         if command != "finetune_full":
-            choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8"
+            choices = "bnb.nf4,bnb.nf4-dq,bnb.fp4,bnb.fp4-dq,bnb.int8,stored"
             assert f"--quantize {{{choices}}}" in words
 
     def test_has_no_words_of_python(self, text: str, command: str) -> None:
