@@ -34,9 +34,16 @@ ftkit reads by itself."""
 _LISTING = "transformers.utils.import_utils"
 """Module that lists the names in all 1,300 files of models when transformers is imported. It does
 so twice, because its cache holds 128 folders and there are 440, and reads each file line by line,
-though the names are at its end. Seen in 5.3.0. It also tells whether scikit-learn and SciPy are
-installed: assisted generation and losses of object detection would import them, in more than a
-second, and ftkit uses neither."""
+though the names are at its end. Seen in 5.3.0."""
+_DENIED = {
+    # Assisted generation and losses of object detection would import scikit-learn and SciPy, in
+    # more than a second, and ftkit uses neither.
+    _LISTING: ("is_scipy_available", "is_sklearn_available", "is_torchao_available"),
+    # Both would import torchao to ask whether a weight is one of its tensors, which ftkit's never
+    # are: it takes a second, and reports the kernels that it does not find.
+    "peft.import_utils": ("is_torchao_available",),
+}
+"""Modules, and those of their functions that say that no such package is installed."""
 _WITHOUT = {
     # Looks for packages which it supports if they are installed. ftkit's parsers are of plain
     # dataclasses: neither attrs, which other packages bring, nor the stubs of typeshed_client,
@@ -175,7 +182,7 @@ def _loader_class(module: str) -> type[SourceFileLoader] | None:
 
 
 class _Listing(SourceFileLoader):
-    """Makes the same list in a quarter of the time, and hides scikit-learn and SciPy."""
+    """Makes the same list in a quarter of the time, and denies that some packages are installed."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code, and replace some functions if they are as expected."""
@@ -187,8 +194,13 @@ class _Listing(SourceFileLoader):
             names["create_import_structure_from_path"] = functools.cache(function)
         if (of_text := names.get("fetch__all__")) is not None:
             names["fetch__all__"] = lambda text: of_text(_from_last_line(text, "__all__"))
-        for name in {"is_scipy_available", "is_sklearn_available"} & names.keys():
-            names[name] = lambda: False
+        _deny(module)
+
+
+def _deny(module: ModuleType) -> None:
+    """Replace the functions of a module that say whether certain packages are installed."""
+    for name in set(_DENIED.get(module.__name__, ())) & vars(module).keys():
+        vars(module)[name] = lambda: False
 
 
 def _from_last_line(text: str, start: str) -> str:
@@ -205,6 +217,7 @@ class _Without(SourceFileLoader):
             for name in _WITHOUT[module.__name__]:
                 stack.enter_context(hidden(name))
             super().exec_module(module)
+        _deny(module)
 
 
 class _Postponed(SourceFileLoader):

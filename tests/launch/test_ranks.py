@@ -117,6 +117,7 @@ NOT_FOR_LORA = {
     "sklearn",
     "tensorboard",
     "torch._inductor.compile_fx",
+    "torchao",
     "torchmetrics.functional",
 }
 """What libraries import, or their packages do, for what a run of plain LoRA does not do."""
