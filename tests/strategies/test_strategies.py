@@ -315,7 +315,8 @@ def test_options_of_a_strategy_change_no_result(
     learned = tuple(change for change in case.changes if change in LEARNED)
     reference = Case("single", case.method, changes=learned, tied=case.tied)
     # Muon finds directions in bfloat16: measured 7e-5, where losses differ by less than 1e-5.
-    within = 3e-4 if learned == MUON else 1e-5
+    # State of 4 bits turns what rounding leaves into another code for a few numbers: 2e-4.
+    within = 3e-4 if learned in (MUON, FOUR_BITS) else 1e-5
     assert_same_maths(two_ranks[case], single[reference], weights_within=within)
 
 
