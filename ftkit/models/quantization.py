@@ -17,7 +17,6 @@ from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 from bitsandbytes.functional import (
     QuantState,
     create_dynamic_map,
-    dequantize_4bit,
     dequantize_blockwise,
     int8_vectorwise_quant,
     name2qmap,
@@ -29,8 +28,9 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, hold_packed, packed_in
-from ftkit.models.pretrained.packed_weights import E2M1, e2m1
+from ftkit.models.pretrained.packed_weights import E2M1, e2m1, unpacked_4bit
 from ftkit.recipe.recipe import Quantization
+from ftkit.utils.accelerators.kinds import HOST_KIND
 
 WEIGHT_BLOCK = 64
 """Weights that share a scale in 4 bits, as in bitsandbytes."""
@@ -128,11 +128,14 @@ class FourBit(Linear4bit):
 
     def unpacked(self, weight: Tensor) -> Tensor:
         """Unpack a weight to [out, in], in the dtype of the computation."""
-        return dequantize_4bit(weight, self.quant_state)
+        return unpacked_4bit(weight, self.quant_state)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Result of the layer, without a gradient."""
         assert self.quant_state is not None, "pack comes first"
+        if x.device.type == HOST_KIND and self.in_features % WEIGHT_BLOCK:
+            # On CPUs bitsandbytes unpacks the weight, too: see unpacked_4bit.
+            return F.linear(x, self.unpacked(weight), bias)
         # Transposed, as bitsandbytes below 0.50 needs it; later versions take both.
         return matmul_4bit(x, weight.t(), bias=bias, quant_state=self.quant_state)
 
@@ -371,7 +374,7 @@ class FourBitMatrices(PackedMatrices):
             quant_type=self._quant_type,
             dtype=self.compute_dtype,
         )
-        return dequantize_4bit(of_some.view(-1, 1), state)
+        return unpacked_4bit(of_some.view(-1, 1), state)
 
     def _unpacked_scales(self, experts: slice) -> Tensor:
         """Return the scales of some experts' matrices, in a row; float32."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from adapters import logits
 from bitsandbytes.autograd import _functions
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quantize_4bit
 from losses import load, loss_of
 from rank_jobs import (
     DEEPSPEED,
@@ -523,6 +523,28 @@ def test_the_size_of_the_whole_parameter_decides_between_8_and_32_bits(
     assert len(optimizer.state) == 2
     for parameter, old in zip(trainable(model), before, strict=True):
         torch.testing.assert_close(parameter.to_local(), (old - 0.1), rtol=0, atol=0.02)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48, 64, 80, 96, 334])
+@pytest.mark.parametrize("kind", FOUR_BIT)
+def test_a_weight_is_unpacked_with_the_scales_of_its_blocks_wherever_rows_end(
+    kind: Quantization, columns: int
+) -> None:
+    weight = torch.randn(24, columns, generator=torch.Generator().manual_seed(0))
+    layer = FourBit(nn.Linear(columns, 24, bias=False, device="meta"), kind[4:], torch.float32)
+    bytes_ = layer.pack(weight).flatten()
+    codes = torch.stack([bytes_ >> 4, bytes_ & 15], dim=1).flatten().long()
+    state = layer.quant_state
+    assert state is not None
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
+    expected = state.code[codes] * scales.repeat_interleave(64)[: len(codes)]
+    torch.testing.assert_close(layer.unpacked(bytes_.view(-1, 1)).flatten(), expected)
+    x = torch.randn(3, columns)
+    torch.testing.assert_close(
+        layer.product(x, bytes_.view(-1, 1), None), x @ expected.view(24, columns).t()
+    )
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (7, 334), (600, 1000)], ids=str)

@@ -7,8 +7,10 @@ published layout and gives the numbers that the library of that layout computes 
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import StoredForm
 from ftkit.models.pretrained.weight_files import WeightTensor
+from ftkit.utils.accelerators.kinds import HOST_KIND
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE = 2**24
@@ -407,14 +410,32 @@ _PACKED_INTEGERS = _Layout(
 # --- bitsandbytes --------------------------------------------------------------------------------
 
 
+def unpacked_4bit(packed: Tensor, state: Any) -> Tensor:
+    """Unpack weights that bitsandbytes has packed in 4 bits.
+
+    Args:
+        packed: [bytes, 1].
+        state: bitsandbytes' QuantState, with the shape of the result.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    shape = state.shape
+    if packed.device.type == HOST_KIND and shape[-1] % state.blocksize:
+        # On CPUs with AVX512, bitsandbytes 0.50 takes the scales of other blocks where a row ends
+        # within a block. A single row has no such end, but only one core unpacks it.
+        state = copy(state)
+        state.shape = torch.Size((1, shape.numel()))
+    weight: Tensor = dequantize_4bit(packed, state)
+    return weight.view(shape)
+
+
 def _read_bnb(kind: str, parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
-    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.functional import QuantState
 
     facts = {end.rpartition(".weight.")[2]: part.read() for end, part in parts.items()}
     packed = facts.pop(".weight")
     state = QuantState.from_dict(facts, device=torch.device("cpu"))
-    weight: Tensor = dequantize_4bit(packed, state)
-    return weight.to(dtype)
+    return unpacked_4bit(packed, state).to(dtype)
 
 
 def _size_of_bnb(kind: str, parts: Parts, form: StoredForm) -> torch.Size:
