@@ -29,6 +29,7 @@ from ftkit.recipe.recipe import (
 )
 from ftkit.recipe.strategies import (
     RULES,
+    TORCHAO,
     StrategyName,
     StrategyOptions,
     StrategyRules,
@@ -624,16 +625,17 @@ def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int |
 def _check_kernels(recipe: Recipe, accelerator: str, strategy: StrategyName) -> None:
     """Refuse kernels and compilation that these devices or this strategy cannot run."""
     kind = device_kind(accelerator)
-    if not kind.has_bitsandbytes:
+    if not kind.has_few_bits:
         optimizer = recipe.optimizer["class_path"]
         unusable = {"quantize": ("null", getattr(recipe, "quantize", None))}
-        if optimizer.startswith("bitsandbytes."):
+        if optimizer.startswith(("bitsandbytes.", f"{TORCHAO}.")):
             unusable["optimizer"] = ("AdamW", optimizer)
         for key, (other, value) in unusable.items():
             if value is not None:
                 raise UserError(
-                    f"{key} is {value}, but accelerator is {kind.name}, for which bitsandbytes has "
-                    f"no kernels. Try --{key} {other}, or --accelerator cpu."
+                    f"{key} is {value}, but accelerator is {kind.name}, on which weights and "
+                    "optimizer state of 4 or 8 bits do not run: bitsandbytes has no kernels for "
+                    f"it. Try --{key} {other}, or --accelerator cpu."
                 )
     if recipe.kernels == "liger" and not device_kind(accelerator).has_triton:
         raise UserError(

@@ -61,8 +61,9 @@ class DeviceKind:
     """False if float16 cannot be trained on it."""
     rounds_float32: bool = False
     """True if it multiplies float32 in bfloat16, unless the highest precision is asked for."""
-    has_bitsandbytes: bool = True
-    """False if bitsandbytes has no kernels for it."""
+    has_few_bits: bool = True
+    """False if weights and optimizer state of 4 or 8 bits are refused on it: bitsandbytes has no
+    kernels for it, and nobody has tried torchao's."""
     unpredicted_memory: str = ""
     """Memory that predictions leave out. Empty: they count what CUDA takes beside tensors."""
     package: str | None = None
@@ -123,7 +124,7 @@ DEVICE_KINDS = {
             computes_bf16=True,
             has_float16=False,
             rounds_float32=True,
-            has_bitsandbytes=False,
+            has_few_bits=False,
             computes_late=True,
             compiles_shapes=True,
             unpredicted_memory="its programs and the padding of its layouts, which are not known",

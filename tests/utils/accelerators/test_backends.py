@@ -267,6 +267,10 @@ def test_a_backend_that_cannot_start_is_refused_with_its_reason(
             f"optimizer is {PAGED} ... tpu ... bitsandbytes ... --optimizer AdamW",
         ),
         (
+            {"optimizer": Component(class_path="torchao.optim.AdamW4bit", init_args={})},
+            "optimizer is torchao.optim.AdamW4bit ... tpu ... --optimizer AdamW",
+        ),
+        (
             {"quantize": "bnb.nf4"},
             "quantize is bnb.nf4 ... tpu ... bitsandbytes ... --quantize null",
         ),
