@@ -30,7 +30,6 @@ from ftkit.errors import UserError
 from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, hold_packed, packed_in
 from ftkit.models.pretrained.packed_weights import E2M1, e2m1, unpacked_4bit
 from ftkit.recipe.recipe import Quantization
-from ftkit.utils.accelerators.kinds import HOST_KIND
 
 WEIGHT_BLOCK = 64
 """Weights that share a scale in 4 bits, as in bitsandbytes."""
@@ -133,8 +132,7 @@ class FourBit(Linear4bit):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Result of the layer, without a gradient."""
         assert self.quant_state is not None, "pack comes first"
-        if x.device.type == HOST_KIND and self.in_features % WEIGHT_BLOCK:
-            # On CPUs bitsandbytes unpacks the weight, too: see unpacked_4bit.
+        if self.in_features % WEIGHT_BLOCK:  # see unpacked_4bit
             return F.linear(x, self.unpacked(weight), bias)
         # Transposed, as bitsandbytes below 0.50 needs it; later versions take both.
         return matmul_4bit(x, weight.t(), bias=bias, quant_state=self.quant_state)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from adapters import logits
 from bitsandbytes.autograd import _functions
-from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
+from four_bits import numbers_of
 from losses import load, loss_of
 from rank_jobs import (
     DEEPSPEED,
@@ -227,7 +228,7 @@ def test_the_adapter_of_a_quantised_base_fits_the_whole_model(
         model = AutoModelForCausalLM.from_pretrained(base_dir)
         for layer in model.model.layers.modules():
             if quantised and isinstance(layer, nn.Linear):
-                layer.weight.data = dequantize_4bit(
+                layer.weight.data = numbers_of(
                     *quantize_4bit(layer.weight.data, compress_statistics=True, quant_type="nf4")
                 )
         adapted = PeftModel.from_pretrained(model, outcome.out_dir / "final").eval()
@@ -532,19 +533,11 @@ def test_a_weight_is_unpacked_with_the_scales_of_its_blocks_wherever_rows_end(
 ) -> None:
     weight = torch.randn(24, columns, generator=torch.Generator().manual_seed(0))
     layer = FourBit(nn.Linear(columns, 24, bias=False, device="meta"), kind[4:], torch.float32)
-    bytes_ = layer.pack(weight).flatten()
-    codes = torch.stack([bytes_ >> 4, bytes_ & 15], dim=1).flatten().long()
-    state = layer.quant_state
-    assert state is not None
-    scales = state.absmax
-    if state.nested:
-        scales = dequantize_blockwise(scales, state.state2) + state.offset
-    expected = state.code[codes] * scales.repeat_interleave(64)[: len(codes)]
-    torch.testing.assert_close(layer.unpacked(bytes_.view(-1, 1)).flatten(), expected)
+    packed = layer.pack(weight)
+    expected = numbers_of(packed, layer.quant_state)
+    torch.testing.assert_close(layer.unpacked(packed), expected)
     x = torch.randn(3, columns)
-    torch.testing.assert_close(
-        layer.product(x, bytes_.view(-1, 1), None), x @ expected.view(24, columns).t()
-    )
+    torch.testing.assert_close(layer.product(x, packed, None), x @ expected.t())
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (7, 334), (600, 1000)], ids=str)
@@ -560,4 +553,4 @@ def test_weights_are_quantised_as_bitsandbytes_does_it_in_one_piece(
         weight.float(), quant_type=kind[:3], compress_statistics=kind.endswith("-dq")
     )
     assert torch.equal(packed, expected)
-    assert torch.equal(layer.unpacked(packed), dequantize_4bit(expected, state))
+    torch.testing.assert_close(layer.unpacked(packed), numbers_of(expected, state))

@@ -18,7 +18,6 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import StoredForm
 from ftkit.models.pretrained.weight_files import WeightTensor
-from ftkit.utils.accelerators.kinds import HOST_KIND
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PIECE = 2**24
@@ -420,9 +419,9 @@ def unpacked_4bit(packed: Tensor, state: Any) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
     shape = state.shape
-    if packed.device.type == HOST_KIND and shape[-1] % state.blocksize:
+    if shape[-1] % state.blocksize:
         # On CPUs with AVX512, bitsandbytes 0.50 takes the scales of other blocks where a row ends
-        # within a block. A single row has no such end, but only one core unpacks it.
+        # within a block. A single row has no such end, but only one core of a CPU unpacks it.
         state = copy(state)
         state.shape = torch.Size((1, shape.numel()))
     weight: Tensor = dequantize_4bit(packed, state)

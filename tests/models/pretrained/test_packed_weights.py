@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from command import Command
+from four_bits import numbers_of
 from safetensors.torch import load_file, save_file
 from tiny import make_data
 from torch import Tensor
@@ -257,7 +258,6 @@ def test_transformers_reads_the_same_numbers(tmp_path: Path) -> None:
 def test_bitsandbytes_weights_are_what_the_library_computes_with(
     options: dict[str, Any], tiny_base: Path, tmp_path: Path
 ) -> None:
-    from bitsandbytes.functional import dequantize_4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     settings = BitsAndBytesConfig(**options)
@@ -278,7 +278,7 @@ def test_bitsandbytes_weights_are_what_the_library_computes_with(
         weight = layer.weight
         expected = weight.detach()
         if type(layer).__name__ == "Linear4bit":
-            expected = dequantize_4bit(weight.data, weight.quant_state)
+            expected = numbers_of(weight.data, weight.quant_state)
         elif type(layer).__name__ == "Linear8bitLt":
             expected = (weight.CB.float() * (weight.SCB[:, None].float() / 127)).bfloat16()
         quantised += expected.data_ptr() != weight.data_ptr()
