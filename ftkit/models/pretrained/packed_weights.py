@@ -418,12 +418,13 @@ def unpacked_4bit(packed: Tensor, state: Any) -> Tensor:
     """
     from bitsandbytes.functional import dequantize_4bit
 
-    shape = state.shape
-    if shape[-1] % state.blocksize:
+    shape, block = state.shape, state.blocksize
+    if shape[-1] % block:
         # On CPUs with AVX512, bitsandbytes 0.50 takes the scales of other blocks where a row ends
-        # within a block. A single row has no such end, but only one core of a CPU unpacks it.
+        # within a block. So each block is a row or, if the last one is shorter, all are one.
+        numbers = shape.numel()
         state = copy(state)
-        state.shape = torch.Size((1, shape.numel()))
+        state.shape = torch.Size((1, numbers) if numbers % block else (numbers // block, block))
     weight: Tensor = dequantize_4bit(packed, state)
     return weight.view(shape)
 
