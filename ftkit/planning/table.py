@@ -195,6 +195,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
             yield f"  {words}", bytes_text(memory.breakdown_bytes[category])
     if memory.is_more_because:
         yield "at most", f"the run needs less: {memory.is_more_because}"
+    if plan.kind.unpredicted_memory:
+        yield "not counted", plan.kind.unpredicted_memory
     if plan.kind.counts_memory:
         yield "reserved", f"about {bytes_text(memory.reserved_bytes)}, with torch's cache"
     hosted = ", ".join(

@@ -16,10 +16,12 @@ import pytest
 import torch
 from command import ROOT
 from messages import message_of, says
+from rich.console import Console
 
 from ftkit.launch.ranks import rank_environment
 from ftkit.planning.gpus import CONTEXT_BYTES, WORKSPACE_BYTES, find_gpu
 from ftkit.planning.predict import Planned, plan_files
+from ftkit.planning.table import plan_table
 from ftkit.recipe import devices
 from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.plan import make_plan
@@ -360,3 +362,8 @@ def test_memory_of_a_tpu_is_predicted_without_what_cuda_takes() -> None:
     difference = gpu.memory.peak_bytes - tpu.memory.peak_bytes
     assert difference == pytest.approx(WORKSPACE_BYTES, rel=0.01)
     assert gpu.memory.high_bytes - tpu.memory.high_bytes > CONTEXT_BYTES
+    with (console := Console(width=200)).capture() as of_tpu:
+        console.print(plan_table(tpu))
+    with console.capture() as of_gpu:
+        console.print(plan_table(gpu))
+    assert says(of_tpu.get(), "not counted ... layouts") and "not counted" not in of_gpu.get()
