@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / "out" / "tpu_rehearsal"
-"""Where scripts/rehearse_tpu makes its environment, if nothing else is asked."""
+"""Default directory of the environment that scripts/rehearse_tpu makes."""
 STAND_IN = ROOT / "tests" / "support" / "tpu_rehearsal"
 IN_PLUGIN = "fastatomstruct_xla_cpu/libpjrt_cpu.so"
 """The CPU client of XLA in its wheel."""

@@ -39,12 +39,15 @@ class InPieces(Optimizer):
     block_size: int
     bf16_stochastic_round: bool
     is_adamw: bool
+    is_packed: bool
+    """Whether two codes share a byte."""
     _subclass_zeros: Callable[[Tensor, bool, int], Tensor]
 
-    @staticmethod
-    def bytes_per_number(arguments: Any) -> float:
+    @classmethod
+    def bytes_per_number(cls, arguments: Any) -> float:
         """Bytes of a number in a quantised state: its code and a share of the block's scale."""
-        raise NotImplementedError
+        block = arguments.get("block_size", 128 if cls.is_packed else 256)
+        return (0.5 if cls.is_packed else 1) + 4 / block
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -131,13 +134,7 @@ def in_pieces(optimizer_class: type[Optimizer]) -> type[Optimizer]:
             f"optimizer is {TORCHAO}.{name}, which keeps no quantised state. "
             f"Try --optimizer {TORCHAO}.AdamW8bit, or --optimizer AdamW."
         )
-    is_packed = name.endswith("4bit")
-
-    def bytes_per_number(arguments: Any) -> float:
-        block = arguments.get("block_size", 128 if is_packed else 256)
-        return (0.5 if is_packed else 1) + 4 / block
-
-    content = {"bytes_per_number": staticmethod(bytes_per_number)}
+    content = {"is_packed": name.endswith("4bit")}
     # Under the same name, which messages show and `canonical_kind` goes by.
     derived: Any = type(name, (InPieces, optimizer_class), content)
     for signed in (True, False):
@@ -162,7 +159,7 @@ class Codes:
 
 
 def codes_in(state: Any) -> Codes | None:
-    """Codes of a state that torchao quantises; None: it is no such state."""
+    """Codes and scales of an optimizer state; None: torchao does not quantise it."""
     if not type(state).__module__.startswith(f"{TORCHAO}."):
         return None
     codes, code = state.codes.view(-1), getattr(state, "qmap", None)

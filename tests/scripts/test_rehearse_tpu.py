@@ -20,7 +20,7 @@ from object_servers import BUCKET, Bucket, s3_server
 
 SCRIPT = ROOT / "scripts" / "rehearse_tpu"
 MADE = ROOT / "out" / "tpu_rehearsal"
-"""Where the script makes its environment, if nothing else is asked."""
+"""Default directory of the environment that the script makes."""
 PYTHON = MADE / "venv" / "bin" / "python"
 
 

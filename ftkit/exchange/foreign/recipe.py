@@ -282,7 +282,7 @@ def _difference(step: int, epochs: float, micro_batch: int, in_step: int, of_epo
         passes = whole_epochs * math.ceil(of_epoch / micro_batch) + further
         return (
             f"differs: {epochs:.4g} epochs of {of_epoch:,} samples are {passes:,.4g} batches of "
-            f"{micro_batch:,}, which is no whole number. Its data differed from the recipe's, or "
+            f"{micro_batch:,}, not a whole number. Its data differed from the recipe's, or "
             "it left out the last batch of an epoch"
         )
     # Shown to the user, who may know which of the two it was.
