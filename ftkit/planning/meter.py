@@ -142,6 +142,19 @@ class MemoryMeter:
         """Return whether a step, given as the number of steps done before it, is measured."""
         return step in self._steps
 
+    def look_around(self) -> None:
+        """Follow the tensors that exist, if no allocator reports the memory in use.
+
+        Call it before `gc.freeze`, which hides objects from `gc.get_objects`.
+        """
+        if self._kind.counts_memory:
+            return
+        # Fake tensors, such as those in compiled graphs, have sizes but no memory.
+        kinds = set(_with_subclasses(Tensor)) - set(_with_subclasses(FakeTensor))
+        # By type(), because isinstance would run code of objects that are only half built or are
+        # proxies.
+        self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
+
     def begin_step(self, step: int) -> None:
         """Begin a step, before anything of it is on the device."""
         self._step = step
@@ -210,13 +223,8 @@ class MemoryMeter:
         self._parameters = list(self._model.parameters())
         self._assign_changed()
         self._live.assign(parameters(self._strategy, self._modules), "parameters")
-        if not self._kind.counts_memory and not self._has_looked_around:
-            # No allocator reports the memory in use.
-            # Fake tensors, such as those in compiled graphs, have sizes but no memory.
-            kinds = set(_with_subclasses(Tensor)) - set(_with_subclasses(FakeTensor))
-            # By type(), because isinstance would run code of objects that are only half built or
-            # are proxies.
-            self._live.assign_unknown(item for item in gc.get_objects() if type(item) in kinds)
+        if not self._has_looked_around:
+            self.look_around()
             self._has_looked_around = True  # what it found is followed from here on
         self._allocated.clear()
         self._micro_batches.clear()
