@@ -125,7 +125,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         "step": result.step,
         "base_model": _base_name(result, session),
         "precision": session.plan.precision,
-        "quantize": session.quantize,
+        "quantize": session.rounding,
         "data": recipe_as_dict(recipe)["data"],
         **measured,
     }
@@ -436,7 +436,7 @@ def _evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
         "step": result.metadata.step if result.metadata else None,
         "base_model": _base_name(result, session),
         "precision": session.plan.precision,
-        "quantize": session.quantize,
+        "quantize": session.rounding,
         "limit": options.limit,
         "num_fewshot": options.num_fewshot,
         "chat_template": None if how.chat_template is None else how.chat_template.name,

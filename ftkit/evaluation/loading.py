@@ -32,7 +32,7 @@ from ftkit.models.pretrained.reward_model import as_reward_model
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.peft_adapter import CONFIG
 from ftkit.recipe.plan import Plan, make_plan
-from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
+from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Qat, Quantization, Recipe, Train
 from ftkit.strategies.state import PARAMETER
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.progress import OnProgress
@@ -77,6 +77,7 @@ def plan_use(
         strategy=Component(class_path="single", init_args={}),
         compile=False,
         kernels="torch",
+        float8=False,
     )
     devices = find_devices(recipe.accelerator, recipe.devices, here=True)
     # GPUs before Ampere have no arithmetic in bfloat16.
@@ -249,6 +250,7 @@ def load_result(
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
     quantize: Quantization | None = None,
+    qat: Qat | None = None,
     base: str | None = None,
     progress: OnProgress = lambda *_: None,
 ) -> Loaded:
@@ -260,6 +262,7 @@ def load_result(
         dtype: number format of the parameters that are not quantised.
         compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
         quantize: how the weights of the blocks are stored; None: in `dtype`.
+        qat: what a full fine-tune is rounded to; None: to nothing.
         base: where the base model is, if not where the run had it.
         progress: called with (parts done, parts in all).
 
@@ -274,6 +277,10 @@ def load_result(
     else:
         found = open_result(result, base)
         model = outline_plain(found, dtype, compute_dtype, tied=found.tied, kind=quantize)
+        if qat is not None:
+            from ftkit.models.torchao_layers import round_in_forward  # takes a second
+
+            round_in_forward(model.body, qat)
         model.requires_grad_(False)
         # Weights stream from the files into the model: no second copy in memory.
         source, tensors = full_weights(result, found), {}

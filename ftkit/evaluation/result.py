@@ -43,7 +43,7 @@ from ftkit.recipe.peft_adapter import (
     noted_tokens,
     peft_settings,
 )
-from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
+from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Qat, Quantization, Recipe
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import Report, read_report
@@ -109,6 +109,13 @@ class Result:
     def quantize(self) -> Quantization | None:
         """Quantisation of the frozen base model in its run."""
         return self.recipe.quantize if isinstance(self.recipe, LoraRecipe) else None
+
+    @property
+    def qat(self) -> Qat | None:
+        """What the weights were rounded to in its run, and will be where they are served."""
+        if self.recipe is None or self.recipe.qat.weights is None:
+            return None
+        return self.recipe.qat
 
     @property
     def fingerprint(self) -> str | None:
@@ -194,7 +201,11 @@ def base_result(result: Result, base: str | None = None) -> Result:
             f"{result.name} does not say which base model it was made from. Try --base PATH."
         )
     directory = find_or_download(name)
-    return dataclasses.replace(result, name=name, kind="model", directory=directory, base=None)
+    # It was not trained to be rounded.
+    recipe = None if result.recipe is None else dataclasses.replace(result.recipe, qat=Qat())
+    return dataclasses.replace(
+        result, name=name, kind="model", directory=directory, base=None, recipe=recipe
+    )
 
 
 def _is_downloaded(name: str) -> bool:

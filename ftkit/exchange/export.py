@@ -1,5 +1,6 @@
-"""`ftkit export`: a result in the layout of Hugging Face, LitGPT or PEFT, or as a GGUF file."""
+"""`ftkit export`: a result in the layout of Hugging Face, LitGPT, PEFT or torchao, or as GGUF."""
 
+import importlib.util
 import shlex
 import shutil
 import sys
@@ -61,6 +62,8 @@ def export(result: Result, options: ExportOptions) -> int:
         raise UserError(
             f"{result.name} is a whole model, but PEFT's layout is for adapters. Try --format hf."
         )
+    if options.format == "torchao":
+        _require_rounded(result)
     if options.format in ("gguf", "litgpt"):
         require_answers(result, f"--format {options.format}")
     check_apart(out, result.directory)
@@ -79,11 +82,28 @@ def export(result: Result, options: ExportOptions) -> int:
             _write_model(result, options, phase.advance)
     size_bytes = sum(path.stat().st_size for path in out.iterdir())
     print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
-    if options.format != "gguf":
+    if options.format == "torchao":
+        if gives_advice():
+            print(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    elif options.format != "gguf":
         print_next(f"ftkit {'evaluate' if result.scores else 'chat'} {shlex.quote(str(out))}")
     elif gives_advice():
         print(_next_steps(file, (options.checkpoint_dir or result.base) if is_adapter else None))
     return 0
+
+
+def _require_rounded(result: Result) -> None:
+    """Refuse a model that was not trained to be rounded, or where torchao is not installed."""
+    if result.qat is None:
+        raise UserError(
+            "--format torchao writes the weights as quantisation-aware training has rounded them, "
+            f"but {result.name} was trained without it. Try --format hf, or train with "
+            "--qat.weights int4."
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            "--format is torchao, but torchao is not installed. Try pip install 'ftkit[torchao]'."
+        )
 
 
 def _check(result: Result) -> int:
@@ -157,14 +177,23 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
         options.checkpoint_dir,
         "--checkpoint_dir",
     )
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    dtype: torch.dtype | None = None if options.dtype is None else getattr(torch, options.dtype)
     shapes = parameter_shapes(base)
     # The first tensor stands for all of them: its number format is for the size alone.
     _, first = next(full_weights(result, base))
     numbers = sum(shape.numel() for shape in shapes.values())
-    check_space(out, numbers * (dtype or first.dtype).itemsize + base.extra_weights_bytes)
+    written_bytes = numbers * (dtype or first.dtype).itemsize + base.extra_weights_bytes
+    packing = None
+    if options.format == "torchao":
+        from ftkit.exchange.torchao_model import TorchaoWeights  # takes a second
+
+        assert result.qat is not None
+        packing = TorchaoWeights(base, result.qat, dtype or first.dtype)
+        # It converts what it writes, once it is rounded.
+        written_bytes, dtype = packing.bytes, None
+    check_space(out, written_bytes)
     tensors = _converted(full_weights(result, base), dtype, len(shapes), progress)
-    kind: CardKind = "hf" if options.format == "hf" else "litgpt"
+    kind: CardKind = "litgpt" if options.format == "litgpt" else "hf"
     others = {
         **prompting_of(result, base).files(base),
         **card_files(result, result.directory, kind),
@@ -177,6 +206,7 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
             max_shard_bytes=options.max_shard_bytes,
             overwrite=options.overwrite,
             others=others,
+            packing=packing,
         )
     else:
         save_litgpt(base, tensors, out, overwrite=options.overwrite, others=others)

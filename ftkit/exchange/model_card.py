@@ -20,7 +20,7 @@ from ftkit.models.pretrained.hub import (
     split_version,
 )
 from ftkit.recipe.objectives import gives_scores
-from ftkit.recipe.recipe import Component
+from ftkit.recipe.recipe import Component, Qat
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.report import Report, Resolved
@@ -357,6 +357,8 @@ def _weights(report: Report) -> str:
 def _method(report: Report) -> str:
     recipe, resolved = report.recipe, report.resolved
     text = "full fine-tuning"
+    if rounded := Qat(**recipe.get("qat", {})).text:
+        text += f", quantisation-aware for {rounded}"
     if report.method == "lora":
         stored = recipe.get("quantize")
         variant = recipe.get("lora_variant", "lora")

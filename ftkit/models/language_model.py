@@ -126,7 +126,7 @@ def outline(
 
     Args:
         base: the model whose architecture it has.
-        recipe: LoRA and quantisation, kernels, compilation and activation checkpointing.
+        recipe: LoRA and quantisation, rounding, kernels, compilation and activation checkpointing.
         dtype: of the parameters that are not quantised.
         compute_dtype: of the arithmetic of quantised layers. Default: dtype.
     """
@@ -138,6 +138,15 @@ def outline(
         tied=base.tied if tie_embeddings is None else tie_embeddings,
         kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
     )
+    if recipe.rounds_products:
+        # Imported here: torchao takes a second, and may not be installed.
+        from ftkit.models.torchao_layers import compute_in_float8, round_in_forward
+
+        with on_meta_device():
+            if recipe.float8:
+                compute_in_float8(model.body)
+            else:
+                round_in_forward(model.body, recipe.qat)
     if isinstance(recipe, LoraRecipe):
         with on_meta_device():
             add_adapter(model, base, recipe)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.devices import AMPERE, Devices, free_bytes, visible_gpus
+from ftkit.recipe.devices import AMPERE, Devices, free_bytes, has_float8, visible_gpus
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, device_kind
 from ftkit.utils.console.formatting import parse_size
 from ftkit.utils.hardware import available_host_bytes, host_limit
@@ -24,6 +24,8 @@ class Gpu:
     """Kind of device, as torch calls it."""
     bf16: bool = True
     """Whether it computes bfloat16 in hardware (compute capability 8.0 and later)."""
+    float8: bool = True
+    """Whether it computes float8 in hardware (compute capability 8.9 and later)."""
     swap_bytes: int = 0
     """Swap beside host memory, which is far too slow to train in."""
     host_bytes: int | None = None
@@ -33,26 +35,26 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu(name="a100-40gb", memory_bytes=int(39.4 * _GIB)),
-        Gpu(name="a100-80gb", memory_bytes=int(79.1 * _GIB)),
+        Gpu(name="a100-40gb", memory_bytes=int(39.4 * _GIB), float8=False),
+        Gpu(name="a100-80gb", memory_bytes=int(79.1 * _GIB), float8=False),
         Gpu(name="h100", memory_bytes=int(79.1 * _GIB)),
         Gpu(name="h100-nvl", memory_bytes=int(93.0 * _GIB)),
         Gpu(name="h200", memory_bytes=int(139.8 * _GIB)),
         Gpu(name="gh200", memory_bytes=int(94.4 * _GIB)),
         Gpu(name="b200", memory_bytes=int(178.3 * _GIB)),
-        Gpu(name="a10", memory_bytes=int(21.9 * _GIB)),
-        Gpu(name="a10g", memory_bytes=int(22.0 * _GIB)),
+        Gpu(name="a10", memory_bytes=int(21.9 * _GIB), float8=False),
+        Gpu(name="a10g", memory_bytes=int(22.0 * _GIB), float8=False),
         Gpu(name="l4", memory_bytes=int(22.0 * _GIB)),
         Gpu(name="l40", memory_bytes=int(44.3 * _GIB)),
         Gpu(name="l40s", memory_bytes=int(44.3 * _GIB)),
-        Gpu(name="a40", memory_bytes=int(44.3 * _GIB)),
-        Gpu(name="a6000", memory_bytes=int(47.4 * _GIB)),
-        Gpu(name="rtx3090", memory_bytes=int(23.5 * _GIB)),
+        Gpu(name="a40", memory_bytes=int(44.3 * _GIB), float8=False),
+        Gpu(name="a6000", memory_bytes=int(47.4 * _GIB), float8=False),
+        Gpu(name="rtx3090", memory_bytes=int(23.5 * _GIB), float8=False),
         Gpu(name="rtx4090", memory_bytes=int(23.6 * _GIB)),
         Gpu(name="rtx5090", memory_bytes=int(31.3 * _GIB)),
-        Gpu(name="v100-16gb", memory_bytes=int(15.7 * _GIB), bf16=False),
-        Gpu(name="v100-32gb", memory_bytes=int(31.7 * _GIB), bf16=False),
-        Gpu(name="t4", memory_bytes=int(14.6 * _GIB), bf16=False),
+        Gpu(name="v100-16gb", memory_bytes=int(15.7 * _GIB), bf16=False, float8=False),
+        Gpu(name="v100-32gb", memory_bytes=int(31.7 * _GIB), bf16=False, float8=False),
+        Gpu(name="t4", memory_bytes=int(14.6 * _GIB), bf16=False, float8=False),
         # What Google's pages say of a chip (cloud.google.com/tpu/docs/v5e and so on), and torch_tpu
         # gives to programs; what its runtime takes of it is not known.
         Gpu(name="v5e", kind="tpu", memory_bytes=16 * _GIB),
@@ -122,6 +124,7 @@ def _gpu_here() -> Gpu:
         name=smallest.name,
         memory_bytes=smallest.memory_bytes,
         bf16=smallest.capability >= AMPERE,
+        float8=has_float8(smallest.capability),
     )
 
 
@@ -155,6 +158,7 @@ def device_here(ranks: int, devices: Devices) -> Gpu | None:
         name=devices.names[0],
         memory_bytes=min(sizes),
         bf16=devices.bf16_native,
+        float8=devices.float8_native,
         host_bytes=host.memory_bytes + host.swap_bytes,
     )
 

@@ -581,6 +581,7 @@ def _devices_of(accelerator: AcceleratorKey, requested: int | Literal["auto"], g
         count=max(count, 1),
         names=(gpu.name,),
         bf16_native=gpu.bf16,
+        float8_native=gpu.float8,
         deepspeed=has_deepspeed(),
     )
 

@@ -25,6 +25,7 @@ KIND_OF: dict[str, Kind] = {
     "model_implementation": "hardware",  # known by the model's fingerprint
     "compile": "hardware",
     "kernels": "hardware",
+    "float8": "tunable",
     "router_aux_loss_coef": "tunable",
     "objective": "fixed",
     "reference": "fixed",  # but for one in memory: known by its fingerprint, too
@@ -90,6 +91,9 @@ KIND_OF: dict[str, Kind] = {
     "memory.activation_checkpointing": "hardware",
     "memory.offload_activations": "hardware",
     "memory.shard_model_beside": "hardware",
+    "qat.weights": "fixed",
+    "qat.activations": "fixed",
+    "qat.group_size": "fixed",
     "optimizer": "tunable",  # within a family: see carries_over
     "logger_name": "hardware",
     "seed": "fixed",

@@ -44,6 +44,9 @@ for drivers 580 and later, with Blackwell."""
 TURING: Capability = (7, 5)
 MAXWELL: Capability = (5, 0)
 AMPERE: Capability = (8, 0)
+ADA: Capability = (8, 9)
+CDNA3: Capability = (9, 4)
+"""What torch for ROCm says of AMD's Instinct MI300."""
 _BETWEEN_LOOKS_S = 0.2
 """Time between two looks at a child whose time is limited."""
 
@@ -105,6 +108,8 @@ class Devices:
     bf16_native: bool = True
     """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count, and
     other kinds that compute it at all)."""
+    float8_native: bool = True
+    """Whether float8 runs in hardware (see `has_float8`; CPUs count, which emulate it)."""
     deepspeed: bool = True
     """Whether DeepSpeed is installed."""
     notice: str = ""
@@ -166,8 +171,14 @@ def find_devices(
         names=tuple(gpu.name for gpu in cuda.gpus),
         memory_bytes=tuple(gpu.memory_bytes for gpu in cuda.gpus),
         bf16_native=all(gpu.capability >= AMPERE for gpu in taken),
+        float8_native=all(has_float8(gpu.capability) for gpu in taken),
         deepspeed=has_deepspeed(),
     )
+
+
+def has_float8(capability: Capability) -> bool:
+    """Return whether a GPU multiplies float8: Ada, Hopper, MI300 and later."""
+    return capability >= (CDNA3 if is_for_rocm() else ADA)
 
 
 def visible_gpus() -> tuple[VisibleGpu, ...]:

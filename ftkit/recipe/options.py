@@ -370,7 +370,8 @@ class UseOptions:
     base: str | None = None
     """Path of the base model. Default: where the run loaded it from."""
     quantize: Storage | None = None
-    """Quantization of the base model; none: not quantized. Default: as in the run."""
+    """Quantization of the base model; none: not quantized, and not rounded after
+    quantisation-aware training. Default: as in the run."""
     precision: Precision | None = option(None, example="bf16-true")
     """Number format. Default: as in the run; without a run, 16 bits on GPUs and 32 on CPUs."""
     accelerator: AcceleratorKey = option("auto", example="cpu")
@@ -627,9 +628,10 @@ class ExportOptions(OutputOptions):
 
     out: Path | None = option(None, example="out/exported")
     """Output directory, also for gguf."""
-    format: Literal["hf", "litgpt", "peft", "gguf"] | None = option(None, example="hf")
+    format: Literal["hf", "litgpt", "peft", "gguf", "torchao"] | None = option(None, example="hf")
     """hf: Hugging Face layout; litgpt: LitGPT layout; peft: the adapter of a LoRA run; gguf: a
-    model or an adapter for llama.cpp and Ollama."""
+    model or an adapter for llama.cpp and Ollama; torchao: Hugging Face layout with the weights as
+    quantisation-aware training has rounded them."""
     check: Literal["vllm"] | None = option(None, example="vllm")
     """Write nothing; only check whether vLLM can serve the result as it is and, if not, explain why
     and what to do. The exit code is 1 if it cannot."""
@@ -651,7 +653,8 @@ class ExportOptions(OutputOptions):
             return
         if self.format is None:
             raise UserError(
-                "--format is missing: for which program? Try --format hf, litgpt, peft or gguf."
+                "--format is missing: for which program? Try --format hf, litgpt, peft, gguf or "
+                "torchao."
             )
         if self.out is None:
             raise UserError("--out is missing: where to write? Try --out out/exported.")

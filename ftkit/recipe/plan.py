@@ -36,7 +36,7 @@ from ftkit.recipe.strategies import (
     resolve_strategy,
     untrainable_float16,
 )
-from ftkit.utils.accelerators.kinds import HOST_KIND, DeviceKind, device_kind
+from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, DeviceKind, device_kind
 from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.remote.urls import display_path, url_of
 
@@ -212,6 +212,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     notices += _ignored_layers(recipe)
     _check_best(recipe, nodes)
     _check_kernels(recipe, devices.accelerator, strategy)
+    _check_rounding(recipe, precision, devices, strategy)
     if trains and recipe.memory.offload_activations:
         notices += _check_offloading(recipe.memory, devices.accelerator)
     if trains and recipe.memory.shard_model_beside:
@@ -413,6 +414,7 @@ def check_ranges(recipe: Recipe) -> None:
         ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
         *_intervals(recipe.checkpoint.keep_every),
         ("checkpoint.max_staged_bytes", recipe.checkpoint.max_staged_bytes, 2**20),
+        ("qat.group_size", recipe.qat.group_size, 2),
         ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
         ("memory.activation_checkpointing", recipe.memory.activation_checkpointing or 1, 1),
         ("eval.interval", evaluation.interval, 0),
@@ -658,6 +660,49 @@ def _check_kernels(recipe: Recipe, accelerator: str, strategy: StrategyName) -> 
             f"compile is true, but {strategy} gathers the parameters of each layer in the middle "
             "of a block. Try --strategy fsdp, or --compile false."
         )
+
+
+def _check_rounding(
+    recipe: Recipe, precision: Precision, devices: Devices, strategy: StrategyName
+) -> None:
+    """Refuse rounded products of linear layers that are not possible in this run."""
+    qat, kind = recipe.qat, devices.accelerator
+    if qat.activations is not None and qat.weights is None:
+        raise UserError(
+            f"qat.activations is {qat.activations}, but qat.weights is empty: weights are rounded "
+            "too. Try --qat.weights int4, or --qat.activations null."
+        )
+    if not recipe.rounds_products:
+        return
+    key, value, off = "qat.weights", str(qat.weights), "--qat.weights null"
+    if recipe.float8:
+        key, value, off = "float8", "true", "--float8 false"
+    why = ""
+    if recipe.float8 and qat.weights is not None:
+        why = f"qat.weights is {qat.weights}, and a layer rounds in one way. Try"
+    elif isinstance(recipe, LoraRecipe):
+        why = "LoRA trains no weights of these layers. Try ftkit finetune_full, or"
+        if not recipe.float8:
+            why = (
+                "LoRA trains an adapter beside weights that stay as they are, and rounds them with "
+                "--quantize. Try ftkit finetune_full, or"
+            )
+    elif importlib.util.find_spec("torchao") is None:
+        why = "torchao is not installed. Try pip install 'ftkit[torchao]', or"
+    elif kind not in (HOST_KIND, USUAL_KIND):
+        why = f"torchao's layers were not tried on accelerator {kind}. Try --accelerator cpu, or"
+    elif strategy == "deepspeed":
+        why = "torchao's layers were not tried with deepspeed. Try --strategy fsdp, or"
+    elif recipe.float8 and kind == USUAL_KIND and not devices.float8_native:
+        name = devices.names[0] if devices.names else "this GPU"
+        why = f"{name} has no float8 arithmetic (compute capability below 8.9). Try"
+    elif recipe.float8 and kind == USUAL_KIND and not precision.startswith("bf16"):
+        why = (
+            f"precision is {precision}: on GPUs products of float8 with a scale for each row have "
+            "results in bfloat16. Try --precision bf16-mixed, or"
+        )
+    if why:
+        raise UserError(f"{key} is {value}, but {why} {off}.")
 
 
 def check_kernels_installed(kernels: Kernels, accelerator: str, *, compiles: bool) -> None:

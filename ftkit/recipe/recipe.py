@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "stored"]
 Method = Literal["full", "lora"]
+QatWeights = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
 Kernels = Literal["auto", "torch", "liger"]
 AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
@@ -285,6 +286,32 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qat:
+    """Quantisation-aware training: the model learns with numbers rounded as it will be served."""
+
+    weights: QatWeights | None = None
+    """Only of finetune_full: round the weights of the linear layers in the blocks to these integers
+    in every forward pass, while the optimizer updates the weights themselves (pip install
+    'ftkit[torchao]'). ftkit export --format torchao then writes the rounded model. Empty: no
+    quantisation-aware training."""
+    activations: Literal["int8"] | None = None
+    """Round the inputs of these layers, too, with a scale for each token. Empty: they are not
+    rounded."""
+    group_size: int | None = 32
+    """Weights of a row that share a scale: a divisor of the widths of all these layers. Empty: a
+    row has one scale."""
+
+    @property
+    def text(self) -> str | None:
+        """What is rounded, in words; None: nothing."""
+        if self.weights is None:
+            return None
+        groups = "by row" if self.group_size is None else f"in groups of {self.group_size}"
+        inputs = f", {self.activations} inputs" if self.activations else ""
+        return f"{self.weights} weights {groups}{inputs}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Full fine-tuning: every parameter of the base model is trained."""
 
@@ -323,6 +350,12 @@ class Recipe:
     """Kernels for norms, gated MLPs, rotary embeddings and the loss. liger: Liger-Kernel, which
     needs less memory (CUDA; pip install 'ftkit[liger]'). auto: torch, until Liger-Kernel has been
     measured with ftkit on a GPU."""
+    float8: bool = False
+    """Only of finetune_full: compute the products of the linear layers in the blocks from float8
+    numbers of torchao, with a scale for each token and each row of a weight; gradients of weights
+    are computed as without it, and so are validation and answers. Layers whose widths are no
+    multiples of 16 stay as they are. Needs a GPU of compute capability 8.9 (CPUs emulate it, to
+    test) and pip install 'ftkit[torchao]'."""
     router_aux_loss_coef: float | Literal["model"] | None = None
     """Weight of the auxiliary loss that makes routers spread tokens evenly over experts, as the
     model defines it, over all tokens of a step; 0: no such loss; model: that of config.json. With
@@ -351,6 +384,7 @@ class Recipe:
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     memory: Memory = field(default_factory=Memory)
+    qat: Qat = field(default_factory=Qat)
     optimizer: Component = field(
         default_factory=lambda: Component(class_path="torch.optim.AdamW", init_args={})
     )
@@ -391,6 +425,11 @@ class Recipe:
     def method(self) -> Method:
         """Whether all weights or LoRA weights are trained: `full` or `lora`."""
         return "full"
+
+    @property
+    def rounds_products(self) -> bool:
+        """Whether linear layers compute from rounded numbers: float8, or quantisation-aware."""
+        return self.float8 or self.qat.weights is not None
 
     @property
     def extra_loggers(self) -> tuple[LoggerName, ...]:

@@ -45,10 +45,11 @@ _FUSED = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.Muon")
 class Fsdp(Strategy):
     """torch's `fully_shard`."""
 
-    mixes_by_autocast = False  # FSDP casts what it gathers
-
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        # FSDP casts what it gathers, but weights that the model rounds are gathered in float32:
+        # rounded twice, they would be others than under ddp.
+        self.mixes_by_autocast = plan.recipe.rounds_products
         assert isinstance(plan.options, FsdpOptions)
         self._options = plan.options
 
@@ -242,7 +243,8 @@ class FullyShard:
     def __init__(self, plan: Plan, mesh: Any) -> None:
         self._options = plan.options if isinstance(plan.options, FsdpOptions) else FsdpOptions()
         # Other strategies mix by autocast, which casts what is gathered where it needs it.
-        self._casts = plan.strategy == "fsdp" and plan.precision == "bf16-mixed"
+        is_mixed = plan.strategy == "fsdp" and plan.precision == "bf16-mixed"
+        self._casts = is_mixed and not plan.recipe.rounds_products
         self._mesh = mesh
 
     def allocate(self, model: Any, device: torch.device) -> None:

@@ -150,6 +150,10 @@ LEVERS = [
         on={"precision": "bf16-true"},
         methods=BOTH,
     ),
+    Lever(name="float8", on={"float8": True}, gpu_only=True),
+    Lever(
+        name="qat of int4 and int8", on={"qat.weights": "int4", "qat.activations": "int8"}
+    ),
     Lever(name="deterministic", on={"deterministic": True}),
     Lever(name="lora_variant dora", on={"lora_variant": "dora"}, methods=("lora",)),
     Lever(name="lora_init pissa", on={"lora_init": "pissa"}, methods=("lora",)),

@@ -546,7 +546,8 @@ def test_auto_is_the_smallest_gpu_that_programs_are_shown(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr("ftkit.planning.gpus.visible_gpus", lambda: shown)
     gpu = find_gpu("auto")
-    assert (gpu.name, gpu.memory_bytes, gpu.bf16) == (shown[1].name, 15 * 2**30, False)
+    assert (gpu.name, gpu.memory_bytes) == (shown[1].name, 15 * 2**30)
+    assert not (gpu.bf16 or gpu.float8)
 
 
 def test_auto_without_a_gpu_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,6 +570,16 @@ def test_a_gpu_offers_a_little_less_than_its_name_says(name: str) -> None:
     else:
         assert 0.9 * sold_gb < offered_gb < sold_gb
     assert GPUS[name].bf16 == (not name.startswith(("v100", "t4")))
+    without = ("a100", "a10", "a40", "a6000", "rtx3090", "v100", "t4")
+    assert GPUS[name].float8 == (not name.startswith(without))
+
+
+def test_float8_is_only_planned_for_gpus_that_have_it() -> None:
+    words = ["plan", "finetune_full", "--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
+    words += ["--float8", "true", "--precision", "bf16-true"]
+    assert run([*words, "--gpu", "l4"]) == 0
+    with pytest.raises(UserError, match=key_words("float8 is true ... a100-40gb")):
+        run([*words, "--gpu", "a100-40gb"])
 
 
 def test_json_is_all_that_is_written_and_the_exit_code_says_whether_it_fits(

@@ -115,6 +115,13 @@ def test_only_the_gpus_in_use_decide_about_bfloat16(machine: Machine) -> None:
     assert not find_devices(used=2).bf16_native
 
 
+def test_only_the_gpus_in_use_decide_about_float8(machine: Machine) -> None:
+    a100 = VisibleGpu(name="NVIDIA A100", capability=(8, 0), memory_bytes=39 * GIB)
+    machine.has(here(L4, a100))
+    assert find_devices(used=1).float8_native
+    assert not find_devices(used=2).float8_native
+
+
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
 def test_a_user_who_hides_every_gpu_gets_the_cpu(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, hidden: str
@@ -237,6 +244,10 @@ def test_amds_gpus_are_cudas_to_a_torch_for_rocm(
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+rocm7.2")
     found = find_devices()
     assert (found.accelerator, found.names, found.bf16_native) == ("cuda", (amd.name,), True)
+    assert found.float8_native
+    older = dataclasses.replace(amd, name="AMD Instinct MI250X", capability=(9, 0))
+    machine.has(here(older, architectures=("gfx90a",)), files=("/dev/kfd",), nvml=())
+    assert not find_devices().float8_native
     machine.has(Cuda(torch="2.13.0+rocm7.2", error="no device"), files=("/dev/kfd",), nvml=())
     assert says(
         machine.refusal(),

@@ -601,6 +601,48 @@ def test_settings_that_exclude_each_other_are_refused_with_options_that_work(
         assert plan(machine, **keys | {key.replace(".", "__"): value})
 
 
+@pytest.mark.parametrize(
+    ("machine", "keys", "message"),
+    [
+        (CPU, {"method": "lora", "float8": True}, "float8 is true ... LoRA ... finetune_full"),
+        (CPU, {"method": "lora", "qat__weights": "int4"}, "qat.weights is int4 ... --quantize"),
+        (CPU, {"float8": True, "qat__weights": "int4"}, "float8 is true ... qat.weights is int4"),
+        (CPU, {"qat__activations": "int8"}, "qat.activations is int8 ... --qat.weights int4"),
+        (CPU, {"float8": True, "strategy": "deepspeed"}, "float8 is true ... deepspeed"),
+        (CPU, {"qat__weights": "int2", "strategy": "deepspeed"}, "qat.weights is int2 ... fsdp"),
+        (
+            dataclasses.replace(GPU, float8_native=False),
+            {"float8": True},
+            "float8 is true ... A100 ... 8.9",
+        ),
+        (GPU, {"float8": True, "precision": "32-true"}, "float8 is true ... precision is 32-true"),
+        (
+            Devices(accelerator="xpu", count=1),
+            {"qat__weights": "int4"},
+            "qat.weights is int4 ... xpu",
+        ),
+    ],
+)
+def test_rounded_products_that_are_not_possible_are_refused_with_options_that_work(
+    machine: Devices, keys: dict[str, Any], message: str
+) -> None:
+    keys = {"method": "full"} | keys
+    text = refusal(machine, **keys)
+    assert says(text, message)
+    suggested = re.findall(r"--(\S+) (\S+?)[.,]?(?= |$)", text.rpartition("Try ")[2])
+    for key, value in suggested:
+        # Another accelerator is another machine.
+        here = CPU if key == "accelerator" else machine
+        assert plan(here, **keys | {key.replace(".", "__"): value})
+
+
+@pytest.mark.parametrize("key", ["float8", "qat__weights"])
+def test_rounded_products_need_torchao(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    text = refusal(CPU, method="full", **{key: "true" if key == "float8" else "int4"})
+    assert says(text, "torchao is not installed", "pip install 'ftkit[torchao]'")
+
+
 def test_on_cpus_a_notice_says_that_offloading_has_no_effect() -> None:
     keys = {"memory__offload_activations": True, "memory__activation_checkpointing": 2}
     assert any(

@@ -32,6 +32,7 @@ from ftkit.models.pretrained.reward_model import (
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.models.pretrained.weight_files import (
     DTYPES,
+    Packing,
     ShardWriter,
     Tensors,
     WeightStorage,
@@ -62,6 +63,7 @@ def save_hf(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     others: Mapping[str, bytes] | None = None,
+    packing: Packing | None = None,
 ) -> None:
     """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
 
@@ -76,6 +78,7 @@ def save_hf(
         max_shard_bytes: size of the files that the weights are split into.
         overwrite: replace the directory, once the new one is complete.
         others: further files, by name; they replace those of the base model.
+        packing: form in which some tensors are written; None: as they are.
 
     Raises:
         UserError: Hugging Face has no such model, its other weights are missing, or ``out`` exists
@@ -93,9 +96,10 @@ def save_hf(
         )
     embedding, head = _ends(base, storage)
     with _directory(out, overwrite) as partial:
-        writer = ShardWriter(partial, max_shard_bytes)
+        writer = ShardWriter(partial, max_shard_bytes, packing and packing.metadata)
         for name, tensor in storage.written(tensors):
-            writer.add(name, tensor)
+            for part in [(name, tensor)] if packing is None else packing.parts(name, tensor):
+                writer.add(*part)
         # Weights beside the language model, byte for byte.
         for name, kept in base.rest.items():
             writer.add(name, kept.read())
@@ -112,6 +116,8 @@ def save_hf(
             # Without these keys, transformers assumes the defaults of the family.
             settings.setdefault("bos_token_id", base.tokenizer.bos_id)
             settings.setdefault("eos_token_id", base.tokenizer.eos_id)
+        if packing is not None:
+            settings |= packing.settings
         write_settings(partial / "config.json", settings)
         save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -100,8 +100,17 @@ class ShardWriter:
     Holds the tensors of one shard until it is full.
     """
 
-    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
-        """Write to a directory that exists, in files of at most ``max_shard_bytes``."""
+    def __init__(
+        self, directory: Path, max_shard_bytes: int, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write to a directory that exists, in files of at most ``max_shard_bytes``.
+
+        Args:
+            directory: of the files.
+            max_shard_bytes: see above.
+            metadata: of each file.
+        """
+        self._metadata = dict(metadata or {})
         self.dtypes: dict[str, torch.dtype] = {}
         """Number format of every tensor added so far."""
         self._directory = directory
@@ -138,7 +147,7 @@ class ShardWriter:
         write_settings(self._directory / "model.safetensors.index.json", index)
 
     def _write_shard(self) -> None:
-        save_tensors(self._shard, self._path(len(self._shards)), {})
+        save_tensors(self._shard, self._path(len(self._shards)), self._metadata)
         self._shards.append(list(self._shard))
         self._shard = {}
 
@@ -299,6 +308,22 @@ def _tensors(content: Any) -> Iterable[Tensor]:
 Tensors = Iterable[tuple[str, Tensor]]
 """(our name, tensor) for each of `parameter_shapes`, in any order and number format. The model is
 tied if, and only if, lm_head.weight is not among them."""
+
+
+class Packing(Protocol):
+    """A form in which some of a model's tensors are written as several."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Metadata of each file of weights."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Keys of config.json that describe the form."""
+
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that are written for one, with their names in files."""
+
 
 _BUFFERS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias")
 """Ends of the names of buffers that old checkpoints hold beside parameters."""

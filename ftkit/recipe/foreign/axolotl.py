@@ -227,9 +227,11 @@ ROWS = rows_by_key(
     *missing("settings of the schedule", "lr_scheduler_kwargs", "lr_div_factor"),
     *idle("axolotl does not read it", "eta_min"),
     *missing("settings of the optimizer", "optim_args", "optim_target_modules"),
-    *missing("quantisation-aware training", "qat"),
+    part("qat", ("qat.weights", "qat.activations", "qat.group_size"), None,
+         "int4 weights with int8 activations"),
     *missing("quantisation after training", "quantization"),
-    *missing("FP8 training", "fp8"), *idle("see fp8", "fp8_enable_fsdp_float8_all_gather"),
+    part("fp8", "float8", False, "in full fine-tuning, with a scale for each token and row"),
+    *idle("see fp8", "fp8_enable_fsdp_float8_all_gather"),
     *missing("1.58-bit training", "use_onebitllms"),
     *missing("LISA", "lisa_n_layers"), *idle("see lisa_n_layers", "lisa_step_interval",
                                              "lisa_layers_attribute"),
@@ -262,6 +264,7 @@ def _finish(r: Reading) -> None:
         r.set(checkpoint_dir=trainer.of_version(r, "revision_of_model", str(r["base_model"])))
     _adapter(r)
     _precision(r)
+    _rounding(r)
     _length_and_batch(r)
     _rates(r)
     _objective(r)
@@ -343,6 +346,35 @@ def _precision(r: Reading) -> None:
     trainer.checkpointing(r, value)
     if value not in OFF and (str(value).startswith("offload") or r["activation_offloading"]):
         r.set(memory__offload_activations=True)
+
+
+def _rounding(r: Reading) -> None:
+    is_adapter = r["adapter"] not in OFF
+    if r["fp8"] and is_adapter:
+        r.refuse("fp8", "FP8 training of adapters")
+    elif r["fp8"]:
+        r.set(float8=True)
+        r.tell("fp8: ftkit scales each token and each row of a weight, and not a whole tensor")
+    if not (qat := r["qat"]):
+        return
+    weights, activations = qat.get("weight_dtype", "int8"), qat.get("activation_dtype")
+    lacking = None
+    if (weights, activations) != ("int4", "int8"):
+        lacking = f"for {weights} weights" + f" and {activations} activations" * bool(activations)
+    elif qat.get("fake_quant_after_n_steps"):
+        lacking = "from a later step on"
+    elif qat.get("quantize_embedding"):
+        lacking = "of the embedding"
+    elif is_adapter:
+        lacking = "of adapters"
+    if lacking is not None:
+        r.refuse("qat", f"quantisation-aware training {lacking}")
+        return
+    r.set(qat__weights="int4", qat__activations="int8", qat__group_size=qat.get("group_size") or 32)
+    r.tell(
+        "qat: axolotl trains with zero points of weights, and its quantize command has none; ftkit "
+        "trains with what ftkit export --format torchao writes, without them"
+    )
 
 
 def _length_and_batch(r: Reading) -> None:

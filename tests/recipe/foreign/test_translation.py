@@ -34,6 +34,7 @@ FACTORY: dict[str, Any] = {
 FACTORY_V1: dict[str, Any] = {"model": "org/base", "train_dataset": "sets.yaml"}
 SFT: dict[str, Any] = {"model_name_or_path": "org/base", "dataset_name": "org/data"}
 DPO: dict[str, Any] = {**SFT, "beta": 0.2}
+QAT = {"activation_dtype": "int8", "weight_dtype": "int4"}
 FILES = {
     "axolotl": AXOLOTL,
     "llama-factory": FACTORY,
@@ -207,6 +208,10 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
          {"objective": "dpo"}),
         ({"adapter": None, "unfrozen_parameters": ["^lm_head", "layers.3"]},
          {"train.only": "^(?:^lm_head)|^(?:layers.3)"}),
+        ({"qat": QAT, "adapter": ..., "lora_target_linear": ...},
+         {"qat.weights": "int4", "qat.activations": "int8", "qat.group_size": 32}),
+        ({"qat": QAT | {"group_size": 256}, "adapter": ...}, {"qat.group_size": 256}),
+        ({"fp8": True, "adapter": ...}, {"float8": True}),
         ({"bf16": "auto"}, {"precision": "bf16-mixed"}),
         ({"bf16": "auto", "adapter": None}, {"precision": "bf16-true"}),
         ({"cosine_min_lr_ratio": 0.1}, {"train.min_lr": 2e-5}),
@@ -280,7 +285,16 @@ def test_devices_multiply_the_batch(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "missing"),
     [
-        ("axolotl", {"qat": {"weight_dtype": "int4"}}, "quantisation-aware training"),
+        ("axolotl", {"qat": {"weight_dtype": "int4"}}, "quantisation-aware training for int4"),
+        (
+            "axolotl",
+            {"qat": {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}},
+            "nvfp4 weights and nvfp4 activations",
+        ),
+        ("axolotl", {"qat": QAT | {"fake_quant_after_n_steps": 9}, "adapter": ...}, "later step"),
+        ("axolotl", {"qat": QAT | {"quantize_embedding": True}, "adapter": ...}, "embedding"),
+        ("axolotl", {"qat": QAT}, "quantisation-aware training of adapters"),
+        ("axolotl", {"fp8": True}, "FP8 training of adapters"),
         ("axolotl", {"lisa_n_layers": 4}, "LISA"),
         ("axolotl", {"optimizer": "muon"}, "Muon of other authors"),
         ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
