@@ -262,6 +262,32 @@ def test_the_peak_of_a_rank_on_one_of_two_nodes_is_predicted_within_2_percent(
     assert_predicted_within_2_percent(tmp_path, 4, [case])
 
 
+FLOAT8 = ("float8", True)
+QAT = (("qat.weights", "int4"), ("qat.activations", "int8"))
+
+
+@pytest.mark.slow
+def test_the_peak_of_rounded_products_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    cases = [
+        Case("single", "full", "32-true", (WHOLE_BATCH, FLOAT8)),
+        Case("single", "full", "bf16-true", (FLOAT8, CHECKPOINTED)),
+        Case("single", "full", "bf16-mixed", (WHOLE_BATCH, FLOAT8)),
+        Case("single", "full", "32-true", (WHOLE_BATCH, *QAT)),
+        Case("single", "full", "bf16-true", (*QAT, CHECKPOINTED)),
+        Case("single", "full", "bf16-mixed", (WHOLE_BATCH, *QAT)),
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases)
+
+
+@pytest.mark.matrix
+def test_the_peak_of_rounded_products_on_several_ranks_is_predicted_within_2_percent(
+    tmp_path: Path,
+) -> None:
+    cases = [Case("fsdp", "full", "bf16-mixed", keys) for keys in ((FLOAT8,), QAT)]
+    cases += [Case("ddp", "full", "32-true", keys) for keys in ((FLOAT8,), QAT)]
+    assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
 OF_PAIRS = (("objective", "dpo"), *PAIRS)
 
 

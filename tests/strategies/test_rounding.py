@@ -81,24 +81,31 @@ def second_of(firsts: dict[Case, Outcome], case: Case) -> Case:
     return Case(**(vars(case) | {"start": firsts[first].out_dir}))
 
 
-def assert_same(found: Outcome, expected: Outcome) -> None:
-    # Sums in another order differ by 1e-7, and so now and then a number is rounded the other way.
-    assert found.losses == pytest.approx(expected.losses, rel=2e-5)
-    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=2e-5)
+def assert_same(found: Outcome, expected: Outcome, rounding: str) -> None:
+    """The first steps are equal; sums in another order differ by 1e-7, which may turn a number.
+
+    A weight that is turned moves by 1/7 of the largest of its group in int4, and by 1/3 in int3.
+    """
+    norms, others = ([row["grad_norm"] or 0 for row in one.rows] for one in (found, expected))
+    assert norms[0] == pytest.approx(others[0], rel=1e-5)
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+    within = 2e-5 if rounding == "float8" else 2e-3
+    assert found.losses == pytest.approx(expected.losses, rel=within)
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=within)
 
 
 @on_two_ranks
 def test_two_ranks_round_as_one_does(
     on_two: dict[Case, Outcome], alone: dict[Case, Outcome], strategy: str, rounding: str
 ) -> None:
-    assert_same(on_two[case_of(rounding, strategy)], alone[case_of(rounding)])
+    assert_same(on_two[case_of(rounding, strategy)], alone[case_of(rounding)], rounding)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_three_ranks_round_as_one_does(run: Run, alone: dict[Case, Outcome], rounding: str) -> None:
     """They multiply the loss by a number that is no power of two."""
     case = case_of(rounding, "ddp")
-    assert_same(run(3, [case])[case], alone[case_of(rounding)])
+    assert_same(run(3, [case])[case], alone[case_of(rounding)], rounding)
 
 
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
@@ -107,7 +114,7 @@ def test_micro_batches_do_not_change_what_is_rounded(
     alone: dict[Case, Outcome], rounding: str, micro_batches: str
 ) -> None:
     found = alone[case_of(rounding, "single", *MICRO_BATCHES[micro_batches])]
-    assert_same(found, alone[case_of(rounding)])
+    assert_same(found, alone[case_of(rounding)], rounding)
 
 
 @on_two_ranks
@@ -115,7 +122,7 @@ def test_a_rounded_model_continues_under_another_strategy(
     on_two: dict[Case, Outcome], alone: dict[Case, Outcome], strategy: str, rounding: str
 ) -> None:
     second = on_two[second_of(alone, case_of(rounding, strategy))]
-    assert_same(second, alone[case_of(rounding)])
+    assert_same(second, alone[case_of(rounding)], rounding)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
