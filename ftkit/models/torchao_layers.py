@@ -10,7 +10,7 @@ Private parts that are used here, as they are in torchao 0.18: `Float8Linear` wi
 `matmul_with_hp_or_float8_args`, `LinearMMConfig` and `ScaledMMConfig`.
 """
 
-import dataclasses
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -39,7 +39,7 @@ _EMULATED = LinearMMConfig(*[ScaledMMConfig(emulate=True)] * 3)
 """Products of float32 numbers that were rounded to float8."""
 
 
-class _Float8Layer(Float8Linear):
+class _Float8Layer(Float8Linear):  # type: ignore[misc]
     """A linear layer whose products are of float8 numbers in training."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (as torch names it)
@@ -73,7 +73,7 @@ def compute_in_float8(body: Body) -> None:
     # an input by the largest number of all tokens in a micro-batch. Its scales are rounded to
     # powers of two; these are not, because a loss is multiplied by the number of ranks, and three
     # times a gradient would be rounded otherwise than the gradient.
-    config = dataclasses.replace(
+    config = replace(
         Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), round_scales_to_power_of_2=False
     )
     layers = {

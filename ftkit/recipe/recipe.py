@@ -287,7 +287,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Qat:
-    """Quantisation-aware training: the model learns with numbers rounded as it will be served."""
+    """Quantisation-aware training: learning with the rounded numbers of serving."""
 
     weights: QatWeights | None = None
     """Only of finetune_full: round the weights of the linear layers in the blocks to these integers

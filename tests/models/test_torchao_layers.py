@@ -155,7 +155,7 @@ def test_those_of_other_recipes_of_torchao_do(
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe), round_scales_to_power_of_2=powers
     )
-    monkeypatch.setattr(torchao_layers.dataclasses, "replace", lambda *_, **__: config)
+    monkeypatch.setattr(torchao_layers, "replace", lambda *_, **__: config)
     model = filled(llama, float8=True)
     expected = gradients(model)
     assert largest_difference(gradients(model, parts, times), expected) > 1e-3

@@ -15,7 +15,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 """Distributions by the modules that they install."""
-NEEDS_EXTRA = {"ftkit/evaluation/harness.py": "tasks"}
+NEEDS_EXTRA = {
+    "ftkit/evaluation/harness.py": "tasks",
+    "ftkit/exchange/torchao_model.py": "torchao",
+    "ftkit/models/torchao_layers.py": "torchao",
+}
 """Modules that are only imported where this extra is installed."""
 OPTIONAL = {"litgpt"}
 """Installed beside the package, since its bounds exclude today's libraries; only imported after

@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from evaluating import values_from
 from rank_jobs import Case, Outcome, Run, chosen, layouts, make_run
+
+from ftkit.evaluation.result import base_result, find_result
 
 pytestmark = pytest.mark.slow
 ROUNDINGS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -126,6 +129,17 @@ def test_a_rounded_model_continues_under_another_strategy(
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_rounded_model_continues_on_the_same_layout_to_the_bit(
+    run: Run, alone: dict[Case, Outcome], rounding: str
+) -> None:
+    case = second_of(alone, case_of(rounding))
+    second, expected = run(1, [case])[case], alone[case_of(rounding)]
+    assert second.losses == expected.losses
+    weights = expected.weights()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_rounded_model_learns_and_its_result_has_plain_weights(
     alone: dict[Case, Outcome], rounding: str
 ) -> None:
@@ -143,6 +157,26 @@ def test_validation_computes_what_will_be_served(alone: dict[Case, Outcome]) -> 
     before = {name: alone[case_of(name)].validation_losses[0] for name in (None, *ROUNDINGS)}
     assert before["float8"] == before[None]
     assert before["int4 and int8"] != pytest.approx(before[None], rel=1e-5)
+
+
+@pytest.mark.parametrize("rounding", ["float8", "int4 and int8"])
+def test_a_result_is_evaluated_as_its_run_validated_it(
+    alone: dict[Case, Outcome], rounding: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = alone[case_of(rounding)]
+    found.complete()
+    evaluated = values_from(capsys)
+    values = evaluated(found.out_dir)
+    assert values["loss"] == pytest.approx(found.validation_losses[-1], rel=1e-6)
+    plain = evaluated(found.out_dir, "--quantize", "none")
+    if rounding == "float8":
+        assert (plain["loss"], values["quantize"]) == (values["loss"], None)
+    else:
+        assert values["quantize"] == "int4 weights in groups of 32, int8 inputs"
+        assert plain["loss"] != pytest.approx(values["loss"], rel=1e-5)
+        # The model that it was trained from is another one, which nothing rounds.
+        base = find_result(str(found.out_dir))
+        assert base_result(base).qat is None
 
 
 @pytest.mark.parametrize("rounding", ["float8", "int4 and int8"])

@@ -96,7 +96,9 @@ def save_hf(
         )
     embedding, head = _ends(base, storage)
     with _directory(out, overwrite) as partial:
-        writer = ShardWriter(partial, max_shard_bytes, packing and packing.metadata)
+        writer = ShardWriter(
+            partial, max_shard_bytes, None if packing is None else packing.metadata
+        )
         for name, tensor in storage.written(tensors):
             for part in [(name, tensor)] if packing is None else packing.parts(name, tensor):
                 writer.add(*part)
