@@ -64,6 +64,7 @@ def export(result: Result, options: ExportOptions) -> int:
         )
     if options.format == "torchao":
         _require_rounded(result)
+        silence_libraries()
     if options.format in ("gguf", "litgpt"):
         require_answers(result, f"--format {options.format}")
     check_apart(out, result.directory)

@@ -18,7 +18,6 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from torchao.quantization import quantize_
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
-from ftkit.errors import UserError
 from ftkit.exchange.output_files import as_written
 from ftkit.models.language_model import outline_plain
 from ftkit.models.lora.targets import our_name
@@ -37,15 +36,7 @@ class TorchaoWeights:
             base: the model.
             qat: of its run.
             dtype: number format of scales, and of the weights that are not rounded.
-
-        Raises:
-            UserError: the model has parts that are not written in this form.
         """
-        if base.rest:
-            raise UserError(
-                f"{base.name} has parts beside its language model, and --format torchao was not "
-                "tried with any. Try --format hf."
-            )
         self._config, self._dtype = qat_config(qat), dtype
         model = outline_plain(base, dtype, tied=base.tied)
         round_in_forward(model.body, qat)

@@ -140,12 +140,17 @@ def outline(
     )
     if recipe.rounds_products:
         # Imported here: torchao takes a second, and may not be installed.
-        from ftkit.models.torchao_layers import compute_in_float8, round_in_forward
+        from ftkit.models.torchao_layers import (
+            compute_in_float8,
+            require_text_alone,
+            round_in_forward,
+        )
 
         with on_meta_device():
             if recipe.float8:
                 compute_in_float8(model.body)
             else:
+                require_text_alone(base, recipe.qat)
                 round_in_forward(model.body, recipe.qat)
     if isinstance(recipe, LoraRecipe):
         with on_meta_device():

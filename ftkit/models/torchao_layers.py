@@ -31,6 +31,7 @@ from torchao.quantization.qat import QATConfig
 
 from ftkit.errors import UserError
 from ftkit.models.bodies.body import Body
+from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.recipe import Qat
 
 FLOAT8_WIDTHS = 16
@@ -98,6 +99,20 @@ def qat_config(qat: Qat) -> AOBaseConfig:
     if qat.activations is None:
         return IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)
     return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+
+
+def require_text_alone(base: BaseModel, qat: Qat) -> None:
+    """Refuse to train a model for a form in which it cannot be written.
+
+    Raises:
+        UserError: it has parts beside its language model.
+    """
+    # Their files have other names than transformers' modules, by which torchao's form is read.
+    if base.architecture.rest_shapes:
+        raise UserError(
+            f"qat.weights is {qat.weights}, but {base.name} has parts beside its language model, "
+            "and such a model is not exported with rounded weights. Try --qat.weights null."
+        )
 
 
 def round_in_forward(body: Body, qat: Qat) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import TOKENS
+from adapters import FUSED, MAKERS, TOKENS
 from conversions import assert_equal, export, own_logits
 from messages import message_of, says
 from rank_jobs import NO_EVALUATION, Case, Outcome, make_run
@@ -19,6 +19,10 @@ from torch import Tensor
 
 from ftkit.cli.app import run
 from ftkit.evaluation.result import find_result
+from ftkit.exchange.torchao_model import TorchaoWeights
+from ftkit.models.pretrained.base_model import open_base, weights
+from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.recipe import Qat
 
 pytestmark = pytest.mark.slow
 FORMS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -33,7 +37,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokens = load_file(sys.argv[2])["tokens"]
-kinds = {type(m.weight).__name__ for m in model.model.modules() if isinstance(m, torch.nn.Linear)}
+blocks = model.base_model.layers.modules()
+kinds = {type(m.weight).__name__ for m in blocks if isinstance(m, torch.nn.Linear)}
 assert kinds == {"IntxUnpackedToInt8Tensor"}, kinds
 with torch.no_grad():
     save_file({"logits": model(tokens).logits.float()}, sys.argv[3])
@@ -75,6 +80,17 @@ def test_transformers_computes_what_training_did(
     rounded, plain = own_logits(out_dir, qat=qat), own_logits(out_dir)
     assert_equal(logits_in_transformers(out), rounded, 2e-5)
     assert (rounded - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["tied llama", *FUSED])
+def test_other_models_are_rounded_as_they_train(name: str, tmp_path: Path) -> None:
+    """With one parameter for embedding and head, with biases, and with fused matrices."""
+    directory, qat = MAKERS[name](tmp_path / "base"), Qat(weights="int4", group_size=16)
+    base = open_base(str(directory))
+    packing = TorchaoWeights(base, qat, torch.float32)
+    save_hf(base, weights(base), tmp_path / "out", packing=packing)
+    found = logits_in_transformers(tmp_path / "out")
+    assert_equal(found, own_logits(directory, qat=qat), 2e-5)
 
 
 def test_a_checkpoint_gives_what_its_result_gives(

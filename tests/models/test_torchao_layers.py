@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from messages import key_words
+from multimodal_models import make_multimodal_model
 from tiny import make_llama
 from torch import nn
 from torchao.float8 import Float8LinearConfig
@@ -95,6 +96,15 @@ def test_models_without_such_a_layer_or_with_experts_are_refused(tmp_path: Path)
     for keys in ({"float8": True}, {"qat": Qat(weights="int4")}):
         with pytest.raises(UserError, match=key_words("experts")):
             outlined(experts, **keys)
+
+
+def test_models_that_see_are_not_trained_for_a_form_that_they_are_not_written_in(
+    tmp_path: Path,
+) -> None:
+    base = open_base(str(make_multimodal_model(tmp_path, "gemma3")))
+    with pytest.raises(UserError, match=key_words("qat.weights is int4 ... --qat.weights null")):
+        outlined(base, qat=Qat(weights="int4"))
+    assert outlined(base, float8=True)
 
 
 def test_float8_is_of_training_alone(llama: BaseModel) -> None:
