@@ -350,11 +350,7 @@ def _precision(r: Reading) -> None:
 
 def _rounding(r: Reading) -> None:
     is_adapter = r["adapter"] not in OFF
-    if r["fp8"] and is_adapter:
-        r.refuse("fp8", "FP8 training of adapters")
-    elif r["fp8"]:
-        r.set(float8=True)
-        r.tell("fp8: ftkit scales each token and each row of a weight, and not a whole tensor")
+    trainer.float8(r, is_adapter=is_adapter, scales="a whole tensor")
     if not (qat := r["qat"]):
         return
     weights, activations = qat.get("weight_dtype", "int8"), qat.get("activation_dtype")

@@ -113,7 +113,7 @@ ROWS = rows_by_key(
     *missing("GaLore", "use_galore"), *missing("APOLLO", "use_apollo"),
     *missing("BAdam", "use_badam"), *missing("Adam-mini", "use_adam_mini"),
     *missing("Muon of other authors", "use_muon"), *missing("ASFT", "use_asft_loss"),
-    *missing("FP8 training", "fp8"),
+    part("fp8", "float8", False, "in full fine-tuning, with a scale for each token and row"),
     *missing("KTransformers: experts on CPUs", "use_kt"),
     *missing("Megatron", "use_mca", "use_megatron_bridge", "tensor_model_parallel_size",
              "pipeline_model_parallel_size", "expert_model_parallel_size",
@@ -138,8 +138,10 @@ def _finish(r: Reading) -> None:
         r.refuse("finetuning_type", "the last layers as a number")
     elif r["finetuning_type"] not in ("lora", "full"):
         r.refuse("finetuning_type", str(r["finetuning_type"]).upper())
-    if r["finetuning_type"] == "lora":
+    is_adapter = r["finetuning_type"] == "lora"
+    if is_adapter:
         _adapter(r)
+    trainer.float8(r, is_adapter=is_adapter, scales="all tokens together")
     trainer.length(r)
     micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
     trainer.batch(r, int(micro), int(accumulation))

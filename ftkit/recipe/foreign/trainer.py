@@ -264,6 +264,21 @@ def checkpoints(reading: Reading) -> None:
     reading.set(checkpoint__result="best" if reading["load_best_model_at_end"] else None)
 
 
+def float8(r: Reading, *, is_adapter: bool, scales: str) -> None:
+    """Set products in float8.
+
+    Args:
+        r: the file.
+        is_adapter: whether an adapter is trained.
+        scales: what the program scales.
+    """
+    if r["fp8"] and is_adapter:
+        r.refuse("fp8", "FP8 training of adapters")
+    elif r["fp8"]:
+        r.set(float8=True)
+        r.tell(f"fp8: ftkit scales each token and each row of a weight, and not {scales}")
+
+
 def checkpointing(reading: Reading, value: Any) -> None:
     """Set activation checkpointing."""
     reading.set(memory__activation_checkpointing=value not in OFF)

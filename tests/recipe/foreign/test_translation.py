@@ -265,6 +265,7 @@ def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any])
         (FACTORY, {"model_revision": "v1", "model_name_or_path": "a/b/c"},
          {"checkpoint_dir": "a/b/c"}),
         (SFT, {"model_revision": "v1"}, {"checkpoint_dir": "org/base@v1"}),
+        (FACTORY, {"fp8": True, "finetuning_type": "full"}, {"float8": True}),
     ],
 )  # fmt: skip
 def test_keys_of_the_others_become_ours(
@@ -295,6 +296,7 @@ def test_devices_multiply_the_batch(name: str) -> None:
         ("axolotl", {"qat": QAT | {"quantize_embedding": True}, "adapter": ...}, "embedding"),
         ("axolotl", {"qat": QAT}, "quantisation-aware training of adapters"),
         ("axolotl", {"fp8": True}, "FP8 training of adapters"),
+        ("llama-factory", {"fp8": True}, "FP8 training of adapters"),
         ("axolotl", {"lisa_n_layers": 4}, "LISA"),
         ("axolotl", {"optimizer": "muon"}, "Muon of other authors"),
         ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
