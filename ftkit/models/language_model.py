@@ -138,7 +138,7 @@ def outline(
         tied=base.tied if tie_embeddings is None else tie_embeddings,
         kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
     )
-    if recipe.rounds_products:
+    if recipe.rounding is not None:
         # Imported here: torchao takes a second, and may not be installed.
         from ftkit.models.torchao_layers import (
             compute_in_float8,

@@ -245,6 +245,7 @@ class Planned:
             "precision": plan.precision,
             "optimizer": plan.recipe.optimizer["class_path"],
             "quantize": getattr(plan.recipe, "quantize", None),
+            "rounding": plan.recipe.rounding,
             "activation_checkpointing": plan.recipe.memory.activation_checkpointing,
             "global_batch_size": train.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,

@@ -176,7 +176,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     settings = [f"{plan.world_size} x {plan.kind.noun}", plan.strategy, plan.precision]
     if quantize:
         settings.append(quantize)
-    settings += _rounding(plan.recipe)
+    settings += [plan.recipe.rounding] if plan.recipe.rounding else []
     if every := int(plan.recipe.memory.activation_checkpointing):
         blocks = f" of 1 block in {every}" if every > 1 else ""
         where = " in host memory" * plan.recipe.memory.offload_activations
@@ -360,15 +360,7 @@ def _devices(planned: Planned) -> str:
 def _precision(planned: Planned) -> str:
     recipe = planned.plan.recipe
     quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
-    parts = [planned.plan.precision, *([quantize] if quantize else ()), *_rounding(recipe)]
-    return " ".join(parts)
-
-
-def _rounding(recipe: Recipe) -> list[str]:
-    """What the linear layers compute from, in words; empty: from their own numbers."""
-    if recipe.qat.text is not None:
-        return [f"QAT with {recipe.qat.text}"]
-    return ["float8"] * recipe.float8
+    return " ".join(filter(None, (planned.plan.precision, quantize, recipe.rounding)))
 
 
 def _batch(planned: Planned) -> str:

@@ -672,7 +672,7 @@ def _check_rounding(
             f"qat.activations is {qat.activations}, but qat.weights is empty: weights are rounded "
             "too. Try --qat.weights int4, or --qat.activations null."
         )
-    if not recipe.rounds_products:
+    if recipe.rounding is None:
         return
     key, value, off = "qat.weights", str(qat.weights), "--qat.weights null"
     if recipe.float8:

@@ -427,9 +427,11 @@ class Recipe:
         return "full"
 
     @property
-    def rounds_products(self) -> bool:
-        """Whether linear layers compute from rounded numbers: float8, or quantisation-aware."""
-        return self.float8 or self.qat.weights is not None
+    def rounding(self) -> str | None:
+        """Rounded numbers from which linear layers compute, in words; None: their own numbers."""
+        if self.qat.text is not None:
+            return f"QAT with {self.qat.text}"
+        return "float8" if self.float8 else None
 
     @property
     def extra_loggers(self) -> tuple[LoggerName, ...]:

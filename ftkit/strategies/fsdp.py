@@ -49,7 +49,7 @@ class Fsdp(Strategy):
         super().__init__(plan)
         # FSDP casts what it gathers, but weights that the model rounds are gathered in float32:
         # rounded twice, they would be others than under ddp.
-        self.mixes_by_autocast = plan.recipe.rounds_products
+        self.mixes_by_autocast = plan.recipe.rounding is not None
         assert isinstance(plan.options, FsdpOptions)
         self._options = plan.options
 
@@ -244,7 +244,7 @@ class FullyShard:
         self._options = plan.options if isinstance(plan.options, FsdpOptions) else FsdpOptions()
         # Other strategies mix by autocast, which casts what is gathered where it needs it.
         is_mixed = plan.strategy == "fsdp" and plan.precision == "bf16-mixed"
-        self._casts = is_mixed and not plan.recipe.rounds_products
+        self._casts = is_mixed and plan.recipe.rounding is None
         self._mesh = mesh
 
     def allocate(self, model: Any, device: torch.device) -> None:

@@ -583,6 +583,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         communication=plan.communication,
         precision=plan.precision,
         quantize=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
+        rounding=recipe.rounding,
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),

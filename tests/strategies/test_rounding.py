@@ -147,6 +147,16 @@ def test_a_rounded_model_learns_and_its_result_has_plain_weights(
     assert rounded.losses != pytest.approx(plain.losses, rel=1e-4)
     assert rounded.losses == pytest.approx(plain.losses, rel=0.1)
     assert rounded.losses[-1] < 0.9 * rounded.losses[0]
+    resolved = rounded.report.resolved
+    assert (
+        resolved is not None
+        and resolved.rounding
+        == {
+            "float8": "float8",
+            "int4 and int8": "QAT with int4 weights in groups of 32, int8 inputs",
+            "int3 by row": "QAT with int3 weights by row",
+        }[rounding]
+    )
     expected = plain.weights()
     for name, tensor in rounded.weights().items():
         assert (tensor.shape, tensor.dtype) == (expected[name].shape, torch.float32)

@@ -70,6 +70,8 @@ class Resolved:
     """Number format of training."""
     quantize: str | None = None
     """Format of the frozen base weights; None: not quantized."""
+    rounding: str | None = None
+    """Rounded numbers from which linear layers compute: float8, or QAT; None: their own numbers."""
     optimizer: str | None = None
     """Class path of the optimizer."""
     parameters: int | None = None

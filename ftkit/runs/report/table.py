@@ -264,7 +264,10 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
     if device:
         base = f"base weights {resolved.quantize}" if resolved.quantize else None
         device = f"{resolved.world_size or 1} x {device}"
-        yield "devices", _joined((device, resolved.strategy, resolved.precision, base))
+        yield (
+            "devices",
+            _joined((device, resolved.strategy, resolved.precision, base, resolved.rounding)),
+        )
     if (resolved.world_size or 1) > 1:
         yield "sharded", _joined((resolved.sharding, f"over {resolved.communication}"))
 
