@@ -91,9 +91,9 @@ KIND_OF: dict[str, Kind] = {
     "memory.activation_checkpointing": "hardware",
     "memory.offload_activations": "hardware",
     "memory.shard_model_beside": "hardware",
-    "qat.weights": "fixed",
-    "qat.activations": "fixed",
-    "qat.group_size": "fixed",
+    "qat.weights": "tunable",
+    "qat.activations": "tunable",
+    "qat.group_size": "tunable",
     "optimizer": "tunable",  # within a family: see carries_over
     "logger_name": "hardware",
     "seed": "fixed",

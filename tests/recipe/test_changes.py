@@ -145,6 +145,8 @@ def test_another_method_says_all(saved: str, now: str) -> None:
         ({"eval__patience": 3}, "eval.patience not set -> 3"),
         ({"precision": "32-true"}, "precision not set -> 32-true"),
         ({"lora_dropout": 0}, "lora_dropout 0.05 -> 0.0"),
+        ({"float8": "true"}, "float8 false -> true"),
+        ({"qat__weights": "int4"}, "qat.weights not set -> int4"),
         ({"optimizer__lr": 1e-3}, "optimizer.lr not set -> 0.001"),
         ({"optimizer": "Adam"}, "optimizer torch.optim.AdamW -> torch.optim.Adam"),
     ],

@@ -139,6 +139,15 @@ def test_a_rounded_model_continues_on_the_same_layout_to_the_bit(
     assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
 
 
+def test_a_run_may_begin_to_round_when_it_is_resumed(run: Run, alone: dict[Case, Outcome]) -> None:
+    first = case_of(None, stop_after=CUT)
+    case = case_of("int4 and int8", start=run(1, [first])[first].out_dir)
+    found, plain = run(1, [case])[case].losses, alone[case_of(None)].losses
+    assert found[:CUT] == plain[:CUT]
+    assert found[CUT] != pytest.approx(plain[CUT], rel=1e-6)
+    assert found == pytest.approx(plain, rel=0.1)
+
+
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_rounded_model_learns_and_its_result_has_plain_weights(
     alone: dict[Case, Outcome], rounding: str
