@@ -123,6 +123,35 @@ def test_rows_without_padding_learn_as_padded_micro_batches(
     assert paths[rows] == 0 and paths["padded"]
 
 
+@pytest.mark.parametrize(
+    "rounding",
+    [
+        pytest.param(
+            {"float8": "true"},
+            marks=pytest.mark.skipif(
+                torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+                reason="this GPU has no float8",
+            ),
+        ),
+        {"qat__weights": "int4", "qat__activations": "int8"},
+    ],
+)
+def test_rounded_products_learn_as_on_a_cpu(
+    tiny_base: Path, tiny_data: Path, tmp_path: Path, rounding: dict[str, str]
+) -> None:
+    for accelerator in ("cpu", "cuda"):
+        run(
+            tiny_base,
+            tiny_data,
+            tmp_path / accelerator,
+            "finetune_full",
+            accelerator=accelerator,
+            precision="bf16-mixed",
+            **rounding,
+        )
+    assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-2)
+
+
 def test_offloaded_activations_come_back_unchanged(tiny_data: Path, tmp_path: Path) -> None:
     """Copies run beside the computation: one that is read or overwritten early would show."""
     base = make_llama(tmp_path / "deep", num_hidden_layers=12, hidden_size=512)
