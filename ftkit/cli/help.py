@@ -16,8 +16,9 @@ from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.parsing import add_recipe_keys
+from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import FINETUNE, Recipe
+from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
 from ftkit.recipe.recipe_keys import (
     ALLOWED_PACKAGES,
     COMPONENTS,
@@ -35,6 +36,7 @@ _NOUNS = {
     "data": "data module",
     "objective": "objective",
     "optimizer": "optimizer",
+    "peft": "kind of adapter",
     "strategy": "strategy",
 }
 _GIVEN_BY_FTKIT = {"params", "model_params", "args", "kwargs"}
@@ -168,10 +170,13 @@ def _command_parser(command: Command) -> ArgumentParser:
         add_recipe_keys(parser, FINETUNE[command.name])
         _write_placeholders(parser)
     if components := components_of(command.options):
-        group = parser.add_argument_group("Data, optimizers and strategies by name")
+        group = parser.add_argument_group("Data, optimizers, strategies and others by name")
         for component in components:
             if command.name in FINETUNE:
-                text, default = field_texts(Recipe)[component], default_name(component)
+                texts = field_texts(RECIPE_OF[FINETUNE[command.name]])
+                if component not in texts:
+                    continue
+                text, default = texts[component], default_name(component)
                 group.add_argument(f"--{component}", metavar="NAME", default=default, help=text)
             text = f"Show the keys of --{component} NAME; without NAME, list the names."
             group.add_argument(f"--{component}.help", metavar="NAME", nargs="?", help=text)
@@ -271,9 +276,9 @@ def _component_names(component: str) -> list[str]:
 
 
 def _listed(component: str, name: str) -> str:
-    """A name in the list of all, with what an objective of it learns."""
-    learned = OBJECTIVES.get(name) if component == "objective" else None
-    return name if learned is None else f"{name} ({learned.summary})"
+    """A name in the list of all, with what an objective learns, or a kind of adapter trains."""
+    known = {"objective": OBJECTIVES, "peft": PEFT_TYPES}.get(component, {}).get(name)
+    return name if known is None else f"{name} ({known.summary})"
 
 
 def _known_names(component: str) -> list[str]:
@@ -283,6 +288,8 @@ def _known_names(component: str) -> list[str]:
         return list(STRATEGIES)
     if component == "objective":
         return list(OBJECTIVES)
+    if component == "peft":
+        return list(PEFT_TYPES)
     others = []
     for package in ("bitsandbytes.optim", TORCHAO):
         with suppress(ImportError):
@@ -305,6 +312,9 @@ def _component_class(component: str, name: str) -> type:
     elif component == "objective":
         learned = OBJECTIVES.get(name)
         found = learned.options if learned else None
+    elif component == "peft":
+        trained = PEFT_TYPES.get(name)
+        found = trained.options if trained else None
     elif component == "data":
         short = name.removeprefix("litgpt.data.").removeprefix("ftkit.data.")
         found = KINDS[short].documented(short) if short in KINDS else None

@@ -20,6 +20,7 @@ from ftkit.models.pretrained.hub import (
     split_version,
 )
 from ftkit.recipe.objectives import gives_scores
+from ftkit.recipe.peft_types import LORA, PEFT_TYPES
 from ftkit.recipe.recipe import Component, Qat
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
@@ -242,9 +243,9 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     scores = gives_scores(report.recipe.get("objective", _SFT))
     usage = (_USAGE_OF_SCORES if scores else _USAGE)[kind]
     parts = [
-        f"---\n{_head(kind, base, data, scores=scores)}---\n",
+        f"---\n{_head(kind, base, data, _type_of(report), scores=scores)}---\n",
         f"# {base.name}, fine-tuned on {', '.join(data.names)}\n",
-        f"{_KINDS[kind, report.method == 'lora']}, made with {_PROJECT}.\n",
+        f"{_kind_text(kind, report)}, made with {_PROJECT}.\n",
         f"| | |\n|---|---|\n{rows}\n",
         f"## How to use it\n\n{usage}",
         f"## Recipe\n\n```yaml\n{recipe}```\n",
@@ -274,7 +275,7 @@ def _names_base(card: str) -> bool:
     return "\nbase_model:" in head
 
 
-def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin, *, scores: bool) -> str:
+def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin, adapter: str, *, scores: bool) -> str:
     """The metadata that the hub reads."""
     fields: dict[str, Any] = {
         "base_model": base.on_hub,
@@ -282,7 +283,7 @@ def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin, *, scores: bool) -
         "library_name": _LIBRARIES[kind],
         "license": base.licence,
         "pipeline_tag": "text-classification" if scores else "text-generation",
-        "tags": [_PROJECT, *(["lora"] if kind == "adapter" else [])],
+        "tags": [_PROJECT, *([adapter] if kind == "adapter" else [])],
     }
     known = {key: value for key, value in fields.items() if value is not None}
     return yaml.safe_dump(known, sort_keys=False)
@@ -354,6 +355,18 @@ def _weights(report: Report) -> str:
     return "; ".join(part for part in parts if part)
 
 
+def _type_of(report: Report) -> str:
+    """Name of the type of adapter; earlier versions had LoRA alone."""
+    name: str = report.recipe.get("peft", {}).get("class_path", LORA)
+    return name
+
+
+def _kind_text(kind: CardKind, report: Report) -> str:
+    text = _KINDS[kind, report.method == "lora"]
+    name = _type_of(report)
+    return text if name == LORA else text.replace("LoRA", f"PEFT ({PEFT_TYPES[name].title})")
+
+
 def _method(report: Report) -> str:
     recipe, resolved = report.recipe, report.resolved
     text = "full fine-tuning"
@@ -364,6 +377,9 @@ def _method(report: Report) -> str:
         variant = recipe.get("lora_variant", "lora")
         kind = "LoRA" if variant == "lora" else f"LoRA ({variant})"
         text = f"{kind}, rank {recipe.get('lora_r')}, alpha {recipe.get('lora_alpha')}"
+        if (name := _type_of(report)) != LORA:
+            title = PEFT_TYPES[name].title
+            text = ", ".join([title, *(f"{k} {v}" for k, v in recipe["peft"]["init_args"].items())])
         text += f", on a base model stored as {stored}" if stored else ""
     if resolved is None or not resolved.parameters or resolved.trainable_parameters is None:
         return text

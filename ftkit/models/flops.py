@@ -11,8 +11,9 @@ from torch import Tensor
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.dry_run import modules_passed_back
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.lora.targets import is_adapter
+from ftkit.models.lora.peft_layers import products
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
+from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.recipe import Recipe
 
 
@@ -176,6 +177,10 @@ def _matrix_flops(
             # Whole words: every token passes the shared experts, which have other names.
             share = expert_share if "experts" in name.split(".") else 1.0
             total += _weights_in(part) * share * per_weight(name, part.weight)
+        elif hasattr(part, "adapter_layer_names"):
+            share = expert_share if "experts" in name.split(".") else 1.0
+            for kind, factor, numbers in products(part):
+                total += numbers * share * per_weight(f"{name}.{kind}", factor)
         else:  # the matrices of experts are stacked
             # A Conv1d of a state-space model has three dimensions too, but no experts.
             share = 1.0 if isinstance(part, nn.Conv1d) else expert_share

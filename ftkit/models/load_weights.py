@@ -16,10 +16,12 @@ from ftkit.models.lora.layers import (
     initial_adapter,
     lora_layers,
 )
-from ftkit.models.lora.targets import is_adapter, our_name
+from ftkit.models.lora.peft_layers import fill_tables
+from ftkit.models.lora.targets import our_name
 from ftkit.models.meta_device import allocate
 from ftkit.models.pretrained.base_model import BaseModel, weights
 from ftkit.models.pretrained.random_weights import INITIAL_STD
+from ftkit.recipe.peft_types import is_adapter
 from ftkit.utils.progress import OnProgress
 
 
@@ -114,6 +116,8 @@ def fill(
         allocate(model, device)
     # After the allocation, which leaves tables without values.
     model.body.build_rope_cache(device, rope_length)
+    if model.lora is not None:
+        fill_tables(model, model.lora, device)
 
     def put(ours: str, value: Rows) -> None:
         sharding.put(model, names[ours], value)
@@ -133,7 +137,7 @@ def fill(
             elif is_adapter(ours):
                 assert model.lora is not None
                 if not follows_from_base(ours, model.lora.lora_init):
-                    put(ours, initial_adapter(ours, parameter.shape, seed))
+                    put(ours, initial_adapter(ours, parameter.shape, seed, model.lora))
         if not left:
             return
         for ours, tensor in _weights(base, model, source, device):

@@ -18,9 +18,9 @@ from ftkit.data.samples.layout import FILLER
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.load_weights import Sharding
 from ftkit.models.lora.layers import AdapterSwitch
-from ftkit.models.lora.targets import is_adapter
 from ftkit.models.loss import HeadOutput, LogProbabilities
 from ftkit.objectives.objective import Batch, sequence_sums
+from ftkit.recipe.peft_types import is_adapter
 from ftkit.utils.accelerators.use import sum_dtype
 
 Context = Callable[[], AbstractContextManager[object]]

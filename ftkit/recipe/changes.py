@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.parsing import to_dict
+from ftkit.recipe.peft_types import peft_options
 from ftkit.recipe.recipe import Recipe
 
 Kind = Literal["fixed", "tunable", "hardware"]
@@ -101,6 +102,7 @@ KIND_OF: dict[str, Kind] = {
     "resume": "hardware",
     "access_token": "hardware",
     "quantize": "fixed",
+    "peft": "fixed",
     "lora_r": "fixed",
     "lora_alpha": "fixed",
     "lora_dropout": "tunable",
@@ -173,8 +175,10 @@ def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
     lines: dict[Kind, list[str]] = {"fixed": [], "tunable": [], "hardware": []}
     for key in {**before, **after}:  # in the order of the recipe
         old, new = before.get(key), after.get(key)
-        other_objective = before["objective"] != after["objective"]
-        if old == new or (other_objective and key.startswith("objective.")):
+        head, _, option = key.partition(".")
+        # The options of another class are other ones.
+        is_of_other = head in ("objective", "peft") and before[head] != after[head]
+        if old == new or (option and is_of_other):
             continue
         kind = _kind(key)
         if key == "optimizer" and not carries_over(str(old), str(new)):
@@ -214,11 +218,13 @@ def _kind(key: str) -> Kind:
         return "fixed" if is_fixed else "hardware"
     if key.startswith("eval.sets."):
         return KIND_OF["eval.sets"]
-    return KIND_OF[head if head in ("optimizer", "objective") else key]
+    if head == "peft" and rest.endswith("_dropout"):
+        return KIND_OF["lora_dropout"]
+    return KIND_OF[head if head in ("optimizer", "objective", "peft") else key]
 
 
 def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """Values by dotted keys; those of `optimizer`, `objective` and `data` are class paths."""
+    """Values by dotted keys; those that name a class are class paths."""
     for name, value in to_dict(recipe).items():
         if name == "data":
             yield "data", value["class_path"]
@@ -230,6 +236,10 @@ def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
             yield name, value["class_path"]
             options = _objective_options(value["class_path"]) | value["init_args"]
             yield from ((f"objective.{key}", v) for key, v in options.items())
+        elif name == "peft":
+            yield name, value["class_path"]
+            options = dataclasses.asdict(peft_options(value))
+            yield from ((f"peft.{key}", v) for key, v in options.items())
         elif isinstance(value, dict) and name not in KIND_OF:
             plain = {key: item for key, item in value.items() if (name, key) != ("eval", "sets")}
             yield from ((f"{name}.{key}", item) for key, item in plain.items())

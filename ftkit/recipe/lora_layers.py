@@ -32,7 +32,10 @@ def adapted_text(lora: Lora) -> str:
     else:
         layers = targets if isinstance(targets, str) else ", ".join(targets)
     parts = [layers, "experts" * lora.lora_experts]
-    parts += [f"rank {lora.lora_r}", f"alpha {lora.lora_alpha:g}"]
+    if lora.peft["class_path"] == "lora":
+        parts += [f"rank {lora.lora_r}", f"alpha {lora.lora_alpha:g}"]
+    else:
+        parts += [lora.peft["class_path"], *(f"{k} {v}" for k, v in lora.peft["init_args"].items())]
     return ", ".join(filter(None, parts))
 
 

@@ -243,7 +243,7 @@ def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
     assert parser.groups is not None
     parser.groups["Recipe"].title = "Model, hardware and training"
     if issubclass(recipe_class, Lora):
-        parser.add_class_arguments(Lora)
+        parser.add_class_arguments(Lora, skip={"peft"})
     parser.set_defaults(
         {f.name: f.default for f in dataclasses.fields(recipe_class) if f.name == "out_dir"}
     )

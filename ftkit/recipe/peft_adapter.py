@@ -17,7 +17,8 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.recipe.lora_layers import NAMED_LAYERS
-from ftkit.recipe.recipe import LAYER_SWITCHES, LoraRecipe, Recipe
+from ftkit.recipe.peft_types import LORA, PEFT_TYPES
+from ftkit.recipe.recipe import LAYER_SWITCHES, Component, LoraRecipe, Recipe
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.json_values import from_json
 
@@ -55,6 +56,14 @@ _LOG = logging.getLogger(__name__)
 def _is_whole(value: Any) -> bool:
     # Not isinstance: true is an int in Python.
     return type(value) is int and 0 < value <= _MOST_RANK
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_RANK
+
+
+def _is_seed(value: Any) -> bool:
+    return type(value) is int
 
 
 def _is_number(value: Any) -> bool:
@@ -110,6 +119,15 @@ _USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_rslora": (_is_flag, "true or false"),
     "fan_in_fan_out": (_is_flag, "true or false"),
     "init_lora_weights": (_is_start, "true, false or a text"),
+    # Of other types than LoRA.
+    "alpha": (_is_whole, f"a whole number from 1 to {_MOST_RANK:,}"),
+    "oft_block_size": (_is_size, f"a whole number from 0 to {_MOST_RANK:,}"),
+    "block_share": (_is_flag, "true or false"),
+    "projection_prng_key": (_is_seed, "a whole number"),
+    "save_projection": (_is_flag, "true or false"),
+    "decompose_both": (_is_flag, "true or false"),
+    "decompose_factor": (_is_seed, "a whole number"),
+    "feedforward_modules": (_are_names, "a list of texts"),
 }
 """Keys that ftkit uses, with the types of their values; null counts as absent."""
 
@@ -128,6 +146,10 @@ _CHANGING: Mapping[str, tuple[Any, ...]] = {
     "use_bdlora": ({}, False),
     "use_qalora": (False,),
     "velora_config": ({},),
+    "coft": (False,),
+    "use_cayley_neumann": (True,),
+    "num_cayley_neumann_terms": (5,),
+    "use_effective_conv2d": (False,),
 }
 """Settings that change what an adapter computes, with the values, beside null, that do not."""
 
@@ -135,7 +157,9 @@ _NEUTRAL = frozenset(
     (
         *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode"),
         *("layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version"),
-        *("qalora_group_size", "revision", "runtime_config"),
+        *("qalora_group_size", "revision", "runtime_config", "vera_dropout", "d_initial"),
+        *("module_dropout", "rank_dropout", "rank_dropout_scale", "eps", "init_ia3_weights"),
+        "init_weights",
     )
 )
 """Settings that change no number of a saved adapter: how its training began, and what loads it."""
@@ -150,12 +174,8 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         UserError: it is not an adapter, or of a kind that ftkit does not train.
     """
     config = peft_settings(directory)
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise UserError(
-            f"adapter {directory} is of the kind {kind}, but training only continues LoRA, DoRA "
-            "and rsLoRA. Give another adapter, or none."
-        )
+    if (name := _type_name(config)) != LORA:
+        return _keys_of_type(config, name, directory)
     notes = read_notes(directory)
     _require_known(config, directory)
     # Adapters of ftkit have patterns for fused layers: their notes say which lora_r was trained.
@@ -194,6 +214,41 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     return keys | {"lora_variant": variant}
 
 
+def _type_name(settings: Mapping[str, Any]) -> str:
+    """Name of an adapter's type, as in recipes."""
+    return str(settings.get("peft_type")).lower()
+
+
+def _keys_of_type(config: Mapping[str, Any], name: str, directory: Path) -> dict[str, Any]:
+    """Recipe keys of an adapter of another type than LoRA."""
+    if name not in PEFT_TYPES:
+        raise UserError(
+            f"adapter {directory} is of the kind {config.get('peft_type')}, but ftkit only knows "
+            f"{', '.join(PEFT_TYPES)}. Give another adapter, or none."
+        )
+    _require_known(config, directory)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if config.get(key):
+            raise UserError(
+                f"adapter {directory} has {key} {_shown(config[key])}, but peft.r and peft.alpha "
+                "are one for all layers. Give another adapter, or none."
+            )
+    if not config.get("target_modules"):
+        raise UserError(f"{directory / CONFIG} lacks target_modules. Copy the adapter again.")
+    kind, targets = PEFT_TYPES[name], config["target_modules"]
+    # What only training depends on is left to the recipe, as lora_dropout is.
+    names = [f.name for f in dataclasses.fields(kind.options) if f.name not in kind.of_training]
+    options = {key: config[key] for key in names if key in config}
+    # PEFT's defaults, where the recipe's are others.
+    others = {"projection_prng_key": 0, "feedforward_modules": []}
+    options |= {k: v for k, v in others.items() if k in names and k not in options}
+    return {
+        "peft": Component(class_path=name, init_args=options),
+        "lora_targets": sorted(targets) if isinstance(targets, list) else targets,
+        "lora_modules_to_save": config.get("modules_to_save") or None,
+    }
+
+
 def with_adapter(recipe: Recipe) -> Recipe:
     """Return the recipe with the keys that its adapter determines.
 
@@ -210,7 +265,10 @@ def with_adapter(recipe: Recipe) -> Recipe:
             f"own, which its base model lacks. Try --data.add_tokens {words}."
         )
     defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
+    keys["peft"] = _joined(recipe, keys.get("peft", Component(class_path=LORA, init_args={})))
     for key, value in keys.items():
+        if key == "peft":
+            continue
         asked = getattr(recipe, key)
         # A default counts as not set, because the recipe does not know which keys were given.
         is_set = asked not in (defaults[key], NAMED_LAYERS.get(key, defaults[key]))
@@ -235,6 +293,28 @@ def with_adapter(recipe: Recipe) -> Recipe:
     # Written into the recipe, so that checkpoints and results have it whatever happens to the
     # adapter.
     return dataclasses.replace(recipe, **keys)
+
+
+def _joined(recipe: LoraRecipe, found: Component) -> Component:
+    """Type and options of an adapter, with those of the recipe that only training depends on."""
+    asked = recipe.peft
+    name = found["class_path"]
+    if asked["class_path"] not in (LORA, name):
+        raise UserError(
+            f"peft is {asked['class_path']}, but the adapter {recipe.adapter} is {name}. Remove "
+            "peft, which is read from the adapter."
+        )
+    kind = PEFT_TYPES[name]
+    for key, value in asked["init_args"].items():
+        if key in kind.of_training or value is None:
+            continue
+        if key not in found["init_args"] or found["init_args"][key] != value:
+            raise UserError(
+                f"peft.{key} is {json.dumps(value)}, but the adapter {recipe.adapter} has "
+                f"{json.dumps(found['init_args'].get(key))}. Remove peft.{key}, which is read from "
+                "the adapter."
+            )
+    return Component(class_path=name, init_args=asked["init_args"] | found["init_args"])
 
 
 def target_parameters(directory: Path) -> list[str]:
@@ -343,6 +423,8 @@ def peft_settings(directory: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no settings. {_AGAIN}")
     given = {key: value for key, value in content.items() if value is not None}
+    if given.get("peft_type") == "OFT" and given.get("r") == 0:
+        del given["r"]  # oft_block_size gives it
     for key, (is_sound, wanted) in _USED.items():
         if key in given and not is_sound(given[key]):
             raise UserError(

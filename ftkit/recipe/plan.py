@@ -14,6 +14,7 @@ from importlib import metadata
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
+from ftkit.recipe.peft_types import check_peft
 from ftkit.recipe.recipe import (
     LAYER_SWITCHES,
     LOGGER_PACKAGES,
@@ -782,6 +783,7 @@ def _ignored_layers(recipe: Recipe) -> list[str]:
 
 
 def _check_lora(recipe: LoraRecipe) -> None:
+    check_peft(recipe)
     for key, pattern in (("only", recipe.train.only), ("freeze", recipe.train.freeze)):
         if pattern is not None:
             raise UserError(

@@ -14,11 +14,17 @@ import yaml
 from ftkit.errors import UserError
 from ftkit.recipe.foreign.programs import foreign_key
 from ftkit.recipe.plugin import own_name
-from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
+from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, LoraRecipe, Method, Recipe
 from ftkit.utils.names import leaves, nearest
 from ftkit.utils.remote.urls import display_path
 
-COMPONENTS = {"data": "litgpt.data", "objective": "", "optimizer": "torch.optim", "strategy": ""}
+COMPONENTS = {
+    "data": "litgpt.data",
+    "objective": "",
+    "optimizer": "torch.optim",
+    "peft": "",
+    "strategy": "",
+}
 """Fields that name a class, with the package of short names."""
 
 ALLOWED_PACKAGES = {
@@ -231,7 +237,7 @@ def check_component(field: str, component: Component | None) -> None:
 
 def default_class(field: str) -> str:
     """Default class path of data, optimizer or strategy."""
-    (default,) = [f.default_factory for f in dataclasses.fields(Recipe) if f.name == field]
+    (default,) = [f.default_factory for f in dataclasses.fields(LoraRecipe) if f.name == field]
     assert callable(default)
     return str(default()["class_path"])
 

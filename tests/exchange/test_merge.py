@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ALL, MAKERS, VARIANTS, build, logits, lora_recipe, train
+from adapters import ALL, MAKERS, TYPES, VARIANTS, build, logits, lora_recipe, train
 from adapters import export as save
 from command import Command
 from conversions import assert_equal, merge, own_logits, transformers_logits
 from messages import message_of, says
 from results import Ended
 from runs import DEFAULT_SIGNALS
+from safetensors.torch import load_file, save_file
 from tiny import make_llama
 
 from ftkit.cli.app import run
@@ -32,8 +33,20 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
     directory = tmp_path_factory.mktemp("bases")
     return {
         name: open_base(str(make(directory / name.replace(" ", "-"))))
-        for name, make in MAKERS.items()
+        for name, make in (MAKERS | {"biased llama": make_biased_llama}).items()
     }
+
+
+def make_biased_llama(directory: Path) -> Path:
+    """With biases in attention that are not zero."""
+    make_llama(directory, attention_bias=True)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(".bias"):
+            tensor.copy_(torch.arange(tensor.numel()) % 7 / 7)
+    save_file(tensors, file, {"format": "pt"})
+    return directory
 
 
 def mistake(*words: object) -> str:
@@ -48,6 +61,9 @@ def mistake(*words: object) -> str:
     [
         *(("llama", variant) for variant in VARIANTS),
         ("tied llama", "dora"),
+        *(("llama", name) for name in TYPES),
+        ("tied llama", "vera"),
+        ("biased llama", "ia3"),
         *((name, v) for name in MAKERS if name != "llama" for v in ("lora", "rslora with pissa")),
     ],
 )
@@ -55,7 +71,7 @@ def test_a_merged_adapter_has_the_logits_of_the_adapted_model(
     bases: dict[str, BaseModel], name: str, variant: str, tmp_path: Path
 ) -> None:
     base = bases[name]
-    recipe = lora_recipe(base, **ALL, **VARIANTS[variant])
+    recipe = lora_recipe(base, **ALL, **(VARIANTS | TYPES)[variant])
     model = train(build(base, recipe))
     adapter = save(model, base, recipe, tmp_path / "adapter")
     merged = merge(adapter, tmp_path / "merged")

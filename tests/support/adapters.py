@@ -147,3 +147,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olora": {"lora_init": "olora"},
     "rslora with pissa": {"lora_init": "pissa", "lora_variant": "rslora"},
 }
+
+
+TYPES: dict[str, dict[str, Any]] = {
+    "vera": {"peft": "vera", "peft__r": 16},
+    "oft": {"peft": "oft", "peft__oft_block_size": 16},
+    "loha": {"peft": "loha"},
+    "lokr": {"peft": "lokr", "peft__r": 2, "peft__decompose_both": True},
+    "ia3": {"peft": "ia3"},
+}
+"""Types of adapters beside LoRA, with options that fit the tiny models."""

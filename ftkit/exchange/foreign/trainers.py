@@ -227,6 +227,12 @@ class TrainerRun(ForeignRun):
         if self.adapter is not None:
             config = peft_settings(self.adapter)
             keys = adapter_keys(self.adapter) | {"lora_dropout": config.get("lora_dropout", 0.0)}
+            if "peft" in keys:
+                raise UserError(
+                    f"{self.adapter} is an adapter of the type {keys['peft']['class_path']}, but "
+                    "only checkpoints of LoRA are taken over. Try ftkit finetune --adapter "
+                    f"{self.adapter}, which begins with a new optimizer."
+                )
             base = config.get("base_model_name_or_path")
             if isinstance(base, str) and base:
                 keys["checkpoint_dir"] = base

@@ -232,7 +232,9 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
 
 def _check_kind(result: Result, keys: Mapping[str, Any]) -> None:
     problem = None
-    if keys["lora_variant"] == "dora":
+    if (peft := keys.get("peft")) is not None:
+        problem = f"is {peft['class_path']}, which llama.cpp does not compute"
+    elif keys["lora_variant"] == "dora":
         problem = "is DoRA, whose magnitudes llama.cpp does not compute"
     elif keys["lora_modules_to_save"]:
         whole = ", ".join(keys["lora_modules_to_save"])

@@ -8,7 +8,7 @@ elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +22,18 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, Fused, Naming
 from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.experts import from_peft, in_peft, parameters_adapted
+from ftkit.models.lora.peft_layers import (
+    PROJECTIONS,
+    parameter_of,
+    peft_config,
+    projections,
+    stored_kind,
+)
 from ftkit.models.lora.targets import (
     INITIAL,
     TRAINED,
     chosen_layers,
     head_names,
-    is_adapter,
     names_of,
     our_name,
 )
@@ -47,6 +53,7 @@ from ftkit.recipe.peft_adapter import (
     read_notes,
     target_parameters,
 )
+from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
 from ftkit.recipe.recipe import Lora
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import new_directory
@@ -80,14 +87,40 @@ def check_adapter(base: BaseModel, lora: Lora) -> None:
         )
     if lora.lora_variant == "dora":
         _check_dora(base, lora)
+    if peft_name(lora) != LORA:
+        _check_type(base, lora, naming)
+
+
+def _chosen(base: BaseModel, lora: Lora) -> list[str]:
+    """Our names of the layers to adapt."""
+    # The head has no weight of its own in a tied model, and can be adapted all the same.
+    weights = (*parameter_shapes(base), HEAD)
+    layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return chosen_layers(layers, base, lora)
+
+
+def _check_type(base: BaseModel, lora: Lora, naming: Naming) -> None:
+    """Refuse a type of adapter for layers that PEFT cannot adapt in Hugging Face's model."""
+    name, chosen = peft_name(lora), _chosen(base, lora)
+    for ours in chosen:
+        theirs, fused = naming.stored_in(ours)
+        if fused is not None:
+            raise UserError(
+                f"peft is {name}, but {theirs} of Hugging Face's {base.architecture.class_name} "
+                f"is several layers in one, of which {ours} is a part: {name} has no adapter of a "
+                "part. Try --peft lora, or choose other layers by --lora_targets."
+            )
+    if taken := taken_for_experts(base, [names_of(base, ours)[0] for ours in chosen]):
+        raise UserError(
+            f"peft is {name}, but PEFT adapts {min(taken)} of {base.name} as a parameter, because "
+            f"experts of such models once had this name, and knows no {name} there. Try --peft "
+            "lora."
+        )
 
 
 def _check_dora(base: BaseModel, lora: Lora) -> None:
     """Refuse DoRA for layers whose weights PEFT adapts as parameters."""
-    # The head has no weight of its own in a tied model, and can be adapted all the same.
-    weights = (*parameter_shapes(base), HEAD)
-    layers = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    chosen = [names_of(base, ours)[0] for ours in chosen_layers(layers, base, lora)]
+    chosen = [names_of(base, ours)[0] for ours in _chosen(base, lora)]
     if taken := taken_for_experts(base, chosen):
         raise UserError(
             f"lora_variant is dora, but PEFT adapts {min(taken)} of {base.name} as a parameter, "
@@ -142,11 +175,78 @@ def save_adapter(
         base_fingerprint: of the base model, noted so that other models are refused.
         beside: further files, by name; they replace those of the base model.
     """
+    given = {name: tensor.detach().cpu() for name, tensor in parameters}
+    adapter = {name: tensor for name, tensor in given.items() if is_adapter(name)}
+    saves = _lora_files if peft_name(lora) == LORA else _files_of_type
+    tensors, notes, config = saves(adapter, base, lora)
+    # Layers that were trained whole lie beside the matrices, under their names in the model.
+    whole = _whole_layers(
+        {name: tensor for name, tensor in given.items() if name not in adapter},
+        base,
+        tied=base.tied if tie_embeddings is None else tie_embeddings,
+    )
+    tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
+    config.modules_to_save = sorted({name.rpartition(".")[0] for name in whole}) or None
+    config.task_type = REWARD_TASK if base.architecture.scores else "CAUSAL_LM"
+    config.base_model_name_or_path = base.name if base.directory is None else str(base.directory)
+    # As PEFT's own save_pretrained writes it; loading it for training resets it.
+    config.inference_mode = True
+    if base_fingerprint is not None:
+        notes[BASE_KEY] = base_fingerprint
+    if base.added_tokens:
+        notes[TOKENS_KEY] = json.dumps(base.added_tokens)
+    with new_directory(out) as partial:
+        save_tensors(tensors, partial / WEIGHTS, notes)
+        config.save_pretrained(str(partial))
+        _sort_targets(partial / CONFIG)
+        save_beside(base, beside, partial)
+
+
+_Files = tuple[dict[str, Tensor], dict[str, str], Any]
+"""Tensors of an adapter by PEFT's names, notes for their file, and PEFT's configuration."""
+
+
+def _files_of_type(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> _Files:
+    """Files of an adapter of another type than LoRA."""
+    naming, shapes = _huggingface_naming(base), parameter_shapes(base)
+    tensors: dict[str, Tensor] = {}
+    adapted: dict[str, bool] = {}
+    widths: set[tuple[int, int]] = set()
+    for name, tensor in adapter.items():
+        layer, parameter = _of_layer(name)
+        theirs, _ = naming.stored_in(layer)
+        tensors[f"{_PREFIX}{theirs}.{stored_kind(parameter)}"] = tensor.contiguous()
+        # A tied head has no weight of its own.
+        shape = shapes.get(f"{layer}.weight", shapes[base.architecture.embedding])
+        widths.add((shape[1], shape[0]))
+        # IA3 has [1, in] where it scales inputs, and [out, 1] where it scales outputs.
+        adapted[theirs] = parameter.startswith("ia3_l") and tensor.shape[0] < shape[0]
+    targets = _by_short_name(adapted, base)
+    scaled = [name for name, is_scaled in targets.items() if is_scaled]
+    config = peft_config(lora, targets, scaled_inputs=scaled)
+    if getattr(config, "save_projection", False):
+        drawn = projections(lora, *map(max, zip(*widths, strict=True)))
+        tensors |= {_projection(n): value for n, value in zip(PROJECTIONS, drawn, strict=True)}
+    return tensors, {}, config
+
+
+def _projection(name: str) -> str:
+    """PEFT's name of one of VeRA's random matrices, which belong to no layer."""
+    return f"base_model.{name}"
+
+
+def _of_layer(name: str) -> tuple[str, str]:
+    """Split the name of an adapter's parameter into that of its layer and its own in the layer."""
+    words = name.split(".")
+    start = next(i for i, word in enumerate(words) if i and is_adapter(f".{word}"))
+    return ".".join(words[:start]), ".".join(words[start:])
+
+
+def _lora_files(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> _Files:
+    """Files of a LoRA adapter: matrices of linear layers, and pairs of experts."""
     from peft.tuners.lora import LoraConfig
 
-    # Three groups: matrices of linear layers, pairs of experts, and layers that were trained whole.
-    given = {name: tensor.detach().cpu() for name, tensor in parameters}
-    layers = _joined_layers({name: t for name, t in given.items() if is_adapter(name)})
+    layers = _joined_layers(adapter)
     pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
     of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
     tensors = {f"{_PREFIX}{name}": tensor for name, tensor in of_experts.items()}
@@ -167,18 +267,7 @@ def save_adapter(
         tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
         tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
         ranks[theirs] = a.shape[0]
-    # Layers that were trained whole lie beside the matrices, under their names in the model.
-    whole = _whole_layers(
-        {name: tensor for name, tensor in given.items() if not is_adapter(name)},
-        base,
-        tied=base.tied if tie_embeddings is None else tie_embeddings,
-    )
-    tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
     notes = {NOTES_KEY: json.dumps(_notes(lora, base, parts, layers))} if parts else {}
-    if base_fingerprint is not None:
-        notes[BASE_KEY] = base_fingerprint
-    if base.added_tokens:
-        notes[TOKENS_KEY] = json.dumps(base.added_tokens)
     # The rank of the layers that are not fused; rank_pattern lists the others.
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), lora.lora_r)
     others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
@@ -200,17 +289,8 @@ def save_adapter(
             | {f"{name}.weight" for name, is_parameter in targets.items() if is_parameter}
         )
         or None,
-        modules_to_save=sorted({name.rpartition(".")[0] for name in whole}) or None,
-        task_type=REWARD_TASK if base.architecture.scores else "CAUSAL_LM",
-        base_model_name_or_path=base.name if base.directory is None else str(base.directory),
-        # As PEFT's own save_pretrained writes it; loading it for training resets it.
-        inference_mode=True,
     )
-    with new_directory(out) as partial:
-        save_tensors(tensors, partial / WEIGHTS, notes)
-        config.save_pretrained(str(partial))
-        _sort_targets(partial / CONFIG)
-        save_beside(base, beside, partial)
+    return tensors, notes, config
 
 
 def _joined_layers(parameters: Mapping[str, Tensor]) -> dict[str, _Layer]:
@@ -331,7 +411,7 @@ def _notes(
 def _sort_targets(path: Path) -> None:
     # PEFT writes a set, in an order that changes from process to process.
     settings = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("target_modules", "modules_to_save"):
+    for key in ("target_modules", "modules_to_save", "feedforward_modules"):
         if isinstance(settings.get(key), list):
             settings[key].sort()
     path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
@@ -411,7 +491,11 @@ def adapter_tensors(
         UserError: they belong to another model, or are copies that differ from its weights.
     """
     parts = read_notes(directory).get(PARTS_KEY, {})
-    whole = tuple(adapter_keys(directory)["lora_modules_to_save"] or ())
+    keys = adapter_keys(directory)
+    whole = tuple(keys["lora_modules_to_save"] or ())
+    stored = dict(stored)
+    drawn = [stored.pop(_projection(name), None) for name in PROJECTIONS]
+    _check_projections(drawn, keys, directory)
     tensors: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
     holders = _holders(base)
@@ -441,7 +525,7 @@ def adapter_tensors(
                 f"{base.name} ({error}). Give the model that the adapter was made for."
             ) from None
         # All else are copies of the base model's weights.
-        is_trained = kind.startswith("lora_") or f".{theirs}".endswith(
+        is_trained = is_adapter(f".{kind}") or f".{theirs}".endswith(
             tuple(f".{module}" for module in whole)
         )
         (tensors if is_trained else copies).update(ours)
@@ -462,6 +546,22 @@ def adapter_tensors(
     # (save_embedding_layers).
     _check_copies(copies, base, directory)
     return tensors
+
+
+def _check_projections(
+    given: Sequence[Tensor | None], keys: Mapping[str, Any], directory: Path
+) -> None:
+    """Refuse random matrices of VeRA that are not those of their seed, which ftkit draws again."""
+    a, b = given
+    if a is None or b is None:
+        return
+    lora = Lora(peft=keys["peft"])
+    for found, drawn in zip((a, b), projections(lora, a.shape[-1], b.shape[0]), strict=True):
+        if found.shape != drawn.shape or not torch.equal(found, drawn.to(found.dtype)):
+            raise UserError(
+                f"adapter {directory} holds vera_A and vera_B that its projection_prng_key does "
+                "not give, and ftkit draws them from it. Merge the adapter where it was made."
+            )
 
 
 def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
@@ -534,12 +634,14 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a name into layer and kind: lora_A, lora_B, lora_magnitude_vector, weight or bias."""
+    """Split a name into layer and kind: lora_A, lora_magnitude_vector, oft_R.weight, bias."""
     # Weights that PEFT saves beside their adapter have base_layer in their names.
     plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     layer, found, kind = plain.rpartition(".lora_")
     if found:
         return layer, "lora_" + kind.removesuffix(".weight")
+    if is_adapter(plain):
+        return _of_layer(plain)
     layer, _, kind = plain.rpartition(".")
     return layer, kind
 
@@ -577,8 +679,13 @@ def _ours(
     `adapted` names the layers that own the tensor's ranks in turn; None: each owns all.
     """
     end = f".{kind}.{TRAINED}.weight" if kind.startswith("lora_") else f".{kind}"
+    is_of_type = is_adapter(end) and not kind.startswith("lora_")
+    if is_of_type:
+        end = f".{parameter_of(kind)}"
     if fused is None:
         return {f"{layers[0]}{end}": tensor}
+    if is_of_type:
+        raise ValueError("it belongs to several layers in one, which ftkit adapts apart")
     owners = layers if adapted is None else adapted
     if kind == "lora_A":
         # An adapter made elsewhere has one A for the whole fused layer, which every part then

@@ -19,10 +19,16 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.lora.experts import ExpertPairs, add_expert_pairs, expert_pairs
+from ftkit.models.lora.peft_layers import (
+    add_layers,
+    first_number,
+    tuner_layers,
+    without_bitsandbytes,
+)
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.recipe.peft_types import LORA, peft_name
 from ftkit.recipe.recipe import Lora, LoraInit
-from ftkit.utils.imports import hidden
 
 
 def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
@@ -40,8 +46,10 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
     targets = adapted_layers(model, base, lora)
     trained_whole = whole_layers(model, base, lora)
     # PEFT raises if there is nothing to adapt, such as with experts alone.
-    if targets:
-        with _without_bitsandbytes():
+    if targets and peft_name(lora) != LORA:
+        add_layers(model, base, lora, targets)
+    elif targets:
+        with without_bitsandbytes():
             _inject(model, lora, targets)
     if lora.lora_experts:
         add_expert_pairs(model, base, lora)
@@ -73,24 +81,6 @@ def _inject(model: nn.Module, lora: Lora, targets: list[str]) -> None:
     LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
 
 
-@contextmanager
-def _without_bitsandbytes() -> Iterator[None]:
-    """Keep PEFT from importing bitsandbytes, which takes seconds for all of torch's compiler."""
-    # PEFT 0.21 imports it wherever it is installed, and caches whether it is. Quantised layers have
-    # imported it before, but need none of PEFT's layers for it.
-    with hidden("bitsandbytes"):
-        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
-
-        checks = (is_bnb_available, is_bnb_4bit_available)
-        for check in checks:
-            check.cache_clear()
-        try:
-            yield
-        finally:
-            for check in checks:
-                check.cache_clear()
-
-
 def _relate_to_initial(name: str, layer: Any, lora_r: int, lora_init: LoraInit) -> None:
     """Add a frozen copy of a layer's initial matrices, on the meta device."""
     most = min(layer.in_features, layer.out_features)
@@ -118,7 +108,7 @@ class AdapterSwitch:
 
     def __init__(self, model: nn.Module) -> None:
         # Found once: looking through all modules takes as long as a small layer computes.
-        self._layers = [layer for _, layer in lora_layers(model)]
+        self._layers = [layer for _, layer in tuner_layers(model)]
         self._pairs = [pairs for _, pairs in expert_pairs(model)]
 
     @contextmanager
@@ -138,15 +128,17 @@ class AdapterSwitch:
             pairs.is_on = is_on
 
 
-def initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Initial values of a LoRA matrix, the same on every device and layout.
+def initial_adapter(name: str, shape: torch.Size, seed: int, lora: Lora) -> Tensor:
+    """Initial values of an adapter's parameter, the same on every device and layout.
 
-    A is drawn as in PEFT (Kaiming-uniform), B is zero, so that training starts at the base model.
-    Each matrix has its own generator: no other matrix changes its values. They are float32 in
-    every precision, because other numbers would be drawn in 16 bits.
+    A of LoRA is drawn as in PEFT (Kaiming-uniform), B is zero, so that training starts at the base
+    model; so are their like of other types. Each matrix has its own generator: no other matrix
+    changes its values. They are float32 in every precision, because other numbers would be drawn
+    in 16 bits.
     """
-    if ".lora_B." in name:
-        return torch.zeros(shape, dtype=torch.float32, device="cpu")
+    constant = 0.0 if ".lora_B." in name else first_number(name, lora)
+    if constant is not None:
+        return torch.full(shape, constant, dtype=torch.float32, device="cpu")
     # Python's own hash() of a name differs between processes.
     generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(name.encode()))
     matrix = torch.empty(shape, dtype=torch.float32, device="cpu")

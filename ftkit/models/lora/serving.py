@@ -36,6 +36,9 @@ class ServingRule:
 
 # A table of our own: vLLM is half a gigabyte and needs its devices.
 SERVING_RULES = (
+    ServingRule(
+        "peft_type", lambda kind: kind not in (None, "LORA"), "it is another type than LoRA"
+    ),
     ServingRule("use_dora", bool, "it is DoRA"),
     ServingRule(
         "modules_to_save",

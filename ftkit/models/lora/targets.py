@@ -15,6 +15,7 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     vocabulary_parameters,
 )
+from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.recipe import ALL_LINEAR, Lora
 
 TRAINED, INITIAL = "default", "initial"
@@ -53,11 +54,6 @@ def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
     return (theirs,) if fused is None else (f"{theirs}.{ours.rpartition('.')[2]}", theirs)
 
 
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to the adapter."""
-    return ".lora_" in name
-
-
 def adapted_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[str]:
     """Full names in the model of the layers that are adapted."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -90,7 +86,7 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
     chosen: set[str] = set()
     for target in [targets] if isinstance(targets, str) else targets:
         # Plain names first, as users write them; an expression only if no layer is called so.
-        matching = {name for name, theirs in names.items() if _are_called(theirs, target)}
+        matching = {name for name, theirs in names.items() if are_called(theirs, target)}
         # A text may be an expression, as in PEFT; a name in a list never is.
         if not matching and isinstance(targets, str):
             matching = {name for name, theirs in names.items() if _match(theirs, target)}
@@ -143,7 +139,7 @@ def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Modul
     adapted = {our_name(name) for name in adapted_layers(model, base, lora)}
     chosen = []
     for target in targets:
-        matching = [ours for ours, theirs in known.items() if _are_called(theirs, target)]
+        matching = [ours for ours, theirs in known.items() if are_called(theirs, target)]
         if not matching:
             raise UserError(
                 f"lora_modules_to_save names {target}, which is not a layer of {base.name}. "
@@ -176,7 +172,7 @@ def _layers_of_tokens(base: BaseModel) -> list[str]:
     return [names_of(base, ours)[-1] for ours in modules]
 
 
-def _are_called(names: tuple[str, ...], target: str) -> bool:
+def are_called(names: tuple[str, ...], target: str) -> bool:
     """Return whether one of the names is the target, or ends with it."""
     return any(name == target or name.endswith(f".{target}") for name in names)
 

@@ -1,0 +1,286 @@
+"""Kinds of adapters beside LoRA: their keys, and what each supports; no torch.
+
+Keys and defaults are those of PEFT's configurations. PEFT's own layers compute them.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ftkit.errors import UserError
+from ftkit.recipe.lora_layers import NAMED_LAYERS
+from ftkit.recipe.recipe import Component, Lora, LoraRecipe, Quantization
+from ftkit.recipe.recipe_keys import accepted_types, describe
+from ftkit.utils.names import nearest
+
+LORA = "lora"
+"""The type whose keys begin with lora_."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """Options of `peft: lora`: there are none here, its keys begin with lora_."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VeraOptions:
+    """Options of `peft: vera`."""
+
+    r: int = 256
+    """Rank of the two random matrices that all layers share."""
+    vera_dropout: float = 0.0
+    """Dropout before the adapter."""
+    d_initial: float = 0.1
+    """First value of the trained vectors of length r; those of the other kind begin at 0."""
+    projection_prng_key: int | None = None
+    """Seed of the random matrices. Default: seed."""
+    save_projection: bool = True
+    """Whether the result holds the random matrices. Without them, PEFT draws them again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OftOptions:
+    """Options of `peft: oft`."""
+
+    oft_block_size: int = 32
+    """Inputs that are rotated together; 0: given by r. It divides the inputs of every layer."""
+    r: int = 0
+    """Number of blocks in a layer, instead of oft_block_size."""
+    block_share: bool = False
+    """Whether the blocks of a layer have the same rotation."""
+    module_dropout: float = 0.0
+    """Share of the blocks that are not rotated in a pass of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LohaOptions:
+    """Options of `peft: loha`."""
+
+    r: int = 8
+    """Rank of both factors."""
+    alpha: int = 8
+    """Scale of the adapter: it is multiplied by alpha / r."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LokrOptions:
+    """Options of `peft: lokr`."""
+
+    r: int = 8
+    """Rank of the large factor of the Kronecker product."""
+    alpha: int = 8
+    """Scale of the adapter: it is multiplied by alpha / r."""
+    decompose_both: bool = False
+    """Whether the small factor has this rank too."""
+    decompose_factor: int = -1
+    """Size of the small factor; -1: as near to the root of the layer's size as it divides it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ia3Options:
+    """Options of `peft: ia3`."""
+
+    feedforward_modules: list[str] | None = None
+    """Adapted layers, by Hugging Face's names, whose inputs are scaled, and not their outputs.
+    Default: the last layers of MLPs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterType:
+    """A kind of adapter."""
+
+    title: str
+    """Its name in texts."""
+    summary: str
+    """What is trained, as a part of a sentence."""
+    options: type[Any]
+    """Its options, the keys below `peft`, with the names that PEFT has."""
+    config: str = ""
+    """PEFT's class of its settings, in the package of this name in `peft.tuners`."""
+    model: str = ""
+    """PEFT's class that adds its layers to a model."""
+    parameters: tuple[str, ...] = ()
+    """Beginnings of the names of its parameters."""
+    of_packed: bool = True
+    """Whether PEFT's layers take a quantised base layer."""
+    of_training: tuple[str, ...] = ()
+    """Options that the computed function does not depend on."""
+
+
+PEFT_TYPES = {
+    LORA: AdapterType(
+        title="LoRA",
+        summary="low-rank matrices, by the keys lora_*",
+        options=LoraOptions,
+        parameters=("lora_",),
+    ),
+    "vera": AdapterType(
+        title="VeRA",
+        summary="two vectors for each layer, between random matrices that all layers share",
+        options=VeraOptions,
+        config="VeraConfig",
+        model="VeraModel",
+        parameters=("vera_lambda_",),
+        of_training=("vera_dropout", "d_initial"),
+    ),
+    "oft": AdapterType(
+        title="OFT",
+        summary="rotations of the inputs of each layer, block by block",
+        options=OftOptions,
+        config="OFTConfig",
+        model="OFTModel",
+        parameters=("oft_R",),
+        of_training=("module_dropout",),
+    ),
+    "loha": AdapterType(
+        title="LoHa",
+        summary="the product, number by number, of two low-rank matrices",
+        options=LohaOptions,
+        config="LoHaConfig",
+        model="LoHaModel",
+        parameters=("hada_",),
+        of_packed=False,
+    ),
+    "lokr": AdapterType(
+        title="LoKr",
+        summary="a Kronecker product of a small and a low-rank matrix",
+        options=LokrOptions,
+        config="LoKrConfig",
+        model="LoKrModel",
+        parameters=("lokr_",),
+        of_packed=False,
+    ),
+    "ia3": AdapterType(
+        title="(IA)3",
+        summary="one factor for each output, or input, of a layer",
+        options=Ia3Options,
+        config="IA3Config",
+        model="IA3Model",
+        parameters=("ia3_l",),
+    ),
+}
+"""Types by name: PEFT's, in lower case. A new one is a row and its options here, and its first
+values in `ftkit.models.lora.peft_layers`."""
+
+_OF_LORA = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_experts", "lora_variant", "lora_init"),
+    "lora_plus_ratio",
+)
+"""Keys of LoRA alone. All types share those that choose layers, `lora_modules_to_save`, `quantize`
+and `adapter`."""
+_LEAST: Mapping[str, float] = {"r": 1, "alpha": 1, "oft_block_size": 0, "projection_prng_key": 0}
+"""Least values of options."""
+_SHARES = ("vera_dropout", "module_dropout")
+"""Options from 0 to below 1."""
+
+
+def peft_name(recipe: Lora) -> str:
+    """Return the name of a recipe's type of adapter."""
+    return recipe.peft["class_path"]
+
+
+def peft_type(recipe: Lora) -> AdapterType:
+    """Return a recipe's type of adapter."""
+    return _type_of(recipe.peft)
+
+
+def _type_of(component: Component) -> AdapterType:
+    name: Any = component["class_path"]
+    if name not in PEFT_TYPES:
+        raise UserError(
+            f"peft is {name!r}, but must be one of: {', '.join(PEFT_TYPES)}. "
+            f"Try --peft {nearest(str(name), PEFT_TYPES) or LORA}."
+        )
+    return PEFT_TYPES[name]
+
+
+def peft_options(component: Component) -> Any:
+    """Return the options of a type of adapter, with defaults of those that are not given.
+
+    Raises:
+        UserError: unknown type or option, or a value that it cannot have.
+    """
+    name, given = component["class_path"], component["init_args"]
+    options = _type_of(component).options
+    kinds = typing.get_type_hints(options)
+    # One of the two is 0, which gives it by the other.
+    least = {**_LEAST, "r": 0} if options is OftOptions else _LEAST
+    for key, value in given.items():
+        if key not in kinds:
+            known = f"It takes {', '.join(kinds)}." if kinds else "Its keys begin with lora_."
+            near = nearest(str(key), kinds)
+            hint = f" Did you mean --peft.{near}?" if near else ""
+            raise UserError(f"peft.{key} is not an option of {name}. {known}{hint}")
+        default = getattr(options(), key)
+        if value is None or value == default:
+            continue
+        example = "'[down_proj]'" if kinds[key] == list[str] | None else default or 32
+        if not _is_of(kinds[key], value):
+            rule = describe(kinds[key])
+        elif key in _SHARES and not 0 <= value < 1:
+            rule = "from 0 to below 1"
+        elif key in least and value < least[key]:
+            rule = f"at least {least[key]:g}"
+        else:
+            continue
+        raise UserError(f"peft.{key} is {value!r}, but must be {rule}. Try --peft.{key} {example}.")
+    found = options(**{key: value for key, value in given.items() if value is not None})
+    if isinstance(found, OftOptions) and found.r and "oft_block_size" not in given:
+        found = dataclasses.replace(found, oft_block_size=0)  # PEFT wants that to be written
+    if isinstance(found, OftOptions) and bool(found.r) == bool(found.oft_block_size):
+        raise UserError(
+            f"peft.oft_block_size is {found.oft_block_size} and peft.r is {found.r}, but one of "
+            "them has to be 0: it follows from the other. Try --peft.r 0 --peft.oft_block_size 32."
+        )
+    return found
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Return whether an option of a kind may have a value."""
+    (accepted,) = accepted_types(kind)
+    if accepted == list[str]:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if accepted is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is accepted  # true is an int in Python
+
+
+def check_peft(recipe: LoraRecipe) -> None:
+    """Refuse settings that a recipe's type of adapter does not have.
+
+    Raises:
+        UserError: names the key.
+    """
+    kind, name = peft_type(recipe), peft_name(recipe)
+    peft_options(recipe.peft)
+    if name == LORA:
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
+    for key in _OF_LORA:
+        value = getattr(recipe, key)
+        # A default counts as not set, because the recipe does not know which keys were given.
+        if value in (defaults[key], NAMED_LAYERS.get(key, defaults[key])):
+            continue
+        of_type = ", ".join(f"peft.{field.name}" for field in dataclasses.fields(kind.options))
+        raise UserError(
+            f"{key} is {value}, but peft is {name}, and {key} belongs to LoRA. Remove {key}; "
+            f"{name} has {of_type}."
+        )
+    if recipe.quantize is not None and not kind.of_packed:
+        raise UserError(_not_packed(recipe.quantize, name))
+
+
+def _not_packed(quantize: Quantization, name: str) -> str:
+    others = [other for other, kind in PEFT_TYPES.items() if kind.of_packed]
+    return (
+        f"quantize is {quantize} and peft is {name}, whose layers in PEFT have the shape of the "
+        f"base layer's weight, which is packed. Try --quantize null, or --peft {others[1]}."
+    )
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter belongs to an adapter, of any type."""
+    return any(f".{start}" in name for kind in PEFT_TYPES.values() for start in kind.parameters)
