@@ -136,7 +136,7 @@ def fill(
                 put(ours, initial_score(parameter.shape, seed))
             elif is_adapter(ours):
                 assert model.lora is not None
-                if not follows_from_base(ours, model.lora.lora_init):
+                if not follows_from_base(name, model, model.lora):
                     put(ours, initial_adapter(ours, parameter.shape, seed, model.lora))
         if not left:
             return
@@ -154,7 +154,7 @@ def fill(
                     # Rounded or quantised as the layer has it: PiSSA and OLoRA start where the
                     # layer does.
                     weight = _computed_weight(layer, stored.to(device), dtype)
-                    for end, value in adapter_from_base(weight, layer, model.lora).items():
+                    for end, value in adapter_from_base(weight, tensor, layer, model.lora).items():
                         put(f"{our_name(name)}.{end}", value)
 
 

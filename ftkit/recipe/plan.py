@@ -803,6 +803,8 @@ def _check_lora(recipe: LoraRecipe) -> None:
             f"lora_init is {recipe.lora_init}, but lora_variant dora starts from the lengths of "
             "the base model's own rows. Try --lora_init default."
         )
+    if recipe.lora_init == "loftq":
+        _check_loftq(recipe)
     if recipe.lora_experts:
         _check_lora_of_experts(recipe)
         return
@@ -816,6 +818,21 @@ def _check_lora(recipe: LoraRecipe) -> None:
         raise UserError(
             "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
             "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."
+        )
+
+
+def _check_loftq(recipe: LoraRecipe) -> None:
+    """Refuse LoftQ where nothing is quantised, or the model below the adapter is compared with."""
+    if recipe.quantize in (None, "stored"):
+        raise UserError(
+            "lora_init is loftq, which begins with what quantisation has changed in the weights, "
+            f"but quantize is {recipe.quantize or 'not set'}. Try --quantize bnb.nf4."
+        )
+    if objective_rules(recipe.objective).needs_reference and recipe.reference is None:
+        raise UserError(
+            f"lora_init is loftq, but objective is {recipe.objective['class_path']}, which "
+            "compares with the model below the adapter, and loftq does not begin at that. Try "
+            "--lora_init default."
         )
 
 

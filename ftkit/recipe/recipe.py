@@ -19,7 +19,9 @@ LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 LOGGER_PACKAGES: dict[LoggerName, str] = {"mlflow": "mlflow-skinny"}
 """Package to install for a logger, if its name is not that of the logger."""
 LoraVariant = Literal["lora", "dora", "rslora"]
-LoraInit = Literal["default", "pissa", "olora"]
+LoraInit = Literal["default", "pissa", "olora", "loftq"]
+RELATIVE_INITS = ("pissa", "olora")
+"""First values that are subtracted, so that training starts at the base model."""
 LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 ALL_LINEAR = "all-linear"
 """Value of lora_targets, PEFT's word for all linear layers but the head."""
@@ -494,7 +496,9 @@ class Lora:
     lora_init: LoraInit = "default"
     """Initialisation. default: A is random, B zero; pissa: the largest singular vectors
     of the base weight; olora: its QR decomposition. With each of them training starts from the
-    outputs of the base model."""
+    outputs of the base model. loftq, with quantize: the largest singular vectors of what
+    quantisation has changed in the base weight, so that training starts nearer to the outputs of
+    the model that is not quantised."""
     lora_plus_ratio: float | None = None
     """LoRA+: learning rate of the matrices B as a multiple of that of A; 16 is usual."""
     adapter: Path | None = None

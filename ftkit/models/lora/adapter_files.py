@@ -54,7 +54,7 @@ from ftkit.recipe.peft_adapter import (
     target_parameters,
 )
 from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
-from ftkit.recipe.recipe import Lora
+from ftkit.recipe.recipe import RELATIVE_INITS, Lora
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import new_directory
 from ftkit.utils.safetensors_files import save_tensors
@@ -399,7 +399,7 @@ def _notes(
 ) -> dict[str, Any]:
     """Settings of the trained layers that an adapter of fused layers does not show."""
     # Initial values that are subtracted double the rank in the file.
-    rank = lora.lora_r * (1 if lora.lora_init == "default" else 2)
+    rank = lora.lora_r * (2 if lora.lora_init in RELATIVE_INITS else 1)
     return {
         "lora_r": rank,
         "lora_alpha": _alpha(lora, rank),

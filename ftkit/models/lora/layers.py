@@ -3,7 +3,8 @@
 LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. rsLoRA (scaled by the square root of the
 rank): Kalajdzievski 2023, https://arxiv.org/abs/2312.03732. DoRA: Liu et al. 2024,
 https://arxiv.org/abs/2402.09353. PiSSA: Meng et al. 2024, https://arxiv.org/abs/2404.02948.
-OLoRA: Büyükakyüz 2024, https://arxiv.org/abs/2406.01775.
+OLoRA: Büyükakyüz 2024, https://arxiv.org/abs/2406.01775. LoftQ: Li et al. 2023,
+https://arxiv.org/abs/2310.08659.
 """
 
 import math
@@ -28,7 +29,7 @@ from ftkit.models.lora.peft_layers import (
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.peft_types import LORA, peft_name
-from ftkit.recipe.recipe import Lora, LoraInit
+from ftkit.recipe.recipe import RELATIVE_INITS, Lora, LoraInit
 
 
 def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
@@ -60,7 +61,9 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
             layer.lora_magnitude_vector[TRAINED] = Magnitude(layer.out_features)
             layer.lora_variant[TRAINED] = Dora()
         if lora.lora_init != "default":
-            _relate_to_initial(name, layer, lora.lora_r, lora.lora_init)
+            _check_rank(name, layer, lora.lora_r, lora.lora_init)
+        if lora.lora_init in RELATIVE_INITS:
+            _relate_to_initial(layer, lora.lora_r)
     # After the injection, which freezes all but its own parameters.
     for module in trained_whole:
         module.requires_grad_(True)
@@ -81,14 +84,17 @@ def _inject(model: nn.Module, lora: Lora, targets: list[str]) -> None:
     LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
 
 
-def _relate_to_initial(name: str, layer: Any, lora_r: int, lora_init: LoraInit) -> None:
-    """Add a frozen copy of a layer's initial matrices, on the meta device."""
+def _check_rank(name: str, layer: Any, lora_r: int, lora_init: LoraInit) -> None:
     most = min(layer.in_features, layer.out_features)
     if lora_r > most:
         raise UserError(
             f"lora_r is {lora_r}, but {our_name(name)} has {most} singular values, of "
             f"which lora_init {lora_init} takes that many. Try --lora_r {most}."
         )
+
+
+def _relate_to_initial(layer: Any, lora_r: int) -> None:
+    """Add a frozen copy of a layer's initial matrices, on the meta device."""
     layer.lora_A[INITIAL] = nn.Linear(layer.in_features, lora_r, bias=False)
     layer.lora_B[INITIAL] = nn.Linear(lora_r, layer.out_features, bias=False)
     layer.lora_variant[TRAINED] = FromInitial()
@@ -147,16 +153,29 @@ def initial_adapter(name: str, shape: torch.Size, seed: int, lora: Lora) -> Tens
     return matrix
 
 
-def follows_from_base(name: str, lora_init: LoraInit) -> bool:
-    """Return whether the initial values of an adapter's parameter depend on the base weight."""
-    return lora_init != "default" or ".lora_magnitude_vector." in name
+def follows_from_base(name: str, model: nn.Module, lora: Lora) -> bool:
+    """Return whether the initial values of an adapter's parameter depend on the base weight.
+
+    Args:
+        name: full name in the model.
+        model: adapted.
+        lora: initialisation.
+    """
+    if lora.lora_init == "loftq":
+        # Layers that are not quantised, such as the head, have no error to begin with.
+        layer: Any = model.get_submodule(name.partition(".lora_")[0])
+        return hasattr(layer.get_base_layer(), "unpacked")
+    return lora.lora_init != "default" or ".lora_magnitude_vector." in name
 
 
-def adapter_from_base(weight: Tensor, layer: Any, lora: Lora) -> Mapping[str, Tensor]:
+def adapter_from_base(
+    weight: Tensor, original: Tensor, layer: Any, lora: Lora
+) -> Mapping[str, Tensor]:
     """Initial values computed from the base weight, by the end of the parameter's name.
 
     Args:
         weight: [out, in], unpacked.
+        original: [out, in], before it was packed.
         layer: the adapted layer.
         lora: rank, variant and initialisation.
     """
@@ -164,8 +183,11 @@ def adapter_from_base(weight: Tensor, layer: Any, lora: Lora) -> Mapping[str, Te
     if lora.lora_variant == "dora":
         return {f"lora_magnitude_vector.{TRAINED}.weight": torch.linalg.vector_norm(weight, dim=1)}
     rank, scaling = lora.lora_r, layer.scaling[TRAINED]
-    if lora.lora_init == "pissa":
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    if lora.lora_init in ("pissa", "loftq"):
+        # One step of LoftQ, as in PEFT's own for quantised models: with more, the base weight would
+        # be another one, that of no model's files.
+        part = original.to(weight) - weight if lora.lora_init == "loftq" else weight
+        left, values, right = torch.linalg.svd(part, full_matrices=False)
         # Divided by the scaling, so that the product of A and B is exactly the principal part.
         root = (values[:rank] / scaling).sqrt()
         a, b = root[:, None] * right[:rank], left[:, :rank] * root
@@ -176,6 +198,7 @@ def adapter_from_base(weight: Tensor, layer: Any, lora: Lora) -> Mapping[str, Te
         f"lora_{matrix}.{adapter}.weight": tensor
         for matrix, tensor in (("A", a), ("B", b))
         for adapter in (TRAINED, INITIAL)
+        if adapter in layer.lora_A
     }
 
 
