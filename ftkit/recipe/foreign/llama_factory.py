@@ -26,6 +26,7 @@ _TEMPLATES = {
 }
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo"}
 _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
+_ADAPTERS = ("lora", "oft")
 _MODELSCOPE = ("ms_hub_url", "om_hub_url")
 
 ROWS = rows_by_key(
@@ -33,11 +34,15 @@ ROWS = rows_by_key(
     same("model_name_or_path", "checkpoint_dir", None),
     same("output_dir", "out_dir", "trainer_output"),
     part("stage", ("objective", "data.chat_template"), "sft", "sft, pt, dpo, kto, rm"),
-    part("finetuning_type", "quantize", "lora", "lora or full"),
+    part("finetuning_type", ("peft", "quantize"), "lora", "lora, oft or full"),
     part("lora_rank", "lora_r", 8, ""),
     part("lora_alpha", "lora_alpha", None, "twice lora_rank"),
     part("lora_dropout", "lora_dropout", 0.0, ""),
     part("lora_target", "lora_targets", "all", "all: all-linear"),
+    part("oft_rank", "peft", 0, "r of oft"),
+    part("oft_block_size", "peft", 32, "oft_block_size of oft"),
+    part("oft_target", "lora_targets", "all", "all: all-linear"),
+    part("module_dropout", "peft", 0.0, "module_dropout of oft"),
     part("additional_target", "lora_modules_to_save", None, ""),
     part("use_rslora", "lora_variant", False, ""),
     part("use_dora", "lora_variant", False, ""),
@@ -123,7 +128,7 @@ ROWS = rows_by_key(
           "galore_scale", "galore_update_interval", "apollo_layerwise", "apollo_target",
           "apollo_rank", "apollo_scale", "apollo_scale_type", "badam_mode", "badam_switch_mode",
           "badam_switch_interval", "badam_verbose", "asft_alpha", "fp8_backend",
-          "fp8_enable_fsdp_float8_all_gather", "oft_block_size", "oft_target", "module_dropout",
+          "fp8_enable_fsdp_float8_all_gather",
           "kt_cpu_activation", "kt_config", "kt_weight_path", "kt_non_expert_weight_path"),
     *missing("answers of the model that are compared", "do_predict"),
     part("model_revision", "checkpoint_dir", "main", "behind the name and @"),
@@ -136,9 +141,9 @@ def _finish(r: Reading) -> None:
         r.set(checkpoint_dir=_named(r, r["model_name_or_path"]))
     if r["finetuning_type"] == "freeze":
         r.refuse("finetuning_type", "the last layers as a number")
-    elif r["finetuning_type"] not in ("lora", "full"):
+    elif r["finetuning_type"] not in (*_ADAPTERS, "full"):
         r.refuse("finetuning_type", str(r["finetuning_type"]).upper())
-    is_adapter = r["finetuning_type"] == "lora"
+    is_adapter = r["finetuning_type"] in _ADAPTERS
     if is_adapter:
         _adapter(r)
     trainer.float8(r, is_adapter=is_adapter, scales="all tokens together")
@@ -178,18 +183,18 @@ def _named(r: Reading, model: Any) -> str:
 
 
 def _adapter(r: Reading) -> None:
-    rank = int(r["lora_rank"])
-    r.set(lora_r=rank, lora_alpha=r["lora_alpha"] or 2 * rank)
-    r.set(lora_dropout=number(r["lora_dropout"]))
-    target = r["lora_target"]
+    kind = r["finetuning_type"]
+    target = r[f"{kind}_target"]
     names = [n.strip() for n in target.split(",")] if isinstance(target, str) else target
     r.set(lora_targets="all-linear" if names == ["all"] else names)
-    r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
-    r.set(lora_init="pissa" if r["pissa_init"] else "default")
+    if kind == "lora":
+        _lora(r)
+    else:
+        sizes = {"r": int(r["oft_rank"]), "oft_block_size": int(r["oft_block_size"])}
+        options = sizes | {"module_dropout": number(r["module_dropout"])}
+        r.recipe["peft"] = {"class_path": kind, "init_args": options}
     if extra := r["additional_target"]:
         r.set(lora_modules_to_save=extra.split(",") if isinstance(extra, str) else extra)
-    if r.has("loraplus_lr_ratio"):
-        r.set(lora_plus_ratio=number(r["loraplus_lr_ratio"]))
     r.set(adapter=r["adapter_name_or_path"])
     bits = r["quantization_bit"]
     if bits in OFF:
@@ -198,6 +203,16 @@ def _adapter(r: Reading) -> None:
         r.refuse("quantization_method", f"quantisation by {r['quantization_method']}")
     double = "-dq" if r["double_quantization"] else ""
     r.set(quantize="bnb.int8" if bits == 8 else f"bnb.{r['quantization_type']}{double}")
+
+
+def _lora(r: Reading) -> None:
+    rank = int(r["lora_rank"])
+    r.set(lora_r=rank, lora_alpha=r["lora_alpha"] or 2 * rank)
+    r.set(lora_dropout=number(r["lora_dropout"]))
+    r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
+    r.set(lora_init="pissa" if r["pissa_init"] else "default")
+    if r.has("loraplus_lr_ratio"):
+        r.set(lora_plus_ratio=number(r["loraplus_lr_ratio"]))
 
 
 def _objective(r: Reading) -> None:
@@ -285,7 +300,7 @@ def _new_tokens(r: Reading) -> dict[str, Any]:
         if r["resize_vocab"]:
             r.refuse("resize_vocab", "embeddings trained beside an adapter without new tokens")
         return {}
-    if r["finetuning_type"] == "lora" and r.has("additional_target"):
+    if r["finetuning_type"] in _ADAPTERS and r.has("additional_target"):
         r.refuse("add_tokens", "new tokens beside an adapter that trains other layers")
     r.tell("add_tokens: new rows begin as the mean of the others, in LLaMA-Factory with noise")
     return {"add_tokens": [token.strip() for token in tokens.split(",")]}

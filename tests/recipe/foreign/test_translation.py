@@ -240,6 +240,7 @@ def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any])
         (FACTORY, {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 2},
          {"train.global_batch_size": 16}),
         (FACTORY, {"finetuning_type": "full", "pure_bf16": True}, {"precision": "bf16-true"}),
+        (FACTORY, {"finetuning_type": "oft"}, {"peft": "oft", "lora_targets": "all-linear"}),
         (FACTORY, {"stage": "dpo", "pref_loss": "orpo"}, {"objective": "orpo"}),
         (FACTORY, {"quantization_bit": 4, "double_quantization": False}, {"quantize": "bnb.nf4"}),
         (FACTORY, {"use_dft_loss": True}, {"objective": "dft"}),
@@ -277,6 +278,14 @@ def test_keys_of_the_others_become_ours(
         assert (got["class_path"] if isinstance(got, dict) else got) == value, key
 
 
+def test_oft_of_llama_factory_has_its_own_keys_and_none_of_lora() -> None:
+    oft = {"finetuning_type": "oft", "oft_block_size": 16, "oft_target": "q_proj,v_proj"}
+    found = keys_of(FACTORY, **oft)
+    assert found["peft"]["init_args"] == {"r": 0, "oft_block_size": 16, "module_dropout": 0.0}
+    assert found["lora_targets"] == ["q_proj", "v_proj"]
+    assert not {"lora_r", "lora_alpha", "lora_dropout", "lora_init"} & found.keys()
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_devices_multiply_the_batch(name: str) -> None:
     one, four = (keys_of(FILES[name], ranks=ranks) for ranks in (1, 4))
@@ -305,7 +314,7 @@ def test_devices_multiply_the_batch(name: str) -> None:
         ("axolotl", {"model_config": {"sliding_window": 9}}, "changes of config.json"),
         ("axolotl", {"datasets": ..., "pretraining_dataset": "d"}, "one document to another"),
         ("axolotl", {"made_up": 3}, "does not know"),
-        ("llama-factory", {"finetuning_type": "oft"}, "OFT"),
+        ("llama-factory", {"finetuning_type": "boft"}, "BOFT"),
         ("llama-factory", {"use_galore": True}, "GaLore"),
         ("llama-factory", {"dataset": "unheard"}, "not in data/dataset_info.json"),
         ("llama-factory-v1", {"train_dataset": "talks.yaml"}, "one sample for each turn"),
