@@ -30,7 +30,8 @@ from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Rows
-from ftkit.models.lora.layers import lora_layers
+from ftkit.models.lora.peft_layers import tuner_layers
+from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Component
 from ftkit.recipe.strategies import DeepSpeedOptions
@@ -76,19 +77,20 @@ _CATEGORIES: tuple[tuple[str, Category], ...] = (
 
 
 def _register_adapter(model: nn.Module) -> None:
-    """Let each adapted layer gather the adapter's matrices, which it multiplies by itself.
+    """Let each adapted layer gather the adapter's parameters, with which it computes by itself.
 
     DeepSpeed finds that out in the first pass that uses them. If a pass without the adapter came
     first, as that of a reference does, it refuses the next one, which is not as it was traced.
     """
     import deepspeed
 
-    for _, layer in lora_layers(model):
-        matrices = [*layer.lora_A.values(), *layer.lora_B.values()]
-        if layer.lora_magnitude_vector:  # DoRA takes the norms of the sum of both
-            matrices.append(layer.get_base_layer())
-        for matrix in matrices:
-            deepspeed.zero.register_external_parameter(layer, matrix.weight)
+    for _, layer in tuner_layers(model):
+        parameters = [p for name, p in layer.named_parameters() if is_adapter(f".{name}")]
+        # DoRA takes the norms of the sum of both; LoHa and LoKr have its shape.
+        if getattr(layer, "lora_magnitude_vector", None) or hasattr(layer, "module_dropout"):
+            parameters.append(layer.get_base_layer().weight)
+        for parameter in parameters:
+            deepspeed.zero.register_external_parameter(layer, parameter)
 
 
 class _OnAnyDevice(DeepSpeedStrategy):

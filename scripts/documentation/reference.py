@@ -11,6 +11,7 @@ from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.sources import KINDS
 from ftkit.recipe.changes import KIND_OF
 from ftkit.recipe.objectives import OBJECTIVES
+from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.recipe import FINETUNE, Lora, Recipe
 from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, placeholder_of
 from ftkit.recipe.strategies import RULES
@@ -105,6 +106,8 @@ def _recipe_pages() -> Iterator[_Page]:
     for component, text, options_of in (
         ("objective", "What is learned, by name, with the options of each.",
          {name: (f"Learns {one.summary}.", one.options) for name, one in OBJECTIVES.items()}),
+        ("peft", "Which adapter `ftkit finetune` trains, by name, with the options of each.",
+         {name: (f"Trains {one.summary}.", one.options) for name, one in PEFT_TYPES.items()}),
         ("strategy", "How a run is distributed over devices, by name, with the options of each.",
          {name: ("", one.options) for name, one in RULES.items()}),
     ):  # fmt: skip

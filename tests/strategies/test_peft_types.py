@@ -1,0 +1,84 @@
+"""Promises P1 and P2 for adapters of other types than LoRA."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from adapters import TYPES
+from rank_jobs import Case, Outcome, assert_same_maths, chosen, layouts, make_run
+
+pytestmark = pytest.mark.slow
+STRATEGIES = ("ddp", "fsdp", "deepspeed")
+Changes = tuple[tuple[str, Any], ...]
+Found = Mapping[tuple[str, str], Outcome]
+# The recipe of all cases says lora_dropout 0, which belongs to LoRA alone.
+BASIS: Changes = (("lora_dropout", 0.05), ("optimizer.lr", 1e-2))
+KINDS: dict[str, Changes] = {
+    **{
+        name: (*BASIS, *((key.replace("__", "."), value) for key, value in options.items()))
+        for name, options in TYPES.items()
+    },
+}
+QUANTIZED = {
+    f"{name}, nf4": (*KINDS[name], ("quantize", "bnb.nf4")) for name in ("vera", "oft", "ia3")
+}
+ALL_KINDS = KINDS | QUANTIZED
+ONE_BY_ONE: Changes = (("train.micro_batch_size", 1),)
+CHECKPOINTED: Changes = (("memory.activation_checkpointing", True),)
+OFTEN = [
+    *(("ddp", name) for name in ("vera", "loha")),
+    *(("fsdp", name) for name in (*TYPES, "oft, nf4")),
+    *(("deepspeed", name) for name in ("vera", "lokr")),
+]
+"""Strategies and types outside the matrix; the others repeat them."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found:
+    """Runs, on two ranks those of the selected tests, by what is special in them and their type."""
+    run = make_run(tmp_path_factory)
+    cases = {("single", kind): Case("single", "lora", changes=c) for kind, c in ALL_KINDS.items()}
+    for name, changes in KINDS.items():
+        cases["one by one", name] = Case("single", "lora", changes=(*changes, *ONE_BY_ONE))
+        cases["checkpointed", name] = Case("single", "lora", changes=(*changes, *CHECKPOINTED))
+        cases["half", name] = Case("single", "lora", changes=changes, stop_after=4)
+    alone = run(1, list(cases.values()))
+    known = {key: alone[case] for key, case in cases.items()}
+    wanted = {
+        (params["strategy"], params["kind"])
+        for params in chosen(request, test_two_ranks_learn_as_one_does)
+    }
+    in_two = {(s, kind): Case(s, "lora", changes=ALL_KINDS[kind]) for s, kind in sorted(wanted)}
+    for params in chosen(request, test_a_run_resumes_under_another_strategy):
+        name = params["name"]
+        start = known["half", name].out_dir
+        in_two["resumed", name] = Case("fsdp", "lora", changes=KINDS[name], start=start)
+    outcomes = run(2, list(in_two.values()))
+    return known | {key: outcomes[case] for key, case in in_two.items()}
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("how", ["one by one", "checkpointed"])
+def test_micro_batch_size_and_checkpointing_change_nothing(
+    how: str, name: str, found: Found
+) -> None:
+    assert_same_maths(found[how, name], found["single", name])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_loss_falls(name: str, found: Found) -> None:
+    losses = found["single", name].losses
+    assert losses[-1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), layouts(itertools.product(STRATEGIES, ALL_KINDS), OFTEN)
+)
+def test_two_ranks_learn_as_one_does(strategy: str, kind: str, found: Found) -> None:
+    assert_same_maths(found[strategy, kind], found["single", kind])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_run_resumes_under_another_strategy(name: str, found: Found) -> None:
+    assert_same_maths(found["resumed", name], found["single", name])
