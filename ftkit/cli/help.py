@@ -173,7 +173,8 @@ def _command_parser(command: Command) -> ArgumentParser:
         group = parser.add_argument_group("Data, optimizers, strategies and others by name")
         for component in components:
             if command.name in FINETUNE:
-                texts = field_texts(RECIPE_OF[FINETUNE[command.name]])
+                recipe: type = RECIPE_OF[FINETUNE[command.name]]
+                texts = field_texts(recipe)
                 if component not in texts:
                     continue
                 text, default = texts[component], default_name(component)
@@ -277,8 +278,12 @@ def _component_names(component: str) -> list[str]:
 
 def _listed(component: str, name: str) -> str:
     """A name in the list of all, with what an objective learns, or a kind of adapter trains."""
-    known = {"objective": OBJECTIVES, "peft": PEFT_TYPES}.get(component, {}).get(name)
-    return name if known is None else f"{name} ({known.summary})"
+    summaries = {
+        "objective": {name: one.summary for name, one in OBJECTIVES.items()},
+        "peft": {name: one.summary for name, one in PEFT_TYPES.items()},
+    }
+    summary = summaries.get(component, {}).get(name)
+    return name if summary is None else f"{name} ({summary})"
 
 
 def _known_names(component: str) -> list[str]:

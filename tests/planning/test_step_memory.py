@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import TYPES
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
 from runs import run_ranks
 from tiny import make_llama
@@ -243,6 +244,47 @@ def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(
     cases: list[Case], of_deepspeed: list[Case], tmp_path: Path
 ) -> None:
     cases = cases + (of_deepspeed if HAS_DEEPSPEED else [])
+    assert_predicted_within_2_percent(tmp_path, 2, cases)
+
+
+def of_types(strategy: str, precision: str, *changes: tuple[str, Any]) -> list[Case]:
+    """Cases of the types of adapters beside LoRA; lora_dropout is as it is without the key."""
+    return [
+        Case(
+            strategy,
+            "lora",
+            precision,
+            (
+                ("lora_dropout", 0.05),
+                *((key.replace("__", "."), value) for key, value in options.items()),
+                *changes,
+            ),
+        )
+        for options in TYPES.values()
+    ]
+
+
+@pytest.mark.slow
+def test_the_peak_with_other_adapters_is_predicted_within_2_percent(tmp_path: Path) -> None:
+    assert_predicted_within_2_percent(tmp_path, 1, of_types("single", "32-true", WHOLE_BATCH))
+
+
+@pytest.mark.matrix
+def test_the_peak_with_other_adapters_is_predicted_in_other_settings(tmp_path: Path) -> None:
+    cases = of_types("single", "bf16-mixed") + of_types("single", "bf16-true", CHECKPOINTED)
+    packed = ("quantize", "bnb.nf4")
+    cases += [
+        case
+        for case in of_types("single", "bf16-true", packed)
+        if ("peft", "loha") not in case.changes and ("peft", "lokr") not in case.changes
+    ]
+    assert_predicted_within_2_percent(tmp_path, 1, cases)
+
+
+@pytest.mark.matrix
+def test_the_peak_with_other_adapters_on_several_ranks_is_predicted(tmp_path: Path) -> None:
+    four = ("train.micro_batch_size", 4)
+    cases = of_types("fsdp", "bf16-mixed", four) + of_types("ddp", "bf16-true", four)
     assert_predicted_within_2_percent(tmp_path, 2, cases)
 
 

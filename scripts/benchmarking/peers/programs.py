@@ -46,6 +46,7 @@ from ftkit.models.load_weights import initial_score
 from ftkit.models.lora.layers import initial_adapter
 from ftkit.models.lora.targets import TRAINED, names_of
 from ftkit.models.pretrained.base_model import open_base, parameter_shapes
+from ftkit.recipe.recipe import Lora
 
 HERE = Path(__file__).parent
 LITGPT_DATA_SEED = 42
@@ -298,7 +299,8 @@ def start_of(case: Case, model: Path) -> dict[str, torch.Tensor]:
             if theirs.endswith(tuple(QKV)):
                 drawn = f"{layer}.lora_A.{TRAINED}.weight"
                 name = f"base_model.model.{theirs}.lora_A.default.weight"
-                values[name] = initial_adapter(drawn, torch.Size((LORA_RANK, width)), SEED)
+                shape = torch.Size((LORA_RANK, width))
+                values[name] = initial_adapter(drawn, shape, SEED, Lora())
     if OBJECTIVES[case.objective].trainer == "Reward":
         values["score.weight"] = initial_score(torch.Size((1, shapes[HEAD][1])), SEED)
     return values

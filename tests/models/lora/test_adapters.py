@@ -20,12 +20,15 @@ from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
 from ftkit.models.language_model import outline
 from ftkit.models.lora.adapter_files import check_adapter, read_adapter
-from ftkit.models.lora.layers import _without_bitsandbytes, initial_adapter
-from ftkit.models.lora.targets import is_adapter, our_name, unadapted_experts
+from ftkit.models.lora.layers import initial_adapter
+from ftkit.models.lora.peft_layers import without_bitsandbytes
+from ftkit.models.lora.targets import our_name, unadapted_experts
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.plan import make_plan
+from ftkit.recipe.recipe import Lora
 from ftkit.strategies.strategy import make_strategy
 
 TOLERANCE = 1e-5
@@ -84,11 +87,11 @@ def test_training_starts_exactly_at_the_base_model(
 def test_an_adapter_begins_with_the_same_numbers_in_every_precision() -> None:
     """In 16 bits, which are the default of a run in bf16-true, others would be drawn."""
     name, shape = "transformer.h.0.attn.proj.lora_A.default.weight", torch.Size([8, 64])
-    expected = initial_adapter(name, shape, seed=1)
+    expected = initial_adapter(name, shape, 1, Lora())
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = initial_adapter(name, shape, seed=1)
+        found = initial_adapter(name, shape, 1, Lora())
     finally:
         torch.set_default_dtype(usual)
     assert torch.equal(found, expected) and found.dtype == torch.float32
@@ -97,9 +100,9 @@ def test_an_adapter_begins_with_the_same_numbers_in_every_precision() -> None:
 @pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
 def test_an_adapter_is_drawn_on_the_host_whatever_the_default_device_is(matrix: str) -> None:
     name, shape = f"transformer.h.0.attn.proj.{matrix}.default.weight", torch.Size([8, 64])
-    expected = initial_adapter(name, shape, seed=1)
+    expected = initial_adapter(name, shape, 1, Lora())
     with torch.device("meta"):  # Lightning makes the GPU the default while a model is filled
-        found = initial_adapter(name, shape, seed=1)
+        found = initial_adapter(name, shape, 1, Lora())
     assert found.device.type == "cpu" and torch.equal(found, expected)
 
 
@@ -441,7 +444,7 @@ def test_a_recipe_that_contradicts_its_adapter_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "is of the kind IA3"),
+        ({"peft_type": "BOFT"}, "is of the kind BOFT"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"bias": "all"}, 'has bias "all"'),
         ({"use_dora": True, "use_rslora": True}, "DoRA and rsLoRA in one"),
@@ -534,7 +537,7 @@ def test_peft_is_kept_from_bitsandbytes_only_where_nothing_is_quantised(
 
     monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
     is_bnb_available()  # PEFT keeps the answer
-    with _without_bitsandbytes():
+    with without_bitsandbytes():
         assert not is_bnb_available()
     assert is_bnb_available()
     assert "bitsandbytes" not in sys.modules

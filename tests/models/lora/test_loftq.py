@@ -26,7 +26,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
 
 
 def test_the_matrices_are_those_of_peft(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn.modules import Params4bit
     from peft.utils.loftq_utils import loftq_init
 
     model = build(base, lora_recipe(base, lora_mlp=True, **LOFTQ))

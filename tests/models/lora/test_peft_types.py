@@ -143,7 +143,7 @@ def test_layers_lie_over_quantised_ones(llama: BaseModel, name: str, quantize: s
     model = build(llama, recipe)
     plain = build(llama, lora_recipe(llama, quantize=quantize))
     torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=1e-6)
-    _loss(model).backward()  # type: ignore[no-untyped-call]
+    _loss(model).backward()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is not None for p in trained.values())
     # At its beginning, VeRA has no gradients of the vectors below those that are zero.
