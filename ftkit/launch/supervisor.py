@@ -33,6 +33,7 @@ from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.plan import Plan, check_kernels_installed, check_loggers_installed, make_plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Recipe
@@ -438,9 +439,10 @@ def _beginning(plan: Plan, device: str) -> str:
     """Message for the longest wait of the preparation, until ranks have imported torch."""
     recipe = plan.recipe
     ranks = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
+    method = method_text(recipe.method, getattr(recipe, "peft", None))
     lines = [
         f"starting {ranks} on {device} ({plan.strategy}, {plan.precision})",
-        f"{recipe.method} fine-tuning of {recipe.checkpoint_dir}",
+        f"{method} fine-tuning of {recipe.checkpoint_dir}",
         f"into {display_path(recipe.out_dir)}",
     ]
     # Earlier versions adapted fewer layers where none was named.

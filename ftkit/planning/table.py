@@ -18,6 +18,7 @@ from ftkit.planning.predict import Planned, PlannedBeside, PlannedReference
 from ftkit.planning.suggest import Change
 from ftkit.recipe.lora_layers import adapted_text
 from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.step_memory import CATEGORIES
 from ftkit.utils.console.formatting import bytes_text, count_text, percent_text
@@ -138,7 +139,9 @@ def plan_table(planned: Planned) -> Group:
 
 def plan_title(planned: Planned) -> str:
     """Title of a plan: method and base model."""
-    return f"plan: {planned.plan.recipe.method} on {planned.base_model}"
+    recipe = planned.plan.recipe
+    method = method_text(recipe.method, getattr(recipe, "peft", None))
+    return f"plan: {method} on {planned.base_model}"
 
 
 def _needs(planned: Planned) -> str:

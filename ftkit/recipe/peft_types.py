@@ -182,6 +182,17 @@ def peft_name(recipe: Lora) -> str:
     return recipe.peft["class_path"]
 
 
+def method_text(method: str, peft: Any) -> str:
+    """Return the method of a run in texts: full, lora, or another type of adapter.
+
+    Args:
+        method: of the run.
+        peft: the key of its recipe; None: there is none, as in earlier versions.
+    """
+    is_named = method == "lora" and peft is not None
+    return str(peft["class_path"]) if is_named else method
+
+
 def peft_type(recipe: Lora) -> AdapterType:
     """Return a recipe's type of adapter."""
     return _type_of(recipe.peft)
@@ -259,15 +270,19 @@ def check_peft(recipe: LoraRecipe) -> None:
     if name == LORA:
         return
     defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
-    for key in _OF_LORA:
-        value = getattr(recipe, key)
-        # A default counts as not set, because the recipe does not know which keys were given.
-        if value in (defaults[key], NAMED_LAYERS.get(key, defaults[key])):
-            continue
+    # A default counts as not set, because the recipe does not know which keys were given.
+    given = {
+        key: value
+        for key in _OF_LORA
+        if (value := getattr(recipe, key)) not in (defaults[key], NAMED_LAYERS.get(key))
+    }
+    if given:
+        shown = ", ".join(f"{key} is {value}" for key, value in given.items())
         of_type = ", ".join(f"peft.{field.name}" for field in dataclasses.fields(kind.options))
         raise UserError(
-            f"{key} is {value}, but peft is {name}, and {key} belongs to LoRA. Remove {key}; "
-            f"{name} has {of_type}."
+            f"{shown}, but peft is {name}, which has keys of its own: {of_type}. Try "
+            + " ".join(f"--{key} null" for key in given)
+            + "."
         )
     if recipe.quantize is not None and not kind.of_packed:
         raise UserError(_not_packed(recipe.quantize, name))

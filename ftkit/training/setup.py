@@ -63,6 +63,7 @@ from ftkit.objectives.objective import (
 )
 from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
+from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.plan import Plan, check_validations
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.runs.checkpoints import size_of
@@ -603,7 +604,8 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         samples_per_epoch=samples_per_epoch,
     )
     journal.recorder.note(resolved=resolved)
-    journal.display.message(summary_text(resolved, recipe.method))
+    method = method_text(recipe.method, getattr(recipe, "peft", None))
+    journal.display.message(summary_text(resolved, method))
     if shapes is not None and not shapes.pads_labels:
         journal.warn(
             f"objective is {recipe.objective['class_path']}, of a plugin: its labels are not "

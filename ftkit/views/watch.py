@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.recipe.options import WatchOptions
+from ftkit.recipe.peft_types import method_text
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report import numbers
@@ -424,7 +425,8 @@ def _why(snapshot: RunSnapshot) -> str:
     model = resolved.base_model or snapshot.report.recipe.get("checkpoint_dir")
     device = resolved.device or resolved.accelerator
     where = f"{resolved.world_size or 1} x {device}" if device else ""
-    parts = (f"{snapshot.report.method} on {model}", where, resolved.strategy, resolved.precision)
+    method = method_text(snapshot.report.method or "", snapshot.report.recipe.get("peft"))
+    parts = (f"{method} on {model}", where, resolved.strategy, resolved.precision)
     return f"{_phase(snapshot)}: {', '.join(part for part in parts if part)}"
 
 

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.rule import Rule
 from rich.text import Text
 
+from ftkit.recipe.peft_types import method_text
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import AnsweredExample, score_text
 from ftkit.runs.report.report import (
@@ -137,7 +138,8 @@ def end_text(report: Report) -> str:
 def subject_text(report: Report) -> str:
     """Return method and model of a run: "lora on TinyLlama"."""
     model = (report.resolved and report.resolved.base_model) or report.recipe.get("checkpoint_dir")
-    return " ".join(filter(None, (report.method, model and f"on {model}")))
+    method = report.method and method_text(report.method, report.recipe.get("peft"))
+    return " ".join(filter(None, (method, model and f"on {model}")))
 
 
 def measured_rows(report: Report) -> Iterator[tuple[str, str]]:
