@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.peft_types import LORA
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import Row, read_metrics, read_validation
@@ -23,7 +24,9 @@ from ftkit.utils.remote.urls import display_path, local_path, url_of
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that do not affect what a run computes."""
-_DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not MISSING}
+_DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not MISSING} | {
+    "peft": LORA  # by its name alone
+}
 
 
 @dataclass(frozen=True, kw_only=True)
