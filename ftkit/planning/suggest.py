@@ -9,6 +9,7 @@ from ftkit.errors import UserError
 from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
 from ftkit.recipe.parsing import Override
+from ftkit.recipe.peft_types import peft_type
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.utils.json_values import without_tokens
@@ -128,7 +129,9 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     if not isinstance(recipe, LoraRecipe):
         # Any LoRA key makes the recipe one of LoRA.
         yield _Step("LoRA", (("lora_r", "16"),))
-    if not isinstance(recipe, LoraRecipe) or recipe.quantize is None:
+    if not isinstance(recipe, LoraRecipe) or (
+        recipe.quantize is None and peft_type(recipe).of_packed
+    ):
         yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
     if gpu.name == HOST:  # which more ranks would share
         return

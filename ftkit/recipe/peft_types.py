@@ -12,7 +12,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.recipe.lora_layers import NAMED_LAYERS
-from ftkit.recipe.recipe import Component, Lora, LoraRecipe, Quantization
+from ftkit.recipe.recipe import Component, Lora, LoraRecipe
 from ftkit.recipe.recipe_keys import accepted_types, describe
 from ftkit.utils.names import nearest
 
@@ -284,16 +284,21 @@ def check_peft(recipe: LoraRecipe) -> None:
             + " ".join(f"--{key} null" for key in given)
             + "."
         )
-    if recipe.quantize is not None and not kind.of_packed:
-        raise UserError(_not_packed(recipe.quantize, name))
+    check_packed(recipe)
 
 
-def _not_packed(quantize: Quantization, name: str) -> str:
-    others = [other for other, kind in PEFT_TYPES.items() if kind.of_packed]
-    return (
-        f"quantize is {quantize} and peft is {name}, whose layers in PEFT have the shape of the "
-        f"base layer's weight, which is packed. Try --quantize null, or --peft {others[1]}."
-    )
+def check_packed(lora: Lora) -> None:
+    """Refuse a quantised base model below a type whose layers need the shape of its weights.
+
+    Raises:
+        UserError: names both.
+    """
+    if lora.quantize not in (None, "stored") and not peft_type(lora).of_packed:
+        raise UserError(
+            f"quantize is {lora.quantize} and peft is {peft_name(lora)}, whose layers in PEFT "
+            "have the shape of the base layer's weight, which is packed. Try --quantize null, or "
+            "--peft vera."
+        )
 
 
 def is_adapter(name: str) -> bool:

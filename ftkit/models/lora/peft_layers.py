@@ -21,7 +21,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.lora.targets import TRAINED, are_called, names_of, our_name
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.recipe.peft_types import OftOptions, peft_name, peft_options, peft_type
+from ftkit.recipe.peft_types import OftOptions, check_packed, peft_name, peft_options, peft_type
 from ftkit.recipe.recipe import Lora, LoraRecipe
 from ftkit.utils.imports import hidden
 
@@ -60,6 +60,7 @@ def add_layers(model: nn.Module, base: BaseModel, lora: Lora, targets: list[str]
     Raises:
         UserError: an option does not fit a layer.
     """
+    check_packed(lora)
     linear = {name: model.get_submodule(name) for name in targets}
     options = peft_options(lora.peft)
     if isinstance(options, OftOptions):

@@ -11,7 +11,8 @@ from messages import says
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.flops import flops_per_token
+from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.lora.peft_layers import projections
@@ -64,6 +65,7 @@ def test_training_starts_at_the_base_model(llama: BaseModel, name: str, dtype: t
         *(("tied llama", name, ALL) for name in TYPES),
         *(("gpt-neox", name, {"lora_targets": NOT_FUSED}) for name in TYPES),
         ("llama", "ia3", {"lora_targets": ["q_proj", "layers.1.mlp.down_proj"]}),
+        ("llama", "oft", {"lora_modules_to_save": ["embed_tokens", "norm"]}),
     ],
 )
 def test_an_adapter_loads_in_peft_and_here_with_equal_logits(
@@ -155,6 +157,22 @@ def _loss(model: LanguageModel) -> Tensor:
     return result
 
 
+def test_flops_count_what_the_inputs_are_multiplied_by(llama: BaseModel) -> None:
+    def flops(**keys: Any) -> float:
+        recipe = lora_recipe(llama, lora_targets="all-linear", **keys)
+        model = outline(llama, recipe, torch.float32)
+        return flops_per_token(model, attention_length=8, label_fraction=0.5)
+
+    shapes = [(64, 64), (64, 64), (32, 64), (32, 64), (96, 64), (96, 64), (64, 96)]
+    inputs, outputs = (2 * sum(sizes) for sizes in zip(*((i, o) for o, i in shapes), strict=True))
+    matrices = 2 * sum(o * i for o, i in shapes)
+    # IA3 multiplies numbers alone. Below what is trained, 4 for each weight: there and back.
+    frozen = flops(**TYPES["ia3"])
+    assert flops(**TYPES["vera"]) - frozen == 4 * 16 * (inputs + outputs)
+    assert flops(**TYPES["oft"]) - frozen == 6 * 16 * inputs
+    assert flops(**TYPES["loha"]) - frozen == flops(**TYPES["lokr"]) - frozen == 6 * matrices
+
+
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "an unknown type": ({"peft": "adalora"}, ("peft", "adalora", "lora, vera, oft")),
     "an unknown option": ({"peft": "vera", "peft__rank": 4}, ("peft.rank", "vera_dropout")),
@@ -197,6 +215,17 @@ def test_a_part_of_a_fused_layer_is_refused(bases: dict[str, BaseModel]) -> None
     with pytest.raises(UserError) as caught:
         check_adapter(base, lora_recipe(base, **TYPES["oft"]))
     assert says(str(caught.value), "peft is oft", "query_key_value", "--lora_targets")
+
+
+@pytest.mark.parametrize("name", ["loha", "lokr"])
+def test_a_packed_base_layer_is_refused_by_commands_too(
+    llama: BaseModel, name: str, tmp_path: Path
+) -> None:
+    recipe = lora_recipe(llama, **TYPES[name])
+    adapter = export(build(llama, recipe), llama, recipe, tmp_path / "adapter")
+    with pytest.raises(UserError) as caught:
+        build(llama, lora_recipe(llama, adapter=adapter, quantize="bnb.nf4"))
+    assert says(str(caught.value), "quantize is bnb.nf4", f"peft is {name}")
 
 
 def test_matrices_of_vera_that_no_seed_gives_are_refused(llama: BaseModel, tmp_path: Path) -> None:
