@@ -101,8 +101,8 @@ def _chosen(base: BaseModel, lora: Lora) -> list[str]:
 
 def _check_type(base: BaseModel, lora: Lora, naming: Naming) -> None:
     """Refuse a type of adapter for layers that PEFT cannot adapt in Hugging Face's model."""
-    name, chosen = peft_name(lora), _chosen(base, lora)
-    for ours in chosen:
+    name = peft_name(lora)
+    for ours in _chosen(base, lora):
         theirs, fused = naming.stored_in(ours)
         if fused is not None:
             raise UserError(
@@ -110,12 +110,6 @@ def _check_type(base: BaseModel, lora: Lora, naming: Naming) -> None:
                 f"is several layers in one, of which {ours} is a part: {name} has no adapter of a "
                 "part. Try --peft lora, or choose other layers by --lora_targets."
             )
-    if taken := taken_for_experts(base, [names_of(base, ours)[0] for ours in chosen]):
-        raise UserError(
-            f"peft is {name}, but PEFT adapts {min(taken)} of {base.name} as a parameter, because "
-            f"experts of such models once had this name, and knows no {name} there. Try --peft "
-            "lora."
-        )
 
 
 def _check_dora(base: BaseModel, lora: Lora) -> None:

@@ -9,6 +9,7 @@ import torch
 from adapters import ALL, MAKERS, TOKENS, TYPES, build, export, logits, lora_recipe, train
 from messages import says
 from torch import Tensor
+from transformers_models import make_transformers_model
 
 from ftkit.errors import UserError
 from ftkit.models.flops import flops_per_token
@@ -84,6 +85,18 @@ def test_an_adapter_loads_in_peft_and_here_with_equal_logits(
     torch.testing.assert_close(logits_of_peft(base, adapter), expected, rtol=0, atol=TOLERANCE)
     again = build(base, lora_recipe(base, adapter=adapter))
     torch.testing.assert_close(logits(again), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["vera", "loha", "ia3"])
+def test_shared_experts_are_adapted_as_layers(name: str, tmp_path: Path) -> None:
+    """LoRA of theirs reaches PEFT as parameters, because it takes their names for experts."""
+    base = open_base(str(make_transformers_model(tmp_path / "base", "qwen2_moe")))
+    recipe = lora_recipe(base, lora_targets="all-linear", **TYPES[name])
+    model = train(build(base, recipe))
+    adapter = export(model, base, recipe, tmp_path / "adapter")
+    assert "gate_proj" in (adapter / "adapter_config.json").read_text()
+    found = logits_of_peft(base, adapter)
+    torch.testing.assert_close(found, logits(model), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TYPES)
