@@ -45,14 +45,13 @@ class VeraOptions:
 class OftOptions:
     """Options of `peft: oft`."""
 
+    # Without module_dropout, which PEFT 0.21 keeps for linear layers and does not apply.
     oft_block_size: int = 32
     """Inputs that are rotated together; 0: given by r. It divides the inputs of every layer."""
     r: int = 0
     """Number of blocks in a layer, instead of oft_block_size."""
     block_share: bool = False
     """Whether the blocks of a layer have the same rotation."""
-    module_dropout: float = 0.0
-    """Share of the blocks that are not rotated in a pass of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +132,6 @@ PEFT_TYPES = {
         config="OFTConfig",
         model="OFTModel",
         parameters=("oft_R",),
-        of_training=("module_dropout",),
     ),
     "loha": AdapterType(
         title="LoHa",
@@ -173,8 +171,6 @@ _OF_LORA = (
 and `adapter`."""
 _LEAST: Mapping[str, float] = {"r": 1, "alpha": 1, "oft_block_size": 0, "projection_prng_key": 0}
 """Least values of options."""
-_SHARES = ("vera_dropout", "module_dropout")
-"""Options from 0 to below 1."""
 
 
 def peft_name(recipe: Lora) -> str:
@@ -231,7 +227,7 @@ def peft_options(component: Component) -> Any:
         example = "'[down_proj]'" if kinds[key] == list[str] | None else default or 32
         if not _is_of(kinds[key], value):
             rule = describe(kinds[key])
-        elif key in _SHARES and not 0 <= value < 1:
+        elif key == "vera_dropout" and not 0 <= value < 1:
             rule = "from 0 to below 1"
         elif key in least and value < least[key]:
             rule = f"at least {least[key]:g}"

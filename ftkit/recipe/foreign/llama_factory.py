@@ -42,7 +42,6 @@ ROWS = rows_by_key(
     part("oft_rank", "peft", 0, "r of oft"),
     part("oft_block_size", "peft", 32, "oft_block_size of oft"),
     part("oft_target", "lora_targets", "all", "all: all-linear"),
-    part("module_dropout", "peft", 0.0, "module_dropout of oft"),
     part("additional_target", "lora_modules_to_save", None, ""),
     part("use_rslora", "lora_variant", False, ""),
     part("use_dora", "lora_variant", False, ""),
@@ -133,6 +132,7 @@ ROWS = rows_by_key(
     *missing("answers of the model that are compared", "do_predict"),
     part("model_revision", "checkpoint_dir", "main", "behind the name and @"),
     *idle("a file of LLaMA-Factory's new format says no template", "init_special_tokens"),
+    *idle("PEFT 0.21 does not apply it to linear layers", "module_dropout"),
 )  # fmt: skip
 
 
@@ -190,8 +190,7 @@ def _adapter(r: Reading) -> None:
     if kind == "lora":
         _lora(r)
     else:
-        sizes = {"r": int(r["oft_rank"]), "oft_block_size": int(r["oft_block_size"])}
-        options = sizes | {"module_dropout": number(r["module_dropout"])}
+        options = {"r": int(r["oft_rank"]), "oft_block_size": int(r["oft_block_size"])}
         r.recipe["peft"] = {"class_path": kind, "init_args": options}
     if extra := r["additional_target"]:
         r.set(lora_modules_to_save=extra.split(",") if isinstance(extra, str) else extra)

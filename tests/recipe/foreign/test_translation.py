@@ -281,7 +281,7 @@ def test_keys_of_the_others_become_ours(
 def test_oft_of_llama_factory_has_its_own_keys_and_none_of_lora() -> None:
     oft = {"finetuning_type": "oft", "oft_block_size": 16, "oft_target": "q_proj,v_proj"}
     found = keys_of(FACTORY, **oft)
-    assert found["peft"]["init_args"] == {"r": 0, "oft_block_size": 16, "module_dropout": 0.0}
+    assert found["peft"]["init_args"] == {"r": 0, "oft_block_size": 16}
     assert found["lora_targets"] == ["q_proj", "v_proj"]
     assert not {"lora_r", "lora_alpha", "lora_dropout", "lora_init"} & found.keys()
 
