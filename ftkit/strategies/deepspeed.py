@@ -85,7 +85,12 @@ def _register_adapter(model: nn.Module) -> None:
     import deepspeed
 
     for _, layer in tuner_layers(model):
-        parameters = [p for name, p in layer.named_parameters() if is_adapter(f".{name}")]
+        parameters = [
+            parameter
+            for name, parameter in layer.named_parameters()
+            # DoRA's magnitudes are used in a module of their own.
+            if is_adapter(f".{name}") and "magnitude" not in name
+        ]
         # DoRA takes the norms of the sum of both; LoHa and LoKr have its shape.
         if getattr(layer, "lora_magnitude_vector", None) or hasattr(layer, "module_dropout"):
             parameters.append(layer.get_base_layer().weight)
