@@ -118,6 +118,16 @@ def test_options_of_an_objective_are_fixed_and_a_default_may_be_written_out() ->
     assert refused(saved, recipe(objective="dpo", objective__beta=0.1)) == []
 
 
+def test_the_type_of_adapter_and_its_options_are_fixed_but_for_dropout() -> None:
+    saved = recipe(peft="vera", peft__r=64)
+    assert refused(recipe(), saved) == ["peft lora -> vera"]
+    assert refused(saved, recipe(peft="vera", peft__r=32)) == ["peft.r 64 -> 32"]
+    same = recipe(peft="vera", peft__r=64, peft__vera_dropout=0.0)
+    assert refused(saved, same) == changed(saved, same) == []
+    dropped = recipe(peft="vera", peft__r=64, peft__vera_dropout=0.1)
+    assert changed(saved, dropped) == ["peft.vera_dropout 0.0 -> 0.1"]
+
+
 def test_every_fixed_key_that_differs_is_named() -> None:
     now = recipe(lora_r=4, seed=1, data__mask_prompt="true")
     lines = ["data.mask_prompt false -> true", "seed 1337 -> 1", "lora_r 16 -> 4"]
