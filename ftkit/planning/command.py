@@ -50,7 +50,7 @@ def _tell_next(planned: Planned, options: PlanOptions) -> None:
     if STANDARD_INPUT in files or options.sweep or any(map(is_sweep, files)):
         return
     if planned.fits or planned.gpu is None:
-        print_next(run_command(planned, recipes, keys))
+        print_next(run_command(planned, recipes, keys, options.terms))
     elif not options.fit:
         # The same command line again, with --fit.
         again = [
@@ -60,6 +60,7 @@ def _tell_next(planned: Planned, options: PlanOptions) -> None:
         again += [word for key, value in options.keys for word in (f"--{key}", value)]
         again += [] if options.gpu is None else ["--gpu", options.gpu]
         again += [] if options.plugin is None else ["--plugin", options.plugin]
+        again += options.terms.words
         print_next(shlex.join(["ftkit", "plan", *without_tokens(again), "--fit"]))
 
 
@@ -115,7 +116,9 @@ def _plan_and_fit(
         return _shown(display, f"trying {keys}", plan)
 
     changes = changes_that_fit(found[0], attempt)
-    return found, [(change, change.command(recipe.files, given)) for change in changes]
+    return found, [
+        (change, change.command(recipe.files, given, options.terms)) for change in changes
+    ]
 
 
 def _shown(display: Display, title: str, plan: Callable[[], Planned]) -> Planned:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ftkit.errors import UserError
 from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
+from ftkit.recipe.foreign.programs import Terms
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.peft_types import peft_type
 from ftkit.recipe.plugin import plugin_in_use
@@ -33,12 +34,14 @@ class Change:
     overrides: tuple[Override, ...]
     planned: Planned
 
-    def command(self, files: Sequence[str], given: Sequence[Override]) -> str:
+    def command(self, files: Sequence[str], given: Sequence[Override], terms: Terms) -> str:
         """The run with this change, as a line to copy."""
-        return run_command(self.planned, files, [*given, *self.overrides])
+        return run_command(self.planned, files, [*given, *self.overrides], terms)
 
 
-def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]) -> str:
+def run_command(
+    planned: Planned, files: Sequence[str], keys: Sequence[Override], terms: Terms
+) -> str:
     """Command line that runs the plan."""
     method = planned.plan.recipe.method
     words = ["ftkit", "finetune" if method == "lora" else "finetune_full"]
@@ -48,6 +51,7 @@ def run_command(planned: Planned, files: Sequence[str], keys: Sequence[Override]
         words += [f"--{key}", value]
     if (plugin := plugin_in_use()) is not None:
         words += ["--plugin", plugin.file]
+    words += terms.words
     return shlex.join(without_tokens(words))
 
 

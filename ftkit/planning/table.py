@@ -27,7 +27,6 @@ from ftkit.utils.console.terminal import REPORT_WIDTH, fitted, labelled_grid, pl
 
 _ANY_WIDTH = 1000
 """Width of tables in a file, where many columns are neither folded nor cut."""
-_UNITS = "GiB of each rank; batch: sequences of a step / of a forward pass (t: its tokens)"
 _STYLES = {"fits": "bold green", "does not fit": "bold red", "UNCERTAIN": "bold yellow"}
 
 
@@ -66,7 +65,7 @@ def plans_as_html(found: Sequence[Planned]) -> str:
     ]
     right = [i for i, column in enumerate(columns) if column.is_number]
     table = grid([column.head for column in columns], rows, right)
-    return table + block(_UNITS, *map(escaped, _notes(found)))
+    return table + block(_caption(found), *map(escaped, _notes(found)))
 
 
 def side_by_side(found: Sequence[Planned], width: int) -> Table:
@@ -78,14 +77,15 @@ def side_by_side(found: Sequence[Planned], width: int) -> Table:
     """
     columns = _columns(found)
     terminal = Console(width=_ANY_WIDTH)
-    notes = _notes(found)
-    table = _table(columns, [], notes)
+    caption, notes = _caption(found), _notes(found)
+    table = _table(columns, [], caption, notes)
     # Leave out columns, the least important first, until the table fits.
     for place in range(max(column.place for column in columns), 0, -1):
         if Measurement.get(terminal, terminal.options, table).maximum <= width:
             break
         left_out = [column.head for column in columns if column.place >= place]
-        table = _table([column for column in columns if column.place < place], left_out, notes)
+        kept = [column for column in columns if column.place < place]
+        table = _table(kept, left_out, caption, notes)
     return table
 
 
@@ -217,16 +217,12 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "result", words
     batch = train.global_batch_size
     rules = objective_rules(planned.plan.recipe.objective)
-    samples = f"{count_text(batch, 'pair' if rules.sequences == 2 else 'sequence')} "
-    if train.global_batch_tokens is not None:
-        samples = ""
-    yield (
-        "batch",
-        (
-            f"{samples}in a step ({_micro_steps(planned)}), at most "
-            f"{planned.tokens_per_step:,} tokens"
-        ),
-    )
+    samples = count_text(batch, "pair" if rules.sequences == 2 else "sequence")
+    tokens = f"at most {planned.tokens_per_step:,} tokens"
+    if train.global_batch_tokens is None:
+        yield "batch", f"{samples} in a step ({_micro_steps(planned)}), {tokens}"
+    else:
+        yield "batch", f"{tokens} in a step ({_micro_steps(planned)})"
     yield "sequences", planned.length.words
     if planned.reference is not None:
         yield "reference", _reference_text(planned.reference, planned.plan.recipe)
@@ -307,24 +303,51 @@ class _Column:
     """Columns with the highest place are the first that are left out on a narrow terminal."""
 
 
+@dataclass(frozen=True)
+class _Unit:
+    name: str
+    bytes: int
+    digits: int
+
+    def text(self, count: int, digits: int) -> str:
+        return f"{count / self.bytes:.{digits}f}"
+
+
+def _unit(found: Sequence[Planned]) -> _Unit:
+    """Unit of all numbers of a table: those of small models would be 0.00 GiB."""
+    is_small = max(planned.memory.peak_bytes for planned in found) < 2**30
+    return _Unit("MiB", 2**20, 1) if is_small else _Unit("GiB", 2**30, 2)
+
+
+def _caption(found: Sequence[Planned]) -> str:
+    batch = "batch: sequences of a step / of a forward pass (t: its tokens)"
+    return f"{_unit(found).name} of each rank; {batch}"
+
+
 def _columns(found: Sequence[Planned]) -> list[_Column]:
+    unit = _unit(found)
+
+    def numbers(head: str, counts: Sequence[int], place: int) -> _Column:
+        cells = [Text(unit.text(count, unit.digits)) for count in counts]
+        return _Column(head, cells, is_number=True, place=place)
+
     columns = [
         _Column("plan", [Text(planned.name) for planned in found]),
         _Column("devices", [Text(_devices(planned)) for planned in found], place=2),
         _Column("precision", [Text(_precision(planned)) for planned in found], place=1),
         _Column("batch", [Text(_batch(planned)) for planned in found], place=1),
-        _numbers("peak", [planned.memory.peak_bytes for planned in found], 0),
+        numbers("peak", [planned.memory.peak_bytes for planned in found], 0),
     ]
     heads = ("parameters", "gradients", "optimizer", "activations", "temporary")
     # The last category, unattributed, only exists in measurements.
     for head, category in zip(heads, CATEGORIES, strict=False):
         parts = [planned.memory.breakdown_bytes[category] for planned in found]
-        columns.append(_numbers(head, parts, 3))
-    columns.append(_numbers("host", [planned.memory.host_bytes for planned in found], 4))
+        columns.append(numbers(head, parts, 3))
+    columns.append(numbers("host", [planned.memory.host_bytes for planned in found], 4))
     if any(planned.gpu is not None for planned in found):
         needs = [
-            Text(f"{planned.least_bytes / 2**30:.1f}-{planned.high_bytes / 2**30:.1f}")
-            for planned in found
+            Text("-".join(unit.text(n, unit.digits - 1) for n in (one.least_bytes, one.high_bytes)))
+            for one in found
         ]
         words = [verdict(planned) for planned in found]
         columns.append(_Column("needs", needs, is_number=True))
@@ -332,8 +355,9 @@ def _columns(found: Sequence[Planned]) -> list[_Column]:
     return columns
 
 
-def _table(columns: Sequence[_Column], left_out: Sequence[str], notes: Sequence[str]) -> Table:
-    caption = _UNITS
+def _table(
+    columns: Sequence[_Column], left_out: Sequence[str], caption: str, notes: Sequence[str]
+) -> Table:
     if left_out:
         caption += f"\ncolumns without room here: {', '.join(left_out)}"
     caption = "\n".join([caption, *notes])
@@ -382,11 +406,3 @@ def _micro_steps(planned: Planned) -> str:
     if tokens is None:
         return f"{steps} of {plan.micro_batch_size} on {ranks}"
     return f"at most {steps} of {tokens:,} tokens on {ranks}"
-
-
-def _numbers(head: str, counts: Sequence[int], place: int) -> _Column:
-    return _Column(head, [Text(_gib(count)) for count in counts], is_number=True, place=place)
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f}"

@@ -951,6 +951,21 @@ def test_a_plan_ends_with_the_next_command(
     assert capsys.readouterr().out.endswith(f"\nnext:\n  {following.format(MODEL)}\n")
 
 
+@pytest.mark.parametrize("gpu", ["80GiB", "1MiB"])
+def test_the_next_command_keeps_what_was_said_about_a_foreign_file(
+    gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "their.yml"
+    data = [{"path": "org/data", "type": "alpaca"}]
+    keys = {"base_model": MODEL, "datasets": data, "adapter": "lora", "lora_r": 4}
+    keys["lora_target_linear"] = True
+    file.write_text(json.dumps(keys | {"learning_rate": 1e-3, "lisa_n_layers": 4}))
+    said = ["--without", "lisa_n_layers", "--from_devices", "8"]
+    run(["plan", str(file), "--gpu", gpu, *said])
+    following = capsys.readouterr().out.rpartition("next:\n")[2]
+    assert " ".join(said) in following
+
+
 def test_a_quiet_plan_prints_no_next_command(capsys: pytest.CaptureFixture[str]) -> None:
     run(["plan", MODEL, "--train.max_seq_length", "64", "--gpu", "80GiB", "--quiet"])
     assert "next:" not in capsys.readouterr().out

@@ -25,6 +25,12 @@ class Terms:
     devices: int = 1
     """Devices that trained with such a file, which multiply its batch of one device."""
 
+    @property
+    def words(self) -> list[str]:
+        """Options of a command line that say the same."""
+        devices = [] if self.devices == 1 else ["--from_devices", str(self.devices)]
+        return [*(word for key in self.without for word in ("--without", key)), *devices]
+
 
 NO_TERMS = Terms()
 
