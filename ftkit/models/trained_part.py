@@ -14,6 +14,8 @@ from ftkit.recipe.recipe import Train
 
 _MATCH_S = 1.0
 """Time limit for one name; a match takes microseconds."""
+_NUMBERED = regex.compile(r"\{(first|last) ([1-9]\d*)\}")
+"""Numbers of layers in an expression, counted from either end."""
 _EXAMPLES = {"only": "'layers[.]0[.]'", "freeze": "embed_tokens"}
 
 
@@ -53,7 +55,8 @@ def trained_names(base: BaseModel, train: Train) -> set[str]:
     chosen = set(names)
     for key, pattern in (("only", train.only), ("freeze", train.freeze)):
         if pattern is not None:
-            matching = {ours for ours, theirs in names.items() if _matches(key, pattern, theirs)}
+            whole = _with_numbers(pattern, base.architecture.layers)
+            matching = {ours for ours, theirs in names.items() if _matches(key, whole, theirs)}
             if not matching:
                 raise _unmatched(key, pattern, base, names.values())
             chosen = chosen & matching if key == "only" else chosen - matching
@@ -69,6 +72,17 @@ def trained_names(base: BaseModel, train: Train) -> set[str]:
     if base.source is not None:  # the output layer of a new reward model has no weights to keep
         chosen.add(HEAD)
     return chosen
+
+
+def _with_numbers(pattern: str, layers: int) -> str:
+    """Write out the layers that an expression counts: '{last 2}' of 8 becomes '(?:6|7)'."""
+
+    def numbers(match: regex.Match[str]) -> str:
+        count = min(int(match[2]), layers)
+        found = range(count) if match[1] == "first" else range(layers - count, layers)
+        return f"(?:{'|'.join(map(str, found))})"
+
+    return _NUMBERED.sub(numbers, pattern)
 
 
 def _all_frozen(base: BaseModel, train: Train) -> UserError:

@@ -21,7 +21,7 @@ from ftkit.models.flops import (
 )
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
-from ftkit.models.lora.targets import unadapted_experts
+from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
@@ -445,14 +445,15 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
 
 
 def _left_out(base: BaseModel, made: Plan) -> str | None:
-    """A notice about experts that are not adapted, as the run gives it."""
+    """Notices about experts and layers that are not adapted, as the run gives them."""
     recipe = made.recipe
     # LitGPT's experts are linear layers, and so many that building them takes a while.
     has_others = base.architecture.implementation != "litgpt" and base.architecture.expert_share < 1
-    if not isinstance(recipe, LoraRecipe) or not has_others:
+    if not isinstance(recipe, LoraRecipe) or not (has_others or recipe.lora_skip_missing):
         return None
     model = outline(base, recipe, parameter_dtype(made), compute_dtype(made))
-    return unadapted_experts(model, base, recipe)
+    notices = (look(model, base, recipe) for look in (unadapted_experts, skipped_targets))
+    return " ".join(filter(None, notices)) or None
 
 
 def _reference(

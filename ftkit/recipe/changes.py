@@ -114,6 +114,7 @@ KIND_OF: dict[str, Kind] = {
     "lora_experts": "fixed",
     "lora_head": "fixed",
     "lora_targets": "fixed",
+    "lora_skip_missing": "hardware",  # which layers there are, the model and lora_targets say
     "lora_modules_to_save": "fixed",
     "lora_variant": "fixed",
     "lora_init": "fixed",

@@ -196,6 +196,8 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         "lora_targets": _layers(config),
         "lora_modules_to_save": config.get("modules_to_save") or None,
         "lora_experts": bool(target_parameters(directory)),
+        # PEFT writes all names that it was given; the weights say which layers there are.
+        "lora_skip_missing": True,
     }
     # The file describes fused layers, with summed ranks; the notes have the recipe's own values.
     keys |= {key: value for key, value in notes.items() if key != PARTS_KEY}

@@ -118,8 +118,9 @@ class Train:
     """Share the weights of embedding and head. Default: as in the base model."""
     only: str | None = None
     """Only of finetune_full: train the parameters with a match of this regular expression in their
-    Hugging Face name, such as 'layers[.](2[4-9]|3[01])[.]' or embed_tokens. All others stay frozen:
-    they take no gradients, no optimizer state and no space in checkpoints."""
+    Hugging Face name, such as embed_tokens or 'layers[.]{last 8}[.]'. {last 8} stands for the
+    numbers of the last 8 layers, {first 8} for those of the first. All others stay frozen: they
+    take no gradients, no optimizer state and no space in checkpoints."""
     freeze: str | None = None
     """Only of finetune_full: do not train the parameters with a match of this regular expression in
     their Hugging Face name, even if train.only has chosen them."""
@@ -488,6 +489,9 @@ class Lora:
     v_proj], a name or regular expression for full names, such as '.*layers.[0-3].*_proj', or
     all-linear: all linear layers but routers and the head. Default: all-linear, or the layers of
     lora_query and its like if one of them is given."""
+    lora_skip_missing: bool = False
+    """Leave out names of a list in lora_targets that the model does not have, with a warning, as
+    PEFT does without one. At least one name must be there."""
     lora_modules_to_save: list[str] | None = None
     """Layers to train fully and save with the adapter, such as [embed_tokens, lm_head]."""
     lora_variant: LoraVariant = "lora"

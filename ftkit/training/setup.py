@@ -47,7 +47,7 @@ from ftkit.models.flops import (
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
 from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
-from ftkit.models.lora.targets import unadapted_experts
+from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base
 from ftkit.models.pretrained.reward_model import base_for
@@ -338,8 +338,10 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
         outlined = None if frozen_base is None else outline_frozen(frozen_base, plan)
-    if isinstance(recipe, LoraRecipe) and (left_out := unadapted_experts(model, base, recipe)):
-        journal.warn(left_out)
+    if isinstance(recipe, LoraRecipe):
+        for look in (unadapted_experts, skipped_targets):
+            if (left_out := look(model, base, recipe)) is not None:
+                journal.warn(left_out)
     model.kernel = kernel
     model.routing = model.body.watch_routing(router_loss)
 

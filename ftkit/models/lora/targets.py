@@ -69,7 +69,8 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
         lora: targets and switches.
 
     Raises:
-        UserError: a name of `lora_targets` matches no layer.
+        UserError: a name of `lora_targets` matches no layer, or none does with
+            `lora_skip_missing`.
     """
     if lora.lora_targets in (None, ALL_LINEAR):
         all_linear = lora.lora_targets is not None
@@ -84,6 +85,7 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
     targets = lora.lora_targets
     names = {name: names_of(base, our_name(name)) for name in linear}
     chosen: set[str] = set()
+    unmatched = []
     for target in [targets] if isinstance(targets, str) else targets:
         # Plain names first, as users write them; an expression only if no layer is called so.
         matching = {name for name, theirs in names.items() if are_called(theirs, target)}
@@ -91,11 +93,13 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
         if not matching and isinstance(targets, str):
             matching = {name for name, theirs in names.items() if _match(theirs, target)}
         if not matching:
-            raise UserError(
-                f"lora_targets names {target}, which is not a linear layer of {base.name}. "
-                + _advice("lora_targets", target, names.values())
-            )
+            unmatched.append(target)
         chosen |= matching
+    if unmatched and not (lora.lora_skip_missing and chosen):
+        raise UserError(
+            f"lora_targets names {unmatched[0]}, which is not a linear layer of {base.name}. "
+            + _advice("lora_targets", unmatched[0], names.values())
+        )
     return [name for name in linear if name in chosen]
 
 
@@ -116,6 +120,29 @@ def unadapted_experts(model: Any, base: BaseModel, lora: Lora) -> str | None:
     if any(experts.takes_pairs for experts in model.body.fused_experts()):
         advice = " Try --lora_experts true, which adapts them too."
     return f"lora_targets {ALL_LINEAR} does not adapt the experts of {base.name}.{advice}"
+
+
+def skipped_targets(model: nn.Module, base: BaseModel, lora: Lora) -> str | None:
+    """Return a notice if a model lacks some of the layers to adapt; None: it has all of them.
+
+    Args:
+        model: outlined and adapted.
+        base: that it was outlined from.
+        lora: targets, and whether some may be missing.
+    """
+    targets = lora.lora_targets
+    if not lora.lora_skip_missing or isinstance(targets, str) or targets is None:
+        return None
+    parameters = (our_name(name) for name, _ in model.named_parameters() if is_adapter(name))
+    adapted = {names_of(base, name.rpartition(".lora_")[0]) for name in parameters}
+    missing = [target for target in targets if not any(_are_called(a, target) for a in adapted)]
+    if not missing:
+        return None
+    kept = ", ".join(target for target in targets if target not in missing)
+    return (
+        f"{base.name} has no {' and no '.join(missing)}, which lora_targets names: only {kept} "
+        "will be adapted, as PEFT does it. Try --lora_targets all-linear to adapt all layers."
+    )
 
 
 def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Module]:

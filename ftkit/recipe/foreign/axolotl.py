@@ -97,7 +97,8 @@ ROWS = rows_by_key(
     part("lora_r", "lora_r", None, ""),
     part("lora_alpha", "lora_alpha", None, ""),
     part("lora_dropout", "lora_dropout", 0.0, ""),
-    part("lora_target_modules", "lora_targets", None, ""),
+    part("lora_target_modules", ("lora_targets", "lora_skip_missing"), None,
+         "names that the model lacks are left out, with a warning"),
     part("lora_target_linear", "lora_targets", False, "all-linear"),
     part("lora_target_parameters", "lora_experts", None, "experts in one parameter"),
     part("lora_modules_to_save", "lora_modules_to_save", None, ""),
@@ -312,10 +313,10 @@ def _adapter(r: Reading) -> None:
     r.set(lora_r=r["lora_r"] or 8, lora_alpha=r["lora_alpha"] or 8)
     r.set(lora_dropout=number(r["lora_dropout"]))
     targets = r["lora_target_modules"]
-    if r["lora_target_linear"] or targets in ("all-linear", ["all-linear"]):
-        r.set(lora_targets="all-linear")
+    if r["lora_target_linear"]:
+        trainer.adapt(r, "all-linear")
     elif targets:
-        r.set(lora_targets=targets)
+        trainer.adapt(r, targets)
     else:
         r.refuse("adapter", "layers that PEFT chooses by the type of the model")
     if parameters := r["lora_target_parameters"]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ftkit.recipe.foreign import trainer
 from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
-from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, SERVICE, SHOWN, number
+from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, SERVICE, SHOWN, listed, number
 
 # Unlike the template that ftkit has by this name, it trains the line end after a turn.
 _CHATML = (
@@ -34,14 +34,16 @@ ROWS = rows_by_key(
     same("model_name_or_path", "checkpoint_dir", None),
     same("output_dir", "out_dir", "trainer_output"),
     part("stage", ("objective", "data.chat_template"), "sft", "sft, pt, dpo, kto, rm"),
-    part("finetuning_type", ("peft", "quantize"), "lora", "lora, oft or full"),
+    part("finetuning_type", ("peft", "quantize", "train.only"), "lora", "lora, oft, full or freeze"),
     part("lora_rank", "lora_r", 8, ""),
     part("lora_alpha", "lora_alpha", None, "twice lora_rank"),
     part("lora_dropout", "lora_dropout", 0.0, ""),
-    part("lora_target", "lora_targets", "all", "all: all-linear"),
+    part("lora_target", ("lora_targets", "lora_skip_missing"), "all",
+         "all: all-linear; names that the model lacks are left out, with a warning"),
     part("oft_rank", "peft", 0, "r of oft"),
     part("oft_block_size", "peft", 32, "oft_block_size of oft"),
-    part("oft_target", "lora_targets", "all", "all: all-linear"),
+    part("oft_target", ("lora_targets", "lora_skip_missing"), "all",
+         "all: all-linear; names that the model lacks are left out, with a warning"),
     part("additional_target", "lora_modules_to_save", None, ""),
     part("use_rslora", "lora_variant", False, ""),
     part("use_dora", "lora_variant", False, ""),
@@ -80,7 +82,8 @@ ROWS = rows_by_key(
     part("eaft_alpha", "objective.alpha", 1.0, ""),
     part("early_stopping_steps", "eval.patience", None, ""),
     same("moe_aux_loss_coef", "router_aux_loss_coef", None),
-    part("freeze_trainable_layers", "train.only", 2, "with finetuning_type freeze"),
+    part("freeze_trainable_layers", "train.only", 2,
+         "with finetuning_type freeze; {last 2} counts the layers of the model"),
     part("freeze_trainable_modules", "train.only", "all", ""),
     part("freeze_extra_modules", "train.only", None, ""),
     *idle(COST, "flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc",
@@ -140,7 +143,10 @@ def _finish(r: Reading) -> None:
     if r.has("model_name_or_path"):
         r.set(checkpoint_dir=_named(r, r["model_name_or_path"]))
     if r["finetuning_type"] == "freeze":
-        r.refuse("finetuning_type", "the last layers as a number")
+        layers, modules = int(r["freeze_trainable_layers"]), r["freeze_trainable_modules"]
+        trainer.train_layers(
+            r, "freeze_trainable_layers", layers, modules, r["freeze_extra_modules"]
+        )
     elif r["finetuning_type"] not in (*_ADAPTERS, "full"):
         r.refuse("finetuning_type", str(r["finetuning_type"]).upper())
     is_adapter = r["finetuning_type"] in _ADAPTERS
@@ -184,9 +190,8 @@ def _named(r: Reading, model: Any) -> str:
 
 def _adapter(r: Reading) -> None:
     kind = r["finetuning_type"]
-    target = r[f"{kind}_target"]
-    names = [n.strip() for n in target.split(",")] if isinstance(target, str) else target
-    r.set(lora_targets="all-linear" if names == ["all"] else names)
+    names = listed(r[f"{kind}_target"])
+    trainer.adapt(r, "all-linear" if names == ["all"] else names)
     if kind == "lora":
         _lora(r)
     else:
@@ -248,7 +253,7 @@ def _objective(r: Reading) -> None:
             "desirable_weight": number(r["kto_chosen_weight"]),
             "undesirable_weight": number(r["kto_rejected_weight"]),
         }
-        if r["finetuning_type"] == "full":
+        if r["finetuning_type"] != "lora":
             r.set(reference=_named(r, r["ref_model"] or r["model_name_or_path"]))
     if name == "dpo" and r.has("ref_model"):
         r.set(reference=_named(r, r["ref_model"]))

@@ -24,6 +24,13 @@ _LORA: dict[str, Any] = {
     "adapter_name_or_path": None,
 }
 """Keys of peft_config that train, and what is done without them."""
+_FREEZE: dict[str, Any] = {
+    "freeze_trainable_layers": 2,
+    "freeze_trainable_modules": "all",
+    "freeze_extra_modules": None,
+    "cast_trainable_params_to_fp32": True,
+}
+"""The same with name: freeze."""
 _EXPORT = {"name", "export_dir", "export_size", "export_hub_model_id", "infer_dtype",
            "export_legacy_format"}  # fmt: skip
 _QUANT: dict[str, Any] = {
@@ -41,8 +48,8 @@ ROWS = rows_by_key(
          "a data set, or a file that lists some; pairs are trained by dpo"),
     same("output_dir", "out_dir", "outputs/llama-factory", "its own name has random characters"),
     part("custom_chat_template", "data.chat_template", None, "without it the model's own"),
-    part("peft_config", ("lora_r", "lora_alpha", "lora_dropout", "lora_targets", "adapter"), None,
-         "name: lora; without it full fine-tuning"),
+    part("peft_config", ("lora_r", "lora_alpha", "lora_dropout", "lora_targets", "adapter",
+                         "train.only"), None, "name: lora or freeze; without it all is trained"),
     part("quant_config", "quantize", None, "name: bnb or auto"),
     part("micro_batch_size", ("train.global_batch_size", "train.micro_batch_size"), 1,
          "without global_batch_size a step takes this x devices"),
@@ -128,7 +135,13 @@ def _adapter(r: Reading) -> bool:
             r.refuse("quant_config", "a quantised model that is trained whole")
         return False
     if config.get("name") == "freeze":
-        r.refuse("peft_config", "the last layers as a number")
+        given = _FREEZE | {key: value for key, value in config.items() if value is not None}
+        for key in given.keys() - _FREEZE.keys() - {"name"}:
+            r.refuse(f"peft_config.{key}", "a key that ftkit does not know of LLaMA-Factory")
+        layers, modules = int(given["freeze_trainable_layers"]), given["freeze_trainable_modules"]
+        trainer.train_layers(r, "peft_config", layers, modules, given["freeze_extra_modules"])
+        if r["quant_config"]:
+            r.refuse("quant_config", "a quantised model that is trained in part")
         return False
     if config.get("name") != "lora":
         r.refuse("peft_config", str(config.get("name")).upper())
@@ -139,7 +152,7 @@ def _adapter(r: Reading) -> bool:
     r.set(lora_dropout=number(given["lora_dropout"]))
     targets = given["target_modules"]
     names = [targets] if isinstance(targets, str) else targets
-    r.set(lora_targets="all-linear" if names == ["all"] else names)
+    trainer.adapt(r, "all-linear" if names == ["all"] else names)
     r.set(lora_variant="dora" if given["use_dora"] else "rslora" if given["use_rslora"] else "lora")
     r.set(lora_modules_to_save=given["modules_to_save"])
     adapters = given["adapter_name_or_path"]

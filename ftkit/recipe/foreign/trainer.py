@@ -53,6 +53,40 @@ SCHEDULES = {
 _DATA_ENDINGS = (".json", ".jsonl", ".csv", ".parquet")
 
 
+def adapt(reading: Reading, names: Any) -> None:
+    """Set the layers to adapt. Of a list, PEFT leaves out names that the model does not have."""
+    if names in ("all-linear", ["all-linear"]):
+        names = "all-linear"
+    reading.set(lora_targets=names)
+    if isinstance(names, list) and len(names) > 1:
+        reading.set(lora_skip_missing=True)
+
+
+def listed(names: Any) -> list[str]:
+    """Names of a list, or of a text with commas."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names or []
+
+
+def train_layers(reading: Reading, key: str, layers: int, modules: Any, extra: Any) -> None:
+    """Train a part of the model as LLaMA-Factory's freeze tuning chooses it.
+
+    Args:
+        reading: the file.
+        key: of the file that asks for it.
+        layers: as many of the last layers; negative: of the first.
+        modules: parts of these layers, in a list or a text with commas; all: everything.
+        extra: modules outside of the layers.
+    """
+    if layers == 0:
+        reading.refuse(key, "training of no layer")
+    parts, beside = listed(modules), listed(extra)
+    which = f"last {layers}" if layers > 0 else f"first {-layers}"
+    inside = "" if "all" in parts else f"(?:{'|'.join(map(re.escape, parts))})"
+    # The first number in a name is that of a layer; others may be those of experts.
+    chosen = [rf"^\D*[.]{{{which}}}[.]{inside}", *map(re.escape, beside)]
+    reading.set(train__only="|".join(chosen))
+
+
 def number(value: Any) -> Any:
     """A number that YAML has read as a text, such as 2e-5."""
     return float(value) if isinstance(value, str) else value

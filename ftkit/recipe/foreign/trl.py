@@ -21,7 +21,8 @@ _SHARED: list[Row] = [
     part("lora_r", "lora_r", 16, ""),
     part("lora_alpha", "lora_alpha", 32, ""),
     part("lora_dropout", "lora_dropout", 0.05, ""),
-    part("lora_target_modules", "lora_targets", None, ""),
+    part("lora_target_modules", ("lora_targets", "lora_skip_missing"), None,
+         "names that the model lacks are left out, with a warning"),
     part("lora_modules_to_save", "lora_modules_to_save", None, ""),
     part("use_dora", "lora_variant", False, ""),
     part("use_rslora", "lora_variant", False, ""),
@@ -156,10 +157,8 @@ def _shared(r: Reading) -> None:
         if targets is None:
             r.refuse("use_peft", "layers that PEFT chooses by the type of the model; name them in "
                      "lora_target_modules")  # fmt: skip
-        elif targets in ("all-linear", ["all-linear"]):
-            r.set(lora_targets="all-linear")
         else:
-            r.set(lora_targets=targets)
+            trainer.adapt(r, targets)
         r.set(lora_modules_to_save=r["lora_modules_to_save"])
         r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
         if r["load_in_4bit"]:

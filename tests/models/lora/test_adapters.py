@@ -22,7 +22,7 @@ from ftkit.models.language_model import outline
 from ftkit.models.lora.adapter_files import check_adapter, read_adapter
 from ftkit.models.lora.layers import initial_adapter
 from ftkit.models.lora.peft_layers import without_bitsandbytes
-from ftkit.models.lora.targets import our_name, unadapted_experts
+from ftkit.models.lora.targets import our_name, skipped_targets, unadapted_experts
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
@@ -275,6 +275,14 @@ def test_experts_that_are_not_linear_layers_are_named(
     assert notice is None if words is None else says(str(notice), *words)
 
 
+def test_names_that_a_model_lacks_may_be_left_out(llama: BaseModel) -> None:
+    recipe = lora_recipe(llama, lora_targets=["q_proj", "gate_up_proj"], lora_skip_missing=True)
+    model = outline(llama, recipe, torch.float32)
+    adapted = {our_name(name) for name, _ in model.named_parameters() if is_adapter(name)}
+    assert adapted and all(".q_proj." in name for name in adapted)
+    assert says(str(skipped_targets(model, llama, recipe)), "gate_up_proj", "only q_proj")
+
+
 def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path) -> None:
     recipe = lora_recipe(llama, lora_targets=r".*layers\.1\.self_attn\.[qo]_proj")
     model = train(build(llama, recipe))
@@ -292,6 +300,8 @@ def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path)
         ({"lora_targets": ["q_prj"]}, "lora_targets names q_prj, .* Did you mean q_proj"),
         ({"lora_targets": "qproj"}, "lora_targets names qproj, .* Did you mean q_proj"),
         ({"lora_targets": ["zzz"]}, "lora_targets names zzz, .* It has q_proj, k_proj"),
+        ({"lora_targets": ["q_proj", "zzz"]}, "lora_targets names zzz"),
+        ({"lora_targets": ["yyy", "zzz"], "lora_skip_missing": True}, "lora_targets names yyy"),
         ({"lora_targets": ["embed_tokens"]}, "lora_targets names embed_tokens, .* linear"),
         ({"lora_targets": "(q_proj"}, r"lora_targets is '\(q_proj', .* not a regular expression"),
         (
