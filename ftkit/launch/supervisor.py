@@ -27,7 +27,7 @@ from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.recipe.devices import find_devices
-from ftkit.recipe.lora_layers import adapted_text
+from ftkit.recipe.lora_layers import adapted_text, names_no_layers
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
@@ -445,7 +445,8 @@ def _beginning(plan: Plan, device: str) -> str:
         f"{method} fine-tuning of {recipe.checkpoint_dir}",
         f"into {display_path(recipe.out_dir)}",
     ]
-    # Earlier versions adapted fewer layers where none was named.
     if isinstance(recipe, LoraRecipe) and recipe.lora_targets == ALL_LINEAR:
-        lines.insert(2, f"adapting {adapted_text(recipe)}; --lora_query true: query and value only")
+        # Earlier versions adapted fewer layers where none was named.
+        fewer = "; --lora_query true: query and value only" * names_no_layers(recipe)
+        lines.insert(2, f"adapting {adapted_text(recipe)}{fewer}")
     return "\n".join(lines)

@@ -74,7 +74,8 @@ def _plan_and_fit(
     command, words = _command_and_words(options.words)
     recipes, keys = sorted_words(words, options.config, options.keys)
     # Each recipe, or run of a sweep, in each variation of --sweep.
-    for recipe in _asked(recipes, command):
+    asked = list(_asked(recipes, command))
+    for recipe in asked:
         for variation in variations(options.sweep):
             varied = [f"{key.rpartition('.')[2]} {value}" for key, value in variation]
             given = [*recipe.overrides, *keys, *variation]
@@ -89,7 +90,12 @@ def _plan_and_fit(
                 terms=options.terms,
             )
             title = f"predicting what {what} needs"
-            planned = _shown(display, title, partial(plan, given))
+            try:
+                planned = _shown(display, title, partial(plan, given))
+            except UserError as error:
+                if len(asked) == 1:
+                    raise
+                raise type(error)(f"{name}: {error}") from None
             found.append(dataclasses.replace(planned, note=recipe.note))
     if not options.fit:
         return found, None

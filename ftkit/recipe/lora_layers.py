@@ -21,6 +21,12 @@ def names_layers(given: Mapping[str, Any]) -> bool:
     return any(key in given for key in LAYER_SWITCHES)
 
 
+def names_no_layers(lora: Lora) -> bool:
+    """Return whether layers, rank and scale are the defaults of a recipe that names no layers."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Lora)}
+    return all(getattr(lora, key) == defaults[key] for key in NAMED_LAYERS)
+
+
 def adapted_text(lora: Lora) -> str:
     """What is adapted, in words: 'all linear layers, rank 16, alpha 32'."""
     targets = lora.lora_targets

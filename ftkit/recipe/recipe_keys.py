@@ -178,12 +178,11 @@ def check_keys(merged: dict[str, Any], method: Method) -> None:
         if key in known:
             continue
         if key in LORA_KEYS:
-            advice = (
-                "Quantization is for LoRA (QLoRA)." if key == "quantize" else "It is a LoRA key."
-            )
+            others = sorted(LORA_KEYS & merged.keys() - {key})
+            more = f"; remove {', '.join(others)} with it" * bool(others)
             raise UserError(
-                f"{key} does not belong to full fine-tuning. {advice} "
-                "Use ftkit finetune instead of ftkit finetune_full, or remove the key."
+                f"{key} does not belong to full fine-tuning: it is a key of LoRA. Use ftkit "
+                f"finetune instead of ftkit finetune_full, or remove the key{more}."
             )
         if reason := OF_COMMANDS.get(key.rpartition(".")[2]):
             raise UserError(f"{key} is not a key of a recipe: it {reason}.")

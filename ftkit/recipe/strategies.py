@@ -296,7 +296,7 @@ def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
     if quantize == "bnb.int8" and not rules.trains_8bit_base:
         raise UserError(
             f"quantize is bnb.int8, but {rules.name} shards the base model and only supports the "
-            "4-bit kinds. Try --quantize bnb.nf4-dq, or --strategy ddp."
+            "4-bit kinds. Try --strategy ddp, or for a new run --quantize bnb.nf4-dq."
         )
 
 

@@ -102,7 +102,10 @@ def runs_of_file(file: Path, overrides: Sequence[Override], out_dir: Path | None
     """
     content = load_yaml(file)
     for key in content.keys() - {"out_dir", "runs"}:
-        raise UserError(f"{file} has the key {key!r}; a sweep has only out_dir and runs. {_try()}")
+        raise UserError(
+            f"{file} has the key {key!r}; a sweep has only out_dir and runs. A key of all runs is "
+            f"an option, --{key} VALUE; one of a single run belongs to it. {_try()}"
+        )
     listed = content.get("runs")
     if not isinstance(listed, list) or not listed:
         raise UserError(f"{file} must hold a list of runs. {_try()}")

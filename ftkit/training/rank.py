@@ -238,6 +238,7 @@ def _note_prediction(recorder: Recorder, job: Job, display: Display) -> None:
         return
     longest = resolved.longest_sample_tokens
     assert longest is not None
+    recorder.end_phases()
     try:
         with display.phase("predicting memory", brief=True):
             predicted = predict_measured(job.base, job.beside, job.plan, measured, longest)

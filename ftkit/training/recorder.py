@@ -96,6 +96,7 @@ class Recorder:
         del self._times["reference"]
         # The phase of set-up began with the command, before this process existed.
         self._started_at_s = self._since = started_at_s
+        self._is_over = False
         self._written_at = time.time()
         self._meter = ThroughputMeter()
         self._first_loss: float | None = None
@@ -282,10 +283,16 @@ class Recorder:
         self._account(phase)
         self._try_to_write()
 
+    def end_phases(self) -> None:
+        """Count time from now on for no phase: the run is over, its report is not yet."""
+        self._account(self.report.phase)
+        self._is_over = True
+
     def _account(self, phase: PhaseName) -> None:
         now = time.time()
         before = self.report.phase
-        self._times[before] = self._times.get(before, 0.0) + now - self._since
+        if not self._is_over:
+            self._times[before] = self._times.get(before, 0.0) + now - self._since
         self._since = now
         times = PhaseTimes(**self._times, total=now - self._started_at_s)
         self.note(phase=phase, phases_s=times)

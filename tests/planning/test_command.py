@@ -289,6 +289,14 @@ def test_a_sweep_names_the_commands_of_its_runs_itself(tmp_path: Path) -> None:
         run(["plan", "finetune", str(sweep)])
 
 
+def test_a_mistake_in_one_of_several_plans_names_it_and_all_keys_of_it(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text(f"{{checkpoint_dir: {MODEL}, lora_r: 4, lora_alpha: 8}}")
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("runs: [{name: everything, command: finetune_full, config: lora.yaml}]")
+    with pytest.raises(UserError, match=key_words("everything", "lora_r", "lora_alpha")):
+        run(["plan", str(sweep), str(tmp_path / "lora.yaml")])
+
+
 def test_without_a_gpu_a_plan_is_for_the_cpu_and_its_host_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -331,7 +331,7 @@ def test_a_strategy_without_options_has_its_defaults(
         ),
         (
             {"strategy": "fsdp", "quantize": "bnb.int8"},
-            "quantize is bnb.int8 ... fsdp ... --quantize bnb.nf4-dq, or --strategy ddp",
+            "quantize is bnb.int8 ... fsdp ... --strategy ddp ... --quantize bnb.nf4-dq",
         ),
         (
             {"strategy": "fsdp", "strategy.sharding": "HYBRID_SHARD"},
@@ -347,7 +347,7 @@ def test_a_strategy_without_options_has_its_defaults(
         ),
         (
             {"strategy": "deepspeed", "quantize": "bnb.int8"},
-            "quantize is bnb.int8 ... deepspeed ... --quantize bnb.nf4-dq, or --strategy ddp",
+            "quantize is bnb.int8 ... deepspeed ... --strategy ddp ... --quantize bnb.nf4-dq",
         ),
         (
             {"strategy": "ddp", "optimizer": "deepspeed.ops.adam.DeepSpeedCPUAdam"},

@@ -349,13 +349,18 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
     shared, every = evidence.duplicates.val_in_train, len(evidence.data.val)
     if not shared or shared < _MANY_SHARED * every:
         return None
+    advice = "Remove duplicates from the data before a part of them is held out."
+    if shared == every:
+        advice = (
+            "If data.val_split_fraction is 0, nothing is held out: try "
+            f"--data.val_split_fraction 0.05. Otherwise, {advice[0].lower()}{advice[1:]}"
+        )
     return Finding(
         kind="train_in_validation",
         severity="warning",
         text=f"{shared:,} of {every:,} validation samples ({percent_text(shared / every)}) are "
         "training samples too, so the validation loss says little about new data.",
-        advice="Remove duplicates from the data before it is split. With data.val_split_fraction 0 "
-        "nothing is held out: set it to 0.05 to measure on other records.",
+        advice=advice,
     )
 
 

@@ -281,6 +281,13 @@ def test_duplicates_that_fall_into_both_splits_are_found(model: Path, tmp_path: 
     assert found.text.startswith(f"{shared} of 18 validation samples")
     assert seen.duplicates.val_in_train_examples[0].startswith("<s>Below is an instruction")
     assert "What is number" in seen.duplicates.val_in_train_examples[0]
+    assert "val_split_fraction" not in found.advice
+
+
+def test_validation_on_training_data_is_found(model: Path, tmp_path: Path) -> None:
+    data = write_records(tmp_path / "data.jsonl", questions(30))
+    found = only(look(model, data, data__val_split_fraction=0), "train_in_validation")
+    assert says(found.advice, "data.val_split_fraction 0.05")
 
 
 def test_duplicates_within_train_are_counted_without_a_finding(model: Path, tmp_path: Path) -> None:
