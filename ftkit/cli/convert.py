@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from ftkit.recipe.foreign.programs import Terms
 from ftkit.recipe.foreign.table import Row, Translation
 from ftkit.recipe.options import ConvertOptions
 from ftkit.recipe.parsing import convert
@@ -20,20 +21,30 @@ def print_converted(options: ConvertOptions) -> int:
         UserError: no other program reads the file, or ftkit would learn something else.
     """
     translation, _ = convert(str(options.file), options.terms, options.tool)
-    for line in explained(str(options.file), translation):
+    for line in explained(str(options.file), translation, options.terms):
         for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ") or [""]:
             print(f"# {part}".rstrip())
     print(dump_yaml(without_secrets(nested(translation))), end="")
     return 0
 
 
-def explained(file: str, translation: Translation) -> Iterator[str]:
+def explained(file: str, translation: Translation, terms: Terms) -> Iterator[str]:
     """An explanation of each key of a file, a line each."""
-    yield f"The recipe that {file} becomes, a file of {translation.program.name}."
+    name = translation.program.name
+    yield f"The recipe that {file} becomes, a file of {name}."
+    yield terms.batch_text
     groups = (("Became keys of ftkit:", "ours"), ("Have no effect here:", "no effect"))
     for title, kind in groups:
-        lines = [_line(k, v, row) for k, v, row in translation.became if row.kind == kind]
+        lines = [
+            _line(key, row)
+            for key, value, row in translation.became
+            if row.kind == kind and not _is_default(value, row)
+        ]
         yield from (title, *lines) if lines else ()
+    shown = ("ours", "no effect")
+    defaults = [k for k, v, row in translation.became if row.kind in shown and _is_default(v, row)]
+    if defaults:
+        yield f"Are empty, or have the default of {name}: {', '.join(defaults)}"
     unused = [k for k, v, row in translation.became if row.kind == "not there"]
     unused = [key for key in unused if key not in translation.accepted]
     if unused:
@@ -43,7 +54,7 @@ def explained(file: str, translation: Translation) -> Iterator[str]:
     if translation.differs:
         yield "What differs:"
         yield from (f"  {text}" for text in translation.differs)
-    yield f"All other keys of the recipe are defaults of {translation.program.name}."
+    yield f"All other keys of the recipe are defaults of {name}."
 
 
 def nested(translation: Translation) -> dict[str, Any]:
@@ -58,7 +69,12 @@ def nested(translation: Translation) -> dict[str, Any]:
     return recipe
 
 
-def _line(key: str, value: Any, row: Row) -> str:
+def _is_default(value: Any, row: Row) -> bool:
+    """Return whether a value says no more than the absent key would."""
+    return value in (None, "", [], {}) or (row.kind == "ours" and value == row.default)
+
+
+def _line(key: str, row: Row) -> str:
     if row.kind == "ours":
         note = f" ({row.note})" if row.note else ""
         return f"  {key} -> {', '.join(row.ours)}{note}"

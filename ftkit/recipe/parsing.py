@@ -153,11 +153,7 @@ def _announce(file: str, translation: Translation, terms: Terms) -> None:
         f"{file} is a file of {translation.program.name}: {kinds.count('ours')} of its keys became "
         f"ours, {kinds.count('no effect')} have no effect here. ftkit convert {file} explains each."
     )
-    _say_once(
-        f"{file}: its batch is that of one device, and this run trains as {terms.devices} "
-        f"device{'s' * (terms.devices != 1)} did there, on whatever devices it runs here. "
-        "--from_devices N says another number."
-    )
+    _say_once(f"{file}: {terms.batch_text}")
     for difference in translation.differs:
         _say_once(f"{file} differs here: {difference}.")
 

@@ -16,6 +16,8 @@ KEYS = {
     "adapter": "qlora",
     "lora_r": 16,
     "lora_target_linear": True,
+    "load_in_8bit": False,
+    "lora_model_dir": None,
     "sample_packing": True,
     "wandb_project": "secret-plans",
     "lisa_n_layers": 4,
@@ -47,6 +49,8 @@ def test_the_printed_recipe_trains_what_the_file_trains(printed: str, tmp_path: 
         "sample_packing -> train.global_batch_tokens",
         "wandb_project: ftkit logs to a service only if the command line says so",
         "as --without says: lisa_n_layers",
+        "default of axolotl: load_in_8bit, lora_model_dir",
+        "on 4 devices there",
         "What differs: ... sample_packing",
     ],
 )

@@ -194,6 +194,18 @@ def test_seconds_of_training_add_up_and_count_the_running_ones(tmp_path: Path) -
         assert recorder.training_s == held
 
 
+def test_time_after_the_run_counts_for_no_phase(tmp_path: Path) -> None:
+    with make_recorder(tmp_path) as recorder:
+        recorder.enter("saving")
+        recorder.end_phases()
+        before = recorder.report.phases_s
+        time.sleep(0.02)
+    after = recorder.report.phases_s
+    assert before is not None and after is not None
+    assert dataclasses.replace(after, total=before.total) == before
+    assert recorder.report.phase == "saving"
+
+
 def test_the_logs_have_every_step_once(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:

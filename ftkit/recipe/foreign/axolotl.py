@@ -84,7 +84,8 @@ ROWS = rows_by_key(
     part("warmup_steps", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), None,
          "below 1 a share of the run"),
     part("warmup_ratio", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), 0.03,
-         "a share of all steps of the run, rounded up; axolotl rounds it down, and takes 2 for 1"),
+         "a share of all steps of the run, rounded up; axolotl rounds it down, and warms up for 2 "
+         "steps where that is 1"),
     same("max_grad_norm", "train.max_norm", 1.0, value=lambda x: number(x) or None),
     same("seed", "seed", 42),
     same("neftune_noise_alpha", "train.neftune_noise_alpha", None),
@@ -277,7 +278,8 @@ def _finish(r: Reading) -> None:
             r.refuse("plugins", f"the plugin {name}")
     tokens = {k for k, v in (r["special_tokens"] or {}).items() if v and k != "pad_token"}
     if tokens:
-        r.tell(f"special_tokens: {', '.join(sorted(tokens))} are those of the model")
+        names = ", ".join(sorted(tokens))
+        r.tell(f"special_tokens: ftkit reads {names} from the model, not from the file")
     if r.has("tokenizer_config") and r["tokenizer_config"] != r["base_model"]:
         r.refuse("tokenizer_config", "a tokenizer of another model")
     changes = dict(r["model_config"] or {})

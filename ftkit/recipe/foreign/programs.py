@@ -26,6 +26,13 @@ class Terms:
     """Devices that trained with such a file, which multiply its batch of one device."""
 
     @property
+    def batch_text(self) -> str:
+        """What a step takes, in a sentence: the file has the batch of one device."""
+        there = "1 device" if self.devices == 1 else f"{self.devices} devices"
+        hint = "" if self.devices > 1 else " If it was used on more, add --from_devices N."
+        return f"A step takes as many samples as on {there} there, on any devices here.{hint}"
+
+    @property
     def words(self) -> list[str]:
         """Options of a command line that say the same."""
         devices = [] if self.devices == 1 else ["--from_devices", str(self.devices)]
