@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result, with_extra_weights
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result, require_answers
-from ftkit.exchange.gguf.model import write_gguf_adapter, write_gguf_model
+from ftkit.exchange.gguf.model import base_problem, write_gguf_adapter, write_gguf_model
 from ftkit.exchange.gguf.modelfile import MODELFILE
 from ftkit.exchange.model_card import CardKind, card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space, output_directory
@@ -89,7 +89,7 @@ def export(result: Result, options: ExportOptions) -> int:
     elif options.format != "gguf":
         print_next(f"ftkit {'evaluate' if result.scores else 'chat'} {shlex.quote(str(out))}")
     elif gives_advice():
-        print(_next_steps(file, (options.checkpoint_dir or result.base) if is_adapter else None))
+        print(_beside_base(file, result, options.checkpoint_dir) if is_adapter else _next(file))
     return 0
 
 
@@ -140,20 +140,20 @@ def _check(result: Result) -> int:
     return 0
 
 
-def _next_steps(file: Path, base: str | None) -> str:
-    """Commands of other programs that read a GGUF file.
+def _beside_base(file: Path, result: Result, checkpoint_dir: str | None) -> str:
+    """Commands that write the base model of an adapter as a GGUF file, and read both."""
+    if (problem := base_problem(result, checkpoint_dir)) is not None:
+        return f"its base:  {problem}\nllama.cpp: llama-cli -m BASE.gguf --lora {file}"
+    directory, base = file.parent.with_name("base-gguf"), str(checkpoint_dir or result.base)
+    return (
+        f"its base:  ftkit export {shlex.quote(base)} --format gguf --quantization f16 "
+        f"--out {directory}\n"
+        f"llama.cpp: llama-cli -m {directory / 'model-f16.gguf'} --lora {file}"
+    )
 
-    Args:
-        file: a model, or an adapter.
-        base: base model of an adapter, as it is named to ftkit; None: the file is a model.
-    """
-    if base is not None:
-        directory = file.parent.with_name("base-gguf")
-        return (
-            f"its base:  ftkit export {shlex.quote(base)} --format gguf --quantization f16 "
-            f"--out {directory}\n"
-            f"llama.cpp: llama-cli -m {directory / 'model-f16.gguf'} --lora {file}"
-        )
+
+def _next(file: Path) -> str:
+    """Commands of other programs that read the GGUF file of a model."""
     kind, _, numbers = file.stem.partition("-")
     # llama-quantize takes weights that are in blocks already with this option alone.
     from_blocks = "--allow-requantize " * (numbers == "q8_0")

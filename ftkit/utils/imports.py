@@ -11,6 +11,7 @@ import gc
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module, metadata
@@ -126,6 +127,8 @@ def silence_libraries() -> None:
     for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(_is_error)  # it sets its level itself
+    # Of bitsandbytes, whose steps are simulated on a CPU for GPUs.
+    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
 
 
 def _is_error(record: logging.LogRecord) -> bool:

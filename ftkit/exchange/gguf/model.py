@@ -230,6 +230,24 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     return out / file
 
 
+def base_problem(result: Result, checkpoint_dir: str | None) -> str | None:
+    """Why the base model of an adapter cannot be written as a GGUF file; None: it can be.
+
+    Args:
+        result: an adapter that could be written itself.
+        checkpoint_dir: its base model, if it is not where the adapter says.
+    """
+    base = open_result(result, checkpoint_dir, "--checkpoint_dir")
+    files, settings = dict(companions(base)), _settings_for_gguf(base)
+    try:
+        vocabulary_metadata(
+            base.tokenizer, files, settings, name=base.name, template=None, end_ids=()
+        )
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def _check_kind(result: Result, keys: Mapping[str, Any]) -> None:
     problem = None
     if (peft := keys.get("peft")) is not None:

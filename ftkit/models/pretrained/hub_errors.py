@@ -132,6 +132,9 @@ def nearest_names(name: str) -> list[str]:
     by_spelling |= {c["name"].lower(): known for c, known in zip(configs, hub_names, strict=True)}
     # More than are shown, because several spellings may mean the same model.
     close = difflib.get_close_matches(name.lower(), by_spelling, n=6, cutoff=0.7)
+    # A copy of another organisation has the name alone.
+    if (alone := name.split("/")[-1].lower()) in by_spelling:
+        close.insert(0, alone)
     return list(dict.fromkeys(by_spelling[spelling] for spelling in close))[:3]
 
 

@@ -305,7 +305,7 @@ def _checkpoints_text(checkpoints: Checkpoints) -> str:
             size is not None and f"{bytes_text(size)} each",
             stall and f"training paused for {times(stall)}",
             write and f"written in {times(write)}",
-            advised and f"one every {duration_text(advised)} would lose the least time",
+            advised and f"checkpoint.save_every auto would save one every {duration_text(advised)}",
         )
     )
 

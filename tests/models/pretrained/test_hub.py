@@ -384,7 +384,8 @@ def test_an_unknown_model_is_answered_with_its_nearest_names(served: Hub, root: 
 @pytest.mark.parametrize("config", configs[::20], ids=lambda config: config["name"])
 def test_models_are_found_by_any_of_their_names(config: dict[str, Any]) -> None:
     hub_name = f"{config['hf_config']['org']}/{config['hf_config']['name']}"
-    for name in (config["name"], config["hf_config"]["name"].upper(), hub_name):
+    copy = f"somebody/{config['hf_config']['name']}"
+    for name in (config["name"], config["hf_config"]["name"].upper(), hub_name, copy):
         assert hub_name in nearest_names(name)
 
 
