@@ -269,6 +269,21 @@ def test_the_command_for_the_base_of_an_adapter_writes_the_file_that_llama_cpp_i
     assert metadata_of(Path(adapter_file))["adapter.type"] == "lora"
 
 
+def test_an_adapter_whose_base_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = make_adapter(tmp_path, "llama", "lora")
+    file = base / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Whitespace"}
+    file.write_text(json.dumps(tokenizer))
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    write(adapter, Path("out"), "f32", "--checkpoint_dir", str(base))
+    said = capsys.readouterr().out
+    assert "ftkit export" not in said and "convert_hf_to_gguf.py" in said
+
+
 def test_adapters_that_llama_cpp_does_not_support_are_refused_with_a_remedy(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from ftkit.data.records.keys import (
 )
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 from ftkit.models.chat_templates.arguments import ARGUMENTS
+from ftkit.utils.names import nearest
 
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 """Keys of a record that may hold its messages."""
@@ -173,7 +174,9 @@ def _message(turn: Any, where: str) -> Record:
     name = turn.get(sender)
     if not isinstance(name, str) or name not in _ROLES:
         if sender not in turn:
-            raise Misfit(f"{where} has no {sender}; its keys: {keys_of(turn)}. {_RULE}\nAdd it.")
+            meant = nearest(sender, map(str, turn.keys() - {said}))
+            advice = f"Rename {meant} to {sender}." if meant else "Add it."
+            raise Misfit(f"{where} has no {sender}; its keys: {keys_of(turn)}. {_RULE}\n{advice}")
         raise Misfit(
             f"{where}: {sender} is {name!r}, but has to be one of {', '.join(_ROLES)}.\n"
             "Correct it, name a role (--data.columns.assistant_role NAME), or remove the record."

@@ -139,9 +139,10 @@ def skipped_targets(model: nn.Module, base: BaseModel, lora: Lora) -> str | None
     if not missing:
         return None
     kept = ", ".join(target for target in targets if target not in missing)
+    advice = " Try --lora_targets all-linear to adapt all layers." * (lora.adapter is None)
     return (
         f"{base.name} has no {' and no '.join(missing)}, which lora_targets names: only {kept} "
-        "will be adapted, as PEFT does it. Try --lora_targets all-linear to adapt all layers."
+        f"will be adapted, as PEFT does it.{advice}"
     )
 
 

@@ -488,6 +488,7 @@ def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> Non
     [
         ("hello", {}, ", message 2 is a text"),
         ({"content": "a"}, {}, "message 2 ... role ... content"),
+        ({"rol": "user", "content": "a"}, {}, "message 2 ... Rename rol to role"),
         ({"from": 1, "value": "a"}, {}, "message 2 ... from is 1 ... system"),
         ({"role": "robot", "content": "a"}, {}, "role is 'robot' ... system"),
         ({"role": "user"}, {}, "content is null ... text"),
