@@ -135,7 +135,7 @@ def skipped_targets(model: nn.Module, base: BaseModel, lora: Lora) -> str | None
         return None
     parameters = (our_name(name) for name, _ in model.named_parameters() if is_adapter(name))
     adapted = {names_of(base, name.rpartition(".lora_")[0]) for name in parameters}
-    missing = [target for target in targets if not any(_are_called(a, target) for a in adapted)]
+    missing = [target for target in targets if not any(are_called(a, target) for a in adapted)]
     if not missing:
         return None
     kept = ", ".join(target for target in targets if target not in missing)
