@@ -283,7 +283,8 @@ def load_result(
             round_in_forward(model.body, qat)
         model.requires_grad_(False)
         # Weights stream from the files into the model: no second copy in memory.
-        source, tensors = full_weights(result, found), {}
+        source = None if result.kind == "model" else full_weights(result, found)
+        tensors = {}
     fill(
         model,
         found,

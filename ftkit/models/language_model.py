@@ -22,6 +22,7 @@ from ftkit.models.meta_device import on_meta_device
 from ftkit.models.offloading import Offloading
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
+from ftkit.models.stored_weights import keep_stored
 from ftkit.models.trained_part import freeze_rest
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
 
@@ -248,23 +249,19 @@ def outline_plain(
     Raises:
         UserError: they are not stored in a form that can be kept.
     """
-    if kind == "stored" and (base.form is None or base.form.method != "mxfp4"):
-        form = "plain numbers" if base.form is None else base.form.title
-        raise UserError(
-            f"quantize is stored, which keeps weights in MXFP4, but {base.name} has {form}. "
-            "Try --quantize bnb.nf4-dq."
-        )
     with on_meta_device():
         model = LanguageModel(base.architecture, tied=tied)
-        if kind is not None:
+        body, computing = model.body, compute_dtype or dtype
+        model.quantized = kind
+        if kind == "stored":
+            keep_stored(body, base, computing)
+        elif kind is not None:
             from ftkit.models.quantization import quantize, quantize_experts
 
-            body, computing = model.body, compute_dtype or dtype
             # The blocks only: embedding and head keep their precision, as in QLoRA.
             quantize(body.blocks, kind, computing, body.kept_in_full)
             for experts in body.fused_experts():
                 quantize_experts(experts, kind, computing)
-            model.quantized = kind
     return model.to(dtype)
 
 

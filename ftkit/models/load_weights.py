@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +20,11 @@ from ftkit.models.lora.layers import (
 from ftkit.models.lora.peft_layers import fill_tables
 from ftkit.models.lora.targets import our_name
 from ftkit.models.meta_device import allocate
-from ftkit.models.pretrained.base_model import BaseModel, weights
+from ftkit.models.pretrained.base_model import BaseModel, weights, weights_in_fp8
+from ftkit.models.pretrained.packed_weights import ScaledFloats
 from ftkit.models.pretrained.random_weights import INITIAL_STD
+from ftkit.models.stored_weights import held_in_fp8
+from ftkit.models.unpacking import allocate_scales, packed
 from ftkit.recipe.peft_types import is_adapter
 from ftkit.utils.progress import OnProgress
 
@@ -110,10 +114,7 @@ def fill(
     kept = kept_parameters(model)
     left = dict.fromkeys(names)
     sharding.allocate(model, device)
-    if model.quantized is not None:
-        from ftkit.models.quantization import allocate
-
-        allocate(model, device)
+    allocate_scales(model, device)
     # After the allocation, which leaves tables without values.
     model.body.build_rope_cache(device, rope_length)
     if model.lora is not None:
@@ -145,7 +146,7 @@ def fill(
                 continue
             dtype = model.get_parameter(names[ours]).dtype
             # A quantised weight is packed on the device, from the whole tensor, on every rank.
-            stored = _stored(model, names[ours], tensor, device)
+            stored = packed(model, names[ours], tensor, device)
             put(ours, stored)
             for name in adapted.get(ours, ()):
                 if any(key.startswith(f"{our_name(name)}.lora_") for key in left):
@@ -195,10 +196,17 @@ def _weights(
     model: LanguageModel,
     source: Iterable[tuple[str, Tensor]] | None,
     device: torch.device,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Tensor | ScaledFloats]]:
     """The base model's weights, tied or untied as the model is."""
+    found: Iterable[tuple[str, Tensor | ScaledFloats]]
+    if source is not None:
+        found = source
+    else:
+        kept = _held_as_stored(model)
+        plain = weights(base, device, without=frozenset(kept))
+        found = chain(plain, weights_in_fp8(base, kept))
     # A stored head that equals the embedding has no parameter in a tied model.
-    for name, tensor in weights(base, device) if source is None else source:
+    for name, tensor in found:
         if name == HEAD and model.tied:
             continue
         yield name, tensor
@@ -207,13 +215,9 @@ def _weights(
             yield HEAD, tensor
 
 
-def _stored(model: LanguageModel, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-    """Tensor that a parameter holds for a weight: the weight, or its packed form."""
-    if model.quantized is None:
-        return tensor
-    from ftkit.models.quantization import packed
-
-    return packed(model, name, tensor, device)
+def _held_as_stored(model: LanguageModel) -> list[str]:
+    """Our names of the weights that a model holds in the FP8 of the files."""
+    return [our_name(name) for name in held_in_fp8(model)]
 
 
 def _computed_weight(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:

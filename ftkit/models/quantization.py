@@ -8,7 +8,6 @@ are whole on every rank.
 """
 
 from collections.abc import Container
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -26,45 +25,21 @@ from bitsandbytes.functional import (
 from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 from torch import Tensor
 
-from ftkit.errors import UserError
-from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, hold_packed, packed_in
-from ftkit.models.pretrained.packed_weights import E2M1, e2m1, unpacked_4bit
+from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, hold_packed
+from ftkit.models.pretrained.packed_weights import unpacked_4bit
+from ftkit.models.unpacking import UnpackedPerUse
 from ftkit.recipe.recipe import Quantization
 
 WEIGHT_BLOCK = 64
 """Weights that share a scale in 4 bits, as in bitsandbytes."""
 NESTED_BLOCK = 256
 """Scales that share a scale of their own, if scales are quantised too."""
-MXFP4_BLOCK = 32
-"""Weights that share a scale in MXFP4."""
 VALUES_AT_ONCE = 2**18
 """Weights that are quantised at once; a multiple of WEIGHT_BLOCK. The temporaries of whole weights,
 several times their size, left holes in the heap."""
 
 
-class _FrozenProduct(torch.autograd.Function):
-    """Input times the weight of a quantised layer, with a gradient for the input alone."""
-
-    # bitsandbytes' own function keeps a view of the packed weight for the backward pass. Under
-    # ZeRO-3 that view would keep the gathered weights of all layers alive; the parameter itself is
-    # saved here, because DeepSpeed frees and gathers its content.
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "FourBit | EightBit"
-    ) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(weight)
-        return layer.product(x, weight, None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        (gradient,) = gradients
-        return gradient @ ctx.layer.unpacked(weight).to(gradient.dtype), None, None, None
-
-
-class FourBit(Linear4bit):
+class FourBit(UnpackedPerUse, Linear4bit):
     """A linear layer in blocks of 64 weights of 4 bits.
 
     Its result has the dtype of the computation, like that of a layer under autocast.
@@ -130,19 +105,14 @@ class FourBit(Linear4bit):
         return unpacked_4bit(weight, self.quant_state)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Result of the layer, without a gradient."""
         assert self.quant_state is not None, "pack comes first"
         if self.in_features % WEIGHT_BLOCK:  # see unpacked_4bit
             return F.linear(x, self.unpacked(weight), bias)
         # Transposed, as bitsandbytes below 0.50 needs it; later versions take both.
         return matmul_4bit(x, weight.t(), bias=bias, quant_state=self.quant_state)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.compute_dtype)
-        return _FrozenProduct.apply(x, self.weight, self.bias, self)
 
-
-class EightBit(Linear8bitLt):
+class EightBit(UnpackedPerUse, Linear8bitLt):
     """A linear layer of 8-bit integers with one scale per row; activations are not rounded."""
 
     # bitsandbytes' own product rounds the activations to 8 bits too, on CUDA alone and without the
@@ -177,14 +147,6 @@ class EightBit(Linear8bitLt):
         assert self.state.SCB is not None, "pack comes first"
         # 127 stands for the largest absolute value of a row, which is its scale.
         return weight.to(self.compute_dtype).mul_((self.state.SCB / 127).unsqueeze(1))
-
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Result of the layer, without a gradient."""
-        return F.linear(x, self.unpacked(weight), bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.compute_dtype)
-        return _FrozenProduct.apply(x, self.weight, self.bias, self)
 
 
 def _quantize_in_pieces(
@@ -234,8 +196,6 @@ def quantize(
         compute_dtype: of their arithmetic.
         kept: names of layers that stay as they are.
     """
-    if kind == "stored":  # MXFP4 has matrices of experts alone
-        return
     for name, layer in list(model.named_modules()):
         # Exactly nn.Linear: subclasses compute something else, too.
         if type(layer) is nn.Linear and name not in kept:
@@ -278,33 +238,6 @@ def rounded_of_each(weight: Tensor, kind: Quantization, *, transposed: bool) -> 
         else:
             result.copy_(rounded(matrix, kind))
     return found
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate the scales of all packed weights of a model."""
-    for layer in model.modules():
-        if isinstance(layer, FourBit):
-            layer.allocate(device)
-        for matrices in packed_in(layer).values():
-            matrices.allocate(device)
-
-
-def packed(model: nn.Module, name: str, value: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor that a parameter of the model holds for a weight of the base model.
-
-    Args:
-        model: with quantised layers.
-        name: of the parameter.
-        value: the whole weight; every rank passes the same and gets the same.
-        device: of the computation.
-    """
-    owner, _, kind = name.rpartition(".")
-    layer = model.get_submodule(owner)
-    if kind == "weight" and isinstance(layer, FourBit | EightBit):
-        return layer.pack(value.to(device))
-    if kind in packed_in(layer):
-        return packed_in(layer)[kind].pack(value, device)
-    return value
 
 
 class FourBitMatrices(PackedMatrices):
@@ -412,61 +345,6 @@ class EightBitMatrices(PackedMatrices):
         return packed[experts].to(self.compute_dtype).mul_(scales)
 
 
-class Mxfp4Matrices(PackedMatrices):
-    """Matrices of experts as MXFP4 stores them: blocks of 32 floats of 4 bits with a power of two.
-
-    Packing finds exactly the numbers of a weight that was stored so: their largest one decides a
-    power of two with which all of them are among the 16 floats.
-    Open Compute Project, Microscaling Formats (MX) Specification 1.0.
-    """
-
-    def outline(self) -> Tensor:
-        size = (self.experts, self.rows * self.columns // 2)
-        return torch.empty(size, dtype=torch.uint8, device="meta")
-
-    def allocate(self, device: torch.device) -> None:
-        size = (self.experts, self.rows * self.columns // MXFP4_BLOCK)
-        self._scales = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def _pack_one(self, matrix: Tensor, expert: int) -> Tensor:
-        assert self._scales is not None, "allocate comes first"
-        if self.columns % MXFP4_BLOCK:
-            raise _not_in_mxfp4()
-        blocks = matrix.float().contiguous().view(-1, MXFP4_BLOCK)
-        # frexp gives a fraction in [0.5, 1): the largest number becomes at least 4 and less than 8.
-        exponents = blocks.abs().amax(-1).frexp().exponent.clamp(-124, 127) - 3
-        numbers = torch.ldexp(blocks, -exponents.unsqueeze(-1))
-        levels = torch.tensor(E2M1, device=matrix.device)
-        codes = torch.searchsorted(levels, numbers.abs(), out_int32=True).to(torch.uint8)
-        codes = codes.add_(numbers.signbit(), alpha=8).view(-1)
-        packed = codes[::2] | (codes[1::2] << 4)
-        if not _floats_of(packed, torch.float32).view_as(numbers).equal(numbers):
-            raise _not_in_mxfp4()
-        self._scales[expert] = (exponents + 127).to(torch.uint8)
-        return packed
-
-    def unpacked(self, packed: Tensor, experts: slice) -> Tensor:
-        assert self._scales is not None, "pack comes first"
-        numbers = _floats_of(packed[experts], self.compute_dtype).view(-1, MXFP4_BLOCK)
-        # In float32: in float16 the smallest powers would be 0 though products are not.
-        factors = (self._scales[experts].float() - 127).exp2()
-        return numbers.mul_(factors.view(-1, 1)).view(-1, self.rows, self.columns)
-
-
-def _floats_of(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [..., 2] floats of bytes, that of their lower 4 bits first."""
-    # By byte: half as many look-ups, whose indices take more memory than the result.
-    every = torch.arange(256, dtype=torch.uint8, device=packed.device)
-    return e2m1(every[:, None]).to(dtype)[packed.int()]
-
-
-def _not_in_mxfp4() -> UserError:
-    return UserError(
-        "quantize is stored, which keeps weights in MXFP4, but the files have experts in another "
-        "form than their config.json says. Try --quantize bnb.nf4-dq."
-    )
-
-
 def quantize_experts(experts: FusedExperts, kind: Quantization, compute_dtype: torch.dtype) -> None:
     """Pack the matrices of a layer's experts; no memory is taken.
 
@@ -478,9 +356,7 @@ def quantize_experts(experts: FusedExperts, kind: Quantization, compute_dtype: t
     for name in experts.matrices:
         shape, transposed = experts.module.get_parameter(name).shape, experts.transposed
         matrices: PackedMatrices
-        if kind == "stored":
-            matrices = Mxfp4Matrices(shape, transposed=transposed, compute_dtype=compute_dtype)
-        elif kind == "bnb.int8":
+        if kind == "bnb.int8":
             matrices = EightBitMatrices(shape, transposed=transposed, compute_dtype=compute_dtype)
         else:
             matrices = FourBitMatrices(

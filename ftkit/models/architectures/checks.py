@@ -6,6 +6,7 @@ trained: they are refused with the name of the method.
 """
 
 import dataclasses
+import fnmatch
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -62,9 +63,12 @@ _KEYS = ("quantization_config", "compression_config")
 """Keys of a config.json with a quantised model; earlier llm-compressor wrote the second."""
 _COMPRESSED = (
     *("float-quantized", "naive-quantized", "int-quantized", "pack-quantized"),
-    "nvfp4-pack-quantized",
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 )
-"""Formats of compressed-tensors that can be read, where their numbers lie around zero."""
+"""Formats of compressed-tensors that can be read."""
+_PACKED_BITS = (1, 2, 4, 8)
+"""Bits of packed integers whose words are the same in all versions of compressed-tensors: earlier
+ones pack no number across two words, later ones do."""
 _EIGHT_BITS = ("eetq", "fbgemm_fp8", "fp8")
 
 
@@ -195,12 +199,31 @@ class StoredForm:
     """quant_method of its config.json."""
     title: str
     """Usual name of the method."""
+    dtype: str = "bfloat16"
+    """Torch's name of the number format of the weights before they were stored."""
     bits: int = 4
     """Of the numbers of GPTQ."""
     block: tuple[int, int] | None = None
     """Rows and columns of FP8 weights that share a scale, if the settings say so."""
     zeros_less_one: bool = True
     """Whether GPTQ's zeros are stored less one, as its first version does."""
+    is_fp8: bool = False
+    """Whether its weights are floats of 8 bits with scales."""
+    kept: tuple[str, ...] = ()
+    """Patterns of the names of modules whose weights are stored as plain numbers."""
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether weights can be computed with as they are stored, and unpacked for each use."""
+        return self.is_fp8 or self.method == "mxfp4"
+
+    def keeps(self, module: str) -> bool:
+        """Return whether a module's weights are plain numbers, by the settings.
+
+        Args:
+            module: its name in the files.
+        """
+        return any(re.search(pattern, module) for pattern in self.kept)
 
 
 def stored_form(settings: Mapping[str, Any], name: str) -> StoredForm | None:
@@ -220,14 +243,64 @@ def stored_form(settings: Mapping[str, Any], name: str) -> StoredForm | None:
     method = str(known.get("quant_method") or _unnamed_method(known))
     if not _is_readable(method, known):
         raise quantized_weights(known, name)
-    block, bits = known.get("weight_block_size"), known.get("bits", 4)
+    bits, dtype = known.get("bits", 4), settings.get("dtype") or settings.get("torch_dtype")
     return StoredForm(
         method=method,
         title=_METHODS[method],
+        dtype=dtype if isinstance(dtype, str) else "bfloat16",
         bits=bits,
-        block=(block[0], block[1]) if isinstance(block, list) and len(block) == 2 else None,
+        block=_block(known),
         zeros_less_one=known.get("checkpoint_format") != "gptq_v2",
+        is_fp8=_is_fp8(method, known),
+        kept=tuple(_patterns(method, known)),
     )
+
+
+def _block(known: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale."""
+    found: Any = known.get("weight_block_size")
+    for weights in _weights_of_groups(known):
+        if weights.get("strategy") == "group":
+            found = [1, weights.get("group_size")]
+        found = weights.get("block_structure") or found
+    match found:
+        case [int(rows), int(columns)]:
+            return rows, columns
+    return None
+
+
+def _is_fp8(method: str, known: Mapping[str, Any]) -> bool:
+    if method == "compressed-tensors":
+        groups = _weights_of_groups(known)
+        return bool(groups) and all(
+            weights.get("type") == "float" and weights.get("num_bits") == 8 for weights in groups
+        )
+    return method == "fp8" or known.get("quant_algo") == "FP8"
+
+
+def _patterns(method: str, known: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a name contains of a module that is not stored packed."""
+    for key in ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules"):
+        names = known.get(key)
+        for name in names if isinstance(names, list) else ():
+            if not isinstance(name, str):
+                continue
+            if method == "modelopt":  # as in a shell
+                yield f"^{fnmatch.translate(name)}"
+            elif name.startswith("re:"):  # compressed-tensors
+                yield f"^(?:{name.removeprefix('re:')})"
+            else:  # the module, or all modules in it
+                yield rf"(^|\.){re.escape(name)}(\.|$)"
+
+
+def _weights_of_groups(known: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What compressed-tensors says of the weights, for each group of layers."""
+    groups = known.get("config_groups")
+    return [
+        group.get("weights") or {}
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping)
+    ]
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,14 +314,18 @@ def _is_readable(method: str, known: Mapping[str, Any]) -> bool:
     if method == "awq":
         return known.get("bits", 4) == 4 and str(known.get("version", "gemm")).lower() == "gemm"
     if method == "compressed-tensors":
-        groups = known.get("config_groups")
-        weights = [
-            group.get("weights") or {}
-            for group in (groups.values() if isinstance(groups, Mapping) else ())
-            if isinstance(group, Mapping)
-        ]
-        symmetric = all(weight.get("symmetric", True) for weight in weights)
-        return known.get("format") in _COMPRESSED and symmetric
+        sparsity = known.get("sparsity_config")
+        sparsity = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else "dense"
+        return (
+            known.get("format") in _COMPRESSED
+            and sparsity == "dense"
+            # Rotated weights need rotated inputs, too.
+            and not known.get("transform_config")
+            and all(
+                weights.get("type") == "float" or weights.get("num_bits", 4) in _PACKED_BITS
+                for weights in _weights_of_groups(known)
+            )
+        )
     if method == "modelopt":
         return known.get("quant_algo") in ("FP8", "NVFP4")
     return method in ("bitsandbytes", "fp8", "mxfp4")

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,12 @@ from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.gguf.convert import conversion_place, gguf_settings
 from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
-from ftkit.models.pretrained.packed_weights import unpacked
+from ftkit.models.pretrained.packed_weights import (
+    ScaledFloats,
+    dtype_before,
+    scaled_floats,
+    unpacked,
+)
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import (
@@ -93,6 +98,8 @@ class BaseModel:
     run started from may be deleted before the run ends. None: they are read when needed."""
     form: StoredForm | None = None
     """How its files store the weights in 4 or 8 bits; None: as plain numbers."""
+    in_fp8: frozenset[str] = frozenset()
+    """Our names of the parameters that its files hold in FP8, if it was opened with weights."""
     known_as: str | None = None
     """ORG/NAME of a model whose sizes come from LitGPT; None: they come from its own settings."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
@@ -166,7 +173,7 @@ def open_base(
     architecture = _architecture_of(directory, settings, name, layout, implementation)
     storage = storage_of(architecture, layout)
     # Headers only: names, shapes and formats of all tensors.
-    stored = _stored(directory, storage, form, settings)
+    stored = _stored(directory, storage, form)
     holders = storage.holders(stored)
     # Settings and files may disagree on whether the head is tied.
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
@@ -188,6 +195,7 @@ def open_base(
         layout=layout,
         settings=settings,
         form=form,
+        in_fp8=frozenset(_held_in_fp8(directory, storage, form)) if form else frozenset(),
         rest={name: tensor for name, tensor in stored.items() if storage.is_kept(name)},
     )
     # Last, because what has to be there depends on whether the head is tied.
@@ -329,7 +337,9 @@ def parameter_shapes(base: BaseModel) -> dict[str, torch.Size]:
     return base.architecture.parameter_shapes(tied=base.tied)
 
 
-def weights(base: BaseModel, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
+def weights(
+    base: BaseModel, device: torch.device | None = None, *, without: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter as (our name, tensor), in the order of `parameter_shapes`.
 
     If each is dropped before the next is taken, memory holds one parameter. A tied model has no
@@ -338,14 +348,16 @@ def weights(base: BaseModel, device: torch.device | None = None) -> Iterator[tup
     Args:
         base: with weights.
         device: as `weight_reader` takes it.
+        without: our names of parameters that are left out.
 
     Raises:
         UserError: as `weight_reader`, before the first is yielded.
     """
     read = weight_reader(base, device)
     is_new = base.source is not None
+    names = [name for name in parameter_shapes(base) if name not in without]
     # An expression, not a generator function, which would only raise once it is iterated.
-    return ((name, read(name)) for name in parameter_shapes(base) if not (is_new and name == HEAD))
+    return ((name, read(name)) for name in names if not (is_new and name == HEAD))
 
 
 def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callable[[str], Tensor]:
@@ -391,7 +403,7 @@ def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callab
             "directory or the hub name of the model itself."
         )
     storage = storage_of(architecture, base.layout)
-    stored = _stored(base.directory, storage, base.form, base.settings)
+    stored = _stored(base.directory, storage, base.form)
     storage.require_complete(stored, base.directory, tied=base.tied)
     holders = storage.holders(stored)
     head, embedding = holders.get(HEAD), holders.get(architecture.embedding)
@@ -402,6 +414,62 @@ def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callab
             "that they are tied. Set tie_word_embeddings in it to false."
         )
     return lambda name: holders[name].read()
+
+
+def parameters_in_fp8(base: BaseModel) -> Callable[[str], bool]:
+    """Return a function that tells by our name whether a parameter is stored in FP8.
+
+    Args:
+        base: in FP8. Its files decide; without weights its settings, of the layers that hold a
+            matrix.
+    """
+    if base.has_weights:
+        return base.in_fp8.__contains__
+    form, naming = base.form, base.naming
+    assert form is not None, "in FP8"
+
+    def by_settings(name: str) -> bool:
+        module, _, _ = naming.stored_in(name)[0].rpartition(".weight")
+        return not form.keeps(module or name)
+
+    return by_settings
+
+
+def weights_in_fp8(base: BaseModel, names: Collection[str]) -> Iterator[tuple[str, ScaledFloats]]:
+    """Yield parameters that are stored in FP8 as the files have them, by our names.
+
+    Args:
+        base: with weights.
+        names: of the parameters, all of them `in_fp8`.
+    """
+    if not names:
+        return
+    if (origin := base.source or base.ungrown) is not None:
+        yield from weights_in_fp8(origin, names)
+        return
+    assert base.directory is not None and base.form is not None, "it has files in FP8"
+    storage = storage_of(base.architecture, base.layout)
+    held = _held_in_fp8(base.directory, storage, base.form)
+    for name in names:
+        floats, scales = held[name]
+        yield name, ScaledFloats(floats.read(), scales.read())
+
+
+def _held_in_fp8(
+    directory: Path, storage: WeightStorage, form: StoredForm
+) -> dict[str, tuple[HeldParameter, HeldParameter]]:
+    """Find the numbers and the scales of each parameter that is stored in FP8."""
+    if not form.is_fp8:
+        return {}
+    stored = stored_tensors(_weight_files(directory), lambda _: True)
+    floats, scales = map(storage.holders, scaled_floats(stored, form))
+    whole = storage.holders(unpacked(stored, form, dtype_before(form)))
+    # Experts may be partly in another form, and are one parameter.
+    return {
+        name: (holder, scales[name])
+        for name, holder in floats.items()
+        if holder.names == whole[name].names
+    }
 
 
 def vocabulary_parameters(base: BaseModel) -> tuple[str, ...]:
@@ -498,15 +566,13 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _stored(
-    directory: Path, storage: WeightStorage, form: StoredForm | None, settings: Mapping[str, Any]
+    directory: Path, storage: WeightStorage, form: StoredForm | None
 ) -> dict[str, WeightTensor]:
     """List the tensors of a model's files by name, each as a plain one; reads only headers."""
     files = _weight_files(directory)
     if form is None:
         return stored_tensors(files, storage.is_kept)
-    named = settings.get("dtype") or settings.get("torch_dtype")
-    dtype = getattr(torch, str(named), torch.bfloat16)
-    tensors = unpacked(stored_tensors(files, lambda _: True), form, dtype)
+    tensors = unpacked(stored_tensors(files, lambda _: True), form, dtype_before(form))
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values() and not storage.is_kept(name):
             raise UserError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import StoredForm
@@ -27,8 +28,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns that AWQ packs into one word, from its lowest bits."""
 _UNUSED = (
-    *(".input_scale", ".activation_scale", ".input_global_scale", ".weight_format"),
-    *(".k_scale", ".v_scale", ".output_scale"),
+    *("input_scale", "activation_scale", ".input_global_scale", ".input_zero_point"),
+    *(".qscale_act", ".k_scale", ".v_scale", ".output_scale", ".weight_format"),
 )
 """Ends of tensors that only matter where activations or the cache are quantised too."""
 
@@ -95,6 +96,53 @@ def unpacked(
     return rest | plain
 
 
+def dtype_before(form: StoredForm) -> torch.dtype:
+    """Return the number format of the weights before they were stored."""
+    found = getattr(torch, form.dtype, None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class ScaledFloats:
+    """A weight in floats of 8 bits with scales, as files hold it."""
+
+    floats: Tensor
+    """[..., out, in] in one of torch's formats of 8 bits."""
+    scales: Tensor
+    """[..., out, blocks] float32: the scale of each block of columns in each row."""
+
+    def to(self, device: torch.device) -> "ScaledFloats":
+        """Copy to a device."""
+        return ScaledFloats(self.floats.to(device), self.scales.to(device))
+
+
+def scaled_floats(
+    stored: Mapping[str, WeightTensor], form: StoredForm
+) -> tuple[dict[str, WeightTensor], dict[str, WeightTensor]]:
+    """Return the FP8 weights among stored tensors, and their scales for each row, by name.
+
+    Both are divided, stacked and joined by rows like the weight.
+
+    Args:
+        stored: all tensors of the files, by name.
+        form: how the weights are stored, from the settings.
+    """
+    floats, scales = {}, {}
+    for name in stored:
+        for layout in _layouts(form):
+            found = layout.parts(name, stored)
+            if found is None or stored[name].dtype not in _FP8:
+                continue
+            ours, parts = found
+            size, scale = stored[name].shape, parts[layout.needed[0]]
+            count = scale.shape[-1] if len(scale.shape) > 1 else 1
+            read = partial(_scales_of_rows, scale, size, form)
+            floats[ours] = stored[name]
+            scales[ours] = WeightTensor(torch.Size((*size[:-1], count)), torch.float32, read)
+            break
+    return floats, scales
+
+
 def _layouts(form: StoredForm) -> Iterator[_Layout]:
     if form.method in ("gptq", "awq"):
         yield _GPTQ if form.method == "gptq" else _AWQ
@@ -102,8 +150,12 @@ def _layouts(form: StoredForm) -> Iterator[_Layout]:
         yield from (_BNB_NF4, _BNB_FP4, _BNB_INT8)
     elif form.method == "mxfp4":
         yield _MXFP4
+    elif form.method == "compressed-tensors":
+        yield from (_NVFP4_COMPRESSED, _MXFP4_COMPRESSED, _PACKED_INTEGERS, _SCALED)
+    elif form.method == "modelopt":
+        yield from (_NVFP4, _SCALED)
     else:
-        yield from (_NVFP4, _NVFP4_COMPRESSED, _PACKED_INTEGERS, _FP8_BLOCKS, _SCALED)
+        yield from (_FP8_BLOCKS, _SCALED, _scaled_by(".scale"), _scaled_by(".qscale_weight"))
 
 
 def _dtype_of(parts: Parts, dtype: torch.dtype) -> torch.dtype:
@@ -139,29 +191,92 @@ def _scaled(
 
 
 def _read_scaled(
-    scale: str, packed: str, parts: Parts, dtype: torch.dtype, form: StoredForm
+    packed: str, scale: str, zero: str | None, parts: Parts, dtype: torch.dtype, form: StoredForm
 ) -> Tensor:
-    numbers, scales = parts[packed].read(), _floats(parts[scale].read())
-    size = numbers.shape
-    if scales.ndim < 2 or scales.numel() == 1:  # one of all, or of each row
-        scales = scales.reshape(-1, 1) if scales.numel() in (1, size[0]) else scales
-    blocks = [
-        _block(whole, count, block)
-        for whole, count, block in zip(
-            size[-2:], scales.shape[-2:], form.block or (0, 0), strict=True
-        )
-    ]
-    matrices = scales.expand(*size[:-2], *scales.shape[-2:]).reshape(-1, *scales.shape[-2:])
-    of_rows, flat = size[-2], numbers.reshape(-1, size[-1])
+    numbers = parts[packed].read()
+    scales = _scales_of_rows(parts[scale], numbers.shape, form)
+    if zero is None or zero not in parts:
+        return times_scales(numbers, scales, dtype, form)
+    zeros = _of_rows(parts[zero].read(), numbers.shape, form)
+    # Integers: a difference of two is one of float32, too.
+    return times_scales(numbers, scales, dtype, form, zeros)
 
-    def factors(piece: slice) -> Tensor:
-        row = torch.arange(piece.start, piece.stop)
-        of_each = matrices[row // of_rows, row % of_rows // blocks[0]]
-        if of_each.size(-1) == 1:
-            return of_each
-        return of_each.repeat_interleave(blocks[1], dim=-1)[:, : size[-1]]
 
-    return _scaled(size, dtype, lambda piece: flat[piece], factors)
+def times_scales(
+    numbers: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    form: StoredForm,
+    zeros: Tensor | None = None,
+) -> Tensor:
+    """Return numbers times their scales: [..., out, in], computed in float32, in pieces.
+
+    Args:
+        numbers: [..., out, in], of 8 bits.
+        scales: [..., out, blocks] float32, of each block of columns.
+        dtype: of the result.
+        form: how they are stored.
+        zeros: like the scales; subtracted from the numbers.
+    """
+    columns = numbers.size(-1)
+    block = block_of_columns(columns, scales.size(-1), form)
+    result = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
+    rows, flat = result.view(-1, columns), numbers.reshape(-1, columns)
+    factors = scales.reshape(-1, scales.size(-1))
+    whole = columns // block  # blocks; the last one may have fewer columns
+    at_once = max(1, _PIECE // columns)
+    starts = range(0, len(rows), at_once)
+    # Fake tensors are for shapes alone: the first piece stands for all.
+    for start in starts[:1] if is_fake(numbers) else starts:
+        piece = slice(start, start + at_once)
+        values, of_blocks = flat[piece].float(), factors[piece]
+        blocks = values[:, : whole * block].unflatten(1, (whole, block))
+        rest = values[:, whole * block :]
+        if zeros is not None:
+            of_zeros = zeros.reshape(factors.shape)[piece]
+            blocks.sub_(of_zeros[:, :whole, None])
+            rest.sub_(of_zeros[:, whole:])
+        blocks.mul_(of_blocks[:, :whole, None])
+        rest.mul_(of_blocks[:, whole:])
+        rows[piece] = values
+    return result
+
+
+def _scales_of_rows(part: WeightTensor, size: torch.Size, form: StoredForm) -> Tensor:
+    """Read the scales of a weight: [..., out, blocks] float32, of each row."""
+    return _of_rows(_floats(part.read()), size, form)
+
+
+def _of_rows(found: Tensor, size: torch.Size, form: StoredForm) -> Tensor:
+    """Repeat what belongs to blocks of rows for each row: [..., out, blocks] float32.
+
+    Args:
+        found: of the whole weight, of each row (or matrix) or of each block of both dimensions.
+        size: of the weight.
+        form: how it is stored.
+    """
+    if found.ndim < 2 or found.numel() == 1:
+        found = found.reshape(-1, *[1] * max(1, len(size) - 1))
+    of_matrix = found.shape[-2:]
+    rows = _block(size[-2], of_matrix[0], form.block[0] if form.block else 0)
+    found = found.float().expand(*size[:-2], *of_matrix)
+    return found.repeat_interleave(rows, dim=-2)[..., : size[-2], :]
+
+
+def block_of_columns(columns: int, count: int, form: StoredForm) -> int:
+    """Columns that share a scale.
+
+    Args:
+        columns: of a weight.
+        count: of its scales in a row.
+        form: how it is stored.
+    """
+    return _block(columns, count, form.block[1] if form.block else 0)
+
+
+def scales_in_row(columns: int, form: StoredForm) -> int:
+    """Number of scales that a row of an FP8 weight has, by the settings."""
+    return -(-columns // form.block[1]) if form.block else 1
 
 
 def _block(whole: int, count: int, published: int) -> int:
@@ -181,19 +296,32 @@ def _floats(scales: Tensor) -> Tensor:
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
+def _scaled_by(end: str) -> _Layout:
+    """FP8 of a layer whose scales are not named after its weight (DeepSeek V4, Mistral Large 4)."""
+    return _Layout(
+        packed=".weight",
+        needed=(end,),
+        shape=lambda parts, form: parts[".weight"].shape,
+        read=partial(_read_scaled, ".weight", end, None),
+        plain=".weight",
+        dtypes=_FP8,
+    )
+
+
 _FP8_BLOCKS = _Layout(
     packed="",
     needed=("_scale_inv",),
     shape=lambda parts, form: parts[""].shape,
-    read=partial(_read_scaled, "_scale_inv", ""),
+    read=partial(_read_scaled, "", "_scale_inv", None),
     dtypes=_FP8,
 )
 _SCALED = _Layout(
     packed="",
     needed=("_scale",),
     shape=lambda parts, form: parts[""].shape,
-    read=partial(_read_scaled, "_scale", ""),
+    read=partial(_read_scaled, "", "_scale", "_zero_point"),
     dtypes=(*_FP8, torch.int8),
+    further=("_zero_point",),
 )
 _BNB_INT8 = _Layout(
     packed=".weight",
@@ -275,6 +403,20 @@ def _doubled(packed: str, parts: Parts, form: StoredForm) -> torch.Size:
     return torch.Size((*rows, 2 * width))
 
 
+def _read_mxfp4_rows(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+    """[out, in / 2] bytes and an exponent of each group of inputs."""
+    numbers, exponents = parts["_packed"].read(), parts["_scale"].read()
+    size = _doubled("_packed", parts, form)
+    return _scaled(
+        size,
+        dtype,
+        lambda piece: e2m1(numbers[piece]),
+        lambda piece: _floats(exponents[piece]).repeat_interleave(
+            size[-1] // exponents.size(-1), -1
+        ),
+    )
+
+
 _NVFP4 = _Layout(  # ModelOpt
     packed="",
     needed=("_scale", "_scale_2"),
@@ -287,6 +429,13 @@ _NVFP4_COMPRESSED = _Layout(  # compressed-tensors
     needed=("_scale", "_global_scale"),
     shape=partial(_doubled, "_packed"),
     read=partial(_read_nvfp4, "_packed", "_global_scale", True),
+    dtypes=(torch.uint8,),
+)
+_MXFP4_COMPRESSED = _Layout(
+    packed="_packed",
+    needed=("_scale",),
+    shape=partial(_doubled, "_packed"),
+    read=_read_mxfp4_rows,
     dtypes=(torch.uint8,),
 )
 
@@ -378,19 +527,40 @@ _AWQ = _Layout(
 
 
 def _read_integers(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
-    """[out, in / 8] words of numbers around the middle; a scale for each group of inputs."""
+    """[out, in / 8] words of numbers around the middle; scales and zeros of groups of inputs."""
     words, scales = parts["_packed"].read(), parts["_scale"].read()
-    size = _size_of_integers(parts, form)
-    bits = 32 * words.size(-1) // size[-1]
+    rows, columns = size = _size_of_integers(parts, form)
+    scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
+    scales = scales.expand(rows, -1)
+    bits, middle = _bits_of(words, columns), 0
+    zeros = parts["_zero_point"].read() if "_zero_point" in parts else None
+    if zeros is None:
+        middle = 2 ** (bits - 1)
+    elif zeros.dtype == torch.int32:  # packed by rows; around the middle, as the numbers are
+        zeros = _integers(zeros, bits, 0)[:rows]
+    else:
+        zeros = (zeros.int() + 2 ** (bits - 1)).reshape(-1, scales.size(1)).expand(rows, -1)
+    of_group = -(-columns // scales.size(-1))
+    groups = torch.arange(columns) // of_group
+    if "_g_idx" in parts and bool((parts["_g_idx"].read() >= 0).all()):
+        groups = parts["_g_idx"].read().long()
 
     def numbers(piece: slice) -> Tensor:
-        return _integers(words[piece], bits, -1)[:, : size[-1]] - 2 ** (bits - 1)
+        found = _integers(words[piece], bits, -1)[:, :columns] - middle
+        return found if zeros is None else found - zeros[piece][:, groups]
 
-    def factors(piece: slice) -> Tensor:
-        of_group = -(-size[-1] // scales.size(-1))
-        return scales[piece].float().repeat_interleave(of_group, dim=-1)[:, : size[-1]]
+    return _scaled(size, dtype, numbers, lambda piece: scales[piece].float()[:, groups])
 
-    return _scaled(size, dtype, numbers, factors)
+
+def _bits_of(words: Tensor, columns: int) -> int:
+    """Bits of numbers, given [rows, words] of them."""
+    for bits in (1, 2, 4, 8):
+        if -(-columns * bits // 32) == words.size(-1):
+            return bits
+    raise UserError(
+        f"{columns} columns in {words.size(-1)} words are not numbers of 1, 2, 4 or 8 bits. "
+        "Download the model again, or give the original one."
+    )
 
 
 def _size_of_integers(parts: Parts, form: StoredForm) -> torch.Size:
@@ -403,6 +573,7 @@ _PACKED_INTEGERS = _Layout(
     shape=_size_of_integers,
     read=_read_integers,
     dtypes=(torch.int32,),
+    further=("_zero_point", "_g_idx"),
 )
 
 
