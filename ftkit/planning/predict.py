@@ -164,6 +164,10 @@ class Planned:
     """Source of the decision between LoRA and full fine-tuning."""
     conversion: Conversion | None
     """Conversion of the base model before the run; None: not needed."""
+    published: str | None
+    """Form in 4 or 8 bits in which the base model is published; None: in plain numbers."""
+    can_stay: bool
+    """Whether it can be kept in this form in memory."""
     kept_bytes: int
     """Bytes of the base model beside its language model, which are not loaded."""
     disk_bytes: int
@@ -258,6 +262,7 @@ class Planned:
             "least_bytes": self.least_bytes,
             "conversion": self.conversion
             and dataclasses.asdict(self.conversion) | {"place": str(self.conversion.place)},
+            "published": self.published,
             "kept_bytes": self.kept_bytes,
             "disk_bytes": self.disk_bytes,
             "result_layout": self.result_layout,
@@ -431,6 +436,8 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         gpu=gpu,
         method_source=source,
         conversion=None if gguf is None else planned_conversion(gguf, ROOT),
+        published=None if base.form is None else base.form.title,
+        can_stay=base.form is not None and base.form.can_stay,
         kept_bytes=base.extra_weights_bytes,
         disk_bytes=_disk_bytes(made, memory, steps, base.extra_weights_bytes) if layout else 0,
         result_layout=layout,

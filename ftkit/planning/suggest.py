@@ -133,6 +133,9 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     if not isinstance(recipe, LoraRecipe):
         # Any LoRA key makes the recipe one of LoRA.
         yield _Step("LoRA", (("lora_r", "16"),))
+    if not isinstance(recipe, LoraRecipe) or recipe.quantize is None:
+        if planned.can_stay:
+            yield _Step("weights as published", (("quantize", "stored"),))
     if not isinstance(recipe, LoraRecipe) or (
         recipe.quantize is None and peft_type(recipe).of_packed
     ):

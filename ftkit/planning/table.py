@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from ftkit.models.architectures.checks import published_text
 from ftkit.models.pretrained.gguf.convert import Conversion
 from ftkit.planning.gpus import HOST
 from ftkit.planning.predict import Planned, PlannedBeside, PlannedReference
@@ -176,6 +177,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     if planned.kept_bytes:
         yield "kept", f"{bytes_text(planned.kept_bytes)} of other parts of the model, not loaded"
     quantize = getattr(plan.recipe, "quantize", None)
+    if planned.published:
+        yield "published", published_text(planned.published, quantize)
     settings = [f"{plan.world_size} x {plan.kind.noun}", plan.strategy, plan.precision]
     if quantize:
         settings.append(quantize)

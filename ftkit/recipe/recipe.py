@@ -458,7 +458,7 @@ class Lora:
     that lora_targets, or lora_query and its like, choose."""
     quantize: Quantization | None = None
     """Quantize the frozen base model with bitsandbytes (QLoRA). stored: keep the weights that its
-    files have in MXFP4 in this form, with the same numbers."""
+    files have in FP8 or MXFP4 in this form, with the same numbers."""
     lora_r: int = 16
     """Rank of the adapter matrices. Default: 16, or 8 where keys name the layers to adapt."""
     lora_alpha: int | float = 32

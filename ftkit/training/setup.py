@@ -587,6 +587,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         precision=plan.precision,
         quantize=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
         rounding=recipe.rounding,
+        published=None if setup.base.form is None else setup.base.form.title,
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),
         trainable_parameters=sum(parameter.numel() for parameter in trainable(model)),

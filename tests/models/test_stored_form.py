@@ -1,22 +1,28 @@
 """quantize: stored trains an adapter on the weights as the files of the base model have them."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from adapters import build, export, logits, lora_recipe, train
 from command import Command
+from fp8_models import STYLES, in_fp8
 from messages import says
+from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama
 from transformers_models import make_in_mxfp4, make_transformers_model
 
 from ftkit.errors import UserError
-from ftkit.evaluation.loading import open_adapter
+from ftkit.evaluation.loading import load_result, open_adapter
 from ftkit.evaluation.result import find_result
 from ftkit.exchange.merge import Merged
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.pretrained.base_model import BaseModel, open_base, weights
+from ftkit.models.lora.layers import unpacked_weight
+from ftkit.models.lora.targets import our_name
+from ftkit.models.pretrained.base_model import BaseModel, open_base, read_blueprint, weights
+from ftkit.models.stored_weights import held_in_fp8
 from ftkit.runs.report.metrics import read_metrics
 
 
@@ -25,8 +31,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     return open_base(str(make_in_mxfp4(tmp_path_factory.mktemp("base") / "gpt-oss")))
 
 
-def adapted(base: BaseModel, quantize: str | None) -> LanguageModel:
-    return train(build(base, lora_recipe(base, quantize=quantize, lora_experts=True)))
+def adapted(base: BaseModel, quantize: str | None, dtype: torch.dtype) -> LanguageModel:
+    recipe = lora_recipe(base, quantize=quantize, lora_experts=bool(has_experts(base)))
+    return train(build(base, recipe, dtype=dtype))
+
+
+def has_experts(base: BaseModel) -> bool:
+    return base.architecture.expert_share < 1
+
+
+def gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
+    model(torch.arange(12)[None], torch.arange(12)).float().square().mean().backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p.grad for name, p in trained.items() if p.grad is not None}
 
 
 def test_matrices_are_held_in_four_bits_and_have_the_numbers_of_the_files(base: BaseModel) -> None:
@@ -43,16 +60,70 @@ def test_matrices_are_held_in_four_bits_and_have_the_numbers_of_the_files(base: 
 
 
 def test_an_adapter_learns_as_on_the_unpacked_weights(base: BaseModel) -> None:
-    stored, plain = (adapted(base, kind) for kind in ("stored", None))
+    stored, plain = (adapted(base, kind, torch.float32) for kind in ("stored", None))
     torch.testing.assert_close(logits(stored), logits(plain), rtol=1e-5, atol=1e-6)
-    gradients = []
-    for model in (stored, plain):
-        ids = torch.arange(12)[None]
-        model(ids, torch.arange(12)).square().mean().backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[1].items():
-        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-4, atol=1e-7)
+    found, expected = gradients(stored), gradients(plain)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+
+
+FP8 = [("llama", style) for style in STYLES]
+FP8 += [("qwen3_moe", "DeepSeek V3"), ("deepseek_v3", "DeepSeek V3.1"), ("deepseek_v3", "Qwen")]
+
+
+@pytest.mark.parametrize(("kind", "style"), FP8)
+def test_weights_in_fp8_are_held_as_the_files_have_them(
+    kind: str, style: str, tmp_path: Path
+) -> None:
+    packed, _ = in_fp8(make_transformers_model(tmp_path / "base", kind), tmp_path, style)
+    base = open_base(str(packed))
+    recipe = lora_recipe(base, quantize="stored")
+    model, of_base = build(base, recipe), dict(weights(base))
+    held = list(held_in_fp8(model))
+    # Each of them, and no other; those of experts are one parameter.
+    stored = load_file(packed / "model.safetensors")
+    files = {name: t for name, t in stored.items() if t.dtype == torch.float8_e4m3fn}
+    parameters = dict(model.named_parameters())
+    assert sum(parameters[name].nbytes for name in held) == sum(t.nbytes for t in files.values())
+    for name in held:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if matrices := packed_in(module).get(leaf):
+            weight = matrices.unpacked(parameters[name], slice(0, matrices.experts))
+        else:
+            weight = unpacked_weight(module)
+        assert weight.equal(of_base[our_name(name)].float())
+    # The settings alone say which they are: for a plan, nothing else is there.
+    described = outline(read_blueprint(str(packed)), recipe, torch.float32)
+    assert list(held_in_fp8(described)) == held
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "style"), FP8[1:3] + FP8[-2:])
+def test_an_adapter_on_fp8_computes_what_it_does_on_the_unpacked_weights(
+    kind: str, style: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    packed, plain = in_fp8(make_transformers_model(tmp_path / "base", kind), tmp_path, style)
+    expected = adapted(open_base(str(plain)), None, dtype)
+    for quantize in ("stored", None):
+        found = adapted(open_base(str(packed)), quantize, dtype)
+        assert torch.equal(logits(found), logits(expected))
+        torch.testing.assert_close(gradients(found), gradients(expected), rtol=0, atol=0)
+        expected.zero_grad()
+
+
+def test_dora_and_pissa_begin_at_the_weights_in_fp8(tmp_path: Path) -> None:
+    packed, plain = in_fp8(make_llama(tmp_path / "base"), tmp_path, "DeepSeek V3")
+    for keys in ({"lora_variant": "dora"}, {"lora_init": "pissa"}):
+        models = [
+            build(base, lora_recipe(base, quantize=quantize, **keys))
+            for base, quantize in (
+                (open_base(str(packed)), "stored"),
+                (open_base(str(plain)), None),
+            )
+        ]
+        assert torch.equal(*map(logits, models))
 
 
 def test_a_merged_result_has_the_numbers_of_the_files(base: BaseModel, tmp_path: Path) -> None:
@@ -66,36 +137,99 @@ def test_a_merged_result_has_the_numbers_of_the_files(base: BaseModel, tmp_path:
         assert merged(name).equal(of_base[name])
 
 
+@pytest.mark.parametrize("implementation", ["litgpt", "transformers"])
+def test_results_are_read_and_merged_with_the_base_in_fp8(
+    implementation: str, tmp_path: Path
+) -> None:
+    packed, plain = in_fp8(make_llama(tmp_path / "base"), tmp_path, "Qwen")
+    adapters = {}
+    for place, quantize in ((packed, "stored"), (plain, None)):
+        base = open_base(str(place), implementation)
+        recipe = lora_recipe(base, quantize=quantize)
+        out = export(train(build(base, recipe)), base, recipe, tmp_path / f"adapter-{place.name}")
+        adapters[place] = find_result(str(out))
+    found = {}
+    for place, quantize in ((packed, "stored"), (plain, None)):
+        kinds = {"dtype": torch.float32, "quantize": quantize, "device": torch.device("cpu")}
+        loaded = load_result(adapters[place], base=str(place), **kinds)
+        whole = load_result(find_result(str(place)), **kinds)
+        opened = open_adapter(
+            adapters[place], dtype=torch.float32, quantize=quantize, base=str(place)
+        )
+        merged = Merged(opened, None, None)
+        numbers = {name: merged(name) for name in merged.shapes}
+        found[place] = (logits(loaded.model), logits(whole.model), numbers)
+    torch.testing.assert_close(found[packed], found[plain], rtol=0, atol=0)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["MXFP4", "FP8", "FP8, experts"])
 def test_runs_in_any_layout_have_the_losses_of_unpacked_weights(
-    base: BaseModel, tmp_path: Path, ftkit: Command
+    form: str, base: BaseModel, tmp_path: Path, ftkit: Command
 ) -> None:
     data = make_data(tmp_path / "data.json")
     losses = []
+    model, experts = base.directory, ["--lora_experts", "true"]
+    if form != "MXFP4":
+        kind = "qwen3_moe" if "experts" in form else "llama"
+        model, _ = in_fp8(make_transformers_model(tmp_path / "base", kind), tmp_path, "DeepSeek V3")
+        experts = experts if "experts" in form else []
     for number, changes in enumerate(
         ([], ["--quantize", "stored"], ["--quantize", "stored", "--strategy", "fsdp"])
     ):
         out, devices = tmp_path / str(number), 2 if "fsdp" in changes else 1
         done = ftkit(
-            "finetune", base.directory, "--data", "JSON", "--data.path", data, *changes,
+            "finetune", model, "--data", "JSON", "--data.path", data, *changes,
             "--devices", devices, "--train.max_steps", 3, "--accelerator", "cpu",
-            "--precision", "32-true", "--lora_dropout", 0, "--lora_experts", "true",
-            "--out_dir", out,
+            "--precision", "32-true", "--lora_dropout", 0, *experts, "--out_dir", out,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         losses.append([float(row["loss"] or 0) for row in read_metrics(out / "metrics.csv")])
     assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] == (pytest.approx(losses[0], rel=1e-5) if form == "MXFP4" else losses[0])
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [("gpt_oss", "gpt-oss has plain numbers"), ("llama", "plain numbers")]
+    ("kind", "form"),
+    [
+        ("gpt_oss", "gpt-oss has plain numbers"),
+        ("llama", "plain numbers"),
+        ("GPTQ", "GPTQ"),
+        ("int8", "compressed-tensors"),
+    ],
 )
 def test_other_forms_are_refused(kind: str, form: str, tmp_path: Path) -> None:
     place = tmp_path / "gpt-oss"
-    made = make_llama(place) if kind == "llama" else make_transformers_model(place, kind)
+    made = make_transformers_model(place, kind) if kind == "gpt_oss" else make_llama(place)
+    configs = {
+        "GPTQ": {"quant_method": "gptq", "bits": 4},
+        "int8": {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8}}},
+        },
+    }
     other = open_base(str(made))
+    if kind in configs:
+        file = made / "config.json"
+        settings = json.loads(file.read_text()) | {"quantization_config": configs[kind]}
+        file.write_text(json.dumps(settings))
+        other = read_blueprint(str(made))
     with pytest.raises(UserError) as refused:
         outline(other, lora_recipe(other, quantize="stored"), torch.float32)
     assert says(str(refused.value), f"quantize is stored ... {form} ... --quantize bnb.nf4-dq")
+
+
+def test_weights_that_are_not_in_fp8_as_their_settings_say_are_plain(tmp_path: Path) -> None:
+    packed, plain = in_fp8(make_llama(tmp_path / "base"), tmp_path)
+    file = packed / "model.safetensors"
+    tensors, meant = load_file(file), load_file(plain / "model.safetensors")
+    changed = "model.layers.1.mlp.down_proj.weight"
+    del tensors[f"{changed}_scale_inv"]
+    save_file(tensors | {changed: meant[changed]}, file, {"format": "pt"})
+    base = open_base(str(packed))
+    model = build(base, lora_recipe(base, quantize="stored"))
+    assert len(list(held_in_fp8(model))) == 13
+    other = open_base(str(plain))
+    assert torch.equal(logits(model), logits(build(other, lora_recipe(other))))

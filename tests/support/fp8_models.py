@@ -84,6 +84,10 @@ STYLES = {
 }
 
 
+_LINEAR = ("_proj.weight", "_proj_with_mqa.weight")
+"""Ends of the names of linear layers and experts."""
+
+
 def in_fp8(base: Path, directory: Path, style: str = "rows") -> tuple[Path, Path]:
     """Copies of a model: with its linear layers in FP8, and with what these stand for."""
     known = STYLES[style]
@@ -91,7 +95,7 @@ def in_fp8(base: Path, directory: Path, style: str = "rows") -> tuple[Path, Path
     stored: dict[str, Tensor] = {}
     meant = {}
     for name, weight in load_file(base / "model.safetensors").items():
-        if not name.endswith("_proj.weight") or re.search(known.kept, name):
+        if not name.endswith(_LINEAR) or re.search(known.kept, name):
             stored[name] = meant[name] = weight
             continue
         scales = _scales(weight.float(), known)

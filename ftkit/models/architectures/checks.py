@@ -303,6 +303,19 @@ def _weights_of_groups(known: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
+def published_text(title: str, quantize: str | None) -> str:
+    """Say in which form weights are published, and what becomes of it in memory.
+
+    Args:
+        title: of the form.
+        quantize: of the recipe.
+    """
+    if quantize == "stored":
+        return f"in {title}, kept as it is and unpacked for each use"
+    held = "unpacked" if quantize is None else f"packed again as {quantize}"
+    return f"in {title}, {held} while loading"
+
+
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings without what they say of stored weights, as of the model in memory."""
     return {key: value for key, value in settings.items() if key not in _KEYS}

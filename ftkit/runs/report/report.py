@@ -72,6 +72,8 @@ class Resolved:
     """Format of the frozen base weights; None: not quantized."""
     rounding: str | None = None
     """Rounded numbers from which linear layers compute: float8, or QAT; None: their own numbers."""
+    published: str | None = None
+    """Form in 4 or 8 bits in which the base model is published; None: in plain numbers."""
     optimizer: str | None = None
     """Class path of the optimizer."""
     parameters: int | None = None

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.rule import Rule
 from rich.text import Text
 
+from ftkit.models.architectures.checks import published_text
 from ftkit.recipe.peft_types import method_text
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import AnsweredExample, score_text
@@ -260,6 +261,8 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
     if resolved.beside:
         assert resolved.beside_key is not None
         yield resolved.beside_key, _beside_text(resolved)
+    if resolved.published:
+        yield "published", published_text(resolved.published, resolved.quantize)
     if resolved.kept_bytes:
         yield "kept", f"{bytes_text(resolved.kept_bytes)} of parts other than the language model"
     device = resolved.device or resolved.accelerator
@@ -454,6 +457,7 @@ def summary_text(resolved: Resolved, method: str) -> str:
         f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
         f"{resolved.precision} on {resolved.device}\n"
         f"{_beside_line(resolved)}"
+        f"{_published_line(resolved)}"
         f"{_kept_line(resolved)}"
         f"{count_text(resolved.total_steps or 0, 'step')} of "
         f"{_step_text(resolved)} "
@@ -478,6 +482,12 @@ def _beside_text(resolved: Resolved) -> str:
         f"{resolved.beside}, {resolved.beside_parameters:,} parameters, "
         f"{bytes_text(resolved.beside_rank_bytes)} on each rank"
     )
+
+
+def _published_line(resolved: Resolved) -> str:
+    if not resolved.published:
+        return ""
+    return f"published {published_text(resolved.published, resolved.quantize)}\n"
 
 
 def _kept_line(resolved: Resolved) -> str:

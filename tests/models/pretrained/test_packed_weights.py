@@ -1,12 +1,11 @@
 """Weights published in 4 or 8 bits are read as the library that wrote them reads them.
 
-Where that library needs a GPU, the tensors are packed here as it publishes its layout, number by
-number, and what they have to give is computed from the numbers before they were packed.
+Files hold what each library wrote, and read, on a CPU. Other layouts are packed here as they are
+published, number by number, and what they have to give is computed from the numbers before.
 """
 
 import csv
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ import pytest
 import torch
 from command import Command
 from four_bits import numbers_of
+from fp8_models import STYLES, in_fp8
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import make_data
 from torch import Tensor
@@ -224,6 +225,28 @@ def test_a_form_gives_the_numbers_that_it_stands_for(
     torch.testing.assert_close(read(packed, tmp_path), found, rtol=0, atol=0)
 
 
+BY_LIBRARIES = Path(__file__).with_name("packed_by_libraries.safetensors")
+"""What `scripts/make_packed_weights` has written."""
+with safe_open(BY_LIBRARIES, "pt") as kept:
+    CONFIGS: dict[str, dict[str, Any]] = json.loads(kept.metadata()["configs"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_weight_that_a_library_wrote_is_what_the_library_reads(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {
+        key.removeprefix(f"{name}/"): value
+        for key, value in load_file(BY_LIBRARIES).items()
+        if key.startswith(f"{name}/")
+    }
+    expected = tensors.pop("unpacked")
+    packed = Packed(CONFIGS[name], tensors, expected)
+    assert torch.equal(read(packed, tmp_path, expected.dtype), expected)
+    monkeypatch.setattr("ftkit.models.pretrained.packed_weights._PIECE", 3 * OUT)
+    assert torch.equal(read(packed, tmp_path, expected.dtype), expected)
+
+
 @pytest.mark.parametrize("form", ["FP8 with one scale", "FP8 by rows", "MXFP4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_weight_has_the_number_format_of_the_model(
@@ -286,28 +309,6 @@ def test_bitsandbytes_weights_are_what_the_library_computes_with(
     assert quantised == 14, "linear layers of two blocks"
 
 
-def in_fp8(base: Path, directory: Path) -> tuple[Path, Path]:
-    """Copies of a model: with its linear layers in FP8, and with what these stand for."""
-    packed, plain = directory / "packed", directory / "plain"
-    tensors = load_file(base / "model.safetensors")
-    stored, meant = {}, {}
-    for name, weight in tensors.items():
-        if not name.endswith("_proj.weight"):
-            stored[name] = meant[name] = weight
-            continue
-        factors = weight.abs().amax(dim=1, keepdim=True) / 448
-        stored[name] = (weight / factors).to(torch.float8_e4m3fn)
-        stored[f"{name}_scale_inv"] = factors
-        meant[name] = stored[name].float() * factors
-    for place, content in ((packed, stored), (plain, meant)):
-        shutil.copytree(base, place)
-        save_file(content, place / "model.safetensors", {"format": "pt"})
-    file = packed / "config.json"
-    settings = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    file.write_text(json.dumps(settings))
-    return packed, plain
-
-
 def losses(out: Path) -> list[str]:
     return [row["loss"] for row in csv.DictReader((out / "metrics.csv").open())]
 
@@ -331,11 +332,18 @@ def test_training_is_that_of_the_plain_model(
         assert "quantization_config" not in json.loads(settings.read_text())
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_each_weight_is_that_of_the_plain_model(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "style"),
+    [
+        ("qwen3_moe", "rows"),
+        ("deepseek_v3", "DeepSeek V3"),
+        *(("llama", style) for style in STYLES),
+    ],
+)
+def test_each_weight_is_that_of_the_plain_model(kind: str, style: str, tmp_path: Path) -> None:
     """Also of experts, whose matrices are put together from files that hold them one by one."""
     base = make_transformers_model(tmp_path / "base", kind)
-    packed, plain = (open_base(str(place)) for place in in_fp8(base, tmp_path))
+    packed, plain = (open_base(str(place)) for place in in_fp8(base, tmp_path, style))
     assert packed.form is not None and plain.form is None
     for (name, tensor), (other, expected) in zip(weights(packed), weights(plain), strict=True):
         assert name == other and torch.equal(tensor.float(), expected.float())

@@ -12,17 +12,21 @@ from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import open_base, read_blueprint
 from ftkit.models.pretrained.hub import find_here
 
-ASYMMETRIC: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}},
-}
+COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "GPTQ", "bnb.nf4"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ", "bnb.nf4"),
     ({"quant_method": "fbgemm_fp8"}, r"FP8 \(FBGEMM\)", "bnb.int8"),
     ({"quant_method": "compressed-tensors", "format": "pack"}, "compressed-tensors", "bnb.nf4"),
-    (ASYMMETRIC, "compressed-tensors", "bnb.nf4"),
+    # Words that earlier versions packed otherwise, weights that fit rotated inputs, sparse ones.
+    *(
+        (COMPRESSED | more, "compressed-tensors", "bnb.nf4")
+        for more in (
+            {"config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 3}}}},
+            {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        )
+    ),
     ({"quant_method": "aqlm"}, "AQLM", "bnb.nf4"),
     ({"quant_method": "auto-round"}, "AutoRound", "bnb.nf4"),
     ({"quant_method": "intel/auto-round"}, "AutoRound", "bnb.nf4"),
