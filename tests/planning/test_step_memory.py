@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import TYPES
+from fp8_models import in_fp8
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
 from runs import run_ranks
 from tiny import make_llama
@@ -545,23 +546,43 @@ def make_stored_experts(directory: Path) -> Path:
     )
 
 
+def make_in_fp8(directory: Path) -> Path:
+    return in_fp8(make_base(directory), directory, "DeepSeek V3.1")[0]
+
+
+def make_experts_in_fp8(directory: Path) -> Path:
+    return in_fp8(make_experts(directory), directory, "DeepSeek V3")[0]
+
+
 STORED = (("quantize", "stored"), ("train.micro_batch_size", 4))
+STORED_MODELS = {
+    "MXFP4": make_stored_experts,
+    "FP8": make_in_fp8,
+    "FP8, experts": make_experts_in_fp8,
+}
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_step_on_stored_weights_is_predicted_within_2_percent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", STORED_MODELS)
+def test_the_peak_of_a_step_on_stored_weights_is_predicted_within_2_percent(
+    form: str, tmp_path: Path
+) -> None:
+    experts = (("lora_experts", True),) if form != "FP8" else ()
     cases = [
         Case("single", "lora", "bf16-true", (STORED[0], WHOLE_BATCH)),
-        Case("single", "lora", "32-true", (*STORED, ("lora_experts", True))),
+        Case("single", "lora", "32-true", (*STORED, *experts)),
     ]
-    assert_predicted_within_2_percent(tmp_path, 1, cases, make_stored_experts)
+    assert_predicted_within_2_percent(tmp_path, 1, cases, STORED_MODELS[form])
 
 
 @pytest.mark.matrix
-def test_the_peak_of_a_rank_on_stored_weights_is_predicted_within_2_percent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", STORED_MODELS)
+def test_the_peak_of_a_rank_on_stored_weights_is_predicted_within_2_percent(
+    form: str, tmp_path: Path
+) -> None:
     cases = [Case(name, "lora", "bf16-true", STORED) for name in ("ddp", "fsdp")]
     cases += [Case("deepspeed", "lora", "bf16-true", STORED)] * HAS_DEEPSPEED
-    assert_predicted_within_2_percent(tmp_path, 2, cases, make_stored_experts)
+    assert_predicted_within_2_percent(tmp_path, 2, cases, STORED_MODELS[form])
 
 
 @pytest.mark.slow
