@@ -9,6 +9,7 @@ from adapters import build, export, logits, lora_recipe, train
 from command import Command
 from fp8_models import STYLES, in_fp8
 from messages import says
+from rank_jobs import needs_deepspeed
 from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama
 from transformers_models import make_in_mxfp4, make_transformers_model
@@ -163,31 +164,42 @@ def test_results_are_read_and_merged_with_the_base_in_fp8(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["MXFP4", "FP8", "FP8, experts"])
+@pytest.mark.parametrize(
+    ("form", "strategy"),
+    [
+        *((form, "fsdp") for form in ("MXFP4", "FP8", "FP8, experts")),
+        pytest.param("FP8", "ddp", marks=pytest.mark.matrix),
+        pytest.param("FP8", "deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
+        pytest.param("FP8, experts", "deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
+    ],
+)
 def test_runs_in_any_layout_have_the_losses_of_unpacked_weights(
-    form: str, base: BaseModel, tmp_path: Path, ftkit: Command
+    form: str, strategy: str, base: BaseModel, tmp_path: Path, ftkit: Command
 ) -> None:
     data = make_data(tmp_path / "data.json")
-    losses = []
     model, experts = base.directory, ["--lora_experts", "true"]
     if form != "MXFP4":
         kind = "qwen3_moe" if "experts" in form else "llama"
         model, _ = in_fp8(make_transformers_model(tmp_path / "base", kind), tmp_path, "DeepSeek V3")
         experts = experts if "experts" in form else []
-    for number, changes in enumerate(
-        ([], ["--quantize", "stored"], ["--quantize", "stored", "--strategy", "fsdp"])
-    ):
-        out, devices = tmp_path / str(number), 2 if "fsdp" in changes else 1
+
+    def run(name: str, *changes: str) -> list[float]:
+        out = tmp_path / f"out-{name}"
         done = ftkit(
-            "finetune", model, "--data", "JSON", "--data.path", data, *changes,
-            "--devices", devices, "--train.max_steps", 3, "--accelerator", "cpu",
-            "--precision", "32-true", "--lora_dropout", 0, *experts, "--out_dir", out,
+            "finetune", model, "--data", "JSON", "--data.path", data, *experts, *changes,
+            "--train.max_steps", 3, "--accelerator", "cpu", "--precision", "32-true",
+            "--lora_dropout", 0, "--out_dir", out,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        losses.append([float(row["loss"] or 0) for row in read_metrics(out / "metrics.csv")])
-    assert len(losses[0]) == 3
-    assert losses[1] == (pytest.approx(losses[0], rel=1e-5) if form == "MXFP4" else losses[0])
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+        return [float(row["loss"] or 0) for row in read_metrics(out / "metrics.csv")]
+
+    plain, stored = run("plain"), ("--quantize", "stored")
+    assert len(plain) == 3
+    on_one = run("stored", *stored, "--stop_after", "2")
+    assert on_one == (pytest.approx(plain[:2], rel=1e-5) if form == "MXFP4" else plain[:2])
+    ranks = ("--strategy", strategy, "--devices", "2")
+    assert run("stored", *stored, *ranks, "--resume", "auto") == pytest.approx(plain, rel=1e-5)
+    assert run("ranks", *stored, *ranks) == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize(
