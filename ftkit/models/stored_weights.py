@@ -104,6 +104,8 @@ class Fp8(UnpackedPerUse):
         has_bias = layer.bias is not None
         super().__init__(layer.in_features, layer.out_features, bias=has_bias, device="meta")
         self.compute_dtype = compute_dtype
+        self.device_kind: str | None = None
+        """Kind of device that a fake weight stands for; None: it is real."""
         self._form, self._floats = form, torch.float8_e4m3fn
         self._scales: Tensor | None = None
         # Plain integers, which every strategy replicates, shards and gathers like any parameter.
@@ -122,7 +124,8 @@ class Fp8(UnpackedPerUse):
 
     def unpacked(self, weight: Tensor) -> Tensor:
         assert self._scales is not None, "pack comes first"
-        return _unpacked(weight.view(self._floats), self._scales, self._form, self.compute_dtype)
+        floats, kind = weight.view(self._floats), self.device_kind
+        return _unpacked(floats, self._scales, self._form, self.compute_dtype, kind)
 
 
 class Fp8Matrices(PackedMatrices):
@@ -160,7 +163,7 @@ class Fp8Matrices(PackedMatrices):
     def unpacked(self, packed: Tensor, experts: slice) -> Tensor:
         assert self._scales is not None, "pack comes first"
         floats, scales = packed[experts].view(self._floats), self._scales[experts]
-        return _unpacked(floats, scales, self._form, self.compute_dtype)
+        return _unpacked(floats, scales, self._form, self.compute_dtype, self.device_kind)
 
 
 def _held(allocated: Tensor | None, scales: Tensor) -> Tensor:
@@ -170,9 +173,11 @@ def _held(allocated: Tensor | None, scales: Tensor) -> Tensor:
     return allocated.copy_(scales)
 
 
-def _unpacked(floats: Tensor, scales: Tensor, form: StoredForm, dtype: torch.dtype) -> Tensor:
+def _unpacked(
+    floats: Tensor, scales: Tensor, form: StoredForm, dtype: torch.dtype, kind: str | None
+) -> Tensor:
     # First as they are read where they are not kept: in the number format of the files.
-    return times_scales(floats, scales, dtype_before(form), form).to(dtype)
+    return times_scales(floats, scales, dtype_before(form), form, kind=kind).to(dtype)
 
 
 def _not_of_files() -> UserError:

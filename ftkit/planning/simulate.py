@@ -426,6 +426,7 @@ def _pack(model: LanguageModel, kind: str) -> None:
     for module in model.modules():
         if isinstance(module, Fp8):
             module.allocate(CPU)
+            module.device_kind = kind
         elif isinstance(module, FourBit | EightBit):
             weight = torch.empty(module.out_features, module.in_features)
             if isinstance(module, FourBit):  # an operation takes the same time whatever its size

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+from fp8_models import in_fp8
+from tiny import make_llama
 from torch import Tensor
 from transformers_models import make_transformers_model
 
@@ -105,6 +107,17 @@ def assert_same(
 def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language_model, "COMPILE_BACKEND", "aot_eager")
     counts = assert_same(RECIPES[name], LENGTHS)
+    assert counts == [counts[0]] * len(LENGTHS)
+    assert 0 < counts[0] < 12
+
+
+def test_weights_in_fp8_are_unpacked_within_the_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language_model, "COMPILE_BACKEND", "aot_eager")
+    model, _ = in_fp8(make_llama(tmp_path / "base"), tmp_path, "DeepSeek V3")
+    recipe = LoraRecipe(checkpoint_dir="it", quantize="stored")
+    counts = assert_same(recipe, LENGTHS, open_base(str(model)))
     assert counts == [counts[0]] * len(LENGTHS)
     assert 0 < counts[0] < 12
 

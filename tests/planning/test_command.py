@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from messages import key_words, says
-from tiny import make_labelled, make_pairs, make_records
+from tiny import make_labelled, make_llama, make_pairs, make_records
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
@@ -336,6 +336,49 @@ def test_a_smaller_micro_batch_is_the_first_advice() -> None:
     assert change.title == "smaller micro-batch, same global batch" and change.planned.fits
     ((key, tokens),) = change.overrides
     assert key == "train.micro_batch_tokens" and 63 < int(tokens) < 1000 and int(tokens) % 128 == 0
+
+
+def test_a_plan_says_in_which_form_a_base_is_published_and_what_becomes_of_it(
+    tmp_path: Path,
+) -> None:
+    settings = json.loads((make_llama(tmp_path) / "config.json").read_text())
+    settings |= {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256}
+    settings |= {"num_hidden_layers": 8, "dtype": "bfloat16"}
+    form = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    kept = form | {"modules_to_not_convert": ["mlp"]}
+    found = {}
+    for name, quantization in (("all", form), ("attention", kept)):
+        place = tmp_path / name
+        place.mkdir()
+        file = place / "config.json"
+        file.write_text(json.dumps(settings | {"quantization_config": quantization}))
+        for quantize, words in (
+            (None, "in FP8, unpacked"),
+            ("stored", "in FP8, kept"),
+            ("bnb.nf4", "in FP8, packed again as bnb.nf4"),
+        ):
+            keys = {"precision": "bf16-true", "lora_query": True, "quantize": quantize}
+            made = found[name, quantize] = planned(str(place), **keys)
+            assert says(plain_text(plan_table(made), 200), f"published ... {words}")
+            assert made.as_dict()["published"] == "FP8"
+    held = {key: made.memory.breakdown_bytes["parameters"] for key, made in found.items()}
+    assert held["all", "bnb.nf4"] < held["all", "stored"] < held["attention", "stored"]
+    assert held["attention", "stored"] < held["attention", None] == held["all", None]
+    assert planned(precision="bf16-true").published is None
+    # What does not fit unpacked, fits as it is.
+    stored = found["all", "stored"]
+    size = f"{stored.memory.high_bytes // 2**20 + 1}MiB"
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        if changed and changed[0][0] != "quantize":
+            raise UserError("not this one")
+        quantize = dict(changed).get("quantize")
+        return planned(
+            str(tmp_path / "all"), size, precision="bf16-true", lora_query=True, quantize=quantize
+        )
+
+    change = next(c for c in changes_that_fit(attempt(()), attempt) if c.planned.fits)
+    assert change.overrides == (("quantize", "stored"),)
 
 
 def test_offloaded_tensors_are_in_host_memory() -> None:

@@ -221,7 +221,8 @@ def test_a_form_gives_the_numbers_that_it_stands_for(
     torch.testing.assert_close(
         found, expected, rtol=1e-6 if found.dtype == torch.float32 else 0, atol=0
     )
-    monkeypatch.setattr("ftkit.models.pretrained.packed_weights._PIECE", 3 * OUT)
+    for constant in ("_PIECE", "_PIECE_ON_HOST"):
+        monkeypatch.setattr(f"ftkit.models.pretrained.packed_weights.{constant}", 3 * OUT)
     torch.testing.assert_close(read(packed, tmp_path), found, rtol=0, atol=0)
 
 
@@ -243,8 +244,19 @@ def test_a_weight_that_a_library_wrote_is_what_the_library_reads(
     expected = tensors.pop("unpacked")
     packed = Packed(CONFIGS[name], tensors, expected)
     assert torch.equal(read(packed, tmp_path, expected.dtype), expected)
-    monkeypatch.setattr("ftkit.models.pretrained.packed_weights._PIECE", 3 * OUT)
+    for constant in ("_PIECE", "_PIECE_ON_HOST"):
+        monkeypatch.setattr(f"ftkit.models.pretrained.packed_weights.{constant}", 3 * OUT)
     assert torch.equal(read(packed, tmp_path, expected.dtype), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_each_float_of_8_bits_is_the_number_that_torch_takes_it_for(
+    kind: torch.dtype, tmp_path: Path
+) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(1, 256).view(kind)
+    tensors = {"x.weight": every, "x.weight_scale_inv": torch.ones(1, 1)}
+    found = read(Packed({"quant_method": "fp8"}, tensors, every.float()), tmp_path)
+    torch.testing.assert_close(found, every.float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("form", ["FP8 with one scale", "FP8 by rows", "MXFP4"])
