@@ -32,7 +32,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Columns that AWQ packs into one word, from its lowest bits."""
 _UNUSED = (
     *("input_scale", "activation_scale", ".input_global_scale", ".input_zero_point"),
-    *(".qscale_act", ".k_scale", ".v_scale", ".output_scale", ".weight_format"),
+    *(".k_scale", ".v_scale", ".output_scale", ".weight_format"),
 )
 """Ends of tensors that only matter where activations or the cache are quantised too."""
 
@@ -158,7 +158,7 @@ def _layouts(form: StoredForm) -> Iterator[_Layout]:
     elif form.method == "modelopt":
         yield from (_NVFP4, _SCALED)
     else:
-        yield from (_FP8_BLOCKS, _SCALED, _scaled_by(".scale"), _scaled_by(".qscale_weight"))
+        yield from (_FP8_BLOCKS, _SCALED)
 
 
 def _dtype_of(parts: Parts, dtype: torch.dtype) -> torch.dtype:
@@ -320,18 +320,6 @@ def _block(whole: int, count: int, published: int) -> int:
 def _floats(scales: Tensor) -> Tensor:
     """Scales as float32; bytes are exponents of 2 with a bias of 127 (E8M0)."""
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-
-
-def _scaled_by(end: str) -> _Layout:
-    """FP8 of a layer whose scales are not named after its weight (DeepSeek V4, Mistral Large 4)."""
-    return _Layout(
-        packed=".weight",
-        needed=(end,),
-        shape=lambda parts, form: parts[".weight"].shape,
-        read=partial(_read_scaled, ".weight", end, None),
-        plain=".weight",
-        dtypes=_FP8,
-    )
 
 
 _FP8_BLOCKS = _Layout(
