@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command import command_environment, command_line
+from fp8_models import in_fp8
 from launchers import slurm, torchrun
 from local_tasks import ALL, write_tasks
 from on_card import CARDS, OnCard, on_card
@@ -39,6 +40,7 @@ BF16, MIXED, FP16 = (("--precision", name) for name in ("bf16-true", "bf16-mixed
 NF4, NF4_DQ, FP4_DQ, INT8 = (
     ("--quantize", f"bnb.{kind}") for kind in ("nf4", "nf4-dq", "fp4-dq", "int8")
 )
+STORED, IN_FP8 = ("--quantize", "stored"), " in FP8"
 CHECKPOINTED = ("--memory.activation_checkpointing", "true")
 OFFLOADED = (*CHECKPOINTED, "--memory.offload_activations", "true")
 IN_BACKWARD = (
@@ -63,11 +65,14 @@ def machine(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """Gives a model of `transformers_models` with a number of layers, made once."""
+    """Gives a model of `transformers_models` with a number of layers, also in FP8, made once."""
     directory = tmp_path_factory.mktemp("models")
 
     def make(model: str, layers: int) -> Path:
         place = directory / f"{model} {layers}"
+        if model.endswith(IN_FP8):
+            plain = make(model.removesuffix(IN_FP8), layers)
+            return in_fp8(plain, place, "DeepSeek V3")[0]
         return make_transformers_model(place, model, num_hidden_layers=layers)
 
     return cache(make)
@@ -119,6 +124,11 @@ CASES = {
     "LoRA": lora(ONE, fast=True),
     "QLoRA": lora(ONE, NF4, fast=True),
     "full": full(ONE, fast=True),
+    "FP8 as published": lora(ONE, STORED, model="llama in FP8", fast=True),
+    "experts in FP8 as published": lora(
+        ONE, STORED, ADAPTED_EXPERTS, model="qwen3_moe in FP8", matrix=True
+    ),
+    "FP8 as published, FSDP": lora(FSDP, STORED, model="llama in FP8", matrix=True),
     "DoRA": lora(ONE, ("--lora_variant", "dora"), matrix=True),
     "PiSSA": lora(ONE, ("--lora_init", "pissa"), matrix=True),
     "OLoRA": lora(ONE, ("--lora_init", "olora"), matrix=True),
