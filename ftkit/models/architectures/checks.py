@@ -10,6 +10,7 @@ import fnmatch
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -198,7 +199,7 @@ class StoredForm:
     method: str
     """quant_method of its config.json."""
     title: str
-    """Usual name of the method."""
+    """Usual name of the method, with the form."""
     dtype: str = "bfloat16"
     """Torch's name of the number format of the weights before they were stored."""
     bits: int = 4
@@ -246,7 +247,7 @@ def stored_form(settings: Mapping[str, Any], name: str) -> StoredForm | None:
     bits, dtype = known.get("bits", 4), settings.get("dtype") or settings.get("torch_dtype")
     return StoredForm(
         method=method,
-        title=_METHODS[method],
+        title=_title(method, known),
         dtype=dtype if isinstance(dtype, str) else "bfloat16",
         bits=bits,
         block=_block(known),
@@ -254,6 +255,14 @@ def stored_form(settings: Mapping[str, Any], name: str) -> StoredForm | None:
         is_fp8=_is_fp8(method, known),
         kept=tuple(_patterns(method, known)),
     )
+
+
+def _title(method: str, known: Mapping[str, Any]) -> str:
+    """Usual name of a method, with the form if it has several."""
+    if method == "modelopt":
+        return f"{known['quant_algo']} (ModelOpt)"
+    form = f" ({known['format']})" if method == "compressed-tensors" else ""
+    return f"{_METHODS[method]}{form}"
 
 
 def _block(known: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -264,7 +273,7 @@ def _block(known: Mapping[str, Any]) -> tuple[int, int] | None:
             found = [1, weights.get("group_size")]
         found = weights.get("block_structure") or found
     match found:
-        case [int(rows), int(columns)]:
+        case [int(rows), int(columns)] if min(rows, columns) > 0:
             return rows, columns
     return None
 
@@ -288,7 +297,8 @@ def _patterns(method: str, known: Mapping[str, Any]) -> Iterator[str]:
             if method == "modelopt":  # as in a shell
                 yield f"^{fnmatch.translate(name)}"
             elif name.startswith("re:"):  # compressed-tensors
-                yield f"^(?:{name.removeprefix('re:')})"
+                with suppress(re.error):  # which the files then decide without
+                    yield f"^(?:{re.compile(name.removeprefix('re:')).pattern})"
             else:  # the module, or all modules in it
                 yield rf"(^|\.){re.escape(name)}(\.|$)"
 
@@ -296,11 +306,12 @@ def _patterns(method: str, known: Mapping[str, Any]) -> Iterator[str]:
 def _weights_of_groups(known: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What compressed-tensors says of the weights, for each group of layers."""
     groups = known.get("config_groups")
-    return [
-        group.get("weights") or {}
+    found = [
+        group.get("weights")
         for group in (groups.values() if isinstance(groups, Mapping) else ())
         if isinstance(group, Mapping)
     ]
+    return [weights for weights in found if isinstance(weights, Mapping)]
 
 
 def published_text(title: str, quantize: str | None) -> str:

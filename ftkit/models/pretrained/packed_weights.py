@@ -201,7 +201,6 @@ def _read_scaled(
     if zero is None or zero not in parts:
         return times_scales(numbers, scales, dtype, form)
     zeros = _of_rows(parts[zero].read(), numbers.shape, form)
-    # Integers: a difference of two is one of float32, too.
     return times_scales(numbers, scales, dtype, form, zeros)
 
 
@@ -226,7 +225,7 @@ def times_scales(
             real.
     """
     columns = numbers.size(-1)
-    block = block_of_columns(columns, scales.size(-1), form)
+    block = _block(columns, scales.size(-1), form.block[1] if form.block else 0)
     result = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
     rows, flat = result.view(-1, columns), numbers.reshape(-1, columns)
     factors = scales.reshape(-1, scales.size(-1))
@@ -287,17 +286,6 @@ def _of_rows(found: Tensor, size: torch.Size, form: StoredForm) -> Tensor:
     rows = _block(size[-2], of_matrix[0], form.block[0] if form.block else 0)
     found = found.float().expand(*size[:-2], *of_matrix)
     return found.repeat_interleave(rows, dim=-2)[..., : size[-2], :]
-
-
-def block_of_columns(columns: int, count: int, form: StoredForm) -> int:
-    """Columns that share a scale.
-
-    Args:
-        columns: of a weight.
-        count: of its scales in a row.
-        form: how it is stored.
-    """
-    return _block(columns, count, form.block[1] if form.block else 0)
 
 
 def scales_in_row(columns: int, form: StoredForm) -> int:
