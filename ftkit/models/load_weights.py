@@ -155,7 +155,10 @@ def fill(
                     # Rounded or quantised as the layer has it: PiSSA and OLoRA start where the
                     # layer does.
                     weight = _computed_weight(layer, stored.to(device), dtype)
-                    for end, value in adapter_from_base(weight, tensor, layer, model.lora).items():
+                    # LoftQ, which needs it, is refused with weights that are kept as published.
+                    original = tensor if isinstance(tensor, Tensor) else weight
+                    values = adapter_from_base(weight, original, layer, model.lora)
+                    for end, value in values.items():
                         put(f"{our_name(name)}.{end}", value)
 
 

@@ -133,10 +133,10 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     if not isinstance(recipe, LoraRecipe):
         # Any LoRA key makes the recipe one of LoRA.
         yield _Step("LoRA", (("lora_r", "16"),))
-    is_lora = isinstance(recipe, LoraRecipe)
-    if planned.can_stay and not (is_lora and recipe.quantize):
+    is_packed = isinstance(recipe, LoraRecipe) and recipe.quantize is not None
+    if planned.can_stay and not is_packed:
         yield _Step("weights as published", (("quantize", "stored"),))
-    if not is_lora or (recipe.quantize is None and peft_type(recipe).of_packed):
+    if not is_packed and (not isinstance(recipe, LoraRecipe) or peft_type(recipe).of_packed):
         yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
     if gpu.name == HOST:  # which more ranks would share
         return
