@@ -1,10 +1,17 @@
-"""Record what TRL or LLaMA-Factory trains on: run with the Python of that program.
+"""Record what TRL, LLaMA-Factory or axolotl trains on: run with the Python of that program.
 
-    PYTHON translated_steps.py trl|llama_factory > RECORDED.json
+    PYTHON translated_steps.py trl|llama_factory|axolotl > RECORDED.json
 
 The small configurations of tests/support/translated_examples.py run through the program's own
 command, on a CPU; each step records its samples, their tokens, which of them are trained, and its
 learning rate.
+
+Not all that axolotl requires is needed on a CPU. In a new environment with a CPU build of torch
+2.13.0, `pip install --no-deps axolotl==0.19.0 bitsandbytes==0.50.2 torchao==0.17.0 triton==3.9.0`,
+and with their dependencies the versions that it names of transformers, peft, accelerate, datasets,
+trl, axolotl-contribs-lgpl, axolotl-contribs-mit, mistral-common, posthog, schedulefree, optimum,
+evaluate, addict, fire, art, numba, wandb, python-dotenv. It stays offline with
+AXOLOTL_DO_NOT_TRACK=1 and HF_HUB_OFFLINE=1.
 """
 
 import json
@@ -42,12 +49,20 @@ class Recorder:
         step = trainer.state.global_step
         labels = inputs["labels"] if "labels" in inputs else inputs["completion_mask"]
         is_pair = "labels" not in inputs or "DPO" in type(trainer).__name__
+        if not self.samples and trainer.eval_dataset is not None:
+            for record in trainer.eval_dataset:
+                marks = [int(label != -100) for label in record["labels"]]
+                self.samples.append([record["input_ids"], marks])
         rows = []
         is_padding = inputs["attention_mask"] == 0
-        for ids, marks, padding in zip(inputs["input_ids"], labels, is_padding, strict=True):
-            kept = ~padding
+        for i, (ids, marks) in enumerate(zip(inputs["input_ids"], labels, strict=True)):
+            kept = ~is_padding[i]
             trained = marks[kept] > 0 if "labels" not in inputs else marks[kept] != -100
-            rows.append([ids[kept].tolist(), trained.int().tolist()])
+            starts = [0]
+            if "position_ids" in inputs:  # several samples in a row
+                starts = (inputs["position_ids"][i][kept] == 0).nonzero().flatten().tolist()
+            for first, end in zip(starts, [*starts[1:], int(kept.sum())], strict=True):
+                rows.append([ids[kept][first:end].tolist(), trained[first:end].int().tolist()])
         if len(self.sizes) <= step:
             self.sizes.append(0)
             self.rates.append(float(trainer.optimizer.param_groups[0]["lr"]))
@@ -55,7 +70,7 @@ class Recorder:
         self.samples += rows
 
     def finish(self) -> dict[str, Any]:
-        """Steps of the run, and each sample once, whatever their order."""
+        """Steps of the run, and each sample of training and validation once, in any order."""
         transformers.Trainer.training_step = self._original
         different = sorted({json.dumps(sample) for sample in self.samples})
         return {
@@ -88,11 +103,23 @@ def run_llama_factory(name: str, values: dict[str, Any]) -> None:
     run_exp(values)
 
 
+def run_axolotl(name: str, values: dict[str, Any]) -> None:
+    """Run `axolotl train`."""
+    import yaml
+    from axolotl.cli.args import TrainerCliArgs
+    from axolotl.cli.config import load_cfg
+    from axolotl.cli.train import do_train
+
+    Path("their.yml").write_text(yaml.safe_dump(values))
+    do_train(load_cfg("their.yml"), TrainerCliArgs())
+
+
 def main() -> None:
     """Entry point of the script."""
     program = sys.argv[1]
     only = sys.argv[2:]
-    run = {"trl": run_trl, "llama_factory": run_llama_factory}[program]
+    runs = {"trl": run_trl, "llama_factory": run_llama_factory, "axolotl": run_axolotl}
+    run = runs[program]
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # these programs print to standard output
     found = {}

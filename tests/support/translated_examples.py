@@ -1,4 +1,4 @@
-"""Small configurations of TRL and LLaMA-Factory, with model, tokenizer and data, made on the spot.
+"""Small configurations of TRL, LLaMA-Factory and axolotl, with all that they need.
 
 Imports nothing but the standard library, because the programs themselves run it as well.
 """
@@ -72,9 +72,45 @@ LLAMA_FACTORY: dict[str, dict[str, Any]] = {
                    "lr_scheduler_type": "cosine", "warmup_ratio": 0.2},
 }  # fmt: skip
 """Files of LLaMA-Factory."""
+_AXOLOTL: dict[str, Any] = {
+    "base_model": "base",
+    "sequence_len": 512,
+    "learning_rate": 1e-3,
+    "optimizer": "adamw_torch",
+    "output_dir": "out",
+    "save_strategy": "no",
+    "bf16": False,
+    "dataset_num_proc": 1,
+    "special_tokens": {"pad_token": "<|eot_id|>"},
+}
+_CHATS: dict[str, Any] = {"path": "messages", "type": "chat_template"}
+_PAIRS = {"path": "conversations", "type": "chat_template.default"}
+AXOLOTL: dict[str, dict[str, Any]] = {
+    "chats": {"datasets": [_CHATS], "chat_template": "chatml", "micro_batch_size": 2,
+              "gradient_accumulation_steps": 3, "num_epochs": 2, "warmup_steps": 3},
+    "own_template": {"datasets": [_CHATS | {"roles_to_train": ["assistant"],
+                                            "train_on_eos": "turn"}],
+                     "micro_batch_size": 4, "max_steps": 13, "lr_scheduler": "linear",
+                     "warmup_ratio": 0.2},
+    "llama3": {"datasets": [_CHATS], "chat_template": "llama3", "micro_batch_size": 4,
+               "eot_tokens": ["<|eot_id|>"],
+               "num_epochs": 1, "lr_scheduler": "constant_with_warmup", "warmup_steps": 2},
+    "instructions": {"datasets": [{"path": "instructions", "type": "alpaca"}],
+                     "micro_batch_size": 1, "num_epochs": 4, "warmup_ratio": 0.25,
+                     "cosine_min_lr_ratio": 0.1, "val_set_size": 0.5, "evals_per_epoch": 1},
+    "instructions_whole": {"datasets": [{"path": "instructions", "type": "alpaca"}],
+                           "train_on_inputs": True, "micro_batch_size": 2, "num_epochs": 4},
+    "packed": {"datasets": [{"path": "texts", "type": "completion"}], "micro_batch_size": 2,
+               "sequence_len": 256, "sample_packing": True, "max_steps": 15,
+               "warmup_steps": 2},
+    "preference": {"datasets": [_PAIRS], "rl": "dpo", "chat_template": "chatml",
+                   "micro_batch_size": 4, "num_epochs": 1, "warmup_ratio": 0.2},
+}  # fmt: skip
+"""Files of axolotl."""
 EXAMPLES = {
     "trl": {name: _TRL | keys for name, keys in TRL.items()},
     "llama_factory": {name: {"stage": "sft"} | _FACTORY | k for name, k in LLAMA_FACTORY.items()},
+    "axolotl": {name: _AXOLOTL | keys for name, keys in AXOLOTL.items()},
 }
 
 
@@ -160,6 +196,11 @@ def _data() -> dict[str, list[dict[str, Any]]]:
         ],
         "pairs": [
             {"prompt": f"{text(6)}:", "chosen": f" {text(5)}", "rejected": f" {text(5)}"}
+            for _ in range(RECORDS)
+        ],
+        "conversations": [
+            {"messages": [said("user", 6)], "chosen": said("assistant", 5),
+             "rejected": said("assistant", 5)}
             for _ in range(RECORDS)
         ],
     }  # fmt: skip

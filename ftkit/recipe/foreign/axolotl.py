@@ -252,7 +252,7 @@ ROWS = rows_by_key(
     *idle("EAFT takes the entropy of all tokens; axolotl that of the k likeliest", "eaft_k"),
     *missing("untrained tokens", "fix_untrained_tokens"),
     *missing("a default system message", "default_system_message"),
-    *idle("the end of a turn is trained as the template marks it", "eot_tokens"),
+    part("eot_tokens", "data.train_on", None, "turns end as the chat template ends them"),
     *idle("settings of a cloud", "provider", "node_count", "branch", "dockerfile_commands",
           "memory",
           "timeout", "memory_preprocess", "timeout_preprocess", "project_name", "secrets", "gpu",
@@ -383,6 +383,11 @@ def _length_and_batch(r: Reading) -> None:
         r.refuse("num_epochs", "a part of an epoch")
     # Without num_epochs, max_steps alone ends the run.
     r.recipe["train.epochs"] = None if steps else max(1, int(epochs))
+    if epochs > 1 and not steps:
+        r.tell(
+            "num_epochs: where samples are no multiple of a step's, axolotl ends the last epoch "
+            "early, after samples x epochs / batch steps; ftkit trains all epochs to their end"
+        )
     micro = int(r["micro_batch_size"])
     accumulation = int(r["gradient_accumulation_steps"])
     if r.has("batch_size"):
@@ -553,6 +558,11 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
         source |= {"prompt_style": _ALPACA[kind], "mask_prompt": not r["train_on_inputs"]}
     elif kind in ("completion", "pretrain"):
         columns["text"] = entry.get("field") or "text"
+        if kind == "completion":
+            r.tell(
+                "datasets.type: a document that is longer than sequence_len becomes pieces whose "
+                "first token axolotl does not train; ftkit trains it, after the one before"
+            )
     else:
         r.refuse("datasets.type", f"the prompt format {str(kind).partition('.')[0]}")
     if columns:
@@ -592,8 +602,19 @@ def _trained(r: Reading, entry: dict[str, Any]) -> str:
     roles = entry.get("roles_to_train", ["assistant"])
     if roles not in (["assistant"], ["gpt"], ["assistant", "gpt"]):
         r.refuse("datasets.roles_to_train", "trained turns other than the assistant's")
-    if entry.get("train_on_eos", "turn") not in ("turn", "all"):
-        r.refuse("datasets.train_on_eos", "ends of turns that are not trained")
+    for key in ("train_on_eos", "train_on_eot"):
+        # all: the ends of all turns; last, none: not all ends of the trained ones.
+        if entry.get(key) not in (None, "turn"):
+            r.refuse(f"datasets.{key}", "ends of turns that are trained apart from the turns")
+    if entry.get("message_field_training"):
+        r.refuse("datasets.message_field_training", "messages that say whether they are trained")
+    if not r["eot_tokens"]:
+        r.tell(
+            "eot_tokens: where turns do not end with the tokenizer's EOS, axolotl trains no end of "
+            "a turn without it; ftkit trains the end that the chat template writes"
+        )
+    if r["train_on_inputs"]:
+        r.refuse("train_on_inputs", "trained turns of all roles without the headers between them")
     return "all" if r["train_on_inputs"] else "assistant"
 
 
@@ -632,6 +653,11 @@ def _of_pairs(
     for name in ("chosen", "rejected"):
         if entry.get(f"field_{name}", name) != name:
             r.refuse(f"datasets.field_{name}", "names of the columns of pairs")
+    if r["rl"] in ("dpo", "ipo"):
+        r.tell(
+            "datasets: axolotl puts the tokenizer's BOS in front of each pair, whether or not the "
+            "chat template writes one; ftkit begins as the template does"
+        )
     return {"chat_template": _template(r, entry if head == "chat_template" else entry | {
         "chat_template": head})}  # fmt: skip
 

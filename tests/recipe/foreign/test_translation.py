@@ -348,6 +348,26 @@ def test_what_changes_what_is_learned_is_refused_by_name_or_accepted(
     assert accepted.accepted == (key,) and not accepted.refused
 
 
+@pytest.mark.parametrize(
+    ("entry", "keys"),
+    [
+        ({"train_on_eos": "all"}, {}),
+        ({"train_on_eos": "last"}, {}),
+        ({"train_on_eot": "none"}, {}),
+        ({"message_field_training": "train"}, {}),
+        ({"roles_to_train": ["user"]}, {}),
+        ({}, {"train_on_inputs": True}),
+    ],
+)
+def test_turns_that_axolotl_trains_otherwise_are_refused(
+    entry: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    chats = {"path": "d.jsonl", "type": "chat_template"}
+    assert translation(AXOLOTL, datasets=[chats | {"train_on_eos": "turn"}]).refused == ()
+    (key,) = [f"datasets.{name}" for name in entry] or keys
+    assert says(refusal(AXOLOTL, datasets=[chats | entry], **keys), f"{key}:")
+
+
 def test_only_keys_of_the_file_can_be_accepted() -> None:
     assert says(refusal(AXOLOTL, "lora_rr"), "--without ... lora_rr ... lora_r")
 
