@@ -180,11 +180,28 @@ class ChatRenderer(Renderer):
         assert self._tokenizer is not None
         encodings = self._tokenizer.encode_all_rendered([sample.whole for sample in written])
         for sample, encoded in zip(written, encodings, strict=True):
-            trained = _token_spans(encoded.offsets, sample)
-            if _hold(encoded.offsets, trained, sample.others):
+            ids, offsets = self._divided(sample, encoded)
+            trained = _token_spans(offsets, sample)
+            if _hold(offsets, trained, sample.others):
                 yield None
             else:
-                yield _weighted(Rendered(encoded.ids, trained), encoded.offsets, sample.weights)
+                yield _weighted(Rendered(ids, trained), offsets, sample.weights)
+
+    def _divided(self, sample: Written, encoded: _EncodedText) -> tuple[list[int], list[Span]]:
+        """Tokens of a sample and their characters, so that it begins with those of its prompt."""
+        end = sample.prompt_end
+        if not end:
+            return encoded.ids, encoded.offsets
+        assert self._tokenizer is not None
+        prompt, answer = self._tokenizer.encode_all_rendered(
+            [sample.whole[:end], sample.whole[end:]]
+        )
+        if encoded.ids[: len(prompt.ids)] == prompt.ids:
+            return encoded.ids, encoded.offsets
+        # A token would hold the end of the prompt and the start of the answer, as two line breaks
+        # in one. The model reads the prompt alone when it answers, and begins a token behind it.
+        moved = [(first + end, last + end) for first, last in answer.offsets]
+        return [*prompt.ids, *answer.ids], [*prompt.offsets, *moved]
 
 
 def _weighted(

@@ -61,6 +61,9 @@ class Written(NamedTuple):
     """Weights of characters whose weight is not 1, rising and apart from each other."""
     stop: str = ""
     """Token behind the text that ends its last turn, if it begins the message that would follow."""
+    prompt_end: int = 0
+    """Characters of the prompt in a text that the template does not write as one, but as a prompt
+    and what is put behind it; 0: the template writes all of it."""
 
     @property
     def whole(self) -> str:
@@ -174,17 +177,7 @@ class TurnFinder:
                 if isinstance(found, NotRendered):
                     yield str(found)
                 else:
-                    yield [
-                        Written(
-                            text,
-                            _spans(trained),
-                            _spans(others),
-                            omits_reasoning,
-                            [(first, end, weight) for first, end, weight in weights],
-                            stop,
-                        )
-                        for text, trained, others, omits_reasoning, weights, stop in found
-                    ]
+                    yield [_from_lists(*sample) for sample in found]
         except Exceeded as error:
             raise self._template.explained(error) from None
 
@@ -366,7 +359,14 @@ class _Conversation:
             if is_put_together
             else self._places(text, index + 1, range(index))
         )
-        return Written(text, trained, places, self._omits_reasoning(index), stop=stop)
+        return Written(
+            text,
+            trained,
+            places,
+            self._omits_reasoning(index),
+            stop=stop,
+            prompt_end=start if is_put_together else 0,
+        )
 
     def _places(
         self, text: str, count: int, others: Collection[int], **options: bool
@@ -498,6 +498,19 @@ def _between(turns: list[_Turn], length: int) -> list[Span]:
     # What lies between turns: from the start to the first, from one to the next, and to the end.
     spans = zip(edges[::2], edges[1::2], strict=True)
     return [(first, end) for first, end in spans if first < end]
+
+
+def _from_lists(
+    text: str,
+    trained: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+    omits_reasoning: bool,
+    weights: Sequence[tuple[int, int, float]],
+    *rest: Any,
+) -> Written:
+    """Return a sample from another process, which has lists in place of tuples."""
+    given = [(first, end, weight) for first, end, weight in weights]
+    return Written(text, _spans(trained), _spans(others), omits_reasoning, given, *rest)
 
 
 def _spans(pairs: Iterable[Sequence[int]]) -> list[Span]:

@@ -1,5 +1,7 @@
 """What is learned where a template's prompt opens or closes a thought."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,14 +37,26 @@ ALWAYS_PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = write_chat_tokenizer(tmp_path_factory.mktemp("chats"))
-    processor = Processor.from_file(str(directory / "tokenizer.json"))
+def make_tokenizer(directory: Path, *, merged: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer with the tokens of all templates, and others for texts across their borders."""
+    processor = Processor.from_file(str(write_chat_tokenizer(directory) / "tokenizer.json"))
     tokens = dict.fromkeys(token for one in THINKERS.values() for token in one.tokens)
     processor.add_special_tokens([*tokens])
+    processor.add_tokens([*merged])
     processor.save(str(directory / "tokenizer.json"))
     return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("chats"))
+
+
+@pytest.fixture(scope="module", params=[(), ("\n\n", "\n1")], ids=["tokens apart", "merged"])
+def any_tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("chats"), merged=request.param)
 
 
 def template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -84,8 +98,9 @@ def test_the_answer_begins_where_the_prompt_ends(name: str, tokenizer: Tokenizer
 
 @pytest.mark.parametrize("name", THINKERS)
 def test_a_turn_is_learned_after_the_prompt_that_generate_sends(
-    name: str, tokenizer: Tokenizer
+    name: str, any_tokenizer: Tokenizer
 ) -> None:
+    tokenizer = any_tokenizer
     stop_ids = ChatRenderer(tokenizer, template(name, tokenizer), train_on="last").stop_ids
     seen = 0
     for record in map(random_conversation, range(12)):
