@@ -5,6 +5,7 @@ import re
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -129,12 +130,23 @@ def tokenizer_with(base: Path, template: str, out: Path) -> Path:
     """Make a tokenizer that has the special tokens of a template."""
     shutil.rmtree(out, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    found = dict.fromkeys([*NAMES.values(), *SPECIAL.findall(template)])
+    # Some templates put the texts of tokens together from parts.
+    written = [template, *_rendered(tokenizer, template)]
+    found = dict.fromkeys([*NAMES.values(), *SPECIAL.findall("\n".join(written))])
     tokenizer.add_tokens(list(found), special_tokens=True)
     tokenizer.add_special_tokens({f"{kind}_token": text for kind, text in NAMES.items()})
     tokenizer.save_pretrained(out)
     (out / CHAT_TEMPLATE).write_text(template)
     return out
+
+
+def _rendered(tokenizer: Any, template: str) -> Iterator[str]:
+    """Yield what a template writes of those conversations that it takes."""
+    for record in CONVERSATIONS.values():
+        with suppress(Exception):  # a template raises what it likes
+            yield tokenizer.apply_chat_template(
+                record["messages"], record.get("tools"), chat_template=template, tokenize=False
+            )
 
 
 def verdict(directory: Path, record: dict[str, Any]) -> str:
