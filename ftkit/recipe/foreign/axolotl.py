@@ -343,6 +343,8 @@ def _precision(r: Reading) -> None:
     elif r["bf16"] in ("auto", True, "true", "full") or r["bfloat16"]:
         # Adapters are float32 below bfloat16 autocast; without one every weight has 16 bits.
         r.set(precision="bf16-true" if r["adapter"] in OFF else "bf16-mixed")
+    elif r["fp8"]:  # accelerate computes the rest under bfloat16 autocast
+        r.set(precision="bf16-mixed")
     else:
         r.set(precision="32-true")
     value = r["gradient_checkpointing"]

@@ -211,7 +211,7 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"qat": QAT, "adapter": ..., "lora_target_linear": ...},
          {"qat.weights": "int4", "qat.activations": "int8", "qat.group_size": 32}),
         ({"qat": QAT | {"group_size": 256}, "adapter": ...}, {"qat.group_size": 256}),
-        ({"fp8": True, "adapter": ...}, {"float8": True}),
+        ({"fp8": True, "adapter": ...}, {"float8": True, "precision": "bf16-mixed"}),
         ({"bf16": "auto"}, {"precision": "bf16-mixed"}),
         ({"bf16": "auto", "adapter": None}, {"precision": "bf16-true"}),
         ({"cosine_min_lr_ratio": 0.1}, {"train.min_lr": 2e-5}),
