@@ -123,7 +123,7 @@ def round_in_forward(body: Body, qat: Qat) -> None:
         qat: what they are rounded to.
 
     Raises:
-        UserError: the model has experts, or a width that is no multiple of the groups.
+        UserError: the model has experts, or a layer whose rows do not divide into groups.
     """
     layers = _linear_layers(body, f"qat.weights is {qat.weights}", "--qat.weights null")
     for name, layer in layers.items():
@@ -132,8 +132,8 @@ def round_in_forward(body: Body, qat: Qat) -> None:
             fitting = layer.in_features & -layer.in_features
             raise UserError(
                 f"qat.group_size is {qat.group_size}, but the rows of {name} have "
-                f"{layer.in_features} weights, which is no multiple of it. Try --qat.group_size "
-                f"{min(fitting, 32) if fitting > 1 else 'null'}."
+                f"{layer.in_features} weights, which do not divide into such "
+                f"groups. Try --qat.group_size {min(fitting, 32) if fitting > 1 else 'null'}."
             )
     prepare = QATConfig(qat_config(qat), step="prepare")
     quantize_(body.blocks, prepare, filter_fn=lambda _, name: name in layers)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ftkit.errors import UserError
 from ftkit.recipe.plugin import own_class, own_name, own_names, plugin_in_use
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
-from ftkit.utils.names import nearest
+from ftkit.utils.names import nearest, unknown_option
 
 Preference = Literal["pairs", "labels"]
 """How records say which answers are better. pairs: two answers to a prompt, the better one first.
@@ -308,10 +308,7 @@ def objective_options(objective: Component) -> dict[str, Any]:
     kinds = get_type_hints(options)
     for key, value in given.items():
         if key not in kinds:
-            known = f"It takes {', '.join(kinds)}." if kinds else "It takes none; remove it."
-            near = nearest(str(key), kinds)
-            hint = f" Did you mean --objective.{near}?" if near else ""
-            raise UserError(f"objective.{key} is not an option of {name}. {known}{hint}")
+            raise unknown_option("objective", str(key), name, kinds, "It takes none; remove it.")
         if get_origin(kinds[key]) is Literal:
             choices = get_args(kinds[key])
             if value not in choices:

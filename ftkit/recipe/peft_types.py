@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.lora_layers import NAMED_LAYERS
 from ftkit.recipe.recipe import Component, Lora, LoraRecipe
 from ftkit.recipe.recipe_keys import accepted_types, describe
-from ftkit.utils.names import nearest
+from ftkit.utils.names import nearest, unknown_option
 
 LORA = "lora"
 """The type whose keys begin with lora_."""
@@ -217,10 +217,7 @@ def peft_options(component: Component) -> Any:
     least = {**_LEAST, "r": 0} if options is OftOptions else _LEAST
     for key, value in given.items():
         if key not in kinds:
-            known = f"It takes {', '.join(kinds)}." if kinds else "Its keys begin with lora_."
-            near = nearest(str(key), kinds)
-            hint = f" Did you mean --peft.{near}?" if near else ""
-            raise UserError(f"peft.{key} is not an option of {name}. {known}{hint}")
+            raise unknown_option("peft", str(key), name, kinds, "Its keys begin with lora_.")
         default = getattr(options(), key)
         if value is None or value == default:
             continue

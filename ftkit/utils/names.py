@@ -2,8 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from typing import Any
+
+from ftkit.errors import UserError
 
 _UNFIT = re.compile(r'[",\s]+')
 """Characters that column names do not contain."""
@@ -43,3 +45,19 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     by_lower = {choice.lower(): choice for choice in known}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
+
+
+def unknown_option(part: str, key: str, name: str, known: Collection[str], none: str) -> UserError:
+    """Return the refusal of an option that a component does not have.
+
+    Args:
+        part: key of the recipe below which it stands.
+        key: the option.
+        name: of the component.
+        known: its options.
+        none: what to do where it has none, as a sentence.
+    """
+    taken = f"It takes {', '.join(known)}." if known else none
+    near = nearest(key, known)
+    hint = f" Did you mean --{part}.{near}?" if near else ""
+    return UserError(f"{part}.{key} is not an option of {name}. {taken}{hint}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+from computed import filled
 from fp8_models import in_fp8
 from tiny import make_llama
 from torch import Tensor
@@ -14,7 +15,6 @@ from transformers_models import make_transformers_model
 
 from ftkit.models import language_model
 from ftkit.models.language_model import LanguageModel, compiled_graphs, outline
-from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.recipe import LoraRecipe, Memory, Recipe
 
@@ -49,16 +49,7 @@ def _nothing_compiled_before() -> Iterator[None]:
 def make_model(recipe: Recipe, base: BaseModel, *, compile_: bool) -> LanguageModel:
     recipe = dataclasses.replace(recipe, compile=compile_)
     model = outline(base, recipe, torch.float32)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=torch.device("cpu"),
-        rope_length=64,
-        seed=1,
-        progress=lambda *_: None,
-    )
-    return model
+    return filled(model, base, seed=1)
 
 
 def step(model: LanguageModel, lengths: tuple[int, ...]) -> tuple[float, list[Tensor]]:

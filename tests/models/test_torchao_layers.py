@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from computed import filled
 from messages import key_words
 from multimodal_models import make_multimodal_model
 from tiny import make_llama
@@ -18,7 +19,6 @@ from transformers_models import make_transformers_model
 from ftkit.errors import UserError
 from ftkit.models import torchao_layers
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.models.torchao_layers import qat_config
 from ftkit.recipe.recipe import Qat, Recipe
@@ -36,18 +36,8 @@ def outlined(base: BaseModel, **keys: Any) -> LanguageModel:
     return outline(base, Recipe(checkpoint_dir="base", **keys), torch.float32)
 
 
-def filled(base: BaseModel, **keys: Any) -> LanguageModel:
-    model = outlined(base, **keys)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=torch.device("cpu"),
-        rope_length=64,
-        seed=0,
-        progress=lambda *_: None,
-    )
-    return model
+def made(base: BaseModel, **keys: Any) -> LanguageModel:
+    return filled(outlined(base, **keys), base)
 
 
 def loss_of(model: LanguageModel, rows: slice = slice(None)) -> torch.Tensor:
@@ -108,7 +98,7 @@ def test_models_that_see_are_not_trained_for_a_form_that_they_are_not_written_in
 
 
 def test_float8_is_of_training_alone(llama: BaseModel) -> None:
-    plain, model = filled(llama), filled(llama, float8=True)
+    plain, model = made(llama), made(llama, float8=True)
     expected = loss_of(plain).item()
     assert loss_of(model).item() != pytest.approx(expected, rel=1e-6)
     assert loss_of(model).item() == pytest.approx(expected, rel=1e-2)
@@ -139,7 +129,7 @@ def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) 
 def test_scales_depend_neither_on_micro_batches_nor_on_the_number_of_ranks(
     llama: BaseModel, keys: dict[str, Any]
 ) -> None:
-    model = filled(llama, **keys)
+    model = made(llama, **keys)
     expected = gradients(model)
     for parts, times in ((2, 1), (1, 3), (2, 3)):
         assert largest_difference(gradients(model, parts, times), expected) < 1e-5
@@ -166,7 +156,7 @@ def test_those_of_other_recipes_of_torchao_do(
         Float8LinearConfig.from_recipe_name(recipe), round_scales_to_power_of_2=powers
     )
     monkeypatch.setattr(torchao_layers, "replace", lambda *_, **__: config)
-    model = filled(llama, float8=True)
+    model = made(llama, float8=True)
     expected = gradients(model)
     assert largest_difference(gradients(model, parts, times), expected) > 1e-3
 

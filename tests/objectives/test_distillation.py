@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from computed import filled
 from messages import message_of, says
 from tiny import make_llama
 from torch import Tensor
@@ -20,7 +21,7 @@ from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.models.divergence import FrozenHead
 from ftkit.models.language_model import LanguageModel, outline_plain
-from ftkit.models.load_weights import Whole, fill
+from ftkit.models.load_weights import Whole
 from ftkit.models.loss import Head
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
@@ -161,16 +162,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
 
 def loaded(base: BaseModel) -> LanguageModel:
     model = outline_plain(base, torch.float32, tied=base.tied)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=torch.device("cpu"),
-        rope_length=32,
-        seed=0,
-        progress=lambda done, total: None,
-    )
-    return model.eval()
+    return filled(model, base, rope_length=32).eval()
 
 
 @pytest.mark.parametrize("name", ["forward", "reverse", "forward, warm"])

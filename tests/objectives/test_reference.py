@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ALL, CPU, build, lora_recipe, train
+from adapters import ALL, build, lora_recipe, train
+from computed import filled
 from tiny import make_llama
 from torch import Tensor
 from transformers_models import make_transformers_model
@@ -15,7 +16,6 @@ from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.models.language_model import LanguageModel, outline_plain
-from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.objectives.reference import (
     BelowAdapter,
@@ -50,16 +50,7 @@ def batch() -> dict[str, Any]:
 def plain(base: BaseModel, kind: Quantization | None = None) -> LanguageModel:
     """The base model, which no adapter was ever added to."""
     model = outline_plain(base, torch.float32, tied=base.tied, kind=kind)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=CPU,
-        rope_length=32,
-        seed=0,
-        progress=lambda done, total: None,
-    )
-    return model
+    return filled(model, base, rope_length=32)
 
 
 def below(model: LanguageModel) -> Tensor:

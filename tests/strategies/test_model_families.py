@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from adapters import TOKENS, logits
+from computed import filled
 from rank_jobs import Case, Outcome, Run, assert_same_maths, make_run
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,7 +23,6 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import trained_parameter
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method
@@ -130,17 +130,9 @@ def as_it_was_trained(outcome: Outcome, method: Method) -> LanguageModel:
     base = open_base(str(recipe.checkpoint_dir), "transformers")
     stored = StoredState.in_checkpoint(outcome.checkpoint, read_metadata(outcome.checkpoint))
     model = outline(base, recipe, torch.float32)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=torch.device("cpu"),
-        rope_length=64,
-        seed=recipe.seed,
-        trained=lambda name: trained_parameter(stored, name),
-        progress=lambda *_: None,
-    )
-    return model.eval()
+    return filled(
+        model, base, seed=recipe.seed, trained=lambda name: trained_parameter(stored, name)
+    ).eval()
 
 
 @torch.no_grad()

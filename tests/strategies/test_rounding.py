@@ -106,7 +106,7 @@ def test_two_ranks_round_as_one_does(
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_three_ranks_round_as_one_does(run: Run, alone: dict[Case, Outcome], rounding: str) -> None:
-    """They multiply the loss by a number that is no power of two."""
+    """Each rank multiplies its loss by 3: other than by 2, that changes how numbers are rounded."""
     case = case_of(rounding, "ddp")
     assert_same(run(3, [case])[case], alone[case_of(rounding)], rounding)
 

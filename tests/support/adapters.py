@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from computed import filled
 from tiny import make_llama, make_tokenizer
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.load_weights import Whole, fill, result_weights
+from ftkit.models.load_weights import Whole, result_weights
 from ftkit.models.lora.adapter_files import check_adapter, check_shapes, read_adapter, save_adapter
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.parsing import read_recipe
@@ -47,17 +48,7 @@ def build(
         found = read_adapter(recipe.adapter, base)
         check_shapes(found, model, recipe.adapter)
         adapter = found.tensors
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=CPU,
-        rope_length=32,
-        seed=recipe.seed,
-        adapter=adapter,
-        progress=lambda done, total: None,
-    )
-    return model.eval()
+    return filled(model, base, rope_length=32, seed=recipe.seed, adapter=adapter).eval()
 
 
 def train(model: LanguageModel) -> LanguageModel:

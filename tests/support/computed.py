@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,20 +19,28 @@ LENGTHS = (9, 14, 3)
 CPU = torch.device("cpu")
 
 
-def opened(directory: Path) -> tuple[BaseModel, LanguageModel]:
-    """A model of transformers, as ftkit computes it."""
-    base = open_base(str(directory), "transformers")
-    model = outline(base, Recipe(checkpoint_dir=str(directory)), torch.float32)
+def filled(
+    model: LanguageModel, base: BaseModel, *, rope_length: int = 64, seed: int = 0, **keys: Any
+) -> LanguageModel:
+    """An outlined model with its numbers, whole and on the CPU; keys go to `fill`."""
     fill(
         model,
         base,
         sharding=Whole(),
         device=CPU,
-        rope_length=64,
-        seed=0,
+        rope_length=rope_length,
+        seed=seed,
         progress=lambda *_: None,
+        **keys,
     )
-    return base, model.eval()
+    return model
+
+
+def opened(directory: Path) -> tuple[BaseModel, LanguageModel]:
+    """A model of transformers, as ftkit computes it."""
+    base = open_base(str(directory), "transformers")
+    model = outline(base, Recipe(checkpoint_dir=str(directory)), torch.float32)
+    return base, filled(model, base).eval()
 
 
 def sequences() -> list[Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 import transformers
+from computed import filled
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers_models import SIZES, VOCABULARY, save_random, transformers_model
@@ -16,7 +17,6 @@ from ftkit.errors import UserError
 from ftkit.models import language_model, routing
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.language_model import LanguageModel, outline, trained_router_loss
-from ftkit.models.load_weights import Whole, fill
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.routing import RouterLoss
@@ -88,16 +88,7 @@ def opened(
     model.routing = model.body.watch_routing(
         trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
     )
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=torch.device("cpu"),
-        rope_length=64,
-        seed=0,
-        progress=lambda *_: None,
-    )
-    return model
+    return filled(model, base)
 
 
 def sequences() -> list[Tensor]:

@@ -53,20 +53,6 @@ def logits_of_peft(
     return result
 
 
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
-    directory = tmp_path_factory.mktemp("bases")
-    return {
-        name: open_base(str(make(directory / name.replace(" ", "-"))))
-        for name, make in MAKERS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def llama(bases: dict[str, BaseModel]) -> BaseModel:
-    return bases["llama"]
-
-
 # --- Variants -----------------------------------------------------------------------------------
 
 

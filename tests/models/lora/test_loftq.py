@@ -31,7 +31,7 @@ def test_the_matrices_are_those_of_peft(base: BaseModel, monkeypatch: pytest.Mon
 
     model = build(base, lora_recipe(base, lora_mlp=True, **LOFTQ))
     read = weight_reader(base)
-    # PEFT computes on a GPU, whatever there is.
+    # PEFT moves tensors to a GPU without asking whether there is one.
     for kind in (Tensor, Params4bit):
         usual = kind.to
 

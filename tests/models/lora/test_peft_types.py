@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ALL, MAKERS, TOKENS, TYPES, build, export, logits, lora_recipe, train
+from adapters import ALL, TOKENS, TYPES, build, export, logits, lora_recipe, train
 from messages import says
 from torch import Tensor
 from transformers_models import make_transformers_model
@@ -25,20 +25,6 @@ from ftkit.recipe.plan import make_plan
 TOLERANCE = 1e-5
 NOT_FUSED = ["attention.dense", "dense_h_to_4h", "dense_4h_to_h"]
 """Layers of GPT-NeoX that have biases, and are no parts of others."""
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
-    directory = tmp_path_factory.mktemp("bases")
-    return {
-        name: open_base(str(make(directory / name.replace(" ", "-"))))
-        for name, make in MAKERS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def llama(bases: dict[str, BaseModel]) -> BaseModel:
-    return bases["llama"]
 
 
 @torch.no_grad()
@@ -89,7 +75,7 @@ def test_an_adapter_loads_in_peft_and_here_with_equal_logits(
 
 @pytest.mark.parametrize("name", ["vera", "loha", "ia3"])
 def test_shared_experts_are_adapted_as_layers(name: str, tmp_path: Path) -> None:
-    """LoRA of theirs reaches PEFT as parameters, because it takes their names for experts."""
+    """PEFT stores LoRA of shared experts as that of experts' matrices; the other types are not."""
     base = open_base(str(make_transformers_model(tmp_path / "base", "qwen2_moe")))
     recipe = lora_recipe(base, lora_targets="all-linear", **TYPES[name])
     model = train(build(base, recipe))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from adapters import MAKERS, build, export, lora_recipe, train
+from computed import filled
 from messages import key_words
 from tiny import make_llama
 from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.language_model import outline
-from ftkit.models.load_weights import Whole, fill
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import (
@@ -155,16 +155,7 @@ def test_an_adapter_with_new_tokens_loads_in_peft_with_equal_logits(
 
 def full_model(base: BaseModel) -> Any:
     model = outline(base, Recipe(checkpoint_dir="base"), torch.float32)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=torch.device("cpu"),
-        rope_length=32,
-        seed=1,
-        progress=lambda done, total: None,
-    )
-    return model.eval()
+    return filled(model, base, rope_length=32, seed=1).eval()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,6 +14,7 @@ import litgpt
 import pytest
 import torch
 import transformers
+from computed import filled
 from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
 from litgpt.utils import save_config
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,6 @@ from ftkit.errors import UserError
 from ftkit.models.architectures import families
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.language_model import outline
-from ftkit.models.load_weights import Whole, fill
 from ftkit.models.pretrained import base_model, hub
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -410,15 +410,7 @@ def counted_logits(base: BaseModel) -> tuple[Tensor, int]:
             return function(*arguments, **(options or {}))
 
     model = outline(base, Recipe(checkpoint_dir=""), torch.float32)
-    fill(
-        model,
-        base,
-        sharding=Whole(),
-        device=torch.device("cpu"),
-        rope_length=base.architecture.context_length,
-        seed=0,
-        progress=lambda done, total: None,
-    )
+    filled(model, base, rope_length=base.architecture.context_length)
     ids = tokens()
     with torch.no_grad(), Counter() as counter:
         logits: Tensor = model(ids, torch.arange(ids.numel()))
