@@ -1,9 +1,9 @@
 """The renderer of conversations: which tokens of the whole text lie in trained turns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -139,14 +139,13 @@ class ChatRenderer(Renderer):
         last = said[-1] if said else len(messages)
         template = self._template.with_arguments(record.get(ARGUMENTS))
         prompt = template.render(messages[:last], tools=tools, add_generation_prompt=True)
-        questions = [m["content"] for m in messages[:last] if m["role"] == "user"]
         assert self._tokenizer is not None
         return Example(
             prompt=self._tokenizer.encode_all_rendered([prompt])[0].ids,
             expected=self._expected(record | {"messages": messages[: last + 1]}) if said else "",
             stop_ids=self.stop_ids,
             record=record,
-            instruction=questions[-1] if questions else "",
+            instruction=_shown(messages[:last]),
         )
 
     def _expected(self, record: Record) -> str:
@@ -266,3 +265,15 @@ def _begins(offsets: Sequence[Span]) -> npt.NDArray[np.int64]:
     begins[1:] = np.minimum(begins[1:], ends[:-1])
     begins[:1] = 0
     return np.maximum.accumulate(begins)
+
+
+def _shown(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What comes before an answer, for people: one question alone, or messages with their roles."""
+    if [message["role"] for message in messages] == ["user"]:
+        return str(messages[0]["content"])
+    return "\n".join(f"{message['role']}: {_said(message)}" for message in messages)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    called = [f"(calls {call['function']['name']})" for call in message.get("tool_calls") or ()]
+    return " ".join(filter(None, (message["content"], *called)))

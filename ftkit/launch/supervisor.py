@@ -418,7 +418,7 @@ def _show_start(start: Start, run: RunDirectory, display: Display) -> None:
         f"continuing from step {start.metadata.step:,}: {display_path(start.checkpoint)}"
     )
     if start.kept:
-        kept = ", ".join(f"{key} {as_text(value)}" for key, value in start.kept.items())
+        kept = ", ".join(f"{key} {as_text(value, key)}" for key, value in start.kept.items())
         display.message(f"kept, as the defaults were when the run began: {kept}")
     for change in start.changes:
         display.message(f"changed: {change}")

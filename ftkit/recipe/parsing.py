@@ -278,9 +278,21 @@ def read_keys(path: Path) -> dict[str, Any]:
     return dict(leaves(load_yaml(path), whole=MAPPINGS))
 
 
-def as_text(value: Any) -> str:
-    """A value as the text of an override; text stays unquoted, as on the command line."""
-    return value if isinstance(value, str) else json.dumps(value, default=os.fspath)
+def as_text(value: Any, key: str) -> str:
+    """A key's value as the text of an override; text stays unquoted, as on the command line.
+
+    Raises:
+        UserError: no recipe can hold the value, such as a function.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=os.fspath)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{key} is {value!r}, but keys of a recipe hold text, numbers, booleans, lists and "
+            "mappings. Code of your own belongs in a file: plugin='FILE.py' (docs/extending.md)."
+        ) from error
 
 
 def _specificity(override: Override) -> int:

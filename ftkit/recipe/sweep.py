@@ -209,7 +209,7 @@ def _run_of(file: Path, item: Any, overrides: Sequence[Override], out_dir: Path)
         name=name,
         command=command,
         files=tuple(os.path.normpath(folder / path) for path in configs),
-        varied=tuple((str(key), as_text(value)) for key, value in keys.items()),
+        varied=tuple((str(key), as_text(value, str(key))) for key, value in keys.items()),
         overrides=tuple(overrides),
         out_dir=out_dir / name,
         note=note,

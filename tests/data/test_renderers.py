@@ -93,14 +93,19 @@ class TestConversations:
             TURNS["messages"][:-1], add_generation_prompt=True
         )
         assert example.prompt == tokenizer.encode_rendered(prompt).ids
-        assert (example.expected, example.instruction) == ("So long 👋", "Bye")
+        asked = "system: Be brief.\nuser: Hi\nassistant: Hello.\nuser: Bye"
+        assert (example.expected, example.instruction) == ("So long 👋", asked)
         assert example.stop_ids == {tokenizer.eos_id, tokenizer.added_tokens["<|im_end|>"]}
 
     def test_a_question_without_an_answer_is_one_too(self, tokenizer: Tokenizer) -> None:
-        example = self.renderer(tokenizer).example({"messages": TURNS["messages"][:2]})
+        example = self.renderer(tokenizer).example({"messages": TURNS["messages"][1:2]})
         text = tokenizer.processor.decode(example.prompt, skip_special_tokens=False)
         assert text.endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
         assert (example.expected, example.instruction) == ("", "Hi")
+
+    def test_people_see_all_that_comes_before_the_answer(self, tokenizer: Tokenizer) -> None:
+        shown = self.renderer(tokenizer).example(CONVERSATIONS["tools"]).instruction
+        assert shown == "user: Bonn?\nassistant: (calls weather)\ntool: sun"
 
     def test_an_answer_may_be_a_call(self, tokenizer: Tokenizer) -> None:
         record = CONVERSATIONS["tools"] | {"messages": CONVERSATIONS["tools"]["messages"][:2]}

@@ -52,7 +52,7 @@ class AnsweredExample:
     """One validation record with the answers of the model."""
 
     instruction: str
-    """Instruction of the record."""
+    """Instruction of the record; of a conversation, all messages before the answer."""
     input: str = ""
     """Further input of the record."""
     expected: str = ""

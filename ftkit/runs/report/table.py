@@ -44,6 +44,7 @@ from ftkit.utils.console.formatting import (
     percent_text,
     printable,
     shortened,
+    shortened_within,
 )
 from ftkit.utils.console.html import block, escaped, labelled, styled
 from ftkit.utils.console.terminal import Value, labelled_grid
@@ -443,7 +444,8 @@ def _validation_text(losses: Loss | Source, *, of_start: bool) -> str:
 def _example_rows(example: AnsweredExample) -> Iterator[tuple[str, str]]:
     question = f"{example.instruction} {example.input}"
     answers = (("expected", example.expected), ("before", example.before), ("after", example.after))
-    yield "example", shortened(question)
+    # Of a long conversation, too, the question at its end.
+    yield "example", shortened_within(question)
     for label, answer in answers:
         if answer is not None:
             yield f"  {label}", shortened(answer) or "(empty)"

@@ -27,6 +27,13 @@ def shortened(text: str, limit: int = 240) -> str:
     return line if len(line) <= limit else line[: limit - 4].rstrip() + " ..."
 
 
+def shortened_within(text: str, limit: int = 240) -> str:
+    """The text on one line, with both its ends where it is longer than the limit."""
+    line = " ".join(printable(text).split())
+    kept = (limit - 5) // 2
+    return line if len(line) <= limit else f"{line[:kept].rstrip()} ... {line[-kept:].lstrip()}"
+
+
 def duration_text(seconds: float) -> str:
     """412 ms, 3.2 s, 2 min 10 s, 58 min, 1 h 02 min."""
     # Compared after rounding, so that 0.9996 s is "1.0 s" and not "1000 ms".

@@ -304,7 +304,7 @@ def start(
     """
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     files = [os.fspath(file) for file in several]
-    overrides: list[Override] = [(key, as_text(value)) for key, value in keys.items()]
+    overrides: list[Override] = [(key, as_text(value, key)) for key, value in keys.items()]
     # Errors of the recipe are raised here, before a process starts.
     parsed = read_recipe(files, overrides, method=FINETUNE[command])
     if files and "out_dir" not in keys:

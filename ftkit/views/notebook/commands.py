@@ -39,7 +39,7 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
             words.append(f"--{key}")
         elif value is not None and value is not False:
             # Values of other types are written as a recipe has them.
-            words.append(f"--{key}={os.fspath(value) if _is_path(value) else as_text(value)}")
+            words.append(f"--{key}={os.fspath(value) if _is_path(value) else as_text(value, key)}")
     return words
 
 

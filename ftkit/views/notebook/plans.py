@@ -88,7 +88,7 @@ def plan(
     ):
         planned = predict.plan_files(
             [os.fspath(file) for file in several],
-            [(key, as_text(value)) for key, value in keys.items()],
+            [(key, as_text(value, key)) for key, value in keys.items()],
             command=command,
             gpu=None if gpu is None else find_gpu(gpu),
             name=name,

@@ -52,7 +52,7 @@ def preview(
     """
     several = [recipe] if isinstance(recipe, str | os.PathLike) else recipe or ()
     words = ["data", *(f"--config={os.fspath(file)}" for file in several), f"--show={show}"]
-    words += [f"--{key}={as_text(value)}" for key, value in keys.items()]
+    words += [f"--{key}={as_text(value, key)}" for key, value in keys.items()]
     values = json.loads(output_of([*words, "--format=json"]))
     inspection: ShownInspection = from_json(ShownInspection, values)
     return inspection

@@ -57,6 +57,7 @@ from ftkit.utils.console.formatting import (
     percent_text,
     printable,
     shortened,
+    shortened_within,
 )
 from ftkit.utils.hardware import Hardware, InstalledGpu
 from ftkit.utils.json_values import without_tokens
@@ -822,3 +823,9 @@ class TestWords:
         assert shortened("a\n  b") == "a b"
         assert len(shortened("word " * 100)) <= 240
         assert shortened("word " * 100).endswith(" ...")
+
+    def test_a_long_question_keeps_its_beginning_and_its_end(self) -> None:
+        assert shortened_within("a\n  b") == "a b"
+        text = shortened_within(f"first {'word ' * 100} last")
+        assert text.startswith("first word") and text.endswith("word last")
+        assert len(text) <= 240

@@ -117,6 +117,8 @@ def test_bad_input_raises_the_message_of_the_command(notebook: Kernel) -> None:
     )
     assert says(cell.error, "UserError: checkpoint_dir nowhere")
     assert cell.html == cell.printed == ""
+    cell = notebook.run("ftkit.finetune(**keys, loss=print)")
+    assert says(cell.error, "UserError: loss is <built-in function print> ... plugin='FILE.py'")
     cell = notebook.run('ftkit.attach("out/no")')
     assert says(cell.error, "UserError: out/no")
 
