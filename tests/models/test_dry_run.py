@@ -30,6 +30,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "musicgen": ({}, "needs inputs beside tokens"),
     "gemma4_text": ({"use_bidirectional_attention": "all"}, "attend to later ones"),
     "qwen4_exp_text": ({}, "one by one"),
+    "gemma4_assistant": ({}, "of another model"),
+    "hrm_text": ({}, "some of the times without gradients"),
     "rwkv": ({}, "overwrites states"),
 }
 

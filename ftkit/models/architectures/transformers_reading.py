@@ -1,5 +1,6 @@
 """Reading of config.json for transformers' models, and the reasons why a model is refused."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,12 +25,16 @@ from ftkit.models.architectures.transformers_outline import (
 
 _NO_OTHER_INPUT = {"text_config", "attn_config", "ffn_config"}
 """Parts of settings that need no input other than tokens."""
+_DRAFTS = "drafts tokens from the keys and values of another model"
 _IN_PLACE = "overwrites states that its backward pass needs"
 _INDEXED = "chooses what each token attends to one by one, so its memory cannot be predicted"
 _SHARED = "shares weights between blocks"
 _FAMILIES = {
     "blt": "reads bytes, which another model groups into patches",
     "cpmant": "attends to prompts in both directions, and takes tokens in segments",
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
+    "hrm_text": "repeats its blocks for each token, some of the times without gradients",
     "longcat_flash": "has two attention layers in each block, and experts that compute nothing",
     "qwen4_exp": _INDEXED,
     "qwen4_exp_text": _INDEXED,
@@ -80,8 +85,7 @@ def read_transformers_architecture(
                 require_text_alone(architecture.build(), architecture.language_name, name)
             architecture.logit_scale  # noqa: B018 (refuses unknown changes of logits)
     except ImportError as error:
-        needed = str(error).strip().partition("\n")[0]
-        raise UserError(f"{name} is of model_type {model_type!r}: {needed}") from error
+        raise UserError(f"{name} is of model_type {model_type!r}{_missing(error)}") from error
     if obstacle:
         raise _refusal(name, obstacle)
     return architecture
@@ -108,6 +112,15 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
             "model. Choose another model."
         )
     return model_type
+
+
+def _missing(error: ImportError) -> str:
+    """Say which package the code of a family needs, with the command that installs it."""
+    said = str(error).strip()
+    if command := re.search(r"`(pip install (\S+))`", said):  # as transformers says it
+        package = f"needs the package {command[2]}, which is not installed"
+        return f", whose code {package}. Try {command[1]}."
+    return f": {said.splitlines()[0]}"
 
 
 def _source_of_type(settings: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import torch
 from adapters import ALL, build, export, logits, lora_recipe, train
 from command import Command
 from computed import assert_close, logits_by, opened, padded_logits, sequences
+from messages import key_words
 from multimodal_models import EACH, MODELS, SOME, make_multimodal_model, multimodal_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -277,17 +278,27 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
         require_text_alone(architecture.build(), architecture.language_name, "it")
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("\nIt requires the X library.\nMore words.", "requires the X library"),
+        (
+            "\nIt lacks timm. You can:\n`pip install timm`. Please.",
+            "needs ... Try pip install timm.",
+        ),
+    ],
+)
 def test_a_package_that_a_model_needs_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModel
 
     def lacking(*_: Any, **__: Any) -> None:
-        raise ImportError("\nTimmWrapperModel requires the timm library.\nMore words.")
+        raise ImportError(said)
 
     monkeypatch.setattr(AutoModel, "from_config", lacking)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "perception_lm"}))
-    with pytest.raises(UserError, match=r"perception_lm.*requires the timm library"):
+    with pytest.raises(UserError, match=key_words(f"perception_lm ... {shown}")):
         read_blueprint(str(tmp_path))
 
 
