@@ -193,6 +193,7 @@ FORMS: dict[str, Callable[[], Packed]] = {
     "GPTQ in the order of activations": lambda: gptq(4, mixed=True),
     "GPTQ, second version": lambda: gptq(4, version="gptq_v2"),
     "AWQ": awq,
+    "integers of 1 bit": lambda: integers(1),
     "integers of 4 bits": lambda: integers(4),
     "integers of 8 bits": lambda: integers(8),
 }
