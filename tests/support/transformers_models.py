@@ -41,6 +41,17 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+_LATENT_BY_LAYER = _LATENT | {"mlp_layer_types": ["dense", "sparse"]}
+del _LATENT_BY_LAYER["first_k_dense_replace"]
+# With fewer heads several scores are exactly zero, and which of them topk takes depends on the
+# length of the batch.
+_INDEXED = _LATENT | {
+    "q_lora_rank": 16,
+    "index_head_dim": 8,
+    "index_n_heads": 16,
+    "index_topk": 4,
+}
+_FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama tied": {"tie_word_embeddings": True},
@@ -180,13 +191,35 @@ NEWEST: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "laurel_rank": 4,
     },
+    "deepseek_v32": _INDEXED | {"head_dim": 8},
+    "glm4_moe": _LATENT | {"head_dim": 8, "num_key_value_heads": 2},
+    "glm4_moe_lite": _LATENT_BY_LAYER | {"q_lora_rank": 16},
+    "kimi_linear": _LATENT_BY_LAYER
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "num_local_experts": 4,
+    },
+    "minimax_m2": _FEW_EXPERTS | {"head_dim": 8, "rotary_dim": 4},
+    "minimax_m3_vl_text": _FEW_EXPERTS
+    | {
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 24,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
 }
 """Those that earlier versions of transformers lack, or compute in another way."""
 if Version(transformers.__version__) < Version("5.24"):
     NEWEST.clear()
 
 _STATES = {"mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_heads": 8, "mamba_d_head": 8}
-_FEW_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -237,10 +270,7 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
         "attention_chunk_size": 6,
     },
-    # With fewer heads several scores are exactly zero, and which of them topk takes depends on the
-    # length of the batch.
-    "glm_moe_dsa": _LATENT
-    | {"q_lora_rank": 16, "index_head_dim": 8, "index_n_heads": 16, "index_topk": 4},
+    "glm_moe_dsa": _INDEXED,
     "dots1": {**_LATENT, "head_dim": 8},
     "doge": {"keep_window_size": 256},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},

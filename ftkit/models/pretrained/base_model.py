@@ -21,7 +21,12 @@ from ftkit.models.architectures.architecture import (
     ModelLayout,
     Naming,
 )
-from ftkit.models.architectures.checks import StoredForm, plain_settings, stored_form
+from ftkit.models.architectures.checks import (
+    StoredForm,
+    litgpt_is_installed,
+    plain_settings,
+    stored_form,
+)
 from ftkit.models.architectures.read import (
     default_architecture,
     known_architecture,
@@ -669,9 +674,14 @@ def read_blueprint(
     # One suggestion is enough.
     asks = "Did you mean" in str(wanted)
     hint = f" Did you mean {' or '.join(near)}?" if near and not asks else ""
+    named = (
+        "LitGPT knows no model of this name"
+        if litgpt_is_installed()
+        else "LitGPT, which knows many models by name, is not installed"
+    )
     raise UserError(
-        f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because LitGPT knows no "
-        f"model of this name and there is no config.json. {wanted}{hint}"
+        f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because {named} and there "
+        f"is no config.json. {wanted}{hint}"
     )
 
 

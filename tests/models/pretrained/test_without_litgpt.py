@@ -115,3 +115,9 @@ def test_what_needs_litgpt_is_refused_with_what_installs_it(
     assert ended.returncode == 2
     assert "LitGPT is not installed" in ended.stderr and INSTALL in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_name_that_litgpt_would_know_is_not_said_to_be_unknown_to_it(ftkit: Ftkit) -> None:
+    ended = ftkit("plan", "microsoft/phi-2")
+    assert ended.returncode == 2
+    assert "LitGPT, which knows many models by name, is not installed" in ended.stderr
