@@ -57,7 +57,7 @@ def look(model: Path, data: Path, *, show: int = 0, **keys: object) -> Inspectio
     """Inspection of the records in a file; `data__seed=1` stands for data.seed."""
     defaults = {"checkpoint_dir": str(model), "data": "JSON", "data.path": str(data)}
     overrides = [*defaults.items()]
-    overrides += [(key.replace("__", "."), as_text(value)) for key, value in keys.items()]
+    overrides += [(key.replace("__", "."), as_text(value, key)) for key, value in keys.items()]
     return inspect_data([], overrides, show=show, progress=lambda *_: None)
 
 
