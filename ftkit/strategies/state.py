@@ -153,18 +153,33 @@ class TorchState:
 
     def scalars(self) -> dict[str, float]:
         found: dict[str, float] = {}
+        by_number: dict[str, dict[float, list[nn.Parameter]]] = {}
         for parameter in self._names:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if is_scalar_state(value):
-                    number = float(value)
-                    # One number in the checkpoint stands for all parameters, so they must agree.
-                    if found.setdefault(key, number) != number:
-                        raise UserError(
-                            f"The optimizer {type(self._optimizer).__name__} keeps a different "
-                            f"{key} for each parameter, which checkpoints cannot hold. "
-                            "Try --optimizer AdamW."
-                        )
+                    of_key = by_number.setdefault(key, {})
+                    of_key.setdefault(float(value), []).append(parameter)
+        for key, of_key in by_number.items():
+            # One number in the checkpoint stands for all parameters, so they must agree. Parameters
+            # without gradients (the indexer of sparse attention) keep what a checkpoint gave them.
+            numbers = [n for n, those in of_key.items() if len(of_key) == 1 or self._moved(those)]
+            if len(numbers) > 1:
+                raise UserError(
+                    f"The optimizer {type(self._optimizer).__name__} keeps a different "
+                    f"{key} for each parameter, which checkpoints cannot hold. "
+                    "Try --optimizer AdamW."
+                )
+            found[key] = max(numbers or of_key)
         return found
+
+    def _moved(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether the optimizer has had a gradient of any of these parameters."""
+        return any(
+            bool(value.detach().any())
+            for parameter in parameters
+            for value in self._optimizer.state[parameter].values()
+            if isinstance(value, Tensor) and not is_scalar_state(value)
+        )
 
     def allocate(
         self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]

@@ -191,6 +191,7 @@ NEWEST: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "laurel_rank": 4,
     },
+    "deepseek_v32": _INDEXED | {"head_dim": 8},
     "glm4_moe": _LATENT | {"head_dim": 8, "num_key_value_heads": 2},
     "glm4_moe_lite": _LATENT_BY_LAYER | {"q_lora_rank": 16},
     "kimi_linear": _LATENT_BY_LAYER
@@ -270,7 +271,6 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 6,
     },
     "glm_moe_dsa": _INDEXED,
-    "deepseek_v32": _INDEXED | {"head_dim": 8},
     "dots1": {**_LATENT, "head_dim": 8},
     "doge": {"keep_window_size": 256},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
@@ -283,8 +283,6 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
     "phimoe": _FEW_EXPERTS,
 }
 """Those that are seldom trained, or computed slowly."""
-if Version(transformers.__version__) < Version("5.24"):
-    del MORE_MODELS["deepseek_v32"]
 
 
 def model_type(model: str) -> str:
