@@ -46,6 +46,7 @@ KIND_OF: dict[str, Kind] = {
     "train.lr_warmup_steps": "tunable",
     "train.lr_warmup_fraction": "tunable",
     "train.lr_warmup_run_fraction": "tunable",
+    "train.lr_warmup_curve": "tunable",
     "train.lr_schedule": "tunable",
     "train.lr_decay_fraction": "tunable",
     "train.min_lr": "tunable",

@@ -23,6 +23,7 @@ LoraInit = Literal["default", "pissa", "olora", "loftq"]
 RELATIVE_INITS = ("pissa", "olora")
 """First values that are subtracted, so that training starts at the base model."""
 LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
+LrWarmupCurve = Literal["linear", "quadratic"]
 ALL_LINEAR = "all-linear"
 """Value of lora_targets, PEFT's word for all linear layers but the head."""
 LrEnds = Literal["within", "around"]
@@ -76,12 +77,14 @@ class Train:
     max_seq_length: int | None = None
     """Cut sequences to this many tokens. Default: the context length of the model."""
     lr_warmup_steps: int | Literal["auto"] | None = "auto"
-    """Optimizer steps over which the learning rate rises linearly to its full value. auto: 100, in
+    """Optimizer steps over which the learning rate rises to its full value. auto: 100, in
     a short run at most a tenth of its steps; a resumed run keeps the warm-up that it began with."""
     lr_warmup_fraction: float | None = None
     """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
     lr_warmup_run_fraction: float | None = None
     """The warm-up as a fraction of all steps of the run, rounded up, instead of lr_warmup_steps."""
+    lr_warmup_curve: LrWarmupCurve = "linear"
+    """How the rate rises in the warm-up: linear, or quadratic, which begins more slowly."""
     lr_schedule: LrSchedule = "cosine"
     """Learning rate after the warm-up. cosine, linear: decays until the end of the run; constant:
     stays the same; wsd (warm-up, stable, decay): stays the same, then decays linearly at the end of

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
-from ftkit.recipe.recipe import LrEnds, LrSchedule, Train
+from ftkit.recipe.recipe import LrEnds, LrSchedule, LrWarmupCurve, Train
 
 _WARMUP_STEPS = 100
 """Of a warm-up that no key names, in a run of at least ten times as many; as in LitGPT."""
@@ -34,21 +34,24 @@ class Schedule:
     decay_steps: int = 0
     """Steps at the end of the run over which the rate of wsd falls."""
     ends: LrEnds = "within"
+    warmup_curve: LrWarmupCurve = "linear"
 
     def share(self, step: int) -> float:
         """Share of the full learning rate in a step, counted from 0.
 
-        After a linear warm-up it follows the curve of its kind, which ends at `final_share` in the
-        last step unless the kind does not depend on the length of the run.
+        After the warm-up it follows the curve of its kind, which ends at `final_share` in the last
+        step unless the kind does not depend on the length of the run.
         """
         if step < self.warmup_steps:
             # step + 1: the first step already trains, with 1 / warmup_steps of the full rate.
-            return (step + (self.ends == "within")) / self.warmup_steps
+            risen = (step + (self.ends == "within")) / self.warmup_steps
+            return risen if self.warmup_curve == "linear" else risen**2
         return self.final_share + (1 - self.final_share) * _CURVES[self.kind](self, step)
 
     def numbers(self) -> dict[str, float]:
         """All numbers that define the curve of its kind."""
-        return {key: value for key, value in asdict(self).items() if key not in ("kind", "ends")}
+        words = ("kind", "ends", "warmup_curve")
+        return {key: value for key, value in asdict(self).items() if key not in words}
 
     def _cosine(self, step: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * self._progress(step)))
@@ -153,7 +156,16 @@ def make_schedule(
             )
     notices += _without_effect(train)
     decay = math.ceil(train.lr_decay_fraction * total) if train.lr_schedule == "wsd" else 0
-    return Schedule(total, warmup, final_share, train.lr_schedule, decay, train.lr_ends), notices
+    schedule = Schedule(
+        total,
+        warmup,
+        final_share,
+        train.lr_schedule,
+        decay,
+        train.lr_ends,
+        train.lr_warmup_curve,
+    )
+    return schedule, notices
 
 
 def interval_steps(steps: int | None, share_of_epoch: float | None, steps_per_epoch: int) -> int:

@@ -222,6 +222,16 @@ def test_a_schedule_that_ends_around_the_run_is_the_one_of_transformers(
 
 
 @pytest.mark.parametrize(
+    ("ends", "rising"),
+    [("within", [1 / 16, 4 / 16, 9 / 16, 1]), ("around", [0, 1 / 16, 4 / 16, 9 / 16])],
+)
+def test_a_quadratic_warm_up_rises_along_a_parabola(ends: str, rising: list[float]) -> None:
+    straight = shares("linear", warmup=4, train__lr_ends=ends)
+    found = shares("linear", warmup=4, train__lr_ends=ends, train__lr_warmup_curve="quadratic")
+    assert found == [*rising, *straight[4:]]
+
+
+@pytest.mark.parametrize(
     ("steps", "share", "interval"),
     [(600, None, 600), (None, None, 0), (600, 0.25, 3), (None, 1, 11), (1, 0.01, 1), (1, 2.5, 28)],
 )

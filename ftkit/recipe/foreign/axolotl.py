@@ -222,7 +222,7 @@ ROWS = rows_by_key(
     *missing("new texts of reserved tokens", "added_tokens_overrides"),
     *missing("training from scratch", "reinit_weights"),
     *missing("a rate of its own for embeddings", "embedding_lr", "embedding_lr_scale", "lr_groups"),
-    *missing("quadratic warm-up", "lr_quadratic_warmup"),
+    part("lr_quadratic_warmup", "train.lr_warmup_curve", False, "only with cosine, down to 0"),
     *missing("a constant end of the learning rate", "cosine_constant_lr_ratio"),
     *missing("learning-rate restarts", "jagged_restart_steps", "jagged_restart_warmup_steps",
              "jagged_restart_anneal_steps"),
@@ -415,6 +415,8 @@ def _rates(r: Reading) -> None:
     trainer.schedule(r, kind, name="lr_scheduler")
     if (ratio := r["cosine_min_lr_ratio"]) and kind == "cosine":
         r.set(train__min_lr=number(ratio) * number(r["learning_rate"]))
+    if r["lr_quadratic_warmup"] and kind == "cosine":
+        r.set(train__lr_warmup_curve="quadratic", train__min_lr=0.0)
     if kind == "constant":
         r.set(train__lr_warmup_steps=0)
         return

@@ -215,6 +215,8 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"bf16": "auto"}, {"precision": "bf16-mixed"}),
         ({"bf16": "auto", "adapter": None}, {"precision": "bf16-true"}),
         ({"cosine_min_lr_ratio": 0.1}, {"train.min_lr": 2e-5}),
+        ({"lr_quadratic_warmup": True, "cosine_min_lr_ratio": 0.1},
+         {"train.lr_warmup_curve": "quadratic", "train.min_lr": 0}),
         ({"peft_use_rslora": True}, {"lora_variant": "rslora"}),
         ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": "model"}),
         ({"rl": "orpo", "datasets": [{"path": "d", "type": "chat_template.argilla"}]},
