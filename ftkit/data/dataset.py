@@ -203,8 +203,14 @@ class _Loading:
 
         records = part.train if split == "train" else part.val
         renderer = make_renderer(part, self._tokenizer)
-        overlong = part.rules.overlong
-        prepared = prepare_records(records, renderer, self._max_seq_length, overlong, progress)
+        prepared = prepare_records(
+            records,
+            renderer,
+            self._max_seq_length,
+            part.rules.overlong,
+            progress,
+            min_tokens=part.rules.min_tokens,
+        )
         # A file that was written to while it was read has another address now.
         if self._address is None or building is None or self._stamp() != self._stamps:
             return prepared
@@ -521,7 +527,12 @@ def _require_samples(
             f"{counts.dropped:,} are longer than train.max_seq_length, which is {max_seq_length}, "
             "and data.overlong drops them"
         )
-    if counts.dropped > counts.reasons.get(most, 0):
+    if counts.short:
+        reasons.append(f"{counts.short:,} have fewer tokens than data.min_tokens")
+    if counts.short > max(counts.dropped, counts.reasons.get(most, 0)):
+        longest = min(counts.longest_tokens, max_seq_length)
+        advice = f"Try --data.min_tokens {longest} or less."
+    elif counts.dropped > counts.reasons.get(most, 0):
         longest = counts.longest_tokens
         advice = f"Try --train.max_seq_length {longest}, or --data.overlong truncate."
     elif most == NO_LABELS:

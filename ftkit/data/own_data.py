@@ -89,6 +89,9 @@ class OwnDataOptions:
     overlong: Overlong | None = None
     """Handling of samples longer than train.max_seq_length: truncate, drop, or split (the default
     for documents)."""
+    min_tokens: int | None = None
+    """Leave out samples with fewer tokens, and pairs of which an answer with its prompt has fewer.
+    A document that is split is several samples."""
     add_tokens: list[str] | None = None
     """Texts that become tokens of their own, such as [<tool>, </tool>]: the vocabulary of tokenizer
     and model grows. Rows of embedding and head begin as the mean of the others and are trained,
@@ -147,7 +150,7 @@ _OF_HUB = ("subset", "split", "revision", "data_files")
 _OF_ONE_SOURCE = ("path", "json_path", *_OF_HUB)
 _OF_RENDERING = ("prompt_style", "chat_template", ARGUMENTS, "train_on", "mask_prompt")
 _INHERITED = ("columns", *_OF_RENDERING)
-_RENDERING = (*_OF_RENDERING, "reasoning", "overlong")
+_RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens")
 """Options that decide how records are rendered."""
 OPTIONS_WITHOUT_FILES = (
     *("columns", *_RENDERING),
@@ -290,6 +293,9 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
             rule = "a list of objects with a path each"
             accepted = isinstance(value, list) and bool(value)
             check_value(name, value, accepted, rule, "'[{path: a.jsonl}, {path: b.jsonl}]'")
+        elif key == "min_tokens":
+            accepted = number and isinstance(value, int) and value > 0
+            check_value(name, value, accepted, "a whole number above 0", "16")
         elif key == "weight":
             check_value(name, value, number and value > 0, "a number above 0", "1")
         elif key == "samples":
@@ -599,6 +605,7 @@ class OwnData(DataSource):
         rules = Rules(
             reasoning=self._options.reasoning,
             overlong=self._options.overlong or ("split" if shape == "text" else "truncate"),
+            min_tokens=self._options.min_tokens or 0,
             preference=self._preference,
         )
         # The prompt of a pair is in both halves, and says nothing about which one is better.

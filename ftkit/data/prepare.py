@@ -67,8 +67,8 @@ _MOST_KEPT_CHARACTERS = 50_000
 class Counts:
     """Counts of the records, samples and tokens of a split.
 
-    records = used + skipped_empty_output + skipped_no_labels + all that are refused + dropped,
-    where each record is one sample.
+    records = used + skipped_empty_output + skipped_no_labels + all that are refused + dropped +
+    short, where each record is one sample.
     """
 
     records: int = 0
@@ -84,6 +84,8 @@ class Counts:
     """Samples whose end was cut off."""
     dropped: int = 0
     """Samples that were left out because they are too long."""
+    short: int = 0
+    """Samples that were left out because they have fewer tokens than data.min_tokens."""
     split: int = 0
     """Samples that were too long and became several."""
     split_by_turn: int = 0
@@ -158,9 +160,11 @@ def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rende
 class _Preparation:
     """Samples and counts of a split, record by record."""
 
-    def __init__(self, max_seq_length: int, overlong: Overlong, per_sample: int) -> None:
+    def __init__(
+        self, max_seq_length: int, overlong: Overlong, min_tokens: int, per_sample: int
+    ) -> None:
         self._max_seq_length, self._overlong = max_seq_length, overlong
-        self._per_sample = per_sample
+        self._min_tokens, self._per_sample = min_tokens, per_sample
         self.rows = SampleRows(per_sample)
         self.used: list[Record] = []
         self.counts = Counts()
@@ -184,7 +188,7 @@ class _Preparation:
         elif rendering.refused is not None:
             counts.refused[rendering.refused] = counts.refused.get(rendering.refused, 0) + 1
         else:
-            dropped = counts.dropped
+            left_out = counts.dropped + counts.short
             # Neither is an answer with a label: half of it says nothing of the whole.
             if self._per_sample > 1 or rendering.samples[0].desirable is not None:
                 parts = self._fit_together(rendering.samples)
@@ -200,8 +204,8 @@ class _Preparation:
                 self.used.append(record)
                 self.rows.extend(parts)
                 counts.used += 1
-            # Dropped samples have been counted in _fit.
-            elif counts.dropped == dropped:
+            # Samples left out for their length have been counted in _fit.
+            elif counts.dropped + counts.short == left_out:
                 counts.skipped_no_labels += 1
                 self._note_example(NO_LABELS, record)
 
@@ -211,9 +215,12 @@ class _Preparation:
         counts.longest_tokens = max(counts.longest_tokens, length)
         self.whole_lengths.append(length)
         parts = fit(whole, self._max_seq_length, self._overlong)
-        counts.samples += len(parts)
-        counts.tokens += sum(len(part.ids) - 1 for part in parts)
-        counts.label_tokens += sum(part.label_count for part in parts)
+        kept = [part for part in parts if len(part.ids) >= self._min_tokens]
+        counts.short += len(parts) - len(kept)
+        counts.lost_tokens += sum(len(p.ids) for p in parts) - sum(len(p.ids) for p in kept)
+        counts.samples += len(kept)
+        counts.tokens += sum(len(part.ids) - 1 for part in kept)
+        counts.label_tokens += sum(part.label_count for part in kept)
         if length > self._max_seq_length and self._overlong == "drop":
             counts.dropped += 1
             counts.lost_tokens += length
@@ -225,7 +232,7 @@ class _Preparation:
             counts.lost_tokens += length - len(parts[0].ids)
         elif len(parts) > 1:
             counts.split += 1
-        return parts
+        return kept
 
     def _fit_together(self, wholes: Sequence[Rendered]) -> list[Rendered]:
         """Cut the sequences of a sample; one that cannot be used leaves out all of them."""
@@ -242,6 +249,9 @@ class _Preparation:
             for whole, part in zip(wholes, parts, strict=True):
                 if not part.trained:
                     self._note_sufficient_length(whole)
+            parts = []
+        elif min(len(part.ids) for part in parts) < self._min_tokens:
+            counts.short += 1
             parts = []
         else:
             counts.samples += 1
@@ -276,6 +286,8 @@ def prepare_records(
     max_seq_length: int,
     overlong: Overlong,
     progress: OnProgress,
+    *,
+    min_tokens: int = 0,
 ) -> Prepared:
     """Render, fit and count the records of one split.
 
@@ -285,8 +297,9 @@ def prepare_records(
         max_seq_length: no sample has more tokens.
         overlong: handling of longer samples.
         progress: called at least every 1000 records.
+        min_tokens: no sample has fewer tokens.
     """
-    made = _Preparation(max_seq_length, overlong, renderer.per_sample)
+    made = _Preparation(max_seq_length, overlong, min_tokens, renderer.per_sample)
     progress(0, len(records))
     for chunk, renderings in rendered_chunks(renderer, records):
         for record, rendering in zip(chunk, renderings, strict=True):

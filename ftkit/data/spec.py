@@ -42,6 +42,8 @@ class Rules:
     train_on: TrainOn = "assistant"
     reasoning: Reasoning = "split"
     overlong: Overlong = "truncate"
+    min_tokens: int = 0
+    """Samples with fewer tokens are left out."""
     preference: Preference | None = None
     """How records say which answers are better. pairs: each has two records under chosen and
     rejected; labels: each has a desirable; None: they do not."""

@@ -134,6 +134,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "train_on": None,
     "reasoning": "split",
     "overlong": None,
+    "min_tokens": None,
     "add_tokens": None,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""

@@ -90,11 +90,15 @@ def _report_counts(counts: Counts) -> DataCounts:
 
 
 def _lost_text(counts: DataCounts) -> str:
-    """Share of the tokens that are lost because samples are too long, and the key to change."""
-    if not counts.skipped_no_labels + counts.truncated + counts.dropped + counts.split:
+    """Share of the tokens that are lost for the length of samples, and the key to change."""
+    of_length = counts.skipped_no_labels + counts.truncated + counts.dropped + counts.split
+    if not of_length + counts.short:
         return ""
+    keys = "train.max_seq_length decides that; of JSON data, data.overlong too"
+    if counts.short:
+        keys = f"data.min_tokens and {keys}" if of_length else "data.min_tokens decides that"
     return (
         f"; the longest sample has {counts.longest_tokens:,} tokens, "
         f"{percent_text(counts.lost_fraction or 0.0)} of all tokens are lost "
-        "(train.max_seq_length decides that; of JSON data, data.overlong too)"
+        f"({keys})"
     )

@@ -72,8 +72,10 @@ class Numbers(Renderer):
         raise AssertionError
 
 
-def counts(records: list[Record], overlong: Overlong) -> Counts:
-    return prepare_records(records, Numbers(), 10, overlong, lambda *_: None).counts
+def counts(records: list[Record], overlong: Overlong, min_tokens: int = 0) -> Counts:
+    made = prepare_records(records, Numbers(), 10, overlong, lambda *_: None, min_tokens=min_tokens)
+    assert min(made.samples.lengths + 1) >= min_tokens
+    return made.counts
 
 
 RECORDS: list[Record] = [
@@ -107,6 +109,24 @@ def test_used_cut_and_dropped_records_are_counted(overlong: Overlong, expected: 
     assert found.lost_fraction == pytest.approx(expected.lost_tokens / 66)
 
 
+@pytest.mark.parametrize(
+    ("overlong", "least", "expected"),
+    [
+        ("truncate", 5, Counts(used=1, samples=2, truncated=1, short=1, lost_tokens=50)),
+        ("truncate", 4, Counts(used=2, samples=3, truncated=1, lost_tokens=46)),
+        ("drop", 5, Counts(used=1, samples=1, dropped=2, short=1, lost_tokens=60)),
+        # 16 tokens become 10 and 7; the first half of 40 has no label.
+        ("split", 8, Counts(used=2, samples=3, split=2, short=4, lost_tokens=4 + 7 + 6 + 4)),
+    ],
+)
+def test_samples_with_too_few_tokens_are_left_out_and_counted(
+    overlong: Overlong, least: int, expected: Counts
+) -> None:
+    found = counts(RECORDS, overlong, least)
+    for name in ("used", "samples", "truncated", "dropped", "short", "split", "lost_tokens"):
+        assert getattr(found, name) == getattr(expected, name), name
+
+
 def test_counts_of_sources_add_up() -> None:
     total = counts(RECORDS, "drop") + counts(RECORDS[:3], "drop")
     assert (total.records, total.dropped, total.longest_tokens) == (9, 4, 40)
@@ -121,11 +141,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def load(
-    tmp_path: Path, tokenizer: Tokenizer, overlong: str, most: int, shortest: int = 1
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    overlong: str,
+    most: int,
+    shortest: int = 1,
+    **options: int,
 ) -> DataSets:
     records = [{"instruction": "red", "output": "blue " * n} for n in range(shortest, 101)]
     (tmp_path / "records.json").write_text(json.dumps(records))
-    init_args = {"path": str(tmp_path / "records.json"), "overlong": overlong}
+    init_args = {"path": str(tmp_path / "records.json"), "overlong": overlong, **options}
     return load_data(Component(class_path="JSON", init_args=init_args), tokenizer, most)
 
 
@@ -144,3 +169,13 @@ def test_dropping_every_sample_is_refused_with_a_length_that_works(
         load(tmp_path, tokenizer, "drop", 60, shortest=50)
     works = int(str(error.value).partition("--train.max_seq_length ")[2].split(",")[0])
     assert load(tmp_path, tokenizer, "drop", works, shortest=50).counts["train"].dropped == 0
+
+
+def test_leaving_out_every_sample_is_refused_with_a_number_that_works(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(UserError, match=r"fewer tokens than data\.min_tokens") as error:
+        load(tmp_path, tokenizer, "truncate", 100, min_tokens=101)
+    works = int(str(error.value).partition("--data.min_tokens ")[2].split()[0])
+    found = load(tmp_path, tokenizer, "truncate", 100, min_tokens=works)
+    assert found.counts["train"].short > 0 and set(found.train.lengths + 1) == {works}

@@ -215,6 +215,7 @@ def _split(prepared: Prepared, limit: int) -> SplitNumbers:
         samples=counts.samples,
         truncated=counts.truncated,
         dropped=counts.dropped,
+        short=counts.short,
         split=counts.split,
         split_by_turn=counts.split_by_turn,
         tokens=counts.tokens,

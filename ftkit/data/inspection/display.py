@@ -188,6 +188,7 @@ def _used_words(split: SplitNumbers) -> str:
     lost = {
         "cut off": split.truncated,
         "dropped for their length": split.dropped,
+        "shorter than data.min_tokens": split.short,
         "cut into several": split.split,
         "split by turn": split.split_by_turn,
     }

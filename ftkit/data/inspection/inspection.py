@@ -101,6 +101,8 @@ class SplitNumbers:
     """Samples whose end is cut off."""
     dropped: int
     """Samples that are left out because they are too long."""
+    short: int
+    """Samples that are left out because they have fewer tokens than data.min_tokens."""
     split: int
     """Samples that are too long and become several."""
     split_by_turn: int

@@ -210,7 +210,7 @@ ROWS = rows_by_key(
     part("pretrain_multipack_attn", "train.padding_free", True, "no attention between documents"),
     *idle("how data are read does not change them", "streaming"),
     *missing("further test data", "test_datasets"),
-    *missing("dropping short samples", "min_sample_len"),
+    part("min_sample_len", "data.min_tokens", None, "axolotl reads it only with datasets"),
     *missing("dropping equal samples", "dataset_exact_deduplication"),
     *missing("batches of samples of similar length", "group_by_length"),
     *missing("training in the order of the file", "curriculum_sampling",
@@ -491,6 +491,9 @@ def _data(r: Reading) -> None:
     strategy = r["excess_length_strategy"]
     if all(source.get("columns", {}).get("text") is None for source in sources):
         options["overlong"] = "truncate" if strategy == "truncate" else "drop"
+    is_paired = r["rl"] not in OFF or r["reward_model"]
+    if r["min_sample_len"] and r["datasets"] and not is_paired:
+        options["min_tokens"] = int(r["min_sample_len"])
     if r["tokens"]:
         options["add_tokens"] = list(r["tokens"])
         if not r["mean_resizing_embeddings"]:

@@ -210,6 +210,8 @@ class DataCounts:
     """Records left out because they cannot become samples, by the reason."""
     dropped: int = 0
     """Samples left out because they are longer than max_seq_length."""
+    short: int = 0
+    """Samples left out because they have fewer tokens than data.min_tokens."""
     split: int = 0
     """Samples that were longer than max_seq_length and became several."""
     split_by_turn: int = 0

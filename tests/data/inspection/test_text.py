@@ -41,7 +41,7 @@ LENGTHS = Lengths(
 )  # fmt: skip
 SPLIT = SplitNumbers(
     records=12, used=10, left_out=[LeftOut(reason="no output", records=2, example='{"a": 1}')],
-    samples=10, truncated=2, dropped=0, split=0, split_by_turn=0,
+    samples=10, truncated=2, dropped=0, short=0, split=0, split_by_turn=0,
     tokens=50, trained_tokens=20, weights=None, desirable=None, lost_tokens=32,
     lengths=LENGTHS,
 )  # fmt: skip

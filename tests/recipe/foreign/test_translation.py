@@ -466,6 +466,20 @@ def test_a_file_of_a_hub_data_set_is_read_alone() -> None:
     assert says(refusal(AXOLOTL, datasets=[entry(["a.json", "b.json"])]), "several files")
 
 
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"min_sample_len": 64}, {"min_tokens": 64}),
+        ({"min_sample_len": 64, "reward_model": True}, {"min_tokens": None}),
+    ],
+)
+def test_keys_of_axolotl_become_options_of_data(
+    keys: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = keys_of(AXOLOTL, "datasets", **keys)["data"]["init_args"]
+    assert {name: found.get(name) for name in options} == options
+
+
 def test_a_version_with_a_slash_in_its_name_is_refused() -> None:
     assert says(refusal(AXOLOTL, revision_of_model="refs/pr/1"), "revision_of_model", "slash")
 
