@@ -101,7 +101,8 @@ ROWS = rows_by_key(
     part("lora_target_modules", ("lora_targets", "lora_skip_missing"), None,
          "names that the model lacks are left out, with a warning"),
     part("lora_target_linear", "lora_targets", False, "all-linear"),
-    part("lora_target_parameters", "lora_experts", None, "experts in one parameter"),
+    part("lora_target_parameters", "lora_experts", None,
+         "experts in one parameter; without other layers they alone are adapted"),
     part("lora_modules_to_save", "lora_modules_to_save", None, ""),
     part("lora_model_dir", "adapter", None, ""),
     part("peft_use_dora", "lora_variant", False, "dora"),
@@ -319,8 +320,10 @@ def _adapter(r: Reading) -> None:
         trainer.adapt(r, "all-linear")
     elif targets:
         trainer.adapt(r, targets)
-    else:
-        r.refuse("adapter", "layers that PEFT chooses by the type of the model")
+    elif r["lora_target_parameters"]:
+        r.set(lora_targets=[])
+    else:  # axolotl hands PEFT an empty list, which it refuses
+        r.refuse("adapter", "an adapter of no layer")
     if parameters := r["lora_target_parameters"]:
         if not all("experts." in name for name in parameters):
             r.refuse("lora_target_parameters", "LoRA for parameters that are no experts")

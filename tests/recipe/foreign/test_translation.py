@@ -107,6 +107,10 @@ def test_new_tokens_that_stay_as_they_begin_are_refused() -> None:
     assert says(refusal(FACTORY, resize_vocab=True), "resize_vocab")
 
 
+def test_an_adapter_of_no_layer_is_refused() -> None:
+    assert says(refusal(AXOLOTL, lora_target_linear=...), "adapter", "no layer")
+
+
 def test_no_limit_of_gradients_is_written_out() -> None:
     assert keys_of(AXOLOTL, max_grad_norm=0)["train.max_norm"] is None
 
@@ -218,6 +222,8 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"lr_quadratic_warmup": True, "cosine_min_lr_ratio": 0.1},
          {"train.lr_warmup_curve": "quadratic", "train.min_lr": 0}),
         ({"peft_use_rslora": True}, {"lora_variant": "rslora"}),
+        ({"lora_target_linear": ..., "lora_target_parameters": ["mlp.experts.down_proj"]},
+         {"lora_targets": [], "lora_experts": True}),
         ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": "model"}),
         ({"rl": "orpo", "datasets": [{"path": "d", "type": "chat_template.argilla"}]},
          {"objective": "orpo"}),
