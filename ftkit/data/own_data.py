@@ -56,7 +56,7 @@ class OwnDataOptions:
     """Several sources instead of path: a list of objects with path and, optionally, weight (how
     often an epoch repeats its samples; default 1) or samples (how many an epoch takes), and options
     for this source only: columns, subset, split, revision, data_files, prompt_style, chat_template,
-    chat_template_kwargs, train_on, mask_prompt."""
+    chat_template_kwargs, train_on, mask_prompt, drop_system."""
     columns: dict[str, str] | None = None
     """Names of the records' keys where they differ from ftkit's: --data.columns.instruction
     question --data.columns.output answer. ftkit's names are instruction, input, output, sys_prompt,
@@ -82,6 +82,8 @@ class OwnDataOptions:
     train_on: TrainOn | None = None
     """Trained tokens: every turn of the assistant (the default for conversations), only its last
     turn (the default for prompts with completions), or all. For instructions use mask_prompt."""
+    drop_system: bool = False
+    """Leave out the system message with which a conversation begins."""
     reasoning: Reasoning = "split"
     """Handling of conversations whose earlier turns the template renders differently once later
     turns follow, for instance because it drops thinking. split: one sample per turn; refuse: an
@@ -137,6 +139,7 @@ class _SourceOptions:
     chat_template_kwargs: Mapping[str, Any] | None = None
     train_on: TrainOn | None = None
     mask_prompt: bool | None = None
+    drop_system: bool = False
 
 
 _EXCLUSIVE = (
@@ -148,7 +151,9 @@ _EXCLUSIVE = (
 """Groups of options that exclude each other."""
 _OF_HUB = ("subset", "split", "revision", "data_files")
 _OF_ONE_SOURCE = ("path", "json_path", *_OF_HUB)
-_OF_RENDERING = ("prompt_style", "chat_template", ARGUMENTS, "train_on", "mask_prompt")
+_OF_RENDERING = (
+    *("prompt_style", "chat_template", ARGUMENTS, "train_on", "mask_prompt", "drop_system"),
+)
 _INHERITED = ("columns", *_OF_RENDERING)
 _RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens")
 """Options that decide how records are rendered."""
@@ -301,7 +306,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key == "samples":
             accepted = number and isinstance(value, int) and value > 0
             check_value(name, value, accepted, "a whole number above 0", "1000")
-        elif key == "mask_prompt" and of_source:
+        elif key == "drop_system" or (key == "mask_prompt" and of_source):
             check_value(name, value, isinstance(value, bool), "true or false", "true")
 
 
@@ -571,6 +576,8 @@ class OwnData(DataSource):
                 [_conversation(record, keeps_input=keeps_input) for record in split]
                 for split in (train, val)
             )
+        if source.drop_system and shape == "messages":
+            train, val = ([_without_system(one) for one in split] for split in (train, val))
         return Part(
             name=name,
             description=said,
@@ -643,6 +650,15 @@ def _conversation(record: Record, *, keeps_input: bool) -> Record:
     return conversation_of(record, keeps_input=keeps_input)
 
 
+def _without_system(record: Record) -> Record:
+    """A conversation, or both of a pair, without a system message at its beginning."""
+    if "chosen" in record:
+        return {answer: _without_system(one) for answer, one in record.items()}
+    messages = record["messages"]
+    begins = len(messages) > 1 and messages[0]["role"] == "system"
+    return record | {"messages": messages[1:]} if begins else record
+
+
 def _has_history(record: Record) -> bool:
     return "history" in record.get("chosen", record)
 
@@ -664,9 +680,10 @@ def _check_meant(
     if shape == "messages":
         refused["prompt_style"] = "Set chat_template instead, and remove {key}"
     if shape in ("completion", "text", "tokens"):
-        refused["chat_template"] = refused[ARGUMENTS] = "Remove {key}"
+        refused["chat_template"] = refused[ARGUMENTS] = refused["drop_system"] = "Remove {key}"
     if shape == "instruction" and source.chat_template is None:
-        refused[ARGUMENTS] = "Give chat_template too, or remove {key}"
+        instead = "Give chat_template too, or remove {key}"
+        refused[ARGUMENTS] = refused["drop_system"] = instead
     group = source.key.rpartition(".")[0]
     for key, advice in refused.items():
         if key in source.given:

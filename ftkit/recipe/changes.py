@@ -133,6 +133,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "chat_template_kwargs": None,
     "train_on": None,
     "reasoning": "split",
+    "drop_system": False,
     "overlong": None,
     "min_tokens": None,
     "add_tokens": None,

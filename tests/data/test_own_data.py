@@ -181,6 +181,8 @@ def test_a_chat_template_makes_conversations_of_instructions() -> None:
         ),
         ("text", {"train_on": "last"}, "data.train_on is last", "set it to all"),
         ("messages", {"overlong": "split"}, "data.overlong is split", "--data.overlong drop"),
+        ("text", {"drop_system": True}, "data.drop_system is True", "--data.drop_system null"),
+        ("instruction", {"drop_system": True}, "holds instructions", "Give chat_template"),
     ],
 )
 def test_an_option_that_means_nothing_for_the_records_is_refused(
@@ -188,6 +190,45 @@ def test_an_option_that_means_nothing_for_the_records_is_refused(
 ) -> None:
     text, _, advice = refusal(path=write("a.jsonl", ROWS[shape]), **options).partition("\n")
     assert says(text, reason) and says(advice, works)
+
+
+SYSTEM, ASKED, ANSWERED = (
+    {"role": role, "content": "x"} for role in ("system", "user", "assistant")
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "preference"),
+    [
+        ({"messages": [SYSTEM, ASKED, ANSWERED]}, {}, None),
+        ({"messages": [ASKED, ANSWERED], "system": "x"}, {}, None),
+        ({"messages": [ASKED, ANSWERED]}, {}, None),
+        ({"instruction": "x", "output": "x", "sys_prompt": "x"}, {"chat_template": "chatml"}, None),
+        ({"messages": [SYSTEM, ASKED, ANSWERED], "label": True}, {}, "labels"),
+        (
+            {answer: [SYSTEM, ASKED, ANSWERED] for answer in ("chosen", "rejected")},
+            {},
+            "pairs",
+        ),
+    ],
+)
+def test_a_system_message_at_the_beginning_can_be_left_out(
+    row: Record, options: dict[str, Any], preference: Preference | None
+) -> None:
+    asked = options | {"path": write("a.jsonl", row), "drop_system": True}
+    (found,) = data_source(of(**asked), preference=preference).parts()
+    (record, *_) = found.read().train
+    for one in (record["chosen"], record["rejected"]) if preference == "pairs" else (record,):
+        assert one["messages"] == [ASKED, ANSWERED]
+
+
+def test_system_messages_can_be_left_out_of_one_source() -> None:
+    path = write("a.jsonl", {"messages": [SYSTEM, ASKED, SYSTEM, ANSWERED]})
+    kept, dropped = data_source(
+        of(sources=[{"path": path}, {"path": path, "drop_system": True}])
+    ).parts()
+    assert len(kept.read().train[0]["messages"]) == 4
+    assert dropped.read().train[0]["messages"] == [ASKED, SYSTEM, ANSWERED]
 
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}

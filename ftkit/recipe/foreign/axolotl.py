@@ -47,13 +47,14 @@ _ENTRY = {"path", "type", "split", "name", "revision", "ds_type", "data_files", 
           "message_property_mappings", "message_field_role", "message_field_content",
           "roles_to_train", "train_on_eos", "train_on_eot", "trust_remote_code", "field_chosen",
           "field_rejected", "preprocess_shards", "chat_template_jinja", "field_model",
-          "message_field_training", "max_completion_length"}  # fmt: skip
+          "message_field_training", "max_completion_length", "drop_system_message"}  # fmt: skip
 """Keys of an entry of datasets that are read."""
 
 ROWS = rows_by_key(
     same("base_model", "checkpoint_dir", None),
     part("datasets", ("data.path", "data.sources", "data.columns", "data.chat_template",
-                      "data.train_on", "data.prompt_style", "data.data_files"), None,
+                      "data.train_on", "data.prompt_style", "data.data_files",
+                      "data.drop_system"), None,
          "each entry is a source"),
     part("val_set_size", "data.val_split_fraction", 0.0, "0: all records are trained on"),
     part("chat_template", "data.chat_template", "tokenizer_default",
@@ -532,7 +533,6 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     for key in entry.keys() - _ENTRY:
         if entry[key] not in OFF:
             words = {
-                "drop_system_message": "leaving out system messages",
                 "shards": "a part of a data set by number",
                 "shards_idx": "a part of a data set by number",
                 "input_transform": "data changed by code",
@@ -562,6 +562,8 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     elif kind in (None, "chat_template"):
         source["chat_template"] = _template(r, entry)
         source["train_on"] = _trained(r, entry)
+        if entry.get("drop_system_message"):
+            source["drop_system"] = True
     elif kind == "alpaca":
         source |= {"prompt_style": "alpaca", "mask_prompt": not r["train_on_inputs"]}
     elif kind in _ALPACA:

@@ -476,6 +476,10 @@ def test_a_file_of_a_hub_data_set_is_read_alone() -> None:
     ("keys", "options"),
     [
         ({"min_sample_len": 64}, {"min_tokens": 64}),
+        (
+            {"datasets": [{"path": "d", "type": "chat_template", "drop_system_message": True}]},
+            {"drop_system": True},
+        ),
         ({"min_sample_len": 64, "reward_model": True}, {"min_tokens": None}),
     ],
 )
