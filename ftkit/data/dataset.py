@@ -209,7 +209,7 @@ class _Loading:
             self._max_seq_length,
             part.rules.overlong,
             progress,
-            min_tokens=part.rules.min_tokens,
+            part.rules.min_tokens,
         )
         # A file that was written to while it was read has another address now.
         if self._address is None or building is None or self._stamp() != self._stamps:
@@ -326,7 +326,7 @@ class DataSets(_Loaded):
     def repetitions(self) -> npt.NDArray[np.float64]:
         """[training samples], how often an epoch takes each, in the mean."""
         sizes = self._sizes
-        return np.repeat(np.array(self.takes) / np.array(sizes), sizes)
+        return np.repeat(np.array(self.takes) / np.maximum(sizes, 1), sizes)
 
     def epochs(self, seed: int) -> EpochOrder:
         """Return the order of the training samples."""
@@ -381,7 +381,9 @@ def load_data(
     source = data_source(data, preference=preference)
     parts = _load(source, tokenizer, max_seq_length, SPLITS, progress)
     for part in parts:
-        _require_samples([part], "train", tokenizer, max_seq_length)
+        # All records of a source may be equal to those of others: then it has none.
+        if part.splits["train"].counts.records or len(parts) == 1:
+            _require_samples([part], "train", tokenizer, max_seq_length)
     _require_samples(parts, "val", tokenizer, max_seq_length)
     train = [part.splits["train"].samples for part in parts]
     several = len(parts) > 1
@@ -473,6 +475,14 @@ def _interleaved(parts: Sequence[LoadedPart]) -> Samples:
 
 def _take(source: PartSource, size: int) -> int:
     """Training samples that an epoch takes of a source."""
+    if not size:
+        if source.samples is None:
+            return 0
+        raise UserError(
+            f"data.sources: samples of {source.name} is {source.samples}, but data.drop_equal is "
+            "true, and all its records are equal to those of earlier sources.\n"
+            "Remove the source, or set data.drop_equal to false."
+        )
     if source.samples is not None:
         return source.samples
     take = size if source.weight is None else round(source.weight * size)

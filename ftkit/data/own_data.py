@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import hashlib
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,6 +96,9 @@ class OwnDataOptions:
     min_tokens: int | None = None
     """Leave out samples with fewer tokens, and pairs of which an answer with its prompt has fewer.
     A document that is split is several samples."""
+    drop_equal: bool = False
+    """Of records with equal contents, keep only the first, before a part is held out: over all
+    sources that are rendered alike, records to train on before those to validate on."""
     add_tokens: list[str] | None = None
     """Texts that become tokens of their own, such as [<tool>, </tool>]: the vocabulary of tokenizer
     and model grows. Rows of embedding and head begin as the mean of the others and are trained,
@@ -159,7 +164,7 @@ _RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens")
 """Options that decide how records are rendered."""
 OPTIONS_WITHOUT_FILES = (
     *("columns", *_RENDERING),
-    *("val_split_fraction", "seed", "ignore_index", "num_workers", "add_tokens"),
+    *("val_split_fraction", "seed", "ignore_index", "num_workers", "add_tokens", "drop_equal"),
 )
 """Options that do not say where records are."""
 KEYS_OF_SETS = ("path", "columns", *_OF_HUB)
@@ -306,7 +311,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key == "samples":
             accepted = number and isinstance(value, int) and value > 0
             check_value(name, value, accepted, "a whole number above 0", "1000")
-        elif key == "drop_system" or (key == "mask_prompt" and of_source):
+        elif key in ("drop_system", "drop_equal") or (key == "mask_prompt" and of_source):
             check_value(name, value, isinstance(value, bool), "true or false", "true")
 
 
@@ -400,6 +405,7 @@ class OwnData(DataSource):
         self._options, self._sources = options, sources
         self._given, self._evaluated = frozenset(given), frozenset(evaluated)
         self._whole = bool(self._evaluated & self._taken_whole)
+        self._digests: dict[str, frozenset[bytes]] = {}
 
     @classmethod
     def documented(cls, name: str) -> type:
@@ -486,9 +492,7 @@ class OwnData(DataSource):
                 name=name,
                 where=str(source.path),
                 read=partial(self._part, source, name),
-                # The files of a hub data set are only known after a request, so its records
-                # give the address.
-                content=None if is_hub_name(source.path) else self._content(source),
+                content=self._content(source),
                 weight=source.weight,
                 samples=source.samples,
             )
@@ -497,7 +501,7 @@ class OwnData(DataSource):
 
     def of_preference(self, preference: Preference) -> DataSource:
         preferred = copy.copy(self)
-        preferred._preference = preference
+        preferred._preference, preferred._digests = preference, {}
         return preferred
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
@@ -509,25 +513,43 @@ class OwnData(DataSource):
         held_out._evaluated, held_out._whole = frozenset(given), True
         return held_out
 
-    def _content(self, source: _SourceOptions) -> Content:
-        """Describe the files and options that decide a local source."""
+    def _content(self, source: _SourceOptions) -> Content | None:
+        """Describe the files and options that decide a source; None: they do not alone."""
+        deciding = (source, *self._before(source))
+        # The files of a hub data set are only known after a request, so its records give the
+        # address.
+        if any(is_hub_name(one.path) for one in deciding):
+            return None
 
         def files() -> tuple[tuple[Path, ...], ...]:
-            found = self._found(source)
-            assert found is not None
+            groups = []
+            for one in deciding:
+                found = self._found(one)
+                assert found is not None
+                groups += [found.train, found.val]
             return tuple(
-                tuple(file for path in paths for file in files_of(path))
-                for paths in (found.train, found.val)
+                tuple(file for path in paths for file in files_of(path)) for paths in groups
             )
 
+        options = self._deciding_options(source)
+        if len(deciding) > 1:
+            options["before"] = [self._deciding_options(one) for one in deciding[1:]]
+        options["whole"], options["preference"] = self._whole, self._preference
+        style = partial(resolve_prompt_style, source.prompt_style)
+        return Content(files=files, options=options, prompt_style=style)
+
+    def _deciding_options(self, source: _SourceOptions) -> dict[str, Any]:
         options = dataclasses.asdict(self._options) | dataclasses.asdict(source)
         # These decide the address in the cache. Where files lie, how often they are repeated and
         # how they are called in reports do not change a token.
         options = {key: value for key, value in options.items() if key not in _NOT_OF_CONTENT}
-        options["whole"], options["preference"] = self._whole, self._preference
         options["given"] = sorted(set(source.given) - set(_NOT_OF_CONTENT))
-        style = partial(resolve_prompt_style, source.prompt_style)
-        return Content(files=files, options=options, prompt_style=style)
+        return options
+
+    def _before(self, source: _SourceOptions) -> tuple[_SourceOptions, ...]:
+        """Sources of which a record keeps out equal ones of this source."""
+        drops = self._options.drop_equal and not self._whole
+        return tuple(self._sources[: self._sources.index(source)]) if drops else ()
 
     def _found(self, source: _SourceOptions) -> DataFiles | None:
         """Find the files of a source; None: it is a hub data set."""
@@ -553,7 +575,14 @@ class OwnData(DataSource):
             # Readers name keys of data; the records of a set stand under eval.sets.NAME.
             raise UserError(_OPTION.sub(rf"eval.sets.{source.name}.\1", str(error))) from error
         rules, shape = self._rules(source, records)
-        train, val = records.train, records.val
+        train, val = _as_rendered(source, records, rules, shape)
+        left_out = ""
+        if self._options.drop_equal and not self._whole:
+            seen = {digest for one in self._before(source) for digest in self._digests_of(one)}
+            every = len(train) + len(val or ())
+            train = _unequal(train, source, seen)
+            val = None if val is None else _unequal(val, source, seen)
+            left_out = f"; {every - len(train) - len(val or ()):,} equal ones left out"
         said = records.form.counted(len(train))
         if records.version is not None:
             said += f" of version {records.version}"
@@ -568,19 +597,14 @@ class OwnData(DataSource):
         else:
             fraction = self._options.val_split_fraction
             fraction = _DEFAULT_VAL_SPLIT_FRACTION if fraction is None else fraction
-            train, val = _split(train, fraction, self._options.seed, records.where, source.key)
+            if self._before(source) and not int(len(train) * fraction):
+                val = []  # equal records have left too few, and other sources have some
+            else:
+                train, val = _split(train, fraction, self._options.seed, records.where, source.key)
             said += f", {len(val):,} of them to validate on"
-        if shape != records.form.shape:
-            keeps_input = rules.prompt_style is not None
-            train, val = (
-                [_conversation(record, keeps_input=keeps_input) for record in split]
-                for split in (train, val)
-            )
-        if source.drop_system and shape == "messages":
-            train, val = ([_without_system(one) for one in split] for split in (train, val))
         return Part(
             name=name,
-            description=said,
+            description=said + left_out,
             shape=shape,
             rules=rules,
             train=train,
@@ -604,6 +628,15 @@ class OwnData(DataSource):
         # A share that is named is split off, even if the hub has a validation split.
         whole = "split" in self._evaluated or fraction is not None
         return read_hub(wanted, source.columns, whole=whole, preference=self._preference)
+
+    def _digests_of(self, source: _SourceOptions) -> frozenset[bytes]:
+        """Digests of all records of a source."""
+        if source.key not in self._digests:
+            records = self._read(source)
+            train, val = _as_rendered(source, records, *self._rules(source, records))
+            every = (*train, *(val or ()))
+            self._digests[source.key] = frozenset(_digest(record, source) for record in every)
+        return self._digests[source.key]
 
     def _rules(self, source: _SourceOptions, records: RecordSet) -> tuple[Rules, Shape]:
         """Choose the rendering rules of a source, and the shape that is rendered."""
@@ -641,6 +674,22 @@ class OwnData(DataSource):
         ), shape
 
 
+def _as_rendered(
+    source: _SourceOptions, records: RecordSet, rules: Rules, shape: Shape
+) -> tuple[list[Record], list[Record] | None]:
+    """Records to train on and to validate on, as they are rendered."""
+    changes: list[Callable[[Record], Record]] = []
+    if shape != records.form.shape:
+        changes.append(partial(_conversation, keeps_input=rules.prompt_style is not None))
+    if source.drop_system and shape == "messages":
+        changes.append(_without_system)
+    train, val = records.train, records.val
+    for change in changes:
+        train = [change(record) for record in train]
+        val = None if val is None else [change(record) for record in val]
+    return train, val
+
+
 def _conversation(record: Record, *, keeps_input: bool) -> Record:
     """Convert an instruction record, or both of a pair, to conversations."""
     if "chosen" in record:
@@ -657,6 +706,24 @@ def _without_system(record: Record) -> Record:
     messages = record["messages"]
     begins = len(messages) > 1 and messages[0]["role"] == "system"
     return record | {"messages": messages[1:]} if begins else record
+
+
+def _digest(record: Record, source: _SourceOptions) -> bytes:
+    """Digest of a record and of how it is rendered."""
+    rendering = {key: getattr(source, key) for key in _OF_RENDERING}
+    text = json.dumps([rendering, record], sort_keys=True, default=str)
+    # Digests, because the texts of many long records would fill memory.
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _unequal(records: Sequence[Record], source: _SourceOptions, seen: set[bytes]) -> list[Record]:
+    """Records without those that were seen, each of which is seen from now on."""
+    kept = []
+    for record in records:
+        if (digest := _digest(record, source)) not in seen:
+            seen.add(digest)
+            kept.append(record)
+    return kept
 
 
 def _has_history(record: Record) -> bool:

@@ -286,7 +286,6 @@ def prepare_records(
     max_seq_length: int,
     overlong: Overlong,
     progress: OnProgress,
-    *,
     min_tokens: int = 0,
 ) -> Prepared:
     """Render, fit and count the records of one split.

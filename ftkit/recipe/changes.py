@@ -136,6 +136,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "drop_system": False,
     "overlong": None,
     "min_tokens": None,
+    "drop_equal": False,
     "add_tokens": None,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""

@@ -129,6 +129,8 @@ def test_what_decides_samples_decides_the_address(
         {"seed": 3},
         {"val_split_fraction": 0.5},
         {"overlong": "drop"},
+        {"min_tokens": 3},
+        {"drop_equal": True},
         {"known": Tokenizer(other)},
     ):
         assert load(file, **changes)[1], changes

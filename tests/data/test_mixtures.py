@@ -184,3 +184,76 @@ def test_fillers_belong_to_no_source(tokenizer: Tokenizer, paths: list[str]) -> 
     data = load(tokenizer, {"path": paths[0]}, {"path": paths[1]})
     with pytest.raises(IndexError):
         data.train[FILLER]
+
+
+ROWS = [{"instruction": f"blue {i % 30}?", "output": "red"} for i in range(40)]
+
+
+def as_file(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("\n".join(json.dumps(row | {"id": i}) for i, row in enumerate(rows)))
+    return str(file)
+
+
+def tokens(data: DataSets, split: str) -> list[list[int]]:
+    samples = data.train if split == "train" else data.val
+    return [samples.sequences(i)[0].ids.tolist() for i in range(len(samples))]
+
+
+def test_of_equal_records_one_is_left_and_either_trained_or_validated_on(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = as_file(tmp_path / "rows.jsonl", ROWS)
+    once = as_file(tmp_path / "once.jsonl", ROWS[:30])
+    data = load(tokenizer, {"path": path}, drop_equal=True)
+    assert "10 equal ones left out" in data.parts[0].part.description
+    alone = load(tokenizer, {"path": once})
+    for split in ("train", "val"):
+        assert tokens(data, split) == tokens(alone, split)
+    assert not {*map(tuple, tokens(data, "train"))} & {*map(tuple, tokens(data, "val"))}
+
+
+def test_records_of_an_earlier_source_are_left_out_of_later_ones(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    rows = as_file(tmp_path / "rows.jsonl", ROWS)
+    more = as_file(tmp_path / "more.jsonl", [*ROWS, {"instruction": "new", "output": "red"}])
+    sources = [{"path": rows}, {"path": rows}, {"path": more}]
+    data = load(tokenizer, *sources, drop_equal=True)
+    assert data.takes == (24, 0, 1)
+    again = load(tokenizer, *sources, drop_equal=True)  # from the cache
+    assert again.fingerprint == data.fingerprint
+    assert sorted(data.epochs(1).of(0).tolist()) == list(range(25))
+    assert data.epochs(1).sources(np.arange(25)).tolist() == [24, 0, 1]
+    assert set(data.repetitions) == {1.0}
+    as_file(tmp_path / "rows.jsonl", ROWS[:20])  # what is left of the others follows from it
+    changed = load(tokenizer, *sources, drop_equal=True)
+    assert changed.takes == (16, 0, 9)
+    with pytest.raises(UserError, match=key_words("samples ... drop_equal")):
+        load(tokenizer, {"path": rows}, {"path": rows, "samples": 3}, drop_equal=True)
+
+
+def test_records_are_only_equal_if_they_are_rendered_alike(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = as_file(tmp_path / "rows.jsonl", ROWS)
+    other = {"path": path, "prompt_style": "{instruction}"}
+    data = load(tokenizer, {"path": path}, other, drop_equal=True)
+    assert data.takes == (24, 24)
+
+
+def test_validation_files_lose_what_is_trained_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    as_file(tmp_path / "both/train.jsonl", ROWS[:20])
+    as_file(tmp_path / "both/val.jsonl", ROWS[15:])
+    data = load(
+        tokenizer, {"path": str(tmp_path / "both")}, drop_equal=True, val_split_fraction=None
+    )
+    assert (len(data.train), len(data.val)) == (20, 10)
+
+
+def test_where_nothing_is_held_out_both_splits_have_the_same_records(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = as_file(tmp_path / "rows.jsonl", ROWS)
+    data = load(tokenizer, {"path": path}, drop_equal=True, val_split_fraction=0)
+    assert tokens(data, "train") == tokens(data, "val") and len(data.train) == 30

@@ -349,7 +349,10 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
     shared, every = evidence.duplicates.val_in_train, len(evidence.data.val)
     if not shared or shared < _MANY_SHARED * every:
         return None
-    advice = "Remove duplicates from the data before a part of them is held out."
+    advice = (
+        "Remove duplicates from the data before a part of them is held out; of JSON data, "
+        "--data.drop_equal true does it."
+    )
     if shared == every:
         advice = (
             "If data.val_split_fraction is 0, nothing is held out: try "

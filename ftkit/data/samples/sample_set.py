@@ -369,8 +369,10 @@ class JoinedSamples(Samples):
     @cached_property
     def desirable(self) -> npt.NDArray[np.bool_] | None:
         of_sets = [each.desirable for each in self._sets]
-        labels = [one for one in of_sets if one is not None]
-        return self._gathered(labels) if labels else None
+        if all(labels is None for labels in of_sets):
+            return None
+        # A set without samples has none, and no labels.
+        return self._gathered([np.zeros(0, dtype=np.bool_) if o is None else o for o in of_sets])
 
     @property
     def sources(self) -> npt.NDArray[np.int32]:

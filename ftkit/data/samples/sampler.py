@@ -39,10 +39,10 @@ class EpochOrder:
 
         Args:
             sizes: samples of each source; they are numbered through, source by source.
-            takes: samples of each that an epoch takes.
+            takes: samples of each that an epoch takes, none of a source without samples.
             seed: with the number of the epoch, determines its order.
         """
-        assert len(sizes) == len(takes) and min((*sizes, *takes)) > 0
+        assert all((size > 0) == (take > 0) for size, take in zip(sizes, takes, strict=True))
         self._sizes, self._takes, self._seed = tuple(sizes), tuple(takes), seed
         self._ends: IntArray = np.cumsum(self._sizes)
         self.samples = sum(self._takes)

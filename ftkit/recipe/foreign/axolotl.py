@@ -213,7 +213,8 @@ ROWS = rows_by_key(
     *idle("how data are read does not change them", "streaming"),
     *missing("further test data", "test_datasets"),
     part("min_sample_len", "data.min_tokens", None, "axolotl reads it only with datasets"),
-    *missing("dropping equal samples", "dataset_exact_deduplication"),
+    part("dataset_exact_deduplication", "data.drop_equal", False,
+         "records are compared, in axolotl their tokens"),
     *missing("batches of samples of similar length", "group_by_length"),
     *missing("training in the order of the file", "curriculum_sampling",
              "sample_packing_sequentially"),
@@ -495,6 +496,8 @@ def _data(r: Reading) -> None:
     strategy = r["excess_length_strategy"]
     if all(source.get("columns", {}).get("text") is None for source in sources):
         options["overlong"] = "truncate" if strategy == "truncate" else "drop"
+    if r["dataset_exact_deduplication"]:
+        options["drop_equal"] = True
     is_paired = r["rl"] not in OFF or r["reward_model"]
     if r["min_sample_len"] and r["datasets"] and not is_paired:
         options["min_tokens"] = int(r["min_sample_len"])

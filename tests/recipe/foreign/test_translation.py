@@ -476,6 +476,7 @@ def test_a_file_of_a_hub_data_set_is_read_alone() -> None:
     ("keys", "options"),
     [
         ({"min_sample_len": 64}, {"min_tokens": 64}),
+        ({"dataset_exact_deduplication": True}, {"drop_equal": True}),
         (
             {"datasets": [{"path": "d", "type": "chat_template", "drop_system_message": True}]},
             {"drop_system": True},
