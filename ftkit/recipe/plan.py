@@ -16,8 +16,10 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
 from ftkit.recipe.peft_types import check_peft
 from ftkit.recipe.recipe import (
+    ALL_LINEAR,
     LAYER_SWITCHES,
     LOGGER_PACKAGES,
+    PEFT_DEFAULT,
     Eval,
     Kernels,
     LoggerName,
@@ -791,6 +793,11 @@ def _check_lora(recipe: LoraRecipe) -> None:
                 "layers that it adapts with --lora_targets, train a part of the model itself with "
                 f"ftkit finetune_full, or remove it with --train.{key} null."
             )
+    if recipe.lora_targets == PEFT_DEFAULT and (kind := recipe.peft["class_path"]) != "lora":
+        raise UserError(
+            f"lora_targets is {PEFT_DEFAULT}, which names layers for LoRA, but peft is {kind}. Try "
+            f"--lora_targets {ALL_LINEAR}."
+        )
     if recipe.added_tokens and recipe.lora_targets is None and recipe.lora_head:
         raise UserError(
             "lora_head is true, but data.add_tokens trains the head itself, with rows for the new "

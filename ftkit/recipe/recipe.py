@@ -26,6 +26,8 @@ LrSchedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 LrWarmupCurve = Literal["linear", "quadratic"]
 ALL_LINEAR = "all-linear"
 """Value of lora_targets, PEFT's word for all linear layers but the head."""
+PEFT_DEFAULT = "peft-default"
+"""Value of lora_targets: the layers that PEFT adapts of a type of models where none is named."""
 LrEnds = Literal["within", "around"]
 """Where the curve of the learning rate begins and ends: in the first and last step, or beside
 them."""
@@ -491,8 +493,9 @@ class Lora:
     lora_targets: list[str] | str | None = ALL_LINEAR
     """Adapt these layers instead of the ones above: a list of Hugging Face names, such as [q_proj,
     v_proj], a name or regular expression for full names, such as '.*layers.[0-3].*_proj', or
-    all-linear: all linear layers but routers and the head. Default: all-linear, or the layers of
-    lora_query and its like if one of them is given."""
+    all-linear: all linear layers but routers and the head, or peft-default: those that PEFT adapts
+    of the model's type where none is named, most often query and value. Default: all-linear, or the
+    layers of lora_query and its like if one of them is given."""
     lora_skip_missing: bool = False
     """Leave out names of a list in lora_targets that the model does not have, with a warning, as
     PEFT does without one. At least one name must be there."""

@@ -147,6 +147,11 @@ class Architecture(ABC):
 
     @property
     @abstractmethod
+    def model_type(self) -> str | None:
+        """Hugging Face's type of such models; None: unknown."""
+
+    @property
+    @abstractmethod
     def class_name(self) -> str | None:
         """Hugging Face's class of such models; None: unknown."""
 

@@ -80,6 +80,10 @@ class LitgptArchitecture(Architecture):
         return self.config.name
 
     @property
+    def model_type(self) -> str | None:
+        return self.family and self.family.model_type
+
+    @property
     def class_name(self) -> str | None:
         if self.family is None:
             return None

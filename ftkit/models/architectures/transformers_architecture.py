@@ -145,6 +145,10 @@ class TransformersArchitecture(Architecture):
 
     @property
     def name(self) -> str:
+        return self.model_type
+
+    @property
+    def model_type(self) -> str:
         return str(self.settings["model_type"])
 
     @property

@@ -16,7 +16,7 @@ from ftkit.models.pretrained.base_model import (
     vocabulary_parameters,
 )
 from ftkit.recipe.peft_types import is_adapter
-from ftkit.recipe.recipe import ALL_LINEAR, Lora
+from ftkit.recipe.recipe import ALL_LINEAR, PEFT_DEFAULT, Lora
 
 TRAINED, INITIAL = "default", "initial"
 """Names of the low-rank matrices of a layer: the trained ones and, if their initial values come
@@ -70,7 +70,7 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
 
     Raises:
         UserError: a name of `lora_targets` matches no layer, or none does with
-            `lora_skip_missing`.
+            `lora_skip_missing`; or PEFT has no layers for the type of the model.
     """
     if lora.lora_targets in (None, ALL_LINEAR):
         all_linear = lora.lora_targets is not None
@@ -82,7 +82,7 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
             for ending in layer_endings
         )
         return [name for name in linear if name.endswith(endings)]
-    targets = lora.lora_targets
+    targets = _default_targets(base) if lora.lora_targets == PEFT_DEFAULT else lora.lora_targets
     names = {name: names_of(base, our_name(name)) for name in linear}
     chosen: set[str] = set()
     unmatched = []
@@ -101,6 +101,20 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
             + _advice("lora_targets", unmatched[0], names.values())
         )
     return [name for name in linear if name in chosen]
+
+
+def _default_targets(base: BaseModel) -> list[str] | str:
+    """The layers that PEFT adapts of this type of models where a configuration names none."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+
+    kind = base.architecture.model_type
+    targets: list[str] | str | None = DEFAULTS.get(kind)
+    if targets is None:
+        raise UserError(
+            f"lora_targets is {PEFT_DEFAULT}, but PEFT has no default layers for {base.name}, "
+            f"whose model_type is {kind or 'unknown'}. Try --lora_targets {ALL_LINEAR}."
+        )
+    return targets
 
 
 def unadapted_experts(model: Any, base: BaseModel, lora: Lora) -> str | None:

@@ -305,8 +305,11 @@ def _adapter(r: Reading) -> None:
         return
     if adapter not in ("lora", "qlora"):
         r.refuse("adapter", f"adapter {adapter}")
-    if r.has("unfrozen_parameters"):
-        r.refuse("unfrozen_parameters", "parameters trained beside an adapter")
+    if only := r["unfrozen_parameters"]:
+        # axolotl 0.19 matches patterns from the beginning of the names in PEFT's model.
+        reaches = any(re.match(r"\^?(base_model|\.[*+])", pattern) for pattern in only)
+        lacking = "a part of it" if reaches else "nothing, since its names begin with base_model"
+        r.refuse("unfrozen_parameters", f"an adapter of which axolotl trains {lacking}")
     if r["load_in_4bit"] or (adapter == "qlora" and not r["load_in_8bit"]):
         options = r["bnb_config_kwargs"] or {}
         kind = str(options.get("bnb_4bit_quant_type", "nf4"))

@@ -8,6 +8,7 @@ from ftkit.recipe.foreign import trainer
 from ftkit.recipe.foreign.table import OFF, Program, Reading, Row, idle, missing, part, rows_by_key
 from ftkit.recipe.foreign.table import same as same_as
 from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, REMOTE_CODE, SERVICE, number
+from ftkit.recipe.recipe import PEFT_DEFAULT
 
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
 
@@ -22,7 +23,7 @@ _SHARED: list[Row] = [
     part("lora_alpha", "lora_alpha", 32, ""),
     part("lora_dropout", "lora_dropout", 0.05, ""),
     part("lora_target_modules", ("lora_targets", "lora_skip_missing"), None,
-         "names that the model lacks are left out, with a warning"),
+         "names that the model lacks are left out, with a warning; without it peft-default"),
     part("lora_modules_to_save", "lora_modules_to_save", None, ""),
     part("use_dora", "lora_variant", False, ""),
     part("use_rslora", "lora_variant", False, ""),
@@ -153,12 +154,7 @@ def _shared(r: Reading) -> None:
     if is_lora:
         r.set(lora_r=r["lora_r"], lora_alpha=r["lora_alpha"])
         r.set(lora_dropout=number(r["lora_dropout"]))
-        targets = r["lora_target_modules"]
-        if targets is None:
-            r.refuse("use_peft", "layers that PEFT chooses by the type of the model; name them in "
-                     "lora_target_modules")  # fmt: skip
-        else:
-            trainer.adapt(r, targets)
+        trainer.adapt(r, r["lora_target_modules"] or PEFT_DEFAULT)
         r.set(lora_modules_to_save=r["lora_modules_to_save"])
         r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
         if r["load_in_4bit"]:

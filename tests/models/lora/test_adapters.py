@@ -243,6 +243,28 @@ def test_all_linear_layers_load_in_peft(model: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(trained), theirs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("model", ["llama", "gpt-neox", "gpt2", "gemma2", "phi", "mpt"])
+def test_the_default_layers_of_peft_are_adapted(
+    bases: dict[str, BaseModel], model: str, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    made = make_transformers_model
+    base = bases.get(model) or open_base(str(made(tmp_path / "base", model)))
+    recipe = lora_recipe(base, lora_targets="peft-default")
+    written = export(build(base, recipe), base, recipe, tmp_path / "adapter")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base.directory), LoraConfig())
+    expected = get_peft_model_state_dict(theirs)
+    assert load_file(written / "adapter_model.safetensors").keys() == expected.keys()
+
+
+def test_without_default_layers_in_peft_all_linear_is_advised(tmp_path: Path) -> None:
+    base = open_base(str(make_transformers_model(tmp_path / "base", "phi3")))
+    with pytest.raises(UserError, match=r"lora_targets is peft-default, .* phi3.*all-linear"):
+        outline(base, lora_recipe(base, lora_targets="peft-default"), torch.float32)
+
+
 @pytest.mark.parametrize(
     ("model", "keys", "words"),
     [
