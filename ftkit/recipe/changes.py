@@ -60,6 +60,7 @@ KIND_OF: dict[str, Kind] = {
     "train.tie_embeddings": "fixed",
     "train.only": "fixed",
     "train.freeze": "fixed",
+    "train.from_scratch": "fixed",
     "train.save_interval": "hardware",
     "train.save_interval_epochs": "hardware",
     "train.log_interval": "hardware",

@@ -481,8 +481,26 @@ def check_ranges(recipe: Recipe) -> None:
             f'eval.evaluate_example is {example!r}, but must be "first", "random" or the index of '
             "a validation record. Try --eval.evaluate_example first."
         )
+    if recipe.train.from_scratch:
+        _check_from_scratch(recipe)
     if isinstance(recipe, LoraRecipe):
         _check_lora(recipe)
+
+
+def _check_from_scratch(recipe: Recipe) -> None:
+    """Refuse settings for which the weights of the base model are needed."""
+    train, rules = recipe.train, objective_rules(recipe.objective)
+    why = None
+    if isinstance(recipe, LoraRecipe):
+        why = "an adapter is trained beside given weights. Try ftkit finetune_full, or"
+    elif train.trains_part:
+        key = "only" if train.only is not None else "freeze"
+        why = f"train.{key} keeps given weights as they are. Try --train.{key} null, or"
+    elif rules.scores or (rules.needs_reference and recipe.reference is None):
+        name = recipe.objective["class_path"]
+        why = f"objective {name} begins at a language model. Try --objective sft, or"
+    if why is not None:
+        raise UserError(f"train.from_scratch is true, but {why} --train.from_scratch false.")
 
 
 def _check_numbers(recipe: Recipe) -> None:

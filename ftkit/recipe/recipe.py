@@ -129,6 +129,10 @@ class Train:
     freeze: str | None = None
     """Only of finetune_full: do not train the parameters with a match of this regular expression in
     their Hugging Face name, even if train.only has chosen them."""
+    from_scratch: bool = False
+    """Only of finetune_full: begin with new random weights, drawn by the seed as transformers draws
+    those of such a model, instead of the weights of checkpoint_dir, whose settings and tokenizer
+    are used. The numbers are the same on any hardware."""
     save_interval: int | None = 1000
     """Optimizer steps between two checkpoints; empty: save by time only, see
     checkpoint.save_every."""

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ftkit.checkpoint.metadata import (
     BaseIdentity,
@@ -49,7 +51,12 @@ from ftkit.models.load_weights import fill, kept_parameters
 from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.added_tokens import with_added_tokens
-from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base
+from ftkit.models.pretrained.base_model import (
+    BaseModel,
+    checked_length,
+    open_base,
+    parameter_shapes,
+)
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.second_model import check_context, check_tokens
@@ -392,6 +399,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
             seed=recipe.seed,
             trained=None if start.stored is None else partial(trained_parameter, start.stored),
             adapter=None if adapter is None else adapter.tensors,
+            source=_new_weights(base, recipe) if recipe.train.from_scratch else None,
             progress=phase.advance,
         )
     strategy.set_up(model)
@@ -414,6 +422,18 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         display=display,
     )
     return dataclasses.replace(setup, beside=loaded)
+
+
+def _new_weights(base: BaseModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+    """Weights with which training from scratch begins, tied as those of the base model are."""
+    if base.architecture.rest_shapes:
+        raise UserError(
+            f"train.from_scratch is true, but {base.name} is more than a language model, whose "
+            "other parts stay as they are. Try --train.from_scratch false."
+        )
+    shapes = parameter_shapes(base)
+    drawn = base.architecture.drawn(base.settings, recipe.seed)
+    return ((name, values) for name, values in drawn if name in shapes)
 
 
 def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> References:

@@ -1,8 +1,9 @@
 """The architecture of a model: its description without weights, and its names of parameters."""
 
 import re
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
@@ -128,6 +129,11 @@ def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
     return (modules[module] + suffix).format(layer.group(1) if layer else "")
 
 
+def seed_of(name: str, seed: int) -> int:
+    """Seed of the random numbers of one part of a model, given that of a run."""
+    return seed ^ zlib.crc32(name.encode())
+
+
 class Architecture(ABC):
     """Description of a model, from which `ftkit.models.language_model` builds it.
 
@@ -248,6 +254,20 @@ class Architecture(ABC):
     @abstractmethod
     def initial(self, name: str, shape: torch.Size) -> Initial:
         """Initial values of one of our parameters."""
+
+    @abstractmethod
+    def drawn(self, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield our name and the values of every parameter, untied, as a new model begins.
+
+        They are float32 in host memory, and follow from the arguments alone.
+
+        Args:
+            settings: the content of config.json; {} where there is none.
+            seed: of the random numbers.
+
+        Raises:
+            UserError: it is not known how a parameter begins.
+        """
 
     @abstractmethod
     def with_layers(self, layers: int) -> Self:

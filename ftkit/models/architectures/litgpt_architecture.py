@@ -1,7 +1,7 @@
 """LitGPT's architecture: its `Config`, read from the settings files of models."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from litgpt.config import Config, configs
 from litgpt.model import GPT
+from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.architectures import families
@@ -22,6 +23,7 @@ from ftkit.models.architectures.architecture import (
     Initial,
     ModelLayout,
     Naming,
+    seed_of,
 )
 from ftkit.models.architectures.checks import require_plausible, require_sound
 from ftkit.models.architectures.families import AttentionBiasConfig, Family, Settings
@@ -81,7 +83,7 @@ class LitgptArchitecture(Architecture):
 
     @property
     def model_type(self) -> str | None:
-        return self.family and self.family.model_type
+        return None if self.family is None else self.family.model_type
 
     @property
     def class_name(self) -> str | None:
@@ -177,6 +179,17 @@ class LitgptArchitecture(Architecture):
         if name.endswith(".bias") or "Gemma" in self.config.name:  # its norms add one
             return "zeros"
         return "ones"
+
+    def drawn(self, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+        # As in transformers' models of these families; 0.02 is the default of all.
+        std = float(settings.get("initializer_range", 0.02))
+        for name, shape in self.untied_shapes.items():
+            initial = self.initial(name, shape)
+            values = torch.full(shape, float(initial == "ones"), device="cpu")
+            if initial == "normal":
+                generator = torch.Generator(device="cpu").manual_seed(seed_of(name, seed))
+                values.normal_(std=std, generator=generator)
+            yield name, values
 
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, n_layer=layers))

@@ -5,7 +5,8 @@ A model is built from `config.json` alone, on the meta device. No code from a hu
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -13,6 +14,7 @@ from typing import Any, Self
 import torch
 import torch.nn as nn
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
@@ -25,6 +27,7 @@ from ftkit.models.architectures.architecture import (
     Initial,
     ModelLayout,
     SameNames,
+    seed_of,
 )
 from ftkit.models.architectures.transformers_outline import (
     blocks_of,
@@ -429,6 +432,47 @@ class TransformersArchitecture(Architecture):
             begun.get_parameter(kind).fill_(1.0)
             self.outline._init_weights(begun)
             return not begun.get_parameter(kind).any()
+
+    def drawn(self, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
+        head = head_name(self.outline)
+        for name, piece in self._pieces():
+            begun = copy.deepcopy(piece).to_empty(device="cpu")
+            owner = self._owner(name)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.default_generator.manual_seed(seed_of(name, seed))
+                for parameter in begun.parameters():
+                    parameter.fill_(math.nan)
+                # Children first, as transformers does: a block may draw its layers anew.
+                begun.apply(owner._init_weights)
+            for kind, parameter in begun.named_parameters():
+                if parameter.isnan().any():
+                    raise UserError(
+                        f"train.from_scratch is true, but transformers does not say how {name}."
+                        f"{kind} of {self.class_name} begins. Try --train.from_scratch false."
+                    )
+                yield f"{'lm_head' if name == head else name}.{kind}", parameter.detach()
+
+    def _pieces(self) -> Iterator[tuple[str, nn.Module]]:
+        """Blocks, and the modules with parameters outside of them, by name.
+
+        A block begins as a whole: how a layer in it begins may depend on its place.
+        """
+        blocks = set(self._blocks)
+        inside = {module for block in blocks for module in block.modules()} - blocks
+        for name, module in self.outline.named_modules():
+            if module in inside or self.is_rest(f"{name}."):
+                continue
+            if module in blocks or next(module.parameters(recurse=False), None) is not None:
+                yield name, module
+
+    def _owner(self, name: str) -> PreTrainedModel:
+        """The innermost model around a module, whose rules hold for it."""
+        while name:
+            name = name.rpartition(".")[0]
+            found = self.outline.get_submodule(name)
+            if isinstance(found, PreTrainedModel):
+                return found
+        return self.outline
 
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, depth=layers)

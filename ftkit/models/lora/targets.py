@@ -108,13 +108,13 @@ def _default_targets(base: BaseModel) -> list[str] | str:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
     kind = base.architecture.model_type
-    targets: list[str] | str | None = DEFAULTS.get(kind)
-    if targets is None:
+    if kind not in DEFAULTS:
         raise UserError(
             f"lora_targets is {PEFT_DEFAULT}, but PEFT has no default layers for {base.name}, "
             f"whose model_type is {kind or 'unknown'}. Try --lora_targets {ALL_LINEAR}."
         )
-    return targets
+    targets = DEFAULTS[kind]
+    return targets if isinstance(targets, str) else list(targets)
 
 
 def unadapted_experts(model: Any, base: BaseModel, lora: Lora) -> str | None:

@@ -223,7 +223,7 @@ ROWS = rows_by_key(
     part("tokens", "data.add_tokens", None, "new rows begin as the mean of the others"),
     part("mean_resizing_embeddings", "data.add_tokens", False, "see tokens"),
     *missing("new texts of reserved tokens", "added_tokens_overrides"),
-    *missing("training from scratch", "reinit_weights"),
+    part("reinit_weights", "train.from_scratch", False, "in full fine-tuning"),
     *missing("a rate of its own for embeddings", "embedding_lr", "embedding_lr_scale", "lr_groups"),
     part("lr_quadratic_warmup", "train.lr_warmup_curve", False, "only with cosine, down to 0"),
     *missing("a constant end of the learning rate", "cosine_constant_lr_ratio"),
@@ -267,6 +267,7 @@ ROWS = rows_by_key(
 def _finish(r: Reading) -> None:
     if r.has("base_model"):
         r.set(checkpoint_dir=trainer.of_version(r, "revision_of_model", str(r["base_model"])))
+    trainer.from_scratch(r, "reinit_weights", is_adapter=r["adapter"] not in OFF)
     _adapter(r)
     _precision(r)
     _rounding(r)

@@ -114,7 +114,7 @@ ROWS = rows_by_key(
     part("add_tokens", "data.add_tokens", None, "new rows begin as the mean of the others"),
     part("resize_vocab", "data.add_tokens", False, "with add_tokens"),
     *missing("new special tokens", "add_special_tokens", "new_special_tokens_config"),
-    *missing("training from scratch", "train_from_scratch"),
+    part("train_from_scratch", "train.from_scratch", False, "in full fine-tuning"),
     *missing("mixture of depths", "mixture_of_depths"),
     *missing("another scale of rotary embeddings", "rope_scaling", "shift_attn"),
     *missing("LLaMA-Pro", "use_llama_pro"),
@@ -153,6 +153,7 @@ def _finish(r: Reading) -> None:
     is_adapter = r["finetuning_type"] in _ADAPTERS
     if is_adapter:
         _adapter(r)
+    trainer.from_scratch(r, "train_from_scratch", is_adapter=is_adapter)
     trainer.float8(r, is_adapter=is_adapter, scales="all tokens together")
     trainer.length(r)
     micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]

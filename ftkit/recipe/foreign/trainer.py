@@ -313,6 +313,14 @@ def float8(r: Reading, *, is_adapter: bool, scales: str) -> None:
         r.tell(f"fp8: ftkit scales each token and each row of a weight, and not {scales}")
 
 
+def from_scratch(reading: Reading, key: str, *, is_adapter: bool) -> None:
+    """Set new weights in the place of those of the model."""
+    if reading[key] and is_adapter:
+        reading.refuse(key, "an adapter of a model with new weights")
+    elif reading[key]:
+        reading.set(train__from_scratch=True)
+
+
 def checkpointing(reading: Reading, value: Any) -> None:
     """Set activation checkpointing."""
     reading.set(memory__activation_checkpointing=value not in OFF)

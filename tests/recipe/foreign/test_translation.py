@@ -216,6 +216,7 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
          {"qat.weights": "int4", "qat.activations": "int8", "qat.group_size": 32}),
         ({"qat": QAT | {"group_size": 256}, "adapter": ...}, {"qat.group_size": 256}),
         ({"fp8": True, "adapter": ...}, {"float8": True, "precision": "bf16-mixed"}),
+        ({"reinit_weights": True, "adapter": ...}, {"train.from_scratch": True}),
         ({"bf16": "auto"}, {"precision": "bf16-mixed"}),
         ({"bf16": "auto", "adapter": None}, {"precision": "bf16-true"}),
         ({"cosine_min_lr_ratio": 0.1}, {"train.min_lr": 2e-5}),
@@ -285,6 +286,8 @@ def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any])
          {"checkpoint_dir": "a/b/c"}),
         (SFT, {"model_revision": "v1"}, {"checkpoint_dir": "org/base@v1"}),
         (FACTORY, {"fp8": True, "finetuning_type": "full"}, {"float8": True}),
+        (FACTORY, {"train_from_scratch": True, "finetuning_type": "full"},
+         {"train.from_scratch": True}),
     ],
 )  # fmt: skip
 def test_keys_of_the_others_become_ours(
@@ -336,6 +339,7 @@ def test_devices_multiply_the_batch(name: str) -> None:
         ("axolotl", {"made_up": 3}, "does not know"),
         ("llama-factory", {"finetuning_type": "boft"}, "BOFT"),
         ("llama-factory", {"use_galore": True}, "GaLore"),
+        ("llama-factory", {"train_from_scratch": True}, "new weights"),
         ("llama-factory", {"dataset": "unheard"}, "not in data/dataset_info.json"),
         ("llama-factory-v1", {"train_dataset": "talks.yaml"}, "one sample for each turn"),
         (
