@@ -144,7 +144,9 @@ def resolve_optimizer(
     """
     class_path, arguments = chosen["class_path"], dict(chosen["init_args"])
     optimizer_class = _optimizer_class(class_path)
-    known = inspect.signature(optimizer_class).parameters
+    known = dict(inspect.signature(optimizer_class).parameters)
+    if class_path == MUON:  # which has AdamW beside it
+        known |= {"betas": inspect.signature(torch.optim.AdamW).parameters["betas"]}
     for name in arguments:
         # Here, because the class would raise a TypeError without a suggestion.
         if name not in known:
@@ -260,6 +262,7 @@ class MuonWithAdamW(Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
         fused: bool = False,
         **muon_arguments: Any,
     ) -> None:
@@ -270,6 +273,7 @@ class MuonWithAdamW(Optimizer):
                 AdamW takes all of a group with `is_hidden` false, even its matrices.
             lr: of both.
             weight_decay: of both, for groups without their own.
+            betas: of AdamW.
             fused: whether to use torch's fused AdamW.
             **muon_arguments: other arguments of torch's Muon.
         """
@@ -288,7 +292,8 @@ class MuonWithAdamW(Optimizer):
         if matrices:
             parts.append(self.muon(_by_decay(matrices), lr=lr, **arguments))
         if others:
-            parts.append(torch.optim.AdamW(_by_decay(others), lr=lr, fused=fused or None))
+            adamw = torch.optim.AdamW(_by_decay(others), lr=lr, betas=betas, fused=fused or None)
+            parts.append(adamw)
         self._parts = parts
         # The dictionaries of the groups are shared with both parts, so a new rate reaches them.
         super().__init__([group for part in parts for group in part.param_groups], {})

@@ -48,14 +48,16 @@ def give_gradients(model: LanguageModel) -> None:
 
 
 def test_matrices_of_blocks_are_muons_and_all_else_is_adamws(base: Path) -> None:
-    model, optimizer, _ = make(base, weight_decay="0.05", ns_steps="4", momentum="0.9")
+    model, optimizer, _ = make(
+        base, weight_decay="0.05", ns_steps="4", momentum="0.9", betas="[0.8, 0.95]"
+    )
     theirs, _, _ = make(base)
     matrices = hidden_matrices(theirs)
     others = [p for p in trainable(theirs) if all(p is not m for m in matrices)]
     how: dict[str, Any] = {"ns_steps": 4, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
     parts = (
         torch.optim.Muon(matrices, lr=0.01, weight_decay=0.05, **how),
-        torch.optim.AdamW(others, lr=0.01, weight_decay=0.05, fused=True),
+        torch.optim.AdamW(others, lr=0.01, weight_decay=0.05, betas=(0.8, 0.95), fused=True),
     )
     assert {name.split(".")[-2] for name, p in model.named_parameters() if p.ndim == 2} > {
         "lm_head",

@@ -105,6 +105,13 @@ AXOLOTL: dict[str, dict[str, Any]] = {
                "warmup_steps": 2},
     "preference": {"datasets": [_PAIRS], "rl": "dpo", "chat_template": "chatml",
                    "micro_batch_size": 4, "num_epochs": 1, "warmup_ratio": 0.2},
+    "text_pairs": {"datasets": [{"path": "questions", "type": "chatml.intel"}], "rl": "dpo",
+                   "micro_batch_size": 4, "num_epochs": 2, "warmup_steps": 3},
+    "questions": {"datasets": [{"path": "answers", "type": "alpaca_chat.load_qa"}],
+                  "micro_batch_size": 4, "max_steps": 5, "lr_scheduler": "linear"},
+    "pretraining": {"pretraining_dataset": [{"path": "texts", "type": "pretrain"}],
+                    "sample_packing": True, "micro_batch_size": 2, "sequence_len": 256,
+                    "max_steps": 25, "warmup_steps": 2, "streaming_multipack_buffer_size": 22},
 }  # fmt: skip
 """Files of axolotl."""
 EXAMPLES = {
@@ -203,5 +210,10 @@ def _data() -> dict[str, list[dict[str, Any]]]:
              "rejected": said("assistant", 5)}
             for _ in range(RECORDS)
         ],
+        "questions": [
+            {"system": "", "question": text(6), "chosen": text(5), "rejected": text(5)}
+            for _ in range(RECORDS)
+        ],
+        "answers": [{"question": text(8), "answer": text(8)} for _ in range(RECORDS)],
     }  # fmt: skip
     return found

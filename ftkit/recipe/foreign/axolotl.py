@@ -5,7 +5,17 @@ import re
 from typing import Any
 
 from ftkit.recipe.foreign import trainer
-from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
+from ftkit.recipe.foreign.table import (
+    OFF,
+    Program,
+    Reading,
+    Row,
+    idle,
+    missing,
+    part,
+    rows_by_key,
+    same,
+)
 from ftkit.recipe.foreign.trainer import (
     COST,
     FILES,
@@ -20,26 +30,61 @@ from ftkit.recipe.foreign.trainer import (
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 """Chat templates of axolotl that ftkit has by a name."""
-# The texts are axolotl's own format: AlpacaPrompter in src/axolotl/prompters.py of axolotl 0.19.
+# The texts are axolotl's own format: src/axolotl/prompters.py, and alpaca_chat.py in
+# src/axolotl/prompt_strategies of axolotl 0.19.
 _TASK = "Below is an instruction that describes a task"
-_WITH_INPUT = f"{_TASK}, paired with an input that provides further context. "
-_RESPOND = "Write a response that appropriately completes the request."
-_ALPACA = {
-    "alpaca:chat": {
-        "with_input": f"SYSTEM: {_WITH_INPUT}{_RESPOND}\n"
-        "USER: {instruction}\n{input}\nASSISTANT:",
-        "without_input": f"SYSTEM: {_TASK}. {_RESPOND}\nUSER: {{instruction}}\nASSISTANT:",
-    },
-    "alpaca:phi": {
-        "with_input": f"<|system|>\n{_WITH_INPUT}{_RESPOND}<|end|>\n"
-        "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
-        "without_input": f"<|system|>\n{_TASK}. {_RESPOND}<|end|>\n"
-        "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
-    },
+_FROM_USER = "Below is an instruction from a USER that describes a task"
+_WITH_INPUT = ", paired with an input that provides further context."
+_COMPLETES = "completes the request."
+_RESPOND = f" Write a response that appropriately {_COMPLETES}"
+_WRITES = "The ASSISTANT writes a response that"
+_SYSTEMS = {
+    "usual": (f"{_TASK}{_WITH_INPUT}{_RESPOND}", f"{_TASK}.{_RESPOND}"),
+    "concise": (
+        f"{_FROM_USER}{_WITH_INPUT} {_WRITES} concisely and appropriately {_COMPLETES}\n\n",
+        f"{_FROM_USER}. {_WRITES} appropriately and concisely {_COMPLETES}\n\n",
+    ),
+    "none": ("", ""),
 }
-"""Prompts of axolotl's types alpaca:STYLE."""
+"""System prompts with an input and without."""
+_FORMS = {
+    "instruct": ("{}\n\n",
+                 "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+                 "### Instruction:\n{instruction}\n\n### Response:\n"),
+    "chat": ("SYSTEM: {}\n", "USER: {instruction}\n{input}\nASSISTANT:",
+             "USER: {instruction}\nASSISTANT:"),
+    "chatml": ("<|im_start|>system\n{}<|im_end|>\n",
+               "<|im_start|>user\n{instruction}\n{input}<|im_end|>\n<|im_start|>assistant\n",
+               "<|im_start|>user\n{instruction}<|im_end|>\n<|im_start|>assistant\n"),
+    "phi": ("<|system|>\n{}<|end|>\n", "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
+            "<|user|>\n{instruction}<|end|>\n<|assistant|>\n"),
+}  # fmt: skip
+"""What surrounds a system prompt, and the prompt with an input and without."""
+_INSTRUCTIONS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "alpaca": ("instruct", "usual", {}),
+    "gpteacher": ("instruct", "usual", {"output": "response"}),
+    "oasst": ("instruct", "usual", {"instruction": "INSTRUCTION", "output": "RESPONSE"}),
+    "alpaca_instruct": ("instruct", "usual", {}),
+    "alpaca_instruct.load_no_prompt": ("instruct", "none", {}),
+    "alpaca_chat": ("chat", "usual", {}),
+    "alpaca_chat.load_no_prompt": ("chat", "none", {}),
+    "alpaca_chat.load_concise": ("chat", "concise", {}),
+    "alpaca_chat.load_qa": ("chat", "concise", {"instruction": "question", "output": "answer"}),
+    "alpaca_chat.load_camel_ai": ("chat", "concise",
+                                  {"instruction": "message_1", "output": "message_2"}),
+}  # fmt: skip
+"""Types of instructions: form, system prompt, and names of columns that are not ours."""
+_PAIR_PROMPTS = {"prompt_pairs": "prompt", "icr": "input", "intel": "question"}
+"""Types of pairs of texts, and the column of their question."""
+_LABELLED_PROMPTS = {"prompt_pairs": "prompt", "ultra": "prompt", "intel": "question",
+                     "argilla": "instruction"}  # fmt: skip
+"""Types of labelled answers that are texts, and the column of their question."""
+_WARMUP_STEPS = 100
+"""Of a warm-up that no key names, at most."""
 _RL = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 _KERNELS = ("liger", "cut_cross_entropy", "kernels")
+_BESIDE = ("swanlab", "expert_parallel", "lm_eval")
+"""Plugins of axolotl that log, share the work, or evaluate the result."""
 _ENTRY = {"path", "type", "split", "name", "revision", "ds_type", "data_files", "chat_template",
           "field", "field_messages", "field_system", "field_tools", "field_thinking", "roles",
           "field_instruction", "field_input", "field_output", "template_thinking_key",
@@ -56,7 +101,8 @@ ROWS = rows_by_key(
                       "data.train_on", "data.prompt_style", "data.data_files",
                       "data.drop_system"), None,
          "each entry is a source"),
-    part("val_set_size", "data.val_split_fraction", 0.0, "0: all records are trained on"),
+    part("val_set_size", "data.val_split_fraction", 0.0,
+         "0: all records are trained on; axolotl rounds the number of records up, ftkit down"),
     part("chat_template", "data.chat_template", "tokenizer_default",
          "chatml and llama3 by name, any other as the model's own template"),
     part("chat_template_jinja", "data.chat_template", None, ""),
@@ -71,7 +117,7 @@ ROWS = rows_by_key(
     part("gradient_accumulation_steps", "train.global_batch_size", 1, "see micro_batch_size"),
     part("batch_size", "train.global_batch_size", None, "in the place of accumulation"),
     part("num_epochs", "train.epochs", 1.0, "whole numbers"),
-    part("max_steps", "train.max_steps", None, "in the place of epochs, if it is smaller"),
+    part("max_steps", "train.max_steps", None, "in the place of epochs"),
     part("learning_rate", "optimizer.lr", None, ""),
     part("optimizer", "optimizer", "adamw_torch_fused", "by name"),
     part("weight_decay", ("optimizer.weight_decay", "train.decay_norms_and_biases"), 0.0,
@@ -90,6 +136,8 @@ ROWS = rows_by_key(
     same("max_grad_norm", "train.max_norm", 1.0, value=lambda x: number(x) or None),
     same("seed", "seed", 42),
     same("neftune_noise_alpha", "train.neftune_noise_alpha", None),
+    same("noisy_embedding_alpha", "train.neftune_noise_alpha", None,
+         "older name of neftune_noise_alpha"),
     same("output_dir", "out_dir", "./model-out"),
     part("adapter", "quantize", None, "lora, qlora, or none: full fine-tuning"),
     part("load_in_4bit", "quantize", False, "bnb.nf4-dq"),
@@ -119,32 +167,37 @@ ROWS = rows_by_key(
                                     "memory.offload_activations"), False, ""),
     part("activation_offloading", "memory.offload_activations", False, ""),
     same("torch_compile", "compile", False, value=lambda x: x is True),
-    part("evals_per_epoch", "eval.interval_epochs", None, "1 / this"),
-    part("saves_per_epoch", "train.save_interval_epochs", None, "1 / this"),
+    part("evals_per_epoch", "eval.interval_epochs", None, "1 / this, in steps rounded up"),
+    part("saves_per_epoch", "train.save_interval_epochs", None, "1 / this, in steps rounded up"),
     part("eval_steps", "eval.interval", None, ""),
     part("save_steps", "train.save_interval", None, ""),
     part("eval_strategy", "eval.interval", None, ""),
     part("evaluation_strategy", "eval.interval", None, "older name of eval_strategy"),
     part("save_strategy", "train.save_interval", None, ""),
-    same("save_total_limit", "checkpoint.keep_last", None, value=lambda x: max(1, int(x))),
+    same("save_total_limit", "checkpoint.keep_last", 4, value=lambda x: max(1, int(x))),
     same("early_stopping_patience", "eval.patience", None),
     part("load_best_model_at_end", "checkpoint.result", False, ""),
     part("rl", "objective", None, "dpo, ipo, orpo, kto, simpo"),
-    part("rl_beta", "objective.beta", None, ""),
-    part("orpo_alpha", "objective.weight", 0.1, ""),
-    part("simpo_gamma", "objective.margin", None, ""),
+    part("rl_beta", ("objective.beta", "objective.weight"), 0.1, ""),
+    part("trl", "objective.beta", None, "its beta, in the place of rl_beta"),
+    part("orpo_alpha", ("objective.weight", "objective.beta"), None, "without rl_beta"),
+    part("simpo_gamma", "objective.margin", 0.5, "divided by beta"),
+    part("cpo_alpha", "objective", 1.0, "only 0, without a further loss in simpo"),
     part("dpo_label_smoothing", "objective.label_noise", None, "loss: conservative"),
     part("kto_desirable_weight", "objective.desirable_weight", 1.0, ""),
     part("kto_undesirable_weight", "objective.undesirable_weight", 1.0, ""),
     part("reward_model", "objective", False, "reward"),
     part("center_rewards_coefficient", "objective.center_weight", None, ""),
     part("use_eaft", "objective", False, "eaft"),
+    part("liger_use_token_scaling", "objective", False, "dft"),
     part("eaft_alpha", "objective.alpha", 1.0, ""),
     part("model_config", "router_aux_loss_coef", None,
          "output_router_logits: the weight that config.json has"),
+    part("overrides_of_model_config", "router_aux_loss_coef", None,
+         "another name of model_config"),
     part("plugins", "kernels", None, "kernels have no effect on what is learned"),
     part("special_tokens", "checkpoint_dir", None, "those of the model; padding is never computed"),
-    *idle("the model's config.json says it", "model_type", "tokenizer_type",
+    *idle("the model's config.json says it", "model_type", "type_of_model", "tokenizer_type",
           "is_llama_derived_model",
           "is_falcon_derived_model", "is_mistral_derived_model", "is_qwen_derived_model",
           "base_model_config", "tokenizer_use_fast", "tokenizer_legacy", "cls_model_config",
@@ -153,6 +206,7 @@ ROWS = rows_by_key(
           "torch_dtype", "lora_fan_in_fan_out"),
     part("tokenizer_config", "checkpoint_dir", None, "the tokenizer of the model"),
     part("revision_of_model", "checkpoint_dir", None, "behind the name and @"),
+    part("model_revision", "checkpoint_dir", None, "another name of revision_of_model"),
     *idle(REMOTE_CODE, "trust_remote_code"),
     *idle(ON_RESUME, "resume_from_checkpoint", "auto_resume_from_checkpoints"),
     *idle(ON_HUB, "push_dataset_to_hub", "hub_model_id", "hub_strategy", "hf_use_auth_token",
@@ -164,15 +218,28 @@ ROWS = rows_by_key(
           "swanlab_experiment_name", "swanlab_description", "swanlab_mode", "swanlab_workspace",
           "swanlab_log_completions", "swanlab_completion_log_interval", "swanlab_log_model",
           "swanlab_completion_max_buffer", "trackio_project_name", "trackio_run_name",
-          "trackio_space_id", "use_otel_metrics", "otel_metrics_host", "otel_metrics_port"),
+          "trackio_space_id", "use_otel_metrics", "otel_metrics_host", "otel_metrics_port",
+          "use_trackio", "comet_api_key", "comet_experiment_config", "comet_experiment_key",
+          "comet_mode", "comet_online", "comet_workspace", "swanlab_api_host", "swanlab_api_key",
+          "swanlab_lark_secret", "swanlab_lark_webhook_url", "swanlab_web_host"),
     *idle(SHOWN, "logging_steps", "debug", "eval_table_size", "eval_max_new_tokens",
           "eval_causal_lm_metrics", "do_causal_lm_eval", "include_tokens_per_second",
-          "include_tkps",
-          "profiler_steps", "do_bench_eval"),
+          "include_tkps", "profiler_steps", "profiler_steps_start", "do_bench_eval",
+          "bench_dataset", "bench_split", "lm_eval_batch_size", "lm_eval_model",
+          "lm_eval_post_train", "lm_eval_tasks"),
+    *idle("the result is the one with the lowest validation loss", "metric_for_best_model",
+          "greater_is_better"),
+    *idle("validation takes samples up to train.max_seq_length", "eval_sequence_len"),
     *idle("--eval.max_new_tokens shows an answer at each validation", "generate_samples",
-          "num_generation_samples", "generation_max_new_tokens", "generation_temperature"),
+          "num_generation_samples", "generation_max_new_tokens", "generation_temperature",
+          "generation_do_sample", "generation_prompt_ratio", "generation_top_k",
+          "generation_top_p"),
+    *idle("answers, not training", "gradio_title", "gradio_share", "gradio_server_name",
+          "gradio_server_port", "gradio_max_new_tokens", "gradio_temperature"),
     *idle(FILES, "dataset_prepared_path", "save_only_model", "save_safetensors", "save_first_step",
-          "dataset_processes", "dataset_num_proc", "dataset_keep_in_memory", "dataset_shard_num"),
+          "dataset_processes", "dataset_num_proc", "dataset_keep_in_memory",
+          "num_dataset_shards_to_save", "axolotl_config_path", "dynamic_checkpoint", "merge_lora",
+          "merge_method", "tokenizer_save_jinja_files"),
     *idle(COST, "flash_attention", "xformers_attention", "sdp_attention", "flex_attention",
           "sage_attention", "eager_attention", "attn_implementation", "flash_attn_cross_entropy",
           "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_attn_fuse_qkv", "flash_optimum",
@@ -191,31 +258,53 @@ ROWS = rows_by_key(
           "dataloader_pin_memory", "dataloader_prefetch_factor", "gc_steps", "gpu_memory_limit",
           "experimental_skip_move_to_device", "torchdistx_path", "resize_token_embeddings_to_32x",
           "multipack_real_batches", "batch_flattening", "streaming_multipack_buffer_size",
-          "auto_find_batch_size", "llama4_linearized_experts"),
+          "auto_find_batch_size", "llama4_linearized_experts", "chunked_cross_entropy_num_chunks",
+          "deepcompile", "dpo_padding_free", "dpo_use_liger_kernel", "flash_attn_d512",
+          "gc_collect_steps", "large_head_attention", "layer_offloading", "pad_to_multiple_of",
+          "ple_cpu_offload", "precompute_ref_log_probs", "preprocess_iterable",
+          "pretrain_multipack_buffer_size", "sample_packing_mp_start_method", "sdpa_varlen",
+          "selective_checkpointing", "tiled_mlp_use_original_mlp", "torch_compile_options",
+          "torch_empty_cache_steps", "total_supervised_tokens", "liger_kernel_impl",
+          "expert_backend", "moe_bnb_fast", "moe_dequant_chunk_size", "moe_grouped_backend",
+          "dsv4_bf16_all", "dsv4_fp8_lora_kernel", "dsv4_shared_mlp_lora_kernel"),
+    *idle("affects rounding alone", "embeddings_skip_upcast", "fp32_norms", "fp32_norm_classes",
+          "float32"),
     *idle(LAYOUT, "fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type", "deepspeed",
           "ddp", "ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "local_rank",
           "world_size", "device_map", "device", "max_memory", "dp_shard_size", "dp_replicate_size",
           "tensor_parallel_size", "context_parallel_size", "context_parapllel_size",
           "sequence_parallel_degree", "heads_k_stride", "ring_attn_func", "expert_parallel_size",
           "expert_parallel_num_nvl_bytes", "expert_parallel_token_capacity", "accelerator_config",
-          "use_ray", "ray_num_workers", "resources_per_worker", "qlora_sharded_model_loading"),
+          "use_ray", "ray_num_workers", "ray_run_name", "resources_per_worker",
+          "qlora_sharded_model_loading", "ddp_broadcast_buffers", "expert_parallel_backend",
+          "expert_parallel_fallback_on_unsupported", "expert_parallel_num_rdma_bytes"),
     *idle("checks of axolotl's own", "strict", "loss_watchdog_threshold", "loss_watchdog_patience",
-          "test_value", "gptq_model_v1"),
+          "test_value", "gptq_model_v1", "capabilities", "env_capabilities"),
     *idle("ftkit unpacks and repacks the weights of published formats", "gptq", "gptq_groupsize",
-          "gptq_disable_exllama", "nvfp4_merge_aware"),
+          "gptq_disable_exllama", "nvfp4_merge_aware", "nvfp4_merge_aware_start_step"),
+    *missing("quantisation of layers that are no experts", "nonexpert_quantization",
+             "dsv4_fp8_nonexpert_mode", "gemma4_fp8_nonexpert", "gemma4_nf4_nonexpert",
+             harmless=("none", "bf16")),
     part("model_quantization_config", "quantize", None, "a model published packed is unpacked"),
     *idle("see model_quantization_config", "model_quantization_config_kwargs"),
     *missing("images or audio in training", "processor_type", "freeze_mm_modules"),
-    *idle("only with images", "skip_prepare_dataset", "image_size", "image_resize_algorithm"),
+    *idle("only with images", "skip_prepare_dataset", "image_size", "image_resize_algorithm",
+          "processor_kwargs"),
+    *missing("trained turns by marks in the text", "role_boundaries"),
     part("pretraining_dataset", ("data.path", "data.sources"), None,
          "documents, with sample_packing"),
     part("pretrain_multipack_attn", "train.padding_free", True, "no attention between documents"),
     *idle("how data are read does not change them", "streaming"),
+    *idle("without sample_packing, which pretraining_dataset needs here",
+          "pretraining_sample_concatenation"),
+    *missing("a part of a data set by number", "dataset_shard_num", "dataset_shard_idx"),
     *missing("further test data", "test_datasets"),
     part("min_sample_len", "data.min_tokens", None, "axolotl reads it only with datasets"),
     part("dataset_exact_deduplication", "data.drop_equal", False,
          "records are compared, in axolotl their tokens"),
     *missing("batches of samples of similar length", "group_by_length"),
+    *missing("dropping the last incomplete batch", "dataloader_drop_last"),
+    *missing("a limit of prompts beside that of samples", "max_prompt_len"),
     *missing("training in the order of the file", "curriculum_sampling",
              "sample_packing_sequentially"),
     *idle("ftkit shuffles all sources together", "shuffle_merged_datasets",
@@ -226,27 +315,66 @@ ROWS = rows_by_key(
     part("reinit_weights", "train.from_scratch", False, "in full fine-tuning"),
     *missing("a rate of its own for embeddings", "embedding_lr", "embedding_lr_scale", "lr_groups"),
     part("lr_quadratic_warmup", "train.lr_warmup_curve", False, "only with cosine, down to 0"),
+    *missing("a rate of its own for embeddings", "loraplus_lr_embedding", harmless=(1e-6,)),
+    *missing("embeddings as small as the tokenizer", "shrink_embeddings"),
     *missing("a constant end of the learning rate", "cosine_constant_lr_ratio"),
     *missing("learning-rate restarts", "jagged_restart_steps", "jagged_restart_warmup_steps",
              "jagged_restart_anneal_steps"),
     *missing("settings of the schedule", "lr_scheduler_kwargs", "lr_div_factor"),
     *idle("axolotl does not read it", "eta_min"),
     *missing("settings of the optimizer", "optim_args", "optim_target_modules"),
+    *idle("see optimizer", "adam_beta3", "adam_epsilon2", "dion_lr", "dion_momentum",
+          "dion_rank_fraction", "dion_rank_multiple_of", "qgalore_cos_threshold",
+          "qgalore_gamma_proj", "qgalore_proj_bits", "qgalore_proj_group_size",
+          "qgalore_proj_quant", "qgalore_proj_type", "qgalore_queue_size", "qgalore_rank",
+          "qgalore_scale", "qgalore_update_proj_gap"),
+    *idle("axolotl does not read it", "dpo_beta"),
+    *idle("axolotl does not take it any more", "rope_scaling", "s2_attention", "rpo_alpha",
+          "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval"),
+    *missing("settings of the model's class", "model_kwargs", "overrides_of_model_kwargs"),
+    *missing("scaled softmax", "scaling_softmax"),
+    *idle("see scaling_softmax", "scaling_softmax_factor", "scaling_softmax_bias"),
+    *missing("PoSE", "use_pose"), *idle("see use_pose", "pose_max_context_len",
+                                        "pose_num_chunks", "pose_split_on_token_ids"),
+    *missing("MoRA", "mora", "use_mora"), *idle("see use_mora", "mora_type"),
+    *missing("DenseMixer", "dense_mixer"), *missing("training by a service", "hatchery"),
+    *missing("Grokfast", "grokfast_alpha", "grokfast_lamb"),
+    *missing("Spectrum", "spectrum_top_fraction", "spectrum_model_name"),
+    *missing("knowledge distillation from recorded probabilities", "kd_trainer"),
+    *idle("see kd_trainer", "kd_alpha", "kd_beta", "kd_ce_alpha", "kd_normalize_topk",
+          "kd_online_server", "kd_online_server_base_url", "kd_online_timeout", "kd_online_topk",
+          "kd_temperature", "kd_temperature_min"),
+    *missing("online RL", "nemo_gym_enabled"),
+    *idle("see nemo_gym_enabled", "nemo_gym_auto_clone", "nemo_gym_auto_start",
+          "nemo_gym_config_paths", "nemo_gym_datasets", "nemo_gym_dir", "nemo_gym_head_port",
+          "nemo_gym_max_turns", "nemo_gym_model_name", "nemo_gym_multi_turn",
+          "nemo_gym_run_timeout", "nemo_gym_server_timeout", "nemo_gym_verify_timeout"),
     part("qat", ("qat.weights", "qat.activations", "qat.group_size"), None,
          "int4 weights with int8 activations"),
     *missing("quantisation after training", "quantization"),
     part("fp8", "float8", False, "in full fine-tuning, with a scale for each token and row"),
-    *idle("see fp8", "fp8_enable_fsdp_float8_all_gather"),
+    *idle("see fp8", "fp8_enable_fsdp_float8_all_gather", "fp8_config"),
     *missing("1.58-bit training", "use_onebitllms"),
     *missing("LISA", "lisa_n_layers"), *idle("see lisa_n_layers", "lisa_step_interval",
                                              "lisa_layers_attribute"),
     *missing("ReLoRA", "relora", "relora_steps"), *idle("see relora", "relora_prune_ratio",
-                                                        "relora_cpu_offload"),
+                                                        "relora_cpu_offload",
+                                                        "relora_prune_method"),
     *missing("LoftQ", "peft"),
     *missing("rank or scale by layer", "lora_rank_pattern", "lora_alpha_pattern",
              "peft_layers_to_transform", "peft_layers_pattern", "peft_layer_replication"),
+    *missing("trained rows of the embedding", "peft_trainable_token_indices"),
+    *missing("tied layers that stay tied beside an adapter", "peft_ensure_weight_tying"),
+    Row(key="peft_autocast_adapter_dtype", kind="not there", note="adapters in 16 bits",
+        harmless=(None, True)),
     *missing("sparse fine-tuning", "llmcompressor"),
-    *missing("online RL", "ebft"), *idle("see rl", "trl", "vllm", "ebft_mode"),
+    *missing("online RL", "ebft"),
+    *idle("see rl", "vllm", "ebft_mode", "ebft_adaptive_max_tokens", "ebft_alignment_coef",
+          "ebft_ce_coef", "ebft_diversity_coef", "ebft_embed_method", "ebft_feature_layers",
+          "ebft_gt_length_multiplier", "ebft_use_whitening", "ebft_advantage_estimator",
+          "ebft_context_length", "ebft_generate_max_len", "ebft_min_completion_prefix",
+          "ebft_n_samples_per_prompt", "ebft_rl_coef", "ebft_stride", "ebft_temperature",
+          "ebft_top_p", "vllm_lora_sync"),
     *missing("diffusion language models", "diffusion"),
     *missing("process reward models", "process_reward_model"),
     *missing("a trainer class of its own", "trainer_cls"),
@@ -266,7 +394,8 @@ ROWS = rows_by_key(
 
 def _finish(r: Reading) -> None:
     if r.has("base_model"):
-        r.set(checkpoint_dir=trainer.of_version(r, "revision_of_model", str(r["base_model"])))
+        key = "model_revision" if r.has("model_revision") else "revision_of_model"
+        r.set(checkpoint_dir=trainer.of_version(r, key, str(r["base_model"])))
     trainer.from_scratch(r, "reinit_weights", is_adapter=r["adapter"] not in OFF)
     _adapter(r)
     _precision(r)
@@ -278,7 +407,7 @@ def _finish(r: Reading) -> None:
     _intervals(r)
     for name in r["plugins"] or ():
         known = next((word for word in _KERNELS if f".{word}." in name), None)
-        if known is None and ".swanlab." not in name and ".expert_parallel." not in name:
+        if known is None and not any(f".{word}." in name for word in _BESIDE):
             r.refuse("plugins", f"the plugin {name}")
     tokens = {k for k, v in (r["special_tokens"] or {}).items() if v and k != "pad_token"}
     if tokens:
@@ -286,10 +415,11 @@ def _finish(r: Reading) -> None:
         r.tell(f"special_tokens: ftkit reads {names} from the model, not from the file")
     if r.has("tokenizer_config") and r["tokenizer_config"] != r["base_model"]:
         r.refuse("tokenizer_config", "a tokenizer of another model")
-    changes = dict(r["model_config"] or {})
+    key = "model_config" if r.has("model_config") else "overrides_of_model_config"
+    changes = dict(r[key] or {})
     asks = changes.pop("output_router_logits", None)
     if changes:
-        r.refuse("model_config", "changes of config.json")
+        r.refuse(key, "changes of config.json")
     if asks is not None:
         r.set(router_aux_loss_coef="model" if asks else 0.0)
 
@@ -404,6 +534,11 @@ def _length_and_batch(r: Reading) -> None:
     if r.has("batch_size"):
         accumulation = max(1, int(r["batch_size"]) // micro)
     trainer.batch(r, micro, accumulation)
+    if r.ranks > 1:
+        r.tell(
+            "micro_batch_size: axolotl weighs the losses of devices equally, ftkit every token of "
+            "a step"
+        )
     if r["sample_packing"]:
         trainer.packing(r, micro, accumulation, int(r["sequence_len"]))
         r.tell(
@@ -434,46 +569,76 @@ def _rates(r: Reading) -> None:
     if given is not None and (share >= 1 or share == 0):
         r.set(train__lr_warmup_steps=2 if share == 1 else int(share))
     elif total and given is None:
-        steps = int(share * total) if r.has("warmup_ratio") else min(int(share * total), 100)
+        most = total if r.has("warmup_ratio") else _WARMUP_STEPS
+        steps = min(int(share * total), most)
         r.set(train__lr_warmup_steps=2 if steps == 1 else steps)
+        if not r.has("pretraining_dataset"):
+            r.tell(
+                "warmup_ratio: of max_steps; axolotl takes the steps of num_epochs if the data "
+                "have fewer, and trains max_steps"
+            )
     elif total:
         r.set(train__lr_warmup_steps=math.ceil(share * total))
     else:
         r.set(train__lr_warmup_run_fraction=share)
+        if given is None:
+            r.tell(
+                "warmup_ratio: axolotl rounds the steps of the warm-up down, and takes 2 where "
+                "that is 1; ftkit rounds them up"
+            )
+        if given is None and not r.has("warmup_ratio"):
+            r.tell(
+                f"warmup_ratio: without it, axolotl warms up for at most {_WARMUP_STEPS} steps; "
+                f"for a longer run add --train.lr_warmup_steps {_WARMUP_STEPS}"
+            )
 
 
 def _objective(r: Reading) -> None:
     kind = r["rl"]
     options: dict[str, Any] = {}
-    beta = number(r["rl_beta"])
     if r["reward_model"]:
         kind, options = "reward", {"center_weight": number(r["center_rewards_coefficient"])}
     elif kind in OFF:
         if r["use_eaft"]:
             options = {"alpha": number(r["eaft_alpha"])}
             r.recipe["objective"] = {"class_path": "eaft", "init_args": options}
+        elif r["liger_use_token_scaling"]:
+            r.recipe["objective"] = {"class_path": "dft", "init_args": {}}
         return
     elif kind not in _RL:
         r.refuse("rl", "online RL")
         return
-    elif kind in ("dpo", "ipo"):
-        noise = number(r["dpo_label_smoothing"])
-        loss = "ipo" if kind == "ipo" else "conservative" if noise else "sigmoid"
-        options = {"loss": loss, "beta": beta or 0.1, "label_noise": noise}
-    elif kind == "orpo":
-        options = {"weight": number(r["orpo_alpha"])}
-    elif kind == "simpo":
-        options = {"beta": beta, "margin": number(r["simpo_gamma"])}
     else:
-        options = {
-            "beta": beta or 0.1,
-            "desirable_weight": number(r["kto_desirable_weight"]),
-            "undesirable_weight": number(r["kto_undesirable_weight"]),
-        }
-        if r["adapter"] in OFF:
-            r.set(reference=r.recipe["checkpoint_dir"])
+        options = _preference(r, kind)
     given = {name: value for name, value in options.items() if value is not None}
     r.recipe["objective"] = {"class_path": _RL.get(kind, kind), "init_args": given}
+
+
+def _preference(r: Reading, kind: str) -> dict[str, Any]:
+    """Options of an objective of rl, whose beta has several names."""
+    beta = number((r["trl"] or {}).get("beta"))
+    if beta is None:
+        alone = not r.has("rl_beta") and r.has("orpo_alpha")
+        beta = number(r["orpo_alpha" if alone else "rl_beta"])
+    if kind == "dpo":
+        noise = number(r["dpo_label_smoothing"])
+        return {"loss": "conservative" if noise else "sigmoid", "beta": beta, "label_noise": noise}
+    if kind == "ipo":
+        return {"loss": "ipo", "beta": beta}
+    if kind == "orpo":
+        return {"weight": beta}
+    if kind == "simpo":
+        if number(r["cpo_alpha"]):
+            key = "cpo_alpha" if r.has("cpo_alpha") else "rl"
+            r.refuse(key, "a further loss beside that of pairs, which cpo_alpha 0 leaves out")
+        return {"beta": beta, "margin": number(r["simpo_gamma"]) / beta}
+    if r["adapter"] in OFF:
+        r.set(reference=r.recipe["checkpoint_dir"])
+    return {
+        "beta": beta,
+        "desirable_weight": number(r["kto_desirable_weight"]),
+        "undesirable_weight": number(r["kto_undesirable_weight"]),
+    }
 
 
 def _data(r: Reading) -> None:
@@ -497,6 +662,7 @@ def _data(r: Reading) -> None:
         r.refuse("val_set_size", "a number of validation records")
         size = 0.05
     options["val_split_fraction"] = size
+    trainer.held_out(r, "val_set_size", size)
     strategy = r["excess_length_strategy"]
     if all(source.get("columns", {}).get("text") is None for source in sources):
         options["overlong"] = "truncate" if strategy == "truncate" else "drop"
@@ -571,10 +737,8 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
         source["train_on"] = _trained(r, entry)
         if entry.get("drop_system_message"):
             source["drop_system"] = True
-    elif kind == "alpaca":
-        source |= {"prompt_style": "alpaca", "mask_prompt": not r["train_on_inputs"]}
-    elif kind in _ALPACA:
-        source |= {"prompt_style": _ALPACA[kind], "mask_prompt": not r["train_on_inputs"]}
+    elif (style := _instruction_style(str(kind), columns)) is not None:
+        source |= {"prompt_style": style, "mask_prompt": not r["train_on_inputs"]}
     elif kind in ("completion", "pretrain"):
         columns["text"] = entry.get("field") or "text"
         if kind == "completion":
@@ -587,6 +751,23 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     if columns:
         source["columns"] = columns
     return source
+
+
+def _instruction_style(kind: str, columns: dict[str, str]) -> str | dict[str, str] | None:
+    """Prompt style of a type of instructions, whose columns are added; None: it is none."""
+    name, _, own = kind.partition(":")
+    if name not in _INSTRUCTIONS or (own and own not in _FORMS):
+        return None
+    form, systems, named = _INSTRUCTIONS[name]
+    columns |= named
+    if (own or form, systems) == ("instruct", "usual"):
+        return "alpaca"
+    around, *turns = _FORMS[own or form]
+    texts = [
+        (around.replace("{}", system) if system else "") + turn
+        for system, turn in zip(_SYSTEMS[systems], turns, strict=True)
+    ]
+    return dict(zip(("with_input", "without_input"), texts, strict=True))
 
 
 def _columns(entry: dict[str, Any]) -> dict[str, str]:
@@ -663,12 +844,20 @@ def _of_pairs(
         head, form = form, "default"
     # Pairs of conversations, whose question axolotl takes from the chosen one.
     is_pairs = r["rl"] == "orpo" and kind == "chat_template.argilla"
-    is_labelled = r["rl"] == "kto" and head in _TEMPLATES and form == "ultra"
-    is_usual = head in ("chat_template", "chatml", "llama3") and form in ("default", "")
-    if not (is_usual or is_pairs or is_labelled):
+    is_named, is_kto = head in ("chatml", "llama3"), r["rl"] == "kto"
+    if is_named and is_kto and form in _LABELLED_PROMPTS:
+        # Texts, which the template turns into a conversation.
+        columns |= {"instruction": _LABELLED_PROMPTS[form], "output": "completion"}
+    elif is_named and not is_kto and form in ("default", "", *_PAIR_PROMPTS):
+        columns["instruction"] = _PAIR_PROMPTS.get(form) or _question(r, entry)
+    elif not (
+        is_pairs
+        or (is_named and form in ("argilla_chat", "ultra") and not is_kto)  # conversations
+        or (head == "chat_template" and form in ("default", ""))
+    ):
         r.refuse("datasets.type", f"the preference format {kind}")
-    if is_labelled:  # texts, which the template turns into a conversation
-        columns |= {"instruction": "prompt", "output": "completion"}
+    if columns.get("instruction") == "instruction":
+        del columns["instruction"]
     for name in ("chosen", "rejected"):
         if entry.get(f"field_{name}", name) != name:
             r.refuse(f"datasets.field_{name}", "names of the columns of pairs")
@@ -681,6 +870,19 @@ def _of_pairs(
         "chat_template": head})}  # fmt: skip
 
 
+def _question(r: Reading, entry: dict[str, Any]) -> str:
+    """Column of the question of pairs, of which axolotl takes the first that they have."""
+    names = ("prompt", "input", "question", "instruction")
+    record = trainer.first_record(trainer.local_data(entry.get("path")))
+    if record is None:
+        r.tell(
+            f"datasets.type: the question is read from prompt, in axolotl from {', '.join(names)}, "
+            "whatever is there: if it is another one, add --data.columns.instruction"
+        )
+        return names[0]
+    return next((name for name in names if name in record), names[0])
+
+
 def _intervals(r: Reading) -> None:
     total, epochs = r.recipe.get("train.max_steps"), number(r["num_epochs"])
     for name, ours in (("save", "train.save_interval"), ("eval", "eval.interval")):
@@ -691,7 +893,9 @@ def _intervals(r: Reading) -> None:
             share = 1 / times
         elif steps and steps < 1:
             share = steps * epochs
-        if strategy in ("no", False) or (name == "eval" and times == 0):
+        # axolotl validates only where a key says when; the last step is validated in any case.
+        is_off = name == "eval" and not (times or steps or strategy)
+        if strategy in ("no", False) or is_off:
             r.recipe[ours] = None if name == "save" else 0
         elif share is not None and total:
             r.recipe[ours] = max(1, math.ceil(share / epochs * total))

@@ -6,8 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.recipe.foreign import trainer
-from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
-from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, SERVICE, SHOWN, listed, number
+from ftkit.recipe.foreign.table import (
+    OFF,
+    Program,
+    Reading,
+    Row,
+    idle,
+    missing,
+    part,
+    rows_by_key,
+    same,
+)
+from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, ON_HUB, SERVICE, SHOWN, listed, number
 
 # Unlike the template that ftkit has by this name, it trains the line end after a turn.
 _CHATML = (
@@ -88,26 +98,44 @@ ROWS = rows_by_key(
     part("freeze_trainable_modules", "train.only", "all", ""),
     part("freeze_extra_modules", "train.only", None, ""),
     *idle(COST, "flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc",
-          "use_kv_cache",
+          "use_kv_cache", "block_diag_attn", "compute_dtype", "device_map",
           "use_reentrant_gc", "low_cpu_mem_usage", "upcast_layernorm", "use_fast_tokenizer",
           "preprocessing_num_workers", "preprocessing_batch_size", "use_v1_kernels",
           "quantization_device_map", "infer_dtype", "eval_num_beams", "offload_folder"),
     *idle(FILES, "overwrite_cache", "tokenized_path", "cache_dir", "media_dir", "export_dir",
-          "data_shared_file_system", "export_size", "export_device", "export_legacy_format"),
+          "data_shared_file_system", "export_size", "export_device", "export_legacy_format",
+          "export_quantization_bit", "export_quantization_dataset", "export_quantization_maxlen",
+          "export_quantization_nsamples", "adapter_folder"),
+    *idle(ON_HUB, "export_hub_model_id"),
     *idle(LAYOUT, "use_ray", "ray_num_workers", "ray_run_name", "ray_storage_path",
           "ray_init_kwargs", "resources_per_worker", "placement_strategy", "master_addr",
+          "master_port",
           "fsdp_transformer_layer_cls_to_wrap"),
     *idle(SERVICE, "hf_hub_token", "ms_hub_token", "om_hub_token"),
-    *idle(SHOWN, "print_param_status", "include_effective_tokens_per_second"),
+    *idle(SHOWN, "print_param_status", "include_effective_tokens_per_second",
+          "eval_on_each_dataset", "enable_torch_profiler", "profile_modules",
+          "profiler_active_steps", "profiler_output_dir", "profiler_profile_memory",
+          "profiler_record_shapes", "profiler_repeat", "profiler_wait_steps",
+          "profiler_warmup_steps", "profiler_with_stack"),
+    *idle("affects rounding alone", "upcast_lmhead_output"),
     *idle("answers, not training", "infer_backend", "max_new_tokens", "temperature", "top_p",
-          "top_k", "do_sample", "vllm_maxlen", "vllm_config"),
+          "top_k", "do_sample", "vllm_maxlen", "vllm_config", "vllm_enforce_eager",
+          "vllm_gpu_util", "vllm_max_lora_rank", "sglang_config", "sglang_lora_backend",
+          "sglang_maxlen", "sglang_mem_fraction", "sglang_tp_size", "length_penalty", "max_length",
+          "num_beams", "repetition_penalty", "skip_special_tokens", "task", "task_dir", "lang",
+          "n_shot", "batch_size", "save_dir", "download_mode"),
     *idle("the template's own", "tool_format"),
     *idle("only with images", "image_max_pixels", "image_min_pixels", "video_max_pixels",
           "video_min_pixels", "video_fps", "video_maxlen", "freeze_vision_tower",
-          "freeze_multi_modal_projector", "freeze_language_model"),
+          "freeze_multi_modal_projector", "freeze_language_model", "image_do_pan_and_scan",
+          "crop_to_patches", "use_audio_in_video", "audio_sampling_rate"),
     *idle("the adapter is merged by ftkit merge", "pissa_convert", "create_new_adapter"),
     *missing("a default system message", "default_system"),
-    *missing("streaming data", "streaming"),
+    *missing("streaming data", "streaming"), *idle("see streaming", "buffer_size"),
+    *missing("thoughts of earlier answers in a conversation", "preserve_thinking"),
+    *missing("special tokens read as text", "split_special_tokens"),
+    Row(key="ignore_pad_token_for_loss", kind="not there", note="trained padding",
+        harmless=(None, True)),
     *missing("mixing of data sets by probabilities", "mix_strategy", harmless=("concat",)),
     *missing("mixing of data sets by probabilities", "interleave_probs"),
     *missing("training in the order of the file", "disable_shuffling"),
@@ -116,23 +144,46 @@ ROWS = rows_by_key(
     *missing("new special tokens", "add_special_tokens", "new_special_tokens_config"),
     part("train_from_scratch", "train.from_scratch", False, "in full fine-tuning"),
     *missing("mixture of depths", "mixture_of_depths"),
-    *missing("another scale of rotary embeddings", "rope_scaling", "shift_attn"),
+    *missing("another scale of rotary embeddings", "rope_scaling", "shift_attn",
+             "model_max_length"),
+    *missing("a rate of its own for embeddings", "loraplus_lr_embedding", harmless=(1e-6,)),
+    *missing("log-probabilities that weigh the length", "ld_alpha"),
+    *missing("the preference loss bco beside another", "pref_bco_weight"),
+    *missing("an adapter or quantisation of the reference alone", "ref_model_adapters",
+             "ref_model_quantization_bit"),
+    *idle("see stage", "reward_model", "reward_model_adapters", "reward_model_quantization_bit",
+          "reward_model_type", "ppo_buffer_size", "ppo_epochs", "ppo_score_norm", "ppo_target",
+          "ppo_whiten_rewards"),
     *missing("LLaMA-Pro", "use_llama_pro"),
     *missing("GaLore", "use_galore"), *missing("APOLLO", "use_apollo"),
     *missing("BAdam", "use_badam"), *missing("Adam-mini", "use_adam_mini"),
-    *missing("Muon of other authors", "use_muon"), *missing("ASFT", "use_asft_loss"),
+    part("use_muon", "optimizer", False, "torch.optim.Muon"), *missing("ASFT", "use_asft_loss"),
     part("fp8", "float8", False, "in full fine-tuning, with a scale for each token and row"),
-    *missing("KTransformers: experts on CPUs", "use_kt"),
+    *missing("KTransformers: adapters of experts on CPUs", "use_kt"),
     *missing("Megatron", "use_mca", "use_megatron_bridge", "tensor_model_parallel_size",
              "pipeline_model_parallel_size", "expert_model_parallel_size",
              "use_distributed_optimizer"),
+    *idle("see use_megatron_bridge and use_mca", "megatron_bridge_args", "sequence_parallel",
+          "context_parallel_size", "virtual_pipeline_model_parallel_size",
+          "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+          "overlap_param_gather", "overlap_grad_reduce", "bias_activation_fusion",
+          "apply_rope_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion",
+          "moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_granularity",
+          "recompute_method", "recompute_num_layers", "mixed_precision", "use_packed_sequences",
+          "calculate_per_token_loss", "megatron_pretrained_checkpoint", "export_hf_on_finish",
+          "extra_config"),
     *missing("HyperParallel", "use_hyper_parallel"),
+    *idle("see use_hyper_parallel", "hyper_parallel_args", "hyper_parallel_cp_size"),
     *idle("see the key that switches it on", "galore_layerwise", "galore_target", "galore_rank",
           "galore_scale", "galore_update_interval", "apollo_layerwise", "apollo_target",
           "apollo_rank", "apollo_scale", "apollo_scale_type", "badam_mode", "badam_switch_mode",
           "badam_switch_interval", "badam_verbose", "asft_alpha", "fp8_backend",
-          "fp8_enable_fsdp_float8_all_gather",
-          "kt_cpu_activation", "kt_config", "kt_weight_path", "kt_non_expert_weight_path"),
+          "fp8_enable_fsdp_float8_all_gather", "galore_proj_type", "apollo_proj",
+          "apollo_proj_type", "apollo_update_interval", "apollo_scale_front", "badam_start_block",
+          "badam_update_ratio", "badam_mask_mode",
+          "kt_cpu_activation", "kt_config", "kt_weight_path", "kt_non_expert_weight_path",
+          "kt_expert_checkpoint_path", "kt_use_lora_experts", "kt_lora_expert_num",
+          "kt_lora_expert_intermediate_size"),
     *missing("answers of the model that are compared", "do_predict"),
     part("model_revision", "checkpoint_dir", "main", "behind the name and @"),
     *idle("a file of LLaMA-Factory's new format says no template", "init_special_tokens"),
@@ -159,6 +210,10 @@ def _finish(r: Reading) -> None:
     micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
     trainer.batch(r, int(micro), int(accumulation))
     trainer.optimizer(r, str(r["optim"]))
+    if r["use_muon"]:
+        betas = [number(r["adam_beta1"]), number(r["adam_beta2"])]
+        rate, decay = r["learning_rate"], r["weight_decay"]
+        trainer.muon(r, "use_muon", is_adapter=is_adapter, rate=rate, decay=decay, betas=betas)
     kind = str(r["lr_scheduler_type"])
     trainer.schedule(r, kind)
     trainer.warm_up(r, kind)
@@ -291,6 +346,7 @@ def _data(r: Reading) -> None:
         r.refuse("val_size", "a number of validation records")
         size = 0.05
     options["val_split_fraction"] = size
+    trainer.held_out(r, "val_size", size)
     options |= _new_tokens(r)
     sources = _sources(r, r["dataset"])
     if r.has("eval_dataset"):

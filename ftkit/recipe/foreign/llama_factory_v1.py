@@ -39,6 +39,16 @@ _QUANT: dict[str, Any] = {
     "quantization_type": "nf4",
     "compute_dtype": "float16",
 }
+_MUON: dict[str, Any] = {
+    "lr": 1e-3,
+    "wd": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_steps": 5,
+    "adamw_betas": [0.9, 0.95],
+    "adamw_eps": 1e-8,
+}
+"""Keys of optim_config with name: muon, and what is done without them."""
 _DATA = {"path", "source", "split", "converter", "size", "weight", "streaming"}
 """Keys of a data set that are read."""
 
@@ -58,7 +68,8 @@ ROWS = rows_by_key(
     part("batching_strategy", ("train.global_batch_size", "train.global_batch_tokens"), "normal",
          "dynamic_*: a step takes samples up to micro_batch_size x cutoff_len tokens"),
     part("learning_rate", "optimizer.lr", 1e-4, "constant, without warm-up"),
-    part("optim_config", "optimizer", None, "without it AdamW, weight decay 0.01 of everything"),
+    part("optim_config", "optimizer", None,
+         "name: muon; without it AdamW, weight decay 0.01 of everything"),
     part("num_train_epochs", "train.epochs", 3, "whole numbers"),
     part("max_steps", "train.max_steps", None, "in the place of epochs"),
     same("max_grad_norm", "train.max_norm", 1.0, value=number),
@@ -102,14 +113,8 @@ def _finish(r: Reading) -> None:
     else:
         r.set(train__epochs=int(epochs))
     _batch(r)
-    if r["optim_config"]:
-        name = dict(r["optim_config"]).get("name")
-        r.refuse("optim_config", "Muon of other authors" if name == "muon" else "optimizer")
-    # The defaults of torch's AdamW, of which the file can set the rate alone.
-    arguments = {"lr": number(r["learning_rate"]), "weight_decay": 0.01, "betas": [0.9, 0.999],
-                 "eps": 1e-8}  # fmt: skip
-    r.recipe["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": arguments}
-    r.set(train__decay_norms_and_biases=True, train__lr_schedule="constant", train__min_lr=0.0)
+    _optimizer(r, is_lora=is_lora)
+    r.set(train__lr_schedule="constant", train__min_lr=0.0)
     r.set(train__lr_ends="around", train__lr_warmup_steps=0)
     trainer.checkpointing(r, r["enable_activation_checkpointing"])
     # Without dist_config nothing casts: full fine-tuning computes in float32, an adapter in the
@@ -125,6 +130,32 @@ def _finish(r: Reading) -> None:
     pairs = _data(r)
     if pairs:
         _preference(r)
+
+
+def _optimizer(r: Reading, *, is_lora: bool) -> None:
+    # The defaults of torch's AdamW, of which the file can set the rate alone.
+    arguments = {"lr": number(r["learning_rate"]), "weight_decay": 0.01, "betas": [0.9, 0.999],
+                 "eps": 1e-8}  # fmt: skip
+    r.recipe["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": arguments}
+    r.set(train__decay_norms_and_biases=True)
+    config = dict(r["optim_config"] or {})
+    if not config:
+        return
+    if (name := config.pop("name", None)) != "muon":
+        r.refuse("optim_config", f"the optimizer {name}")
+        return
+    given = _MUON | config
+    for key in given.keys() - _MUON.keys():
+        r.refuse(f"optim_config.{key}", "a key that ftkit does not know of LLaMA-Factory")
+    if number(given["adamw_eps"]) != _MUON["adamw_eps"]:
+        r.refuse("optim_config.adamw_eps", "Muon with another eps of AdamW")
+    if "lr" not in config:
+        r.tell("optim_config: without lr, LLaMA-Factory trains Muon at 1e-3, not learning_rate")
+    trainer.muon(
+        r, "optim_config", is_adapter=is_lora, rate=given["lr"], decay=given["wd"],
+        momentum=number(given["momentum"]), nesterov=given["nesterov"],
+        ns_steps=int(given["ns_steps"]), betas=[number(beta) for beta in given["adamw_betas"]],
+    )  # fmt: skip
 
 
 def _adapter(r: Reading) -> bool:

@@ -115,8 +115,9 @@ class Reading:
             self.refused.append(Refused(key, self.values.get(key.partition(".")[0]), why))
 
     def tell(self, difference: str) -> None:
-        """Tell a difference that remains."""
-        self.differs.append(difference)
+        """Tell a difference that remains, once."""
+        if difference not in self.differs:
+            self.differs.append(difference)
 
 
 @dataclass(frozen=True, kw_only=True)

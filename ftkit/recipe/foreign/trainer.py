@@ -3,6 +3,7 @@
 Learning rates, steps and batches follow transformers 5's Trainer.
 """
 
+import json
 import math
 import re
 from pathlib import Path
@@ -51,6 +52,15 @@ SCHEDULES = {
 
 
 _DATA_ENDINGS = (".json", ".jsonl", ".csv", ".parquet")
+
+
+def held_out(reading: Reading, key: str, share: Any) -> None:
+    """Tell how the validation records that a key holds out differ."""
+    if share:
+        reading.tell(
+            f"{key}: the number of validation records is rounded up there and down here, and they "
+            "are others"
+        )
 
 
 def adapt(reading: Reading, names: Any) -> None:
@@ -134,15 +144,19 @@ ROWS: list[Row] = [
           "greater_is_better"),
     *idle(SERVICE, "report_to", "run_name", "project", "trackio_space_id", "logging_dir",
           "use_swanlab", "swanlab_project", "swanlab_workspace", "swanlab_run_name", "swanlab_mode",
-          "swanlab_api_key", "swanlab_logdir", "swanlab_lark_webhook_url", "swanlab_lark_secret"),
+          "swanlab_api_key", "swanlab_logdir", "swanlab_lark_webhook_url", "swanlab_lark_secret",
+          "trackio_bucket_id", "trackio_static_space_id"),
     *idle(ON_HUB, "push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo",
           "hub_always_push", "hub_revision"),
-    *idle(ON_RESUME, "resume_from_checkpoint", "restore_callback_states_from_checkpoint"),
+    *idle(ON_RESUME, "resume_from_checkpoint", "restore_callback_states_from_checkpoint",
+          "ignore_data_skip", "enable_jit_checkpoint"),
     *idle(REMOTE_CODE, "trust_remote_code"),
     *idle(SHOWN, "logging_steps", "logging_first_step", "logging_strategy",
           "logging_nan_inf_filter",
           "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "plot_loss",
-          "include_num_input_tokens_seen", "include_tokens_per_second", "compute_accuracy"),
+          "include_num_input_tokens_seen", "include_tokens_per_second", "compute_accuracy",
+          "include_for_metrics", "batch_eval_metrics", "debug"),
+    *idle("ftkit validates from the first interval on", "eval_delay"),
     *idle(FILES, "overwrite_output_dir", "save_only_model", "save_safetensors",
           "save_on_each_node"),
     *idle(COST, "per_device_eval_batch_size", "dataloader_num_workers", "dataloader_pin_memory",
@@ -151,15 +165,19 @@ ROWS: list[Row] = [
           "torch_compile_mode", "torch_empty_cache_steps", "remove_unused_columns",
           "full_determinism",
           "eval_accumulation_steps", "auto_find_batch_size", "attn_implementation", "use_cpu",
-          "skip_memory_metrics", "activation_offloading", "prediction_loss_only"),
+          "skip_memory_metrics", "activation_offloading", "prediction_loss_only",
+          "fp16_full_eval", "liger_kernel_config", "use_cache", "eval_do_concat_batches",
+          "eval_use_gather_object", "dataloader_multiprocessing_context", "dataloader_in_order",
+          "label_names", "length_column_name"),
     *idle(LAYOUT, "deepspeed", "fsdp", "fsdp_config", "ddp_timeout", "ddp_backend",
           "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "local_rank",
-          "accelerator_config", "parallelism_config", "data_seed"),
+          "accelerator_config", "parallelism_config", "data_seed", "ddp_static_graph"),
     *idle("every command trains", "do_train", "do_eval"),
     *missing("evaluation by generated answers of the Trainer", "predict_with_generate",
              "do_predict"),
     *missing("dropping the last incomplete batch", "dataloader_drop_last"),
     *missing("batches of samples of similar length", "group_by_length"),
+    *missing("another order of samples", "train_sampling_strategy", harmless=("random",)),
     *missing("settings of the schedule", "lr_scheduler_kwargs"),
     *missing("settings of the optimizer", "optim_args", "optim_target_modules"),
     *missing("averaging the devices' losses without their tokens", "average_tokens_across_devices",
@@ -243,8 +261,32 @@ def optimizer(
     reading.set(train__decay_norms_and_biases=False)
 
 
+def muon(
+    reading: Reading, key: str, *, is_adapter: bool, rate: Any, decay: Any, **arguments: Any
+) -> None:
+    """Set the Muon of Moonlight, which LLaMA-Factory has and torch has too.
+
+    Its updates have the size of AdamW's, which it uses for embeddings, head and vectors; the weight
+    decay is that of all parameters. As in
+    https://github.com/MoonshotAI/Moonlight/blob/master/examples/toy_train.py.
+
+    Args:
+        reading: the file.
+        key: that asks for it.
+        is_adapter: whether an adapter is trained.
+        rate: learning rate.
+        decay: weight decay.
+        **arguments: others of torch's Muon, and betas of AdamW.
+    """
+    if is_adapter:
+        reading.refuse(key, "Muon for adapters")
+    given = {"lr": number(rate), "weight_decay": number(decay)} | arguments
+    reading.recipe["optimizer"] = {"class_path": "torch.optim.Muon", "init_args": given}
+    reading.set(train__decay_norms_and_biases=True)
+
+
 OTHER_OPTIMIZERS = {
-    "muon": "Muon of other authors",
+    "muon": "Muon that leaves vectors untrained, or that of Dion",
     "adafactor": "Adafactor of transformers",
     "galore_adamw": "GaLore",
     "apollo_adamw": "APOLLO",
@@ -273,6 +315,20 @@ def local_data(path: Any) -> Any:
         return path
     found = [file for file in sorted(folder.iterdir()) if file.suffix in _DATA_ENDINGS]
     return str(found[0]) if len(found) == 1 else path
+
+
+def first_record(path: Any) -> dict[str, Any] | None:
+    """First record of a file of JSON objects; None: it is not one here."""
+    file = Path(str(path))
+    if file.suffix not in (".json", ".jsonl") or not file.is_file():
+        return None
+    with file.open(encoding="utf-8") as stream:
+        text = stream.read(2**20)
+    try:
+        record, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
+    except ValueError:
+        return None
+    return dict(record)
 
 
 def checkpoints(reading: Reading) -> None:

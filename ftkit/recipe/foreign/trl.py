@@ -1,7 +1,5 @@
 """Configuration files of `trl sft` and `trl dpo`. Defaults are those of TRL 1.16."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from ftkit.recipe.foreign import trainer
@@ -196,6 +194,7 @@ def _data(r: Reading) -> dict[str, Any]:
     share = number(r["test_split_size"])
     has_split = r["eval_strategy"] not in OFF
     options["val_split_fraction"] = share if share else None if has_split else 0.0
+    trainer.held_out(r, "test_split_size", share)
     if r.has("chat_template_path"):
         options["chat_template"] = r["chat_template_path"]
     # An empty option is one that the recipe leaves to the data.
@@ -216,15 +215,8 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
 
 def _shape(options: dict[str, Any]) -> str | None:
     """Shape of the first record, if the data are a file here: messages, completion or text."""
-    file = Path(str(options.get("path", "")))
-    if file.suffix not in (".json", ".jsonl") or not file.is_file():
-        return None
-    with file.open(encoding="utf-8") as stream:
-        text = stream.read(2**20)
-    try:
-        start = text.index("{")
-        record, _ = json.JSONDecoder().raw_decode(text[start:])
-    except ValueError:
+    record = trainer.first_record(options.get("path"))
+    if record is None:
         return None
     return next((name for name in ("completion", "messages", "text") if name in record), None)
 

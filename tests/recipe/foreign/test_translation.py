@@ -232,6 +232,15 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"datasets": ..., "pretraining_dataset": "d", "sample_packing": True, "max_steps": 9,
           "sequence_len": 1024}, {"train.global_batch_tokens": 1024, "data": "JSON"}),
         ({"revision_of_model": "2ee94b0"}, {"checkpoint_dir": "org/base@2ee94b0"}),
+        ({"model_revision": "2ee94b0"}, {"checkpoint_dir": "org/base@2ee94b0"}),
+        ({"overrides_of_model_config": {"output_router_logits": True}},
+         {"router_aux_loss_coef": "model"}),
+        ({"noisy_embedding_alpha": 5}, {"train.neftune_noise_alpha": 5}),
+        ({"liger_use_token_scaling": True}, {"objective": "dft"}),
+        ({"max_steps": 5000}, {"train.lr_warmup_steps": 100}),
+        ({}, {"checkpoint.keep_last": 4, "eval.interval": 0}),
+        ({"eval_strategy": "epoch"}, {"eval.interval_epochs": 1}),
+        ({"plugins": ["axolotl.integrations.lm_eval.LMEvalPlugin"]}, {"lora_r": 32}),
         ({"revision_of_model": "v1", "rl": "kto", "adapter": ..., "lora_target_linear": ...,
           "datasets": [{"path": "d", "type": "llama3.ultra"}]}, {"reference": "org/base@v1"}),
     ],
@@ -288,6 +297,10 @@ def test_keys_of_axolotl_become_ours(keys: dict[str, Any], ours: dict[str, Any])
         (FACTORY, {"fp8": True, "finetuning_type": "full"}, {"float8": True}),
         (FACTORY, {"train_from_scratch": True, "finetuning_type": "full"},
          {"train.from_scratch": True}),
+        (FACTORY, {"use_muon": True, "finetuning_type": "full"},
+         {"optimizer": "torch.optim.Muon", "train.decay_norms_and_biases": True}),
+        (FACTORY_V1, {"optim_config": {"name": "muon"}},
+         {"optimizer": "torch.optim.Muon", "train.decay_norms_and_biases": True}),
     ],
 )  # fmt: skip
 def test_keys_of_the_others_become_ours(
@@ -297,6 +310,64 @@ def test_keys_of_the_others_become_ours(
     for key, value in ours.items():
         got = found[key]
         assert (got["class_path"] if isinstance(got, dict) else got) == value, key
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"rl": "orpo"}, {"weight": 0.1}),
+        ({"rl": "orpo", "orpo_alpha": 0.2}, {"weight": 0.2}),
+        ({"rl": "orpo", "orpo_alpha": 0.2, "rl_beta": 0.3}, {"weight": 0.3}),
+        ({"rl": "simpo", "cpo_alpha": 0, "rl_beta": 2.0, "simpo_gamma": 1.0},
+         {"beta": 2.0, "margin": 0.5}),
+        ({"rl": "dpo", "trl": {"beta": 0.4}, "rl_beta": 0.3}, {"loss": "sigmoid", "beta": 0.4}),
+        ({"rl": "dpo"}, {"loss": "sigmoid", "beta": 0.1}),
+        ({"rl": "dpo", "dpo_label_smoothing": 0.1},
+         {"loss": "conservative", "beta": 0.1, "label_noise": 0.1}),
+        ({"rl": "ipo", "dpo_label_smoothing": 0.1}, {"loss": "ipo", "beta": 0.1}),
+    ],
+)  # fmt: skip
+def test_preferences_of_axolotl_have_the_numbers_that_it_takes(
+    keys: dict[str, Any], options: dict[str, Any]
+) -> None:
+    pairs = [{"path": "d", "type": "chat_template.default"}]
+    assert keys_of(AXOLOTL, datasets=pairs, **keys)["objective"]["init_args"] == options
+
+
+def test_muon_of_llama_factory_is_that_of_torch_with_its_numbers() -> None:
+    numbers = {"weight_decay": 0.1, "adam_beta2": 0.98, "learning_rate": 1e-4}
+    found = keys_of(FACTORY, finetuning_type="full", use_muon=True, **numbers)["optimizer"]
+    assert found["init_args"] == {"lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.98]}
+    newer = keys_of(FACTORY_V1, optim_config={"name": "muon", "ns_steps": 6}, learning_rate=1e-5)
+    assert newer["optimizer"]["init_args"] == {
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 6,
+        "betas": [0.9, 0.95],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "key"),
+    [
+        (AXOLOTL, {"warmup_ratio": 0.1}, "warmup_ratio"),
+        (AXOLOTL, {}, "warmup_ratio"),
+        (AXOLOTL, {"max_steps": 50}, "warmup_ratio"),
+        (AXOLOTL, {"val_set_size": 0.1}, "val_set_size"),
+        (FACTORY, {"val_size": 0.1}, "val_size"),
+        (SFT, {"test_split_size": 0.1}, "test_split_size"),
+    ],
+)
+def test_what_is_rounded_otherwise_is_told(
+    file: dict[str, Any], keys: dict[str, Any], key: str
+) -> None:
+    assert any(difference.startswith(f"{key}:") for difference in translation(file, **keys).differs)
+
+
+def test_devices_of_axolotl_that_are_weighed_equally_are_told() -> None:
+    def told(ranks: int) -> bool:
+        differs = translation(AXOLOTL, ranks=ranks).differs
+        return any("losses of devices" in difference for difference in differs)
+
+    assert told(2) and not told(1)
 
 
 def test_oft_of_llama_factory_has_its_own_keys_and_none_of_lora() -> None:
@@ -330,7 +401,14 @@ def test_devices_multiply_the_batch(name: str) -> None:
         ("axolotl", {"fp8": True}, "FP8 training of adapters"),
         ("llama-factory", {"fp8": True}, "FP8 training of adapters"),
         ("axolotl", {"lisa_n_layers": 4}, "LISA"),
-        ("axolotl", {"optimizer": "muon"}, "Muon of other authors"),
+        ("axolotl", {"optimizer": "muon"}, "Muon that leaves vectors untrained"),
+        ("axolotl", {"kd_trainer": True}, "knowledge distillation"),
+        ("axolotl", {"peft_autocast_adapter_dtype": False}, "adapters in 16 bits"),
+        (
+            "axolotl",
+            {"rl": "simpo", "datasets": [{"path": "d", "type": "chat_template.default"}]},
+            "further loss ... cpo_alpha 0",
+        ),
         ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
         ("axolotl", {"plugins": ["some.where.Plugin"]}, "plugin some.where.Plugin"),
         ("axolotl", {"num_epochs": 1.5}, "a part of an epoch"),
@@ -347,7 +425,14 @@ def test_devices_multiply_the_batch(name: str) -> None:
             {"peft_config": {"name": "freeze", "freeze_trainable_layers": 0}},
             "no layer",
         ),
-        ("llama-factory-v1", {"optim_config": {"name": "muon"}}, "Muon of other authors"),
+        ("llama-factory", {"use_muon": True}, "Muon for adapters"),
+        (
+            "llama-factory-v1",
+            {"optim_config": {"name": "muon", "adamw_eps": 1e-6}},
+            "another eps of AdamW",
+        ),
+        ("llama-factory-v1", {"optim_config": {"name": "lion"}}, "the optimizer lion"),
+        ("trl-sft", {"train_sampling_strategy": "sequential"}, "another order of samples"),
         ("trl-sft", {"dataset_streaming": True}, "streaming"),
         ("trl-dpo", {"f_divergence_type": "js_divergence"}, "divergence"),
     ],
@@ -438,9 +523,47 @@ def test_the_prompt_of_pre_training_is_a_document() -> None:
         assert options.get("columns") == columns
 
 
+@pytest.mark.parametrize(
+    ("rl", "kind", "columns"),
+    [
+        ("dpo", "chat_template.default", None),
+        ("dpo", "chatml.default", {"instruction": "prompt"}),
+        ("dpo", "chatml", {"instruction": "prompt"}),
+        ("ipo", "llama3.intel", {"instruction": "question"}),
+        ("dpo", "chatml.icr", {"instruction": "input"}),
+        ("simpo", "chatml.prompt_pairs", {"instruction": "prompt"}),
+        ("dpo", "chatml.ultra", None),
+        ("dpo", "llama3.argilla_chat", None),
+        ("kto", "chatml.argilla", {"output": "completion"}),
+        ("kto", "llama3.intel", {"instruction": "question", "output": "completion"}),
+        ("kto", "llama3.ultra", {"instruction": "prompt", "output": "completion"}),
+    ],
+)
+def test_texts_of_preferences_of_axolotl_are_rendered(
+    rl: str, kind: str, columns: dict[str, str] | None
+) -> None:
+    file = AXOLOTL | {"rl": rl, "cpo_alpha": 0, "datasets": [{"path": "org/d", "type": kind}]}
+    options = keys_of(file)["data"]["init_args"]
+    head = kind.partition(".")[0]
+    assert options["chat_template"] == ("tokenizer" if head == "chat_template" else head)
+    assert options.get("columns") == columns
+    told = any(difference.startswith("datasets.type: the question") for difference in
+               translation(file).differs)  # fmt: skip
+    assert told == (kind in ("chatml", "chatml.default"))
+
+
+def test_the_question_of_pairs_is_the_first_that_a_file_has() -> None:
+    Path("pairs.jsonl").write_text('{"question": "q", "chosen": "a", "rejected": "b"}')
+    entry = {"path": "pairs.jsonl", "type": "chatml.default"}
+    found = translation(AXOLOTL, rl="dpo", datasets=[entry])
+    assert found.recipe["data"]["init_args"]["columns"] == {"instruction": "question"}
+    assert not any(difference.startswith("datasets.type:") for difference in found.differs)
+
+
 TASK = "Below is an instruction that describes a task"
 WITH_INPUT = f"{TASK}, paired with an input that provides further context."
 RESPOND = "Write a response that appropriately completes the request."
+CHATML = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
@@ -452,6 +575,9 @@ RESPOND = "Write a response that appropriately completes the request."
         ("alpaca:phi",
          f"<|system|>\n{WITH_INPUT} {RESPOND}<|end|>\n<|user|>\nadd<|end|>1, 2<|assistant|>",
          f"<|system|>\n{TASK}. {RESPOND}<|end|>\n<|user|>\nadd<|end|>\n<|assistant|>\n"),
+        ("alpaca:chatml", CHATML.format(f"{WITH_INPUT} {RESPOND}", "add\n1, 2"),
+         CHATML.format(f"{TASK}. {RESPOND}", "add")),
+        ("alpaca_chat.load_no_prompt", "USER: add\n1, 2\nASSISTANT:", "USER: add\nASSISTANT:"),
         ({"system_prompt": "S ", "field_input": "input", "format": "Q {instruction} {input} A",
           "no_input_format": "Q {instruction} A"}, "S Q add 1, 2 A", "S Q add A"),
     ],
@@ -466,6 +592,23 @@ def test_a_prompt_of_axolotl_may_be_another_one_without_an_input(
     style = resolve_prompt_style(recipe.data["init_args"]["prompt_style"])
     assert style.apply(prompt="add", input="1, 2") == with_input
     assert style.apply(prompt="add", input="") == without
+
+
+def test_types_of_instructions_of_axolotl_name_their_columns() -> None:
+    def options(kind: str) -> dict[str, Any]:
+        datasets = [{"path": "d.jsonl", "type": kind}]
+        found: dict[str, Any] = keys_of(AXOLOTL, datasets=datasets)["data"]["init_args"]
+        return found
+
+    assert options("gpteacher")["columns"] == {"output": "response"}
+    assert options("gpteacher")["prompt_style"] == "alpaca"
+    asked = options("alpaca_chat.load_qa")
+    assert asked["columns"] == {"instruction": "question", "output": "answer"}
+    text = asked["prompt_style"]["without_input"]
+    assert text.startswith("SYSTEM: Below is an instruction from a USER")
+    assert text.endswith("the request.\n\n\nUSER: {instruction}\nASSISTANT:")
+    entry = [{"path": "d.jsonl", "type": "alpaca:unheard"}]
+    assert says(refusal(AXOLOTL, datasets=entry), "prompt format alpaca:unheard")
 
 
 def test_a_file_of_a_hub_data_set_is_read_alone() -> None:
