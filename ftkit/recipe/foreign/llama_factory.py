@@ -37,7 +37,8 @@ _TEMPLATES = {
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo"}
 _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
 _ADAPTERS = ("lora", "oft")
-_MODELSCOPE = ("ms_hub_url", "om_hub_url")
+_REMOTE = "REMOTE:"
+"""Before the name of a data set of the hub, as dataset_dir."""
 
 ROWS = rows_by_key(
     *trainer.ROWS,
@@ -369,42 +370,64 @@ def _new_tokens(r: Reading) -> dict[str, Any]:
 
 
 def _sources(r: Reading, names: Any) -> list[dict[str, Any]]:
-    """Data sets by their names in dataset_info.json."""
-    folder = Path(str(r["dataset_dir"]))
-    info: dict[str, Any] = {}
-    try:
-        info = json.loads((folder / "dataset_info.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        r.refuse("dataset_dir", f"{folder}/dataset_info.json cannot be read here")
-    listed = names.split(",") if isinstance(names, str) else names or []
-    found = []
-    for name in (str(item).strip() for item in listed):
-        entry = info.get(name)
-        if entry is None:
-            r.refuse("dataset", f"{name} is not in {folder}/dataset_info.json")
-            found.append({"path": str(folder / f"{name}.json")})
-            continue
-        found.append(_source(r, entry, folder))
+    """Data sets by their names in dataset_info.json, or on the hub."""
+    folder = str(r["dataset_dir"])
+    found = [name.strip() for name in trainer.listed(names)]
     if not found:
         r.refuse("dataset", "no dataset")
-    return found or [{"path": str(folder)}]
+    if folder == "ONLINE":
+        return [_of_hub(r, {"hf_hub_url": name}) for name in found]
+    info = _info(r, folder)
+    if info is None:
+        r.refuse("dataset_dir", f"{folder}/dataset_info.json, which cannot be read here")
+    sources = []
+    for name in found:
+        entry = (info or {}).get(name)
+        if entry is None:
+            if info is not None:
+                r.refuse("dataset", f"{name} is not in {folder}/dataset_info.json")
+            sources.append({"path": f"{folder}/{name}.json"})
+            continue
+        sources.append(_source(r, entry, folder))
+    return sources or [{"path": folder}]
 
 
-def _source(r: Reading, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _info(r: Reading, folder: str) -> dict[str, Any] | None:
+    """Content of dataset_info.json, which may be in a data set of the hub; None: it is not here."""
+    file, hub = f"{folder}/dataset_info.json", folder.removeprefix(_REMOTE)
+    try:
+        if hub != folder:
+            from huggingface_hub import hf_hub_download
+
+            file = hf_hub_download(hub, "dataset_info.json", repo_type="dataset")
+        info: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError):  # those of the hub are both
+        return None
+    return info
+
+
+def _of_hub(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
+    """Where a data set of the hub lies."""
+    source = {"path": entry["hf_hub_url"]}
+    split, limit = entry.get("split") or "train", r["max_samples"]
+    source["split"] = f"{split}[:{int(limit)}]" if limit else split
+    return source | ({"subset": entry["subset"]} if entry.get("subset") else {})
+
+
+def _source(r: Reading, entry: dict[str, Any], folder: str) -> dict[str, Any]:
     source: dict[str, Any] = {}
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    if "file_name" in entry:
-        source["path"] = str(folder / entry["file_name"])
+    if "file_name" in entry and folder.startswith(_REMOTE):
+        source = _of_hub(r, {"hf_hub_url": folder.removeprefix(_REMOTE)})
+        source["data_files"] = entry["file_name"]
+    elif "file_name" in entry:
+        source["path"] = f"{folder}/{entry['file_name']}"
         _limit_file(r, Path(source["path"]))
     elif "hf_hub_url" in entry:
-        source["path"] = entry["hf_hub_url"]
-        split, limit = entry.get("split") or "train", r["max_samples"]
-        source["split"] = f"{split}[:{int(limit)}]" if limit else split
-        if entry.get("subset"):
-            source["subset"] = entry["subset"]
+        source = _of_hub(r, entry)
     else:
         r.refuse("dataset", "a data set of ModelScope, or one that is code")
-        source["path"] = str(folder)
+        source["path"] = folder
     for medium in ("images", "videos", "audios"):
         if medium in columns:
             r.refuse("dataset", "images or audio in training")

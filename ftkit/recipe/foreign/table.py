@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
+from ftkit.utils.remote.urls import is_url
 
 Kind = Literal["ours", "no effect", "not there"]
 
@@ -206,6 +207,9 @@ def translate(
             if given is not None:
                 reading.recipe[row.ours[0]] = row.value(given)
     program.finish(reading)
+    if is_url(str(reading.recipe.get("out_dir", ""))):  # copies would leave this machine
+        reading.recipe.pop("out_dir")
+        reading.tell("output_dir: results go to a url only if the command line says so: --out_dir")
     return Translation(
         program=program,
         recipe=reading.recipe,

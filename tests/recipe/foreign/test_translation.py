@@ -1,6 +1,7 @@
 """Files of axolotl, LLaMA-Factory and TRL as recipes: what becomes of keys, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -490,6 +491,30 @@ def test_a_file_never_pushes_logs_resumes_or_trusts_code(name: str, keys: dict[s
     assert kinds == {"no effect"}
 
 
+SENDS = re.compile(
+    "push|hub_|_hub|wandb|mlflow|comet|swanlab|trackio|tensorboard|otel|report_to|run_name|logging_dir"
+    "|resume|restore|trust|remote_code|api_key|token$|secret|webhook"
+)
+"""Keys that could send, log to a service, resume or trust code."""
+NO_SENDING = {"pad_token", "eos_token"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.short)
+def test_no_key_can_send_log_resume_or_trust_code(program: Any) -> None:
+    for key in filter(SENDS.search, program.rows.keys() - NO_SENDING):
+        assert program.rows[key].kind == "no effect", key
+    for row in program.rows.values():
+        heads = {key.partition(".")[0] for key in row.ours}
+        assert not heads & {"logger_name", "log", "resume", "plugin", "access_token"}, row.key
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_results_go_to_a_url_only_if_the_command_line_says_so(name: str) -> None:
+    found = translation(FILES[name], output_dir="s3://bucket/run")
+    assert "out_dir" not in found.recipe
+    assert any(difference.startswith("output_dir:") for difference in found.differs)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_read_in_the_place_of_a_recipe(name: str) -> None:
     file = write(FILES[name])
@@ -642,6 +667,25 @@ def test_keys_of_axolotl_become_options_of_data(
 
 def test_a_version_with_a_slash_in_its_name_is_refused() -> None:
     assert says(refusal(AXOLOTL, revision_of_model="refs/pr/1"), "revision_of_model", "slash")
+
+
+def test_a_directory_of_data_sets_may_be_on_the_hub(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repository: str, file: str, *, repo_type: str) -> str:
+        if (repository, repo_type) != ("org/sets", "dataset"):
+            raise FileNotFoundError(repository)
+        return str(here / "data" / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    found = keys_of(FACTORY, dataset_dir="REMOTE:org/sets", max_samples=5)["data"]["init_args"]
+    assert (found["path"], found["data_files"], found["split"]) == (
+        "org/sets", "own.json", "train[:5]")  # fmt: skip
+    message = refusal(FACTORY, dataset_dir="REMOTE:org/gone")
+    assert says(message, "dataset_dir ... REMOTE:org/gone/dataset_info.json")
+    assert "own is not in" not in message
+    online = keys_of(FACTORY, dataset_dir="ONLINE", dataset="org/a, org/b")["data"]["init_args"]
+    assert [source["path"] for source in online["sources"]] == ["org/a", "org/b"]
 
 
 def test_data_sets_of_llama_factory_are_found_by_name() -> None:
