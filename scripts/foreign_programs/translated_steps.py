@@ -62,7 +62,8 @@ class Recorder:
             if "position_ids" in inputs:  # several samples in a row
                 starts = (inputs["position_ids"][i][kept] == 0).nonzero().flatten().tolist()
             for first, end in zip(starts, [*starts[1:], int(kept.sum())], strict=True):
-                rows.append([ids[kept][first:end].tolist(), trained[first:end].int().tolist()])
+                if trained[first:end].any():  # axolotl pads streams without an attention mask
+                    rows.append([ids[kept][first:end].tolist(), trained[first:end].int().tolist()])
         if len(self.sizes) <= step:
             self.sizes.append(0)
             self.rates.append(float(trainer.optimizer.param_groups[0]["lr"]))
