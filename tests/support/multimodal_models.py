@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers_models import SIZES, save_random
+from transformers_models import SIZES, model_type, save_random, settings_of
 
 _TEXT = SIZES | {"head_dim": 8}
 _SLIDING = ["sliding_attention", "full_attention"]
@@ -20,6 +20,7 @@ _VISION: dict[str, Any] = {
 }
 _CLIP = _VISION | {"model_type": "clip_vision_model"}
 _SIGLIP = _VISION | {"model_type": "siglip_vision_model"}
+_PIXTRAL = _VISION | {"model_type": "pixtral", "head_dim": 8}
 _QWEN2 = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 8}
 _QWEN3 = _VISION | {
     "depth": 2,
@@ -104,9 +105,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN3 | {"deepstack_visual_indexes": []},
     }
     | _SIGNS,
-    "mistral3": _made_of(
-        "mistral", _VISION | {"model_type": "pixtral", "head_dim": 8}, tie_word_embeddings=False
-    ),
+    "mistral3": _made_of("mistral", _PIXTRAL, tie_word_embeddings=False),
     "llava": _made_of("llama", _CLIP),
     "llava_next": _made_of("mistral", _CLIP, image_grid_pinpoints=[[16, 16]]),
     "llava_onevision": _made_of("qwen2", _SIGLIP, image_grid_pinpoints=[[16, 16]]),
@@ -173,6 +172,31 @@ MODELS: dict[str, dict[str, Any]] = {
     | _IMAGE,
 }
 """Settings of each, by model_type."""
+PLANNED: dict[str, dict[str, Any]] = {
+    "mistral3 of ministral3": _made_of("ministral3", _PIXTRAL, tie_word_embeddings=False),
+    "mistral3 of mistral4": {
+        "text_config": SIZES
+        | {
+            "model_type": "mistral4",
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 16,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        "vision_config": _PIXTRAL,
+        "tie_word_embeddings": False,
+    }
+    | _IMAGE,
+    "gemma4 experts": MODELS["gemma4"]
+    | {"text_config": settings_of("gemma4_text experts") | {"pad_token_id": 0}},
+}
+"""Those that plans of published configurations need, and no test."""
 SOME = ("gemma3", "llama4", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava")
 """Those that differ most."""
 EACH = tuple(
@@ -183,7 +207,8 @@ EACH = tuple(
 
 def make_multimodal_model(directory: Path, model: str) -> Path:
     """A random model in Hugging Face's layout."""
-    config = transformers.AutoConfig.for_model(model, **MODELS[model])
+    settings = (MODELS | PLANNED)[model]
+    config = transformers.AutoConfig.for_model(model_type(model), **settings)
     save_random(directory, transformers.AutoModelForImageTextToText, config)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Any"}\n')
     return directory

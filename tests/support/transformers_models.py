@@ -283,16 +283,31 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
     "phimoe": _FEW_EXPERTS,
 }
 """Those that are seldom trained, or computed slowly."""
+PLANNED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {**_LATENT, "head_dim": 8, "num_key_value_heads": 2},
+    "glm4_moe_lite": _LATENT | {"q_lora_rank": 16, "mlp_layer_types": ["dense", "sparse"]},
+    "kimi_linear": {
+        **_LATENT,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "num_experts_per_token": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+}
+"""Those that plans of published configurations need, and no test."""
 
 
 def model_type(model: str) -> str:
-    """Model type of a key of MODELS, NEWEST or MORE_MODELS."""
+    """Model type of a key of MODELS, NEWEST, MORE_MODELS or PLANNED."""
     return model.split()[0]
 
 
 def settings_of(model: str) -> dict[str, Any]:
-    """All settings of a key of MODELS, NEWEST or MORE_MODELS."""
-    return SIZES | (MODELS | NEWEST | MORE_MODELS)[model]
+    """All settings of a key of MODELS, NEWEST, MORE_MODELS or PLANNED."""
+    return SIZES | (MODELS | NEWEST | MORE_MODELS | PLANNED)[model]
 
 
 def make_transformers_model(directory: Path, model: str, **changes: Any) -> Path:

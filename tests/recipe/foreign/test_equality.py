@@ -85,17 +85,13 @@ def test_a_translated_file_trains_what_its_program_trains(
     theirs = json.loads((RECORDED / f"{program}.json").read_text())[name]
     monkeypatch.chdir(there)
     found = ours(EXAMPLES[program][name])
-    if name not in (
-        "packed",
-        "pretraining",
-    ):  # axolotl chooses the samples of a row by how well they fill it
+    # axolotl chooses the samples of a row by how well they fill it.
+    if name not in ("packed", "pretraining"):
         assert found["sizes"] == theirs["sizes"]
     assert found["rates"] == pytest.approx(theirs["rates"], rel=1e-9, abs=1e-15)
     expected = theirs["samples"]
-    if (program, name) in (
-        ("axolotl", "preference"),
-        ("axolotl", "text_pairs"),
-    ):  # the translation says so: a BOS of its own
+    # The translation says so: a BOS of its own.
+    if program == "axolotl" and name in ("preference", "text_pairs"):
         assert {(ids[0], trained[0]) for ids, trained in expected} == {(1, 0)}
         expected = [[ids[1:], trained[1:]] for ids, trained in expected]
     assert masked(found["samples"]) == masked(expected)
