@@ -43,6 +43,7 @@ class LanguageModel(nn.Module):
             self.head = Head(nn.Linear(layer.in_features, 1, bias=False), None)
         else:
             self.head = Head(layer, architecture.logit_softcap, architecture.logit_scale)
+        self.head.tokens = self.body.tokens
         self.kernel: AttentionKernel = "sdpa"
         """Kernel that computes attention."""
         self.tied = tied

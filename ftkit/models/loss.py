@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ftkit.models.token_losses import (
     rows_in_cache,
     weighted_loss_and_grad,
 )
+from ftkit.models.token_numbers import TokenNumbers
 
 LOGITS_AT_ONCE = 2**25
 """Number of logits held at once (128 MiB in float32), within the two limits below."""
@@ -371,6 +373,8 @@ class Head(nn.Module):
             dtype=layer.weight.dtype,
         )
         self.softcap, self.scale = softcap, scale
+        self.tokens = TokenNumbers()
+        """Of the body below it, for the dropout of an adapter."""
         self.label_smoothing = 0.0
         """Share of each label that is spread evenly over the vocabulary, in training."""
 
@@ -401,7 +405,10 @@ class Head(nn.Module):
             rows = rows * self.scale
         if labels is None:
             return self._logits(rows)
-        return (output or SummedLoss()).compute(self, rows, labels, on_cpu=on_cpu)
+        # An adapter has taken the place of the layer, and may drop some of its input.
+        is_adapted = not isinstance(self.lm_head, OutputLayer)
+        with self.tokens.within(self.tokens.at(label_indices) if is_adapted else None):
+            return (output or SummedLoss()).compute(self, rows, labels, on_cpu=on_cpu)
 
     def fuses(self, rows: Tensor) -> bool:
         """Whether `summed` can compute a loss of these rows."""
@@ -453,11 +460,16 @@ class Head(nn.Module):
         out_features = self.lm_head.out_features
         assert isinstance(out_features, int)
 
-        def of_rows(rows: Tensor, *columns: Tensor) -> Tensor:
-            return function(self._logits(rows), *columns)
+        def of_rows(numbers: Tensor | None, rows: Tensor, *columns: Tensor) -> Tensor:
+            # Also when it is computed again.
+            with self.tokens.within(numbers):
+                return function(self._logits(rows), *columns)
 
         at_once = rows_at_once(out_features)
-        pieces = list(zip(*(one.split(at_once) for one in (rows, *columns)), strict=True))
+        hashes = self.tokens.hashes
+        numbers = repeat(None) if hashes is None else hashes.split(at_once)
+        split = zip(*(one.split(at_once) for one in (rows, *columns)), strict=True)
+        pieces = [(some, *piece) for piece, some in zip(split, numbers, strict=False)]
         if len(pieces) == 1 or not torch.is_grad_enabled():
             results = [of_rows(*piece) for piece in pieces]
         else:

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.errors import is_out_of_memory
 from ftkit.models.bodies.experts import packed_in
+from ftkit.models.token_numbers import TokenDropout
 from ftkit.planning.tracker import LiveTensors, Stretch, highest
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.step_memory import (
@@ -323,13 +324,15 @@ def _with_allocated(found: Snapshot, allocated_bytes: int | None) -> Snapshot:
 
 
 def parameters(strategy: Strategy, modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Weights, buffers and quantization scales of modules."""
+    """Weights, buffers, quantization scales and numbers of channels of modules."""
     for module in modules:
         for parameter in module.parameters(recurse=False):
             yield from strategy.parameter_memory(parameter)
         yield from module.buffers(recurse=False)
         if hasattr(module, "unpacked"):  # a quantised layer, whose scales are not parameters
             yield from tensors_in(vars(module))
+        if isinstance(module, TokenDropout):
+            yield module.channels
         for matrices in packed_in(module).values():
             yield from tensors_in(vars(matrices))
 

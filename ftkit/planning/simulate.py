@@ -40,6 +40,7 @@ from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.stored_weights import Fp8
+from ftkit.models.token_numbers import TokenDropout
 from ftkit.objectives.distillation import Teacher
 from ftkit.objectives.objective import Batch, make_objective
 from ftkit.objectives.reference import (
@@ -248,6 +249,8 @@ def _run(
         answers = recipe.eval.max_new_tokens or 0
         model.body.build_rope_cache(CPU, min(context, asked + answers))
         _pack(model, plan.accelerator)
+        model.body.tokens.device_kind = plan.accelerator
+        model.body.tokens.prepare(0, CPU)
         if frozen is not None:
             sharding_beside.allocate(frozen, CPU)
             frozen.body.build_rope_cache(CPU, asked)
@@ -449,7 +452,7 @@ def _made(size: MicroBatchSize) -> Batch:
         "label_sequences": torch.zeros(size.targets, dtype=torch.long),
         "is_real": torch.ones(shape, dtype=torch.bool),
         "is_real_sequence": torch.ones(size.sequences, dtype=torch.bool),
-        "lengths": (size.positions,) * size.sequences,
+        "lengths": size.lengths or (size.positions,) * size.sequences,
         "numbers": tuple(range(size.sequences)),
         "sequence_lengths": size.lengths,
         "divisors": defaultdict(lambda: divisor),
@@ -598,7 +601,7 @@ class _Step:
         self._mark(ANOTHER_MODEL)
         step_loss.refer(made)
         self._mark("before the blocks")
-        with step_loss.watching(made):
+        with step_loss.watching(made), self._model.body.tokens.of(0, made):
             loss = step_loss.of_micro_batch(self._forward, made, self._shares)
             loss = loss * self._plan.world_size
             live.end_forward(self._strategy.gathered(self._model))
@@ -697,7 +700,7 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def scales(model: nn.Module) -> Iterator[Tensor]:
-    """Scales that quantised layers hold beside their parameters."""
+    """Scales and numbers of channels that layers hold beside their parameters."""
     for module in model.modules():
         state = getattr(module, "quant_state", None)
         while state is not None:
@@ -708,3 +711,5 @@ def scales(model: nn.Module) -> Iterator[Tensor]:
             yield scale
         for matrices in packed_in(module).values():
             yield from tensors_in(vars(matrices))
+        if isinstance(module, TokenDropout):
+            yield module.channels

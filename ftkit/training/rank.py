@@ -80,7 +80,8 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     for notice in plan.notices:
         journal.warn(notice)
     load_backend(plan.accelerator)
-    torch.manual_seed(recipe.seed + rank())  # ranks draw different dropout masks
+    # Nothing of ftkit draws from it before a step, which has a seed of its own; a plugin may.
+    torch.manual_seed(recipe.seed + rank())
     set_arithmetic(plan)
     take_device(make_device(plan.accelerator))
     scoring = Scoring(

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +23,10 @@ from ftkit.utils.accelerators.use import compilations, sum_dtype
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
-    """Seed of all random numbers of an optimizer step on a rank, such as dropout.
+    """Seed of what a generator draws in a step on a rank, such as the rounding of an optimizer.
 
     So a step can be repeated, or made for the first time after a resume, without any saved state.
+    Dropout and noise need no seed: they belong to tokens.
     """
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
@@ -118,8 +118,10 @@ class TrainStep:
         self._step_loss = step_loss
         self._shares = zeros_for(step_loss, self._device)
         """[terms]: this rank's share of each term of the step so far."""
-        alpha = train.neftune_noise_alpha
-        self._noise = alpha and EmbeddingNoise(model.body.embedding, alpha, seed)
+        self._tokens = tokens = model.body.tokens
+        tokens.prepare(seed, self._device)
+        if train.neftune_noise_alpha is not None:
+            EmbeddingNoise(model.body.embedding, train.neftune_noise_alpha, tokens)
         self._graphs = self._count_graphs()
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
@@ -147,7 +149,7 @@ class TrainStep:
             self._step_loss.refer(batch)
             with (
                 self._strategy.micro_step(is_last=batch["is_last_of_step"]),
-                self._noise_of(step, batch),
+                self._tokens.of(step, batch),  # for dropout and noise
             ):
                 self.micro_step(batch)
             counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
@@ -158,20 +160,16 @@ class TrainStep:
     def _seed_step(self, step: int) -> None:
         torch.manual_seed(seed_of_step(self._seed, step, rank()))
 
-    def _noise_of(self, step: int, batch: Batch) -> AbstractContextManager[None]:
-        """Context that adds noise to the embeddings of a micro-batch, if the recipe wants it."""
-        return self._noise.of(step, batch) if self._noise else nullcontext()
-
     @torch.no_grad()
     def _gather_statistics(self, step: int, batches: Sequence[Batch]) -> None:
         """Compute what the loss needs of the whole step before its first backward pass."""
-        self._seed_step(step)  # the same dropout as in training
+        self._seed_step(step)
         for waiting in batches:
             batch = move_data_to_device(waiting, self._device)
             context = self._strategy.precision.forward_context
             self._step_loss.observe_mismatched(batch, context)
             if len(batches) > 1:
-                with context(), self._noise_of(step, batch):
+                with context(), self._tokens.of(step, batch):
                     self._step_loss.observe_routing(batch)
         self._clock.mark("forward")
         self._step_loss.finish_statistics()

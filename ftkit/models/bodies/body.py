@@ -12,6 +12,7 @@ from torch import Tensor
 from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.experts import FusedExperts
 from ftkit.models.routing import RouterLoss, Routing
+from ftkit.models.token_numbers import TokenNumbers
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Body(nn.Module, ABC):
     Its parameters have our names. Embedding, blocks and others hold all of them, and are called as
     modules, so that hooks of strategies run.
     """
+
+    tokens: TokenNumbers
+    """Numbers of the tokens that it is trained on, for dropout and noise."""
 
     @property
     @abstractmethod

@@ -32,6 +32,7 @@ from ftkit.models.bodies.experts import FusedExperts, count_of_each, rows_of_eac
 from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.bodies.rotation import rotated_halves, saves_launches
 from ftkit.models.routing import RouterLoss, Routing
+from ftkit.models.token_numbers import TokenNumbers
 
 
 class LitgptBody(OutlineOfGpt, Body):
@@ -54,6 +55,7 @@ class LitgptBody(OutlineOfGpt, Body):
         # No sequence is longer than the window; with it, LitGPT would fill a mask in every layer.
         plain.sliding_window_size = plain.sliding_window_indices = None
         super().__init__(plain)
+        self.tokens = TokenNumbers()
         if not config.latent_attention:
             for index, block in enumerate(self.transformer.h):
                 block.attn = Attention(plain, index)
@@ -67,7 +69,7 @@ class LitgptBody(OutlineOfGpt, Body):
                 norm = RMSNorm(size, module.eps, add_unit_offset=module.add_unit_offset)
                 self.set_submodule(name, norm)
             elif isinstance(module, LLaMAMoE):
-                self.set_submodule(name, Experts(module.config))
+                self.set_submodule(name, Experts(module.config, self.tokens))
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -267,6 +269,10 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
 
     # LitGPT searches the tokens of each expert in a way that fake tensors do not support.
 
+    def __init__(self, config: Config, numbers: TokenNumbers) -> None:
+        super().__init__(config)
+        self._numbers = numbers
+
     def forward(self, x: Tensor) -> Tensor:
         """Compute [batch, tokens, width], given the same shape."""
         tokens = x.flatten(0, 1)
@@ -278,10 +284,11 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
         ends = count_of_each(experts, len(self.experts)).cumsum(0)
         rows = rows_of_each(ends, len(experts))
         # Experts without tokens are called too: sharded ranks wait for each other in each layer.
-        results = [
-            expert(tokens[order[own] // of_each])
-            for expert, own in zip(self.experts, rows, strict=True)
-        ]
+        results = []
+        for expert, own in zip(self.experts, rows, strict=True):
+            places = order[own] // of_each
+            with self._numbers.within(self._numbers.at(places)):
+                results.append(expert(tokens[places]))
         weighted = torch.cat(results) * weights.flatten()[order, None]
         # Back in the order of tokens, so that each sum is over the experts of one token.
         result = weighted[order.argsort()].unflatten(0, (-1, of_each)).sum(1).view_as(x)

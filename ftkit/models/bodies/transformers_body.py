@@ -46,6 +46,7 @@ from ftkit.models.bodies.experts import (
 from ftkit.models.bodies.norm import replace_norms
 from ftkit.models.bodies.rotation import rotate_in_few_kernels
 from ftkit.models.routing import RouterLoss, Routing
+from ftkit.models.token_numbers import TokenNumbers
 
 _OURS = "ftkit"
 """Name by which transformers finds the functions for attention and experts below."""
@@ -65,6 +66,7 @@ class TransformersBody(Body):
 
     def __init__(self, architecture: TransformersArchitecture) -> None:
         super().__init__()
+        self.tokens = TokenNumbers()
         whole = architecture.build()
         self._heads = [whole.get_submodule(head_name(whole))]  # in a list: not registered
         model = architecture.language_in(whole)

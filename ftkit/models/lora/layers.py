@@ -28,6 +28,7 @@ from ftkit.models.lora.peft_layers import (
 )
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.models.token_numbers import TokenDropout
 from ftkit.recipe.peft_types import LORA, peft_name
 from ftkit.recipe.recipe import RELATIVE_INITS, Lora, LoraInit
 
@@ -64,6 +65,7 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
             _check_rank(name, layer, lora.lora_r, lora.lora_init)
         if lora.lora_init in RELATIVE_INITS:
             _relate_to_initial(layer, lora.lora_r)
+    _drop_by_tokens(model)
     # After the injection, which freezes all but its own parameters.
     for module in trained_whole:
         module.requires_grad_(True)
@@ -82,6 +84,18 @@ def _inject(model: nn.Module, lora: Lora, targets: list[str]) -> None:
     )
     # Adapters on the meta device, like the model.
     LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
+
+
+def _drop_by_tokens(model: Any) -> None:
+    """Replace dropout whose masks a generator draws, in adapters of all types."""
+    # Listed first: the layers are changed.
+    for name, layer in list(tuner_layers(model)):
+        for kind in ("lora_dropout", "vera_dropout"):
+            of_adapters = getattr(layer, kind, {TRAINED: None})
+            if isinstance(of_adapters[TRAINED], nn.Dropout):
+                of_adapters[TRAINED] = TokenDropout(
+                    of_adapters[TRAINED].p, our_name(name), layer.in_features, model.body.tokens
+                )
 
 
 def _check_rank(name: str, layer: Any, lora_r: int, lora_init: LoraInit) -> None:
@@ -300,8 +314,8 @@ def _narrow(module: Any, adapter: str, x: Tensor) -> Tensor:
     """Return [..., rank], the product of the input, after dropout, and an adapter's matrix A."""
     matrix, dropout = module.lora_A[adapter].weight, module.lora_dropout[adapter]
     x = _cast_like(x, matrix)
-    if dropout.training and isinstance(dropout, nn.Dropout):
-        narrow: Tensor = _DroppedProduct.apply(x, matrix, dropout.p)
+    if dropout.training and isinstance(dropout, TokenDropout):
+        narrow: Tensor = _DroppedProduct.apply(x, matrix, dropout.kept(x), dropout.p)
         return narrow
     return F.linear(x, matrix)
 
@@ -317,28 +331,25 @@ class _DroppedProduct(torch.autograd.Function):
     # All adapters of an input keep the same tensor; after dropout, each would keep its own.
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, p: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, kept: Tensor, p: float) -> Tensor:
         ctx.scale = 1 / (1 - p)
-        if x.device.type == "cpu":
-            kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-            dropped = _masked(x, kept).mul_(ctx.scale)
-        else:
-            dropped, kept = torch.native_dropout(x, p, True)
         ctx.save_for_backward(x, matrix, kept)
-        return F.linear(dropped, matrix)
+        narrow = F.linear(_dropped(x, kept, ctx.scale), matrix)
+        # Narrow, so that nothing wide is scaled.
+        return narrow.mul_(ctx.scale) if x.device.type == "cpu" else narrow
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, matrix, kept = ctx.saved_tensors
         gradient, scale = gradients[0], ctx.scale
         dtype = gradient.dtype
         if x.device.type == "cpu":
-            gradient, scale = gradient * scale, 1.0  # narrow, so that nothing wide is scaled
+            gradient, scale = gradient * scale, 1.0  # narrow, too
         of_matrix = gradient.flatten(0, -2).t() @ _dropped(x.to(dtype), kept, scale).flatten(0, -2)
         of_x = None
         if ctx.needs_input_grad[0]:
             of_x = _dropped(gradient @ matrix.to(dtype), kept, scale).to(x.dtype)
-        return of_x, of_matrix.to(matrix.dtype), None
+        return of_x, of_matrix.to(matrix.dtype), None, None
 
 
 def _dropped(x: Tensor, kept: Tensor, scale: float) -> Tensor:
