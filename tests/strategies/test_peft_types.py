@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 STRATEGIES = ("ddp", "fsdp", "deepspeed")
 Changes = tuple[tuple[str, Any], ...]
 Found = Mapping[tuple[str, str], Outcome]
-# The recipe of all cases says lora_dropout 0, which belongs to LoRA alone.
+# The recipe of all cases says lora_dropout 0.2, which belongs to LoRA alone.
 BASIS: Changes = (("lora_dropout", 0.05), ("optimizer.lr", 1e-2))
 KINDS: dict[str, Changes] = {
     **{
@@ -46,6 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         cases["half", name] = Case("single", "lora", changes=changes, stop_after=4)
     cases["single", "dropout"] = Case("single", "lora", changes=DROPOUT)
     cases["checkpointed", "dropout"] = Case("single", "lora", changes=(*DROPOUT, *CHECKPOINTED))
+    cases["one by one", "dropout"] = Case("single", "lora", changes=(*DROPOUT, *ONE_BY_ONE))
     alone = run(1, list(cases.values()))
     known = {key: alone[case] for key, case in cases.items()}
     wanted = {
@@ -69,8 +70,9 @@ def test_micro_batch_size_and_checkpointing_change_nothing(
     assert_same_maths(found[how, name], found["single", name])
 
 
-def test_recomputed_blocks_draw_the_same_dropout(found: Found) -> None:
-    assert_same_maths(found["checkpointed", "dropout"], found["single", "dropout"])
+def test_dropout_belongs_to_the_tokens(found: Found) -> None:
+    for how in ("checkpointed", "one by one"):
+        assert_same_maths(found[how, "dropout"], found["single", "dropout"])
     assert found["single", "dropout"].losses != found["single", "vera"].losses
 
 

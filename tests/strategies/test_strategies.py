@@ -73,11 +73,8 @@ def two_ranks(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
     names = of(test_options_of_a_strategy_change_no_result, "name")
     names += of(test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need, "name")
     cases += [OPTIONS[name] for name in dict.fromkeys(names) if name in OPTIONS]
-    recomputed = of(test_recomputed_blocks_draw_the_same_dropout)
-    for name in dict.fromkeys([*recomputed, *of(test_dropout_keeps_the_ranks_in_step)]):
-        cases.append(Case(name, "lora", changes=DROPOUT))
-        if name in recomputed:
-            cases.append(Case(name, "lora", changes=(*DROPOUT, CHECKPOINTED)))
+    for name in of(test_recomputed_blocks_draw_the_same_dropout):
+        cases.append(Case(name, "lora", changes=(CHECKPOINTED,)))
     return run(2, runnable(cases))
 
 
@@ -100,6 +97,10 @@ def test_the_recipe_of_these_tests_clips_and_does_not_divide(single: dict[Case, 
     assert full.rows[-1]["samples"] == 96
     assert min(float(row["grad_norm"] or 0) for row in full.rows) > 0.4
     assert full.losses[-1] < full.losses[0] - 0.3
+    dropped, kept = (single[Case("single", "lora", changes=c)].losses for c in ((), NO_DROPOUT))
+    differences = [abs(one / other - 1) for one, other in zip(dropped, kept, strict=True)]
+    # Before the first update the adapter adds nothing.
+    assert min(differences[2:]) > 1e-4, differences
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -170,7 +171,7 @@ STAGE_1 = ("strategy.stage", 1)
 STAGE_2 = ("strategy.stage", 2)
 NO_OFFLOAD = ("strategy.offload_optimizer", False)
 SGD = (("optimizer", "SGD"), ("optimizer.lr", 0.1))
-DROPOUT = (("lora_dropout", 0.2),)
+NO_DROPOUT = (("lora_dropout", 0),)
 COMPILED = ("compile", True)
 CHECKPOINTED = ("memory.activation_checkpointing", True)
 TOKENS = (("train.micro_batch_tokens", 600), ("train.micro_batch_size", None))
@@ -281,10 +282,10 @@ SINGLE = [
     Case("single", "full", changes=SGD),
     Case("single", "full", tied=True),
     Case("single", "lora", tied=True),
-    Case("single", "lora", changes=DROPOUT),
-    Case("single", "lora", changes=(*DROPOUT, CHECKPOINTED)),
+    Case("single", "lora", changes=NO_DROPOUT),
+    Case("single", "lora", changes=(CHECKPOINTED,)),
     Case("single", "full", changes=TOKENS),
-    Case("single", "lora", changes=(*DROPOUT, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "lora", changes=(EVERY_2ND_CHECKPOINTED,)),
     Case("single", "full", changes=ONE_MICRO_STEP),
     Case("single", "full", changes=IN_BACKWARD),
 ]
@@ -336,18 +337,6 @@ def test_with_a_number_of_tokens_steps_have_as_many_micro_steps_as_they_need(
     assert tokens.padded == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [*repeated("fsdp", "deepspeed"), "ddp"])
-def test_dropout_keeps_the_ranks_in_step(
-    two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
-) -> None:
-    """Each rank draws its own masks, so losses are near those of one rank and not equal."""
-    found = two_ranks[Case(strategy, "lora", changes=DROPOUT)]
-    expected = single[Case("single", "lora", changes=DROPOUT)]
-    assert len(found.rows) == len(expected.rows)
-    assert found.losses == pytest.approx(expected.losses, rel=0.05)
-
-
 def test_updates_in_the_backward_pass_are_those_after_it(
     single: dict[Case, Outcome],
 ) -> None:
@@ -366,11 +355,11 @@ def test_recomputed_blocks_draw_the_same_dropout(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
 ) -> None:
     runs = two_ranks | single
-    found = runs[Case(strategy, "lora", changes=(*DROPOUT, CHECKPOINTED))]
-    expected = runs[Case(strategy, "lora", changes=DROPOUT)].losses
+    found = runs[Case(strategy, "lora", changes=(CHECKPOINTED,))]
+    expected = runs[Case(strategy, "lora")].losses
     assert found.losses == expected
     if strategy == "single":
-        some = runs[Case(strategy, "lora", changes=(*DROPOUT, EVERY_2ND_CHECKPOINTED))]
+        some = runs[Case(strategy, "lora", changes=(EVERY_2ND_CHECKPOINTED,))]
         assert some.losses == expected
 
 

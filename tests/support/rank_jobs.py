@@ -243,7 +243,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         "optimizer.lr": 3e-3,
     }
     if case.method == "lora":
-        values |= dict.fromkeys(LORA, True) | {"lora_dropout": 0}
+        values |= dict.fromkeys(LORA, True) | {"lora_dropout": 0.2}
     if case.tied:
         # In its first step one gradient of a value projection is 7e-10, what rounding leaves of
         # terms near 4e-3. Below its usual eps of 1e-8 Adam turns such noise into steps of 1e-5.
