@@ -303,10 +303,8 @@ def compile_blocks(body: Body, output_layer: nn.Module) -> None:
         output_layer: not compiled if an adapter has replaced it.
     """
     import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
 
     dynamo.optimize_ddp = False  # it splits whole models at DDP's buckets, and these are blocks
-    inductor.fallback_random = True  # so that dropout draws the same numbers as without compile
     body.exclude_from_compile()
     # Blocks, not the model: 5 to 9 graphs in all instead of one for each length.
     for block in body.blocks:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import Sample
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
+from ftkit.models.token_numbers import TokenNumbers
 
 WIDTH, ALPHA = 64, 5.0
 LENGTHS = {3: 40, 8: 7, 11: 25}
@@ -28,13 +29,21 @@ def batch_of(*numbers: int, padding_free: bool = True) -> dict[str, Any]:
     return collate(samples, {"label_tokens": 9}, padding_free=padding_free, numbers=numbers)
 
 
+def noisy(embedding: nn.Module, seed: int = 1) -> TokenNumbers:
+    """Numbers of the tokens whose embeddings get noise."""
+    tokens = TokenNumbers()
+    EmbeddingNoise(embedding, ALPHA, tokens)
+    tokens.prepare(seed, torch.device("cpu"))
+    return tokens
+
+
 def noise_of(*numbers: int, step: int = 4, seed: int = 1, padding_free: bool = True) -> Tensor:
     """[batch, sequence, width], what is added to embeddings that are all 0."""
     embedding = nn.Embedding(2, WIDTH)
     nn.init.zeros_(embedding.weight)
-    noise = EmbeddingNoise(embedding, ALPHA, seed)
+    tokens = noisy(embedding, seed)
     batch = batch_of(*numbers, padding_free=padding_free)
-    with noise.of(step, batch):
+    with tokens.of(step, batch):
         found: Tensor = embedding(batch["input_ids"]).detach()
     assert not embedding(batch["input_ids"]).any(), "outside there is none, as in validation"
     return found
@@ -75,7 +84,7 @@ def test_each_number_is_another_and_neighbours_know_nothing_of_each_other() -> N
 def test_16_bit_embeddings_get_the_same_noise_rounded() -> None:
     embedding = nn.Embedding(2, WIDTH, dtype=torch.bfloat16)
     nn.init.zeros_(embedding.weight)
-    noise, batch = EmbeddingNoise(embedding, ALPHA, 1), batch_of(3)
-    with noise.of(4, batch):
+    tokens, batch = noisy(embedding), batch_of(3)
+    with tokens.of(4, batch):
         found = embedding(batch["input_ids"])
     assert found.equal(noise_of(3).bfloat16())
