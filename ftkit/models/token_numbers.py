@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.accelerators.use import pinned
 
 ONES = 2**32 - 1
@@ -149,9 +149,10 @@ class TokenDropout(nn.Dropout):
         # The high bits of a product of two random numbers, one of them odd: each pair of places is
         # dropped independently of each other (multiply-shift hashing, Dietzfelbinger et al. 1997).
         # Products keep their low 32 bits on every device, as the instructions of CPUs and GPUs do.
-        if torch.compiler.is_compiling():  # which makes one kernel of it, for any number of rows
-            return (of_rows * self.channels >= self._least).view_as(x)
         kind = self._tokens.device_kind or x.device.type
+        if torch.compiler.is_compiling() or device_kind(kind).compiles_shapes:
+            # A compiler makes one kernel of it, for any number of rows.
+            return (of_rows * self.channels >= self._least).view_as(x)
         at_once = _AT_ONCE_ON_HOST if kind == HOST_KIND else _AT_ONCE
         rows = max(1, at_once // self.width)
         kept = torch.empty(len(of_rows), self.width, dtype=torch.bool, device=x.device)

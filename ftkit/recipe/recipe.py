@@ -474,8 +474,7 @@ class Lora:
     """Scale of the adapter: its output is multiplied by lora_alpha / lora_r, with rsLoRA by
     lora_alpha / sqrt(lora_r). Default: 32, or 16 where keys name the layers to adapt."""
     lora_dropout: float = 0.05
-    """Dropout before the adapter. Its masks depend on ranks and micro-batches: for losses that are
-    equal on any hardware, 0."""
+    """Dropout before the adapter. Its masks follow from seed, step and sample, on any hardware."""
     lora_query: bool = True
     """Adapt the query projection. If one of the keys lora_query, lora_key, lora_value,
     lora_projection, lora_mlp and lora_head is given, the others have LitGPT's defaults: query and

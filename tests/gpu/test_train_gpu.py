@@ -35,7 +35,6 @@ def run(base: Path, data: Path, out_dir: Path, method: str, **keys: Any) -> Repo
         "checkpoint_dir": base,
         "data.json_path": data,
         "out_dir": out_dir,
-        **({"lora_dropout": "0"} if method == "finetune" else {}),
         **{key.replace("__", "."): value for key, value in keys.items()},
     }
     options = [word for key, value in values.items() for word in (f"--{key}", value)]

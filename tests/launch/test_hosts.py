@@ -26,7 +26,6 @@ SAVED = 4
 KEYS: dict[str, object] = {
     "num_nodes": "auto",
     "resume": "auto",
-    "lora_dropout": 0,
     "train__max_steps": STEPS,
     "train__global_batch_size": 4,
     "train__micro_batch_size": 1,

@@ -27,7 +27,6 @@ URL = "s3://bucket"
 KEYS: dict[str, object] = {
     "num_nodes": "auto",
     "resume": "auto",
-    "lora_dropout": 0,
     "train__max_steps": 12,
     "train__global_batch_size": 4,
     "train__micro_batch_size": 1,

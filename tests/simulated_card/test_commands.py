@@ -116,7 +116,7 @@ def optimizer(name: str, rate: str, *more: str) -> tuple[str, ...]:
 
 EIGHT_BIT = optimizer("bitsandbytes.optim.AdamW8bit", "1e-3")
 SGD = optimizer("SGD", "0.1", "--optimizer.momentum", "0.9")
-ADAPTED_EXPERTS = ("--lora_experts", "true")
+ADAPTED_EXPERTS = ("--lora_experts", "true", "--lora_dropout", "0")
 TRAINED_WHOLE = ("--lora_head", "false", "--lora_modules_to_save", "[embed_tokens,lm_head]")
 
 CASES = {
@@ -143,7 +143,7 @@ CASES = {
     "nf4-dq, bf16-true": lora(ONE, BF16, NF4_DQ, within=ROUNDED, matrix=True),
     "fp4-dq": lora(ONE, FP4_DQ, matrix=True),
     "int8, bf16-true": lora(ONE, BF16, INT8, within=ROUNDED, matrix=True),
-    "LoRA, 16-mixed, dropout": lora(ONE, FP16, ("--lora_dropout", "0.1"), within=None),
+    "LoRA, 16-mixed": lora(ONE, FP16, within=ROUNDED, reference="32-true"),
     "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto"), matrix=True),
     # One card: precisions and optimizers.
     "full, bf16-true": full(ONE, BF16, within=ROUNDED),

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ftkit.models import token_numbers
 from ftkit.models.bodies import attention, experts
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.language_model import LanguageModel, outline
@@ -249,7 +250,8 @@ def _train(model: LanguageModel, strategy: Strategy, count: Count) -> None:
     model.train()
     for context in (nullcontext(), count):
         made = move_data_to_device(_batch(), strategy.device)
-        with context, strategy.micro_step(is_last=True):
+        numbered = model.body.tokens.of(0, made)
+        with context, strategy.micro_step(is_last=True), numbered:
             step.micro_step(made)
             step.update()
 
@@ -325,16 +327,19 @@ class _FusedNorm(torch.autograd.Function):
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
     """Put in what builds for CPUs lack: the fused norm, grouped products, pinned memory."""
-    module: Any = attention
-    pinned, norm, products = module.pinned, functional.rms_norm, experts._products
-    module.pinned = lambda tensor, device: tensor
+    modules: list[Any] = [attention, token_numbers]
+    pinned, norm, products = attention.pinned, functional.rms_norm, experts._products
+    for module in modules:
+        module.pinned = lambda tensor, device: tensor
     functional.rms_norm = lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)
     # Fake tensors take a way of their own there, because not every dtype has such a product.
     experts._products = lambda x, weight, ends: functional.grouped_mm(x, weight, offs=ends)
     try:
         yield
     finally:
-        module.pinned, functional.rms_norm, experts._products = pinned, norm, products
+        for module in modules:
+            module.pinned = pinned
+        functional.rms_norm, experts._products = norm, products
 
 
 def estimate(work: Work) -> tuple[float, float]:

@@ -53,7 +53,7 @@ class OnCard:
 
     def words(self, command: str, *words: str) -> list[str]:
         """A command line that trains."""
-        lora = dict.fromkeys(LORA, True) | {"lora_dropout": 0}
+        lora = dict.fromkeys(LORA, True) | {"lora_dropout": 0.1}
         more = options(**lora) if command == "finetune" else []
         return [command, *self._common, *more, *words]
 

@@ -66,8 +66,6 @@ def train(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> TrainP
             **dict(NO_EVALUATION),
             "eval.final_validation": True,
         }
-        if method == "lora":
-            values["lora_dropout"] = 0
         steps = keys.pop("stop_after", None)
         values |= {key.replace("__", "."): value for key, value in keys.items()}
         recipe = read_recipe([], [(k, json.dumps(v)) for k, v in values.items()], method=method)

@@ -81,7 +81,6 @@ def run(tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
             **dict(NO_EVALUATION),
             "eval.interval": 3,
         }
-        values |= {"lora_dropout": 0} if method == "lora" else {}
         values |= {key.replace("__", "."): value for key, value in keys.items()}
         overrides = [(key, json.dumps(value)) for key, value in values.items()]
         recipe = read_recipe([], overrides, method=method)

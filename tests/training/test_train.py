@@ -102,7 +102,6 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
             "eval.final_validation": False,
             "optimizer.lr": 1e-2,
         }
-        values |= {"lora_dropout": 0} if method == "lora" else {}
         values |= {key.replace("__", "."): value for key, value in changes.items()}
         overrides = [(key, json.dumps(value)) for key, value in values.items()]
         recipe = read_recipe([], overrides, method=method)
@@ -507,11 +506,10 @@ def test_loggers_write_beside_metrics_csv(
 def test_measuring_memory_changes_no_number(
     train: Train, monkeypatch: pytest.MonkeyPatch, method: Method
 ) -> None:
-    changes = {"lora_dropout": 0.1} if method == "lora" else {}
-    measured = train(method, **changes)
+    measured = train(method)
     assert measured.report.step_memory
     monkeypatch.setattr("ftkit.training.loop.steps_to_measure", lambda _: set())
-    plain = train(method, **changes)
+    plain = train(method)
     assert plain.report.step_memory is None
     assert measured.losses == plain.losses
     weights = measured.weights()
