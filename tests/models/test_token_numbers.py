@@ -2,14 +2,18 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from adapters import MAKERS, TOKENS, build, lora_recipe, train
 from torch import Tensor
+from transformers_models import MODELS, MORE_MODELS, NEWEST, make_transformers_model
 
 from ftkit.models import token_numbers
+from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.token_numbers import TokenDropout, TokenNumbers, hashes
 
 CPU = torch.device("cpu")
@@ -110,3 +114,45 @@ def test_rows_that_are_chosen_keep_their_masks_and_unknown_ones_are_drawn() -> N
     assert not dropout(x).equal(whole), "outside of a micro-batch"
     dropout.eval()
     assert dropout(x) is x
+
+
+FAMILIES = [
+    *(("litgpt", name) for name in (*MAKERS, "mixtral")),
+    *(("transformers", name) for name in (*MODELS, *NEWEST, *MORE_MODELS)),
+]
+OFTEN = [("litgpt", "mixtral"), ("transformers", "qwen2_moe")]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        pytest.param(*one, marks=pytest.mark.slow if one in OFTEN else pytest.mark.matrix)
+        for one in FAMILIES
+    ],
+)
+def test_every_adapted_layer_of_a_family_knows_the_tokens_of_its_input(
+    implementation: Any, name: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "model"
+    make = MAKERS.get(name) if implementation == "litgpt" else None
+    made = make_transformers_model(place, name) if make is None else make(place)
+    base = open_base(str(made), implementation)
+    recipe = lora_recipe(base, lora_dropout=0.3, lora_targets="all-linear")
+    model = train(build(base, recipe)).train()
+    model.body.tokens.prepare(1, CPU)
+
+    def loss_of(numbers: dict[int, Tensor]) -> float:
+        batch = {
+            "input_ids": torch.stack(list(numbers.values())),
+            "lengths": (12,) * len(numbers),
+            "sequence_lengths": None,
+            "numbers": tuple(numbers),
+        }
+        labels = torch.arange(12 * len(numbers))
+        with model.body.tokens.of(1, batch), torch.no_grad():
+            return float(model(batch["input_ids"], labels, labels % 12 + 2))
+
+    one, other = TOKENS % 90 + 2
+    both = loss_of({4: one, 9: other})
+    assert both == pytest.approx(loss_of({4: one}) + loss_of({9: other}), rel=1e-5)
+    assert both != pytest.approx(loss_of({5: one, 9: other}), rel=1e-6)

@@ -99,7 +99,7 @@ def alone(run: Run, changes: dict[str, Keys]) -> Found:
             (model, "half"): Case("single", "lora", changes=changed, stop_after=2),
         }
         if model == "experts":
-            adapted = (*quantized(changed), ("lora_experts", True))
+            adapted = (*quantized(changed), ("lora_experts", True), ("lora_dropout", 0))
             cases[model, "adapted"] = Case("single", "lora", changes=adapted)
             half = Case("single", "lora", changes=adapted, stop_after=2)
             cases[model, "half of adapted"] = half
@@ -128,7 +128,7 @@ def in_two(
     for model in MODELS:
         changed = changes[model]
         if model == "experts":
-            adapted = (*quantized(changed), ("lora_experts", True))
+            adapted = (*quantized(changed), ("lora_experts", True), ("lora_dropout", 0))
             for strategy in ("ddp", "fsdp", "deepspeed"):
                 cases[model, strategy, "adapted"] = Case(strategy, "lora", changes=adapted)
             half = alone[model, "half of adapted"].out_dir
