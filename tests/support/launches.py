@@ -328,7 +328,7 @@ class _FusedNorm(torch.autograd.Function):
 def _as_on_a_gpu() -> Iterator[None]:
     """Put in what builds for CPUs lack: the fused norm, grouped products, pinned memory."""
     modules: list[Any] = [attention, token_numbers]
-    pinned, norm, products = attention.pinned, functional.rms_norm, experts._products
+    pinned, norm, products = modules[0].pinned, functional.rms_norm, experts._products
     for module in modules:
         module.pinned = lambda tensor, device: tensor
     functional.rms_norm = lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)

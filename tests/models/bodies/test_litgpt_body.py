@@ -9,6 +9,7 @@ from litgpt.model import LLaMAMoE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftkit.models.bodies.litgpt_body import Experts
+from ftkit.models.token_numbers import TokenDropout, TokenNumbers
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "Mixtral-8x7B-v0.1": {"n_expert": 4, "n_expert_per_token": 2},
@@ -35,7 +36,7 @@ def both(name: str) -> tuple[LLaMAMoE, Experts]:
         theirs = LLaMAMoE(config)
         if name == "DeepSeek-V3":
             torch.nn.init.normal_(theirs.gate.weight)
-    ours = Experts(config)
+    ours = Experts(config, TokenNumbers())
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -62,6 +63,32 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
     ours(torch.randn(1, 1, 32)).sum().backward()
     largest = [float(expert.proj.weight.grad.abs().max()) for expert in ours.experts]
     assert sorted(value > 0 for value in largest) == [False, False, True, True]
+
+
+def test_dropout_in_an_expert_is_that_of_the_tokens_which_choose_it() -> None:
+    _, ours = both("Mixtral-8x7B-v0.1")
+    tokens = ours._numbers
+    for index, expert in enumerate(ours.experts):
+        dropout = TokenDropout(0.5, f"expert {index}", expert.proj.in_features, tokens)
+        expert.proj = torch.nn.Sequential(dropout, expert.proj)
+    tokens.prepare(1, torch.device("cpu"))
+
+    def computed(x: torch.Tensor, *numbers: int) -> torch.Tensor:
+        batch = {
+            "input_ids": torch.zeros(x.shape[:2]),
+            "lengths": (x.shape[1],) * len(x),
+            "sequence_lengths": None,
+            "numbers": numbers,
+        }
+        with tokens.of(0, batch):
+            result: torch.Tensor = ours(x)
+        return result
+
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    found = computed(x, 4, 9)
+    torch.testing.assert_close(found[:1], computed(x[:1], 4))
+    torch.testing.assert_close(found[1:], computed(x[1:], 9))
+    assert not torch.allclose(found[:1], computed(x[:1], 5))
 
 
 def test_fake_tensors_pass_all_experts() -> None:
