@@ -72,7 +72,8 @@ def test_micro_batch_size_and_checkpointing_change_nothing(
 
 def test_dropout_belongs_to_the_tokens(found: Found) -> None:
     for how in ("checkpointed", "one by one"):
-        assert_same_maths(found[how, "dropout"], found["single", "dropout"])
+        # With Adam at 1e-2, rounding moved one weight by 1.4e-5.
+        assert_same_maths(found[how, "dropout"], found["single", "dropout"], weights_within=1e-4)
     assert found["single", "dropout"].losses != found["single", "vera"].losses
 
 
