@@ -187,9 +187,10 @@ def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> N
 
 @pytest.mark.parametrize("place", PLACES)
 def test_batches_come_from_pinned_memory(machine: OnCard, place: str) -> None:
-    """Seven tensors in a micro-step; of other copies there are those of single numbers alone."""
+    """Seven tensors in a micro-step, and the numbers of its tokens; else only single numbers."""
     found = counted(machine, place, "to_device")
     assert found.pop("to_device pinned training/step.py:run") == 7 * MICRO_STEPS[place]
+    assert found.pop("to_device pinned models/token_numbers.py:_on") == MICRO_STEPS[place]
     assert sum(found.values()) <= 3
 
 
