@@ -1,5 +1,6 @@
 """Rank processes: started together, supervised, signalled, and never left behind."""
 
+import itertools
 import os
 import signal
 import socket
@@ -78,6 +79,7 @@ class Ranks:
             variables: of the environment of its rank, besides theirs.
         """
         self.received: list[signal.Signals] = []
+        self._arrivals = itertools.count(1)
         self._placed, self._variables = placed, dict(variables or {})
         self._started = False
         self._killing = False
@@ -214,9 +216,12 @@ class Ranks:
                     os.killpg(process.pid, number)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
+        # A second signal may interrupt this handler anywhere, but not inside this call: exactly one
+        # of the two is the first.
+        arrival = next(self._arrivals)
         self.received.append(signal.Signals(number))
         if not self._started:
-            if len(self.received) > 1:
+            if arrival > 1:
                 return  # the first one is already putting everything back
             if self.gone is not None:
                 rank, reason = self.gone
@@ -224,7 +229,7 @@ class Ranks:
             raise StoppedEarly(self.received[0])
         if not any(process.poll() is None for process in self._processes.values()):
             return
-        first = len(self.received) == 1
+        first = arrival == 1
         # A rank installs its signal handlers before it writes its first report: it can stop and
         # save.
         if first and all(self._directories[r].report.exists() for r in self._processes):

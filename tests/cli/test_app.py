@@ -424,7 +424,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("ftkit finetune --co", {"--config", "--compile"}),
         ("ftkit finetune --sto", {"--stop_after"}),
-        ("ftkit finetune --data.m", {"--data.mask_prompt"}),
+        ("ftkit finetune --data.ma", {"--data.mask_prompt"}),
         ("ftkit finetune --strategy.sh", {"--strategy.sharding"}),
         ("ftkit finetune --optimizer", {"--optimizer", "--optimizer.help"}),
         ("ftkit plan --f", {"--fit", "--format", "--from_devices"}),

@@ -178,6 +178,7 @@ class TestTokens:
             "refused": {},
             "samples": 2,
             "truncated": 1,
+            "short": 0,
             "dropped": 0,
             "split": 0,
             "split_by_turn": 0,

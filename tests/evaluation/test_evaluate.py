@@ -97,7 +97,7 @@ def test_max_iters_counts_batches_of_the_global_size(
 ) -> None:
     found = values(ended["lora"].out_dir, "--max_iters", 1, "--exact_match", 5)
     assert (found["records"], found["exact_match"]["records"]) == (11, 5)
-    assert found["loss"] != pytest.approx(ended["lora"].validation_loss, rel=1e-5)
+    assert found["loss"] != pytest.approx(ended["lora"].validation_loss, rel=1e-7)
 
 
 def test_an_exact_match_is_an_answer_that_equals_the_expected_text(

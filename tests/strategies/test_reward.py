@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 Changes = tuple[tuple[str, Any], ...]
 Found = dict[tuple[str, ...], Outcome]
 STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
+ADAPTED: Changes = (("lora_head", False), ("lora_dropout", 0.05), ("optimizer.lr", 2e-3))
 ROWS: dict[str, Changes] = {
     "one by one": (("train.micro_batch_size", 1),),
     "two": (("train.micro_batch_size", 2),),
@@ -58,10 +59,10 @@ def found(tmp_path_factory: pytest.TempPathFactory, pairs: Path) -> Found:
 
     single: dict[tuple[str, ...], Case] = {
         ("full",): case("single", "full"),
-        ("lora",): case("single", "lora", (("lora_head", False),)),
+        ("lora",): case("single", "lora", ADAPTED),
         **{(name,): case("single", "full", more) for name, more in ROWS.items()},
         ("half", "full"): case("single", "full", stop_after=4),
-        ("half", "lora"): case("single", "lora", (("lora_head", False),), stop_after=4),
+        ("half", "lora"): case("single", "lora", ADAPTED, stop_after=4),
     }
     alone = run_cases(1, list(single.values()))
     known = {name: alone[one] for name, one in single.items()}
@@ -69,11 +70,11 @@ def found(tmp_path_factory: pytest.TempPathFactory, pairs: Path) -> Found:
     for strategy in ("ddp", "fsdp", "deepspeed"):
         double[strategy, "full"] = case(strategy, "full")
     for strategy in ("fsdp", "deepspeed"):
-        double[strategy, "lora"] = case(strategy, "lora", (("lora_head", False),))
+        double[strategy, "lora"] = case(strategy, "lora", ADAPTED)
     start = known["half", "full"].out_dir
     double["resumed", "full"] = case("deepspeed", "full", start=start)
     start = known["half", "lora"].out_dir
-    double["resumed", "lora"] = case("fsdp", "lora", (("lora_head", False),), start=start)
+    double["resumed", "lora"] = case("fsdp", "lora", ADAPTED, start=start)
     in_two = run_cases(2, list(double.values()))
     return known | {name: in_two[one] for name, one in double.items()}
 

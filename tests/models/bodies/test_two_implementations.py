@@ -1,9 +1,9 @@
 """Families that LitGPT's model and transformers' both compute learn the same with either.
 
 LoRA starts from one adapter, which PEFT has made: the first values that ftkit draws for a matrix
-follow from its name, and the two implementations name it differently. Where transformers fuses
-layers, LitGPT's model has them apart, each with matrices of its own: such an adapter is of another
-shape. These families adapt the layers that correspond.
+and the masks of its dropout follow from its name, and the two implementations name it differently.
+Where transformers fuses layers, LitGPT's model has them apart, each with matrices of its own: such
+an adapter is of another shape. These families adapt the layers that correspond.
 """
 
 import functools
@@ -98,7 +98,11 @@ def train(tmp_path_factory: pytest.TempPathFactory, which: Sequence[tuple[str, s
             return Case("single", "full", changes=tuple(changes))
         directory = tmp_path_factory.mktemp("adapter")
         adapter = make_adapter(base_of(family), ADAPTED[family, method], directory)
-        changes += [("adapter", str(adapter)), *((switch, False) for switch in LORA)]
+        changes += [
+            ("adapter", str(adapter)),
+            ("lora_dropout", 0),
+            *((switch, False) for switch in LORA),
+        ]
         return Case("single", "lora", changes=tuple(changes))
 
     cases = {
