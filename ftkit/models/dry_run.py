@@ -18,21 +18,28 @@ from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.recipe.strategies import StrategyName
 
 # Different, so that shapes of one sequence do not fit the other by chance.
 _LENGTHS = (5, 3)
 """Tokens of the two sequences in the dry run."""
 
 
-def require_trainable(base: BaseModel) -> None:
+def require_trainable(base: BaseModel, strategy: StrategyName) -> None:
     """Refuse a model whose code fails to compute a loss and gradients.
 
     Args:
         base: its weights are not read.
+        strategy: of the run.
 
     Raises:
-        UserError: it fails; with the reason.
+        UserError: it fails, or has no place in the strategy; with the reason.
     """
+    if base.architecture.skips_modules and strategy in ("ddp", "deepspeed"):
+        raise UserError(
+            f"strategy {strategy}: short sequences skip some modules of {base.name}, and ranks "
+            f"would wait for each other's gradients. Try --strategy fsdp."
+        )
     if base.architecture.implementation == "litgpt":
         return  # one network for all its families
     try:

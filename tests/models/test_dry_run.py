@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import transformers
 from command import command_environment
-from messages import says
+from messages import key_words, says
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers_models import SIZES, settings_of
+from transformers_models import NEWEST, SIZES, settings_of
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 from ftkit.models.dry_run import require_trainable, try_architecture
 from ftkit.models.pretrained.base_model import read_blueprint
+from ftkit.recipe.strategies import StrategyName
 
 UPDATE = "pip install -U transformers"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -103,7 +104,19 @@ def test_a_model_whose_code_fails_on_its_settings_is_refused(tmp_path: Path) -> 
     settings["num_experts_per_tok"] = None
     base = read_blueprint(str(directory_with(settings, tmp_path / "m")), "transformers")
     with pytest.raises(UserError, match=r"DeepseekV2ForCausalLM of transformers fails .*TypeError"):
-        require_trainable(base)
+        require_trainable(base, "single")
+
+
+@pytest.mark.skipif("deepseek_v4" not in NEWEST, reason="needs a newer transformers")
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])
+def test_a_model_that_skips_modules_is_refused_where_ranks_would_wait(
+    strategy: StrategyName, tmp_path: Path
+) -> None:
+    settings = {"model_type": "deepseek_v4", **settings_of("deepseek_v4")}
+    base = read_blueprint(str(directory_with(settings, tmp_path / "m")))
+    with pytest.raises(UserError, match=key_words("--strategy fsdp")):
+        require_trainable(base, strategy)
+    require_trainable(base, "fsdp")
 
 
 def test_a_block_of_each_kind_is_tried() -> None:

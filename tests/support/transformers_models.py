@@ -192,6 +192,28 @@ NEWEST: dict[str, dict[str, Any]] = {
         "laurel_rank": 4,
     },
     "deepseek_v32": _INDEXED | {"head_dim": 8},
+    "deepseek_v4": {
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "q_lora_rank": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "hc_mult": 2,
+        "sliding_window": 8,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "index_n_heads": 16,  # scores of few heads are often exactly 0: ties
+        "index_head_dim": 16,
+        "index_topk": 4,
+        "num_nextn_predict_layers": 0,
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {
+            "compressed_sparse_attention": 4,
+            "heavily_compressed_attention": 8,
+        },
+        "mlp_layer_types": ["hash_moe", "moe"],
+    },
     "glm4_moe": _LATENT | {"head_dim": 8, "num_key_value_heads": 2},
     "glm4_moe_lite": _LATENT_BY_LAYER | {"q_lora_rank": 16},
     "kimi_linear": _LATENT_BY_LAYER
@@ -325,6 +347,10 @@ def save_random(directory: Path, kind: Any, config: transformers.PretrainedConfi
             for parameter in made.parameters():
                 noise = torch.randn_like(parameter) * 0.1
                 parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+            for name, buffer in made.named_buffers():
+                if name.endswith("tid2eid"):  # two experts for each token
+                    rows, columns = (torch.arange(size) for size in buffer.shape)
+                    buffer.copy_((rows[:, None] + columns) % 4)
     directory.mkdir(parents=True, exist_ok=True)
     made.save_pretrained(directory)
     make_tokenizer(directory)

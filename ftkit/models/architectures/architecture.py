@@ -182,6 +182,11 @@ class Architecture(ABC):
         """True if all blocks have the same structure."""
 
     @property
+    def skips_modules(self) -> bool:
+        """True if some sequences are computed without some of the modules."""
+        return False
+
+    @property
     @abstractmethod
     def attention(self) -> AttentionTraits:
         """Traits of the attention in every block."""

@@ -35,6 +35,7 @@ from ftkit.models.architectures.transformers_outline import (
     find_router_loss,
     finished_logits,
     freeze_stored_buffers,
+    freeze_untrained,
     head_name,
     image_layers,
     language_model_name,
@@ -75,9 +76,12 @@ without which some models refuse to run."""
 _FUSED_STATES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Families whose kernels compute the last layer of a block of states with what is before it: on a
 GPU, adapters of that layer would have no effect, and PEFT refuses them (seen in 0.21)."""
-_MULTIPLIED = {"falcon_mamba": "dt_proj", "jamba": "dt_proj", "mamba": "dt_proj"}
-"""Layers whose weight the code of a family multiplies itself (seen in transformers 5.24): adapters
-of them would have no effect."""
+_MULTIPLIED = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "dt_proj"),
+    "deepseek_v4": "o_a_proj",
+}
+"""Layers whose weight the code of a family multiplies in its own way (seen in transformers 5.24):
+adapters of them would have no effect, or another shape."""
 _ASKED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), "weights_proj"),
     **dict.fromkeys(("dots3_note", "dots3_note_text"), "weights_proj"),
@@ -200,6 +204,11 @@ class TransformersArchitecture(Architecture):
         shapes = ({name: p.shape for name, p in b.named_parameters()} for b in self._blocks)
         return [(kind, frozenset(own.items())) for kind, own in zip(types, shapes, strict=True)]
 
+    @property
+    def skips_modules(self) -> bool:
+        # Its attention compresses stretches of a sequence, if there is a whole one.
+        return self.name == "deepseek_v4"
+
     @cached_property
     def attention(self) -> AttentionTraits:
         config = self.config
@@ -299,14 +308,15 @@ class TransformersArchitecture(Architecture):
         by_key: dict[str, dict[str, None]] = {}
         for block in self._blocks:
             for name, module in block.named_modules():
-                if isinstance(module, nn.Linear) and not self._kernels_read(name):
+                is_trained = isinstance(module, nn.Linear) and module.weight.requires_grad
+                if is_trained and not self._kernels_read(name):
                     for key in _lora_keys(name):
                         by_key.setdefault(key, {})[name] = None
         # Over all blocks, because they may differ; a dict per key keeps the order without repeats.
         return {key: tuple(names) for key, names in by_key.items()} | {"lora_head": ("lm_head",)}
 
     def _kernels_read(self, layer: str) -> bool:
-        """Return whether a linear layer's weight is read without calling the layer."""
+        """Return whether a linear layer's weight is read in another way than by its product."""
         last = layer.rpartition(".")[2]
         is_fused = self.name in _FUSED_STATES and last == "out_proj"
         return is_fused or _MULTIPLIED.get(self.name) == last
@@ -409,6 +419,7 @@ class TransformersArchitecture(Architecture):
                 blocks_of(part, self.layers)[place] = nn.Module()
         # Rotary tables are in no file, so they need values before the weights are filled in.
         compute_buffers(part)
+        freeze_untrained(part)
         freeze_stored_buffers(part)
         return model
 

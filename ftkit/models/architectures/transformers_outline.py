@@ -23,6 +23,10 @@ from ftkit.models.routing import RouterLoss
 _MOST_BUFFER_BYTES = 2**31
 """Masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of this."""
 
+_UNTRAINED = ("indexer", "embed_tokens_extend")
+"""Names of modules of which the loss on text has no gradient: those that choose tokens by number in
+sparse attention (DeepSeek V3.2), and embeddings of images and audio (Phi-4 multimodal)."""
+
 _TOKENS = 8
 """Tokens for which two losses of routers are compared; the last one is padding."""
 
@@ -129,11 +133,18 @@ def _stored_buffers(model: PreTrainedModel) -> Iterator[Tensor]:
     return (buffer for name, buffer in model.named_buffers() if name not in computed)
 
 
+def freeze_untrained(model: PreTrainedModel) -> None:
+    """Freeze the modules of which the loss on text has no gradient, by their names."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _UNTRAINED:
+            module.requires_grad_(False)
+
+
 def freeze_stored_buffers(model: PreTrainedModel) -> None:
     """Make buffers that files hold frozen parameters, so that they are read and written."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     for name, buffer in list(model.named_buffers()):
-        if name not in computed and buffer.is_floating_point():
+        if name not in computed:
             owner, _, kind = name.rpartition(".")
             module = model.get_submodule(owner)
             # register_parameter refuses the name of a buffer.

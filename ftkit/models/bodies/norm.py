@@ -55,6 +55,7 @@ def replace_norms(model: nn.Module) -> None:
         if type(norm).__name__.endswith("RMSNorm"):
             ours = _same_as(norm)
             if ours is not None:
+                ours.requires_grad_(norm.weight.requires_grad)
                 model.set_submodule(name, ours)
 
 

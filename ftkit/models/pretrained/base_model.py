@@ -576,10 +576,10 @@ def _stored(
     """List the tensors of a model's files by name, each as a plain one; reads only headers."""
     files = _weight_files(directory)
     if form is None:
-        return stored_tensors(files, storage.is_kept)
+        return stored_tensors(files, storage.may_be_any)
     tensors = unpacked(stored_tensors(files, lambda _: True), form, dtype_before(form))
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES.values() and not storage.is_kept(name):
+        if tensor.dtype not in DTYPES.values() and not storage.may_be_any(name):
             raise UserError(
                 f"{directory} holds {form.title} weights, but {name} of {tensor.dtype} lacks the "
                 "tensors that belong to it. Download the model again, or give the original one."

@@ -233,6 +233,11 @@ class TransformersStorage(WeightStorage):
         # By the name in transformers' model, because files of any age may have others.
         return self._architecture.is_rest(self._target(name)[0])
 
+    def may_be_any(self, name: str) -> bool:
+        known = self._known.get(self._target(name)[0])
+        # Tables of whole numbers, such as the experts of each token (DeepSeek V4).
+        return self.is_kept(name) or (known is not None and not known.is_floating_point())
+
     def _is_known(self, target: str) -> bool:
         """Return whether a name of transformers is a parameter of the language model."""
         return target in self._known and target not in self._rest

@@ -44,7 +44,7 @@ _ANY_DTYPES = DTYPES | {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-"""And those of tensors that are only copied."""
+"""And those of tensors that are only copied, and of tables of whole numbers."""
 
 # Names that pickles of tensors need, as pickletools shows them: module, space, name.
 _MAPS = frozenset(("collections OrderedDict", "torch.nn.parameter Parameter", "torch Size"))
@@ -74,7 +74,7 @@ class WeightTensor:
 
 
 def stored_tensors(
-    files: Iterable[Path], is_kept: Callable[[str], bool] = lambda _: False
+    files: Iterable[Path], may_be_any: Callable[[str], bool] = lambda _: False
 ) -> dict[str, WeightTensor]:
     """List the tensors of .safetensors, .bin and .pth files by name; reads only headers.
 
@@ -82,7 +82,7 @@ def stored_tensors(
 
     Args:
         files: all of a model.
-        is_kept: whether a tensor of this name is only copied, in any number format.
+        may_be_any: whether a tensor of this name may have any number format.
 
     Raises:
         UserError: a file is damaged, holds something else than weights, or is unsafe.
@@ -90,7 +90,7 @@ def stored_tensors(
     tensors: dict[str, WeightTensor] = {}
     for file in files:
         is_safetensors = file.suffix == ".safetensors"
-        tensors |= _safetensors(file, is_kept) if is_safetensors else _pickled(file)
+        tensors |= _safetensors(file, may_be_any) if is_safetensors else _pickled(file)
     return tensors
 
 
@@ -160,14 +160,14 @@ def write_settings(file: Path, content: object) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _safetensors(file: Path, is_kept: Callable[[str], bool]) -> dict[str, WeightTensor]:
+def _safetensors(file: Path, may_be_any: Callable[[str], bool]) -> dict[str, WeightTensor]:
     tensors = {}
     with reading(file, "weights as safetensors", advice="Download it again."):
         # Opening compares the header with the length of the file.
         handle = safe_open(file, "pt")
         for name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
             header = handle.get_slice(name)
-            known = _ANY_DTYPES if is_kept(name) else DTYPES
+            known = _ANY_DTYPES if may_be_any(name) else DTYPES
             dtype = known.get(header.get_dtype())
             if dtype is None:
                 raise _unknown_format(file, name, header.get_dtype())
@@ -366,6 +366,10 @@ class WeightStorage(ABC):
     def is_kept(self, name: str) -> bool:
         """Return whether a stored tensor is outside the language model and is copied unchanged."""
         return False
+
+    def may_be_any(self, name: str) -> bool:
+        """Return whether a stored tensor may have any number format, unlike trained weights."""
+        return self.is_kept(name)
 
     @abstractmethod
     def written(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
