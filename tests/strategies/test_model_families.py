@@ -17,7 +17,13 @@ from computed import filled
 from rank_jobs import Case, Outcome, Run, assert_same_maths, make_run
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers_models import MODELS, NEWEST, make_transformers_model, transformers_model
+from transformers_models import (
+    MODELS,
+    MORE_MODELS,
+    NEWEST,
+    make_transformers_model,
+    transformers_model,
+)
 
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.shards import StoredState
@@ -30,7 +36,7 @@ from ftkit.recipe.recipe import Method
 pytestmark = pytest.mark.slow
 
 FEW = ("gemma3_text", "qwen3_moe", "gpt2", "phi3 window")
-OTHERS = tuple(model for model in MODELS | NEWEST if model not in FEW)
+OTHERS = tuple(model for model in MODELS | NEWEST | MORE_MODELS if model not in FEW)
 VARIANTS: dict[str, dict[str, Any]] = {
     "dora": {"lora_variant": "dora"},
     "rslora": {"lora_variant": "rslora"},
@@ -85,8 +91,14 @@ def few(run: Run, base_of: Directory) -> Found:
 
 
 @pytest.fixture(scope="module")
-def others(run: Run, base_of: Directory) -> Found:
-    return train(run, base_of, OTHERS)
+def others(run: Run, base_of: Directory, request: pytest.FixtureRequest) -> Found:
+    """Those of the selected tests: with `-k MODEL`, one family takes seconds."""
+    wanted = {
+        item.callspec.params.get("model")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    }
+    return train(run, base_of, [model for model in OTHERS if model in wanted])
 
 
 @pytest.fixture
