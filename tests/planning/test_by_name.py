@@ -77,10 +77,10 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
     hub.fetch_settings.cache_clear()
 
 
-def refusal(name: str) -> str:
+def refusal(name: str, *words: str) -> str:
     """The one message of a plan that is refused."""
     with pytest.raises(UserError) as caught:
-        run(["plan", "--checkpoint_dir", name])
+        run(["plan", *words, "--checkpoint_dir", name])
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -115,6 +115,14 @@ def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
     assert run(words) == 0
     assert " ".join(capsys.readouterr().out.split()) == text
     assert not served.requests and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_plan_of_lora_asks_for_the_settings_of_a_model_whose_names_litgpt_lacks(
+    served: Served,
+) -> None:
+    message = refusal("microsoft/phi-2", "finetune")
+    assert "config.json" in message and "ftkit download microsoft/phi-2" in message
+    assert run(["plan", "finetune_full", "microsoft/phi-2", "--gpu", "h200"]) == 0
 
 
 def test_its_own_settings_win_over_those_that_litgpt_knows(

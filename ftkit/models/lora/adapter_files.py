@@ -73,6 +73,12 @@ def check_adapter(base: BaseModel, lora: Lora) -> None:
             layers.
     """
     naming = base.architecture.naming_in("hf")
+    if naming is None and base.known_as is not None:
+        raise UserError(
+            f"checkpoint_dir {base.name}: a plan of LoRA needs its config.json, from which the "
+            "names of its layers follow. LitGPT's sizes, which are known by name, lack them. "
+            f"Put config.json into {base.directory}, or try ftkit download {base.known_as}."
+        )
     if naming is None:
         raise UserError(
             f"checkpoint_dir {base.name}: an adapter for this model cannot be saved, because ftkit "
