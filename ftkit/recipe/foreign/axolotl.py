@@ -101,7 +101,7 @@ ROWS = rows_by_key(
                       "data.train_on", "data.prompt_style", "data.data_files",
                       "data.drop_system"), None,
          "each entry is a source"),
-    part("val_set_size", "data.val_split_fraction", 0.0,
+    part("val_set_size", ("data.val_split_fraction", "eval.final_validation"), 0.0,
          "0: all records are trained on; axolotl rounds the number of records up, ftkit down"),
     part("chat_template", "data.chat_template", "tokenizer_default",
          "chatml and llama3 by name, any other as the model's own template"),
@@ -893,8 +893,9 @@ def _intervals(r: Reading) -> None:
             share = 1 / times
         elif steps and steps < 1:
             share = steps * epochs
-        # axolotl validates only where a key says when; the last step is validated in any case.
-        is_off = name == "eval" and not (times or steps or strategy)
+        # axolotl validates only where a key says when, and records are held out.
+        is_asked = (times or steps or strategy) and number(r["val_set_size"])
+        is_off = name == "eval" and not is_asked
         if strategy in ("no", False) or is_off:
             r.recipe[ours] = None if name == "save" else 0
         elif share is not None and total:

@@ -70,7 +70,8 @@ ROWS = rows_by_key(
     part("dataset", ("data.path", "data.sources"), None, "found in dataset_info.json"),
     part("dataset_dir", ("data.path", "data.sources"), "data", ""),
     part("eval_dataset", "eval.sets", None, ""),
-    part("val_size", "data.val_split_fraction", 0.0, "0: all records are trained on"),
+    part("val_size", ("data.val_split_fraction", "eval.final_validation"), 0.0,
+         "0: all records are trained on"),
     part("max_samples", "data.path", None, "of each data set, if it has more"),
     part("template", "data.chat_template", None, "the model's own, or a name"),
     part("enable_thinking", "data.chat_template_kwargs", True, ""),
@@ -347,7 +348,7 @@ def _data(r: Reading) -> None:
         r.refuse("val_size", "a number of validation records")
         size = 0.05
     options["val_split_fraction"] = size
-    trainer.held_out(r, "val_size", size)
+    trainer.held_out(r, "val_size", size, others=r.has("eval_dataset"))
     options |= _new_tokens(r)
     sources = _sources(r, r["dataset"])
     if r.has("eval_dataset"):

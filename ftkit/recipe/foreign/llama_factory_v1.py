@@ -125,7 +125,7 @@ def _finish(r: Reading) -> None:
         r.recipe["train.save_interval_epochs"] = float(epochs)
     else:
         r.recipe["train.save_interval"] = r["save_steps"]
-    r.recipe["eval.interval"] = 0
+    r.set(eval__interval=0, eval__final_validation=False)
     r.empty("checkpoint.save_every")
     pairs = _data(r)
     if pairs:

@@ -54,13 +54,23 @@ SCHEDULES = {
 _DATA_ENDINGS = (".json", ".jsonl", ".csv", ".parquet")
 
 
-def held_out(reading: Reading, key: str, share: Any) -> None:
-    """Tell how the validation records that a key holds out differ."""
+def held_out(reading: Reading, key: str, share: Any, *, others: bool = False) -> None:
+    """Tell how the validation records that a key holds out differ, and validate on nothing else.
+
+    Args:
+        reading: the file.
+        key: of the file that says how many are held out.
+        share: its number.
+        others: whether the file names other records to validate on.
+    """
     if share:
         reading.tell(
             f"{key}: the number of validation records is rounded up there and down here, and they "
             "are others"
         )
+    elif not others:
+        # The records to train on would be those to validate on, all of them.
+        reading.set(eval__final_validation=False)
 
 
 def adapt(reading: Reading, names: Any) -> None:
@@ -338,7 +348,8 @@ def checkpoints(reading: Reading) -> None:
         strategy = str(reading[f"{name}_strategy"]).lower()
         steps = number(reading[f"{name}_steps"] or reading.rows["save_steps"].default)
         if strategy in ("no", "false"):
-            # Validation after the last step is part of every report, and costs little.
+            # Validation of held-out records after the last step is part of every report, and costs
+            # little.
             reading.recipe[ours] = None if name == "save" else 0
         elif strategy == "epoch":
             reading.recipe[f"{ours}_epochs"] = 1.0

@@ -33,7 +33,7 @@ _SHARED: list[Row] = [
     part("dataset_config", "data.subset", None, ""),
     part("dataset_train_split", "data.split", "train", ""),
     part("datasets", "data.sources", None, ""),
-    part("test_split_size", "data.val_split_fraction", None, ""),
+    part("test_split_size", ("data.val_split_fraction", "eval.final_validation"), None, ""),
     same_as("max_length", "train.max_seq_length", 1024),
     part("truncation_mode", "data.overlong", "keep_start", "truncate"),
     part("chat_template_path", "data.chat_template", None, "a file; the model's own without it"),
@@ -194,7 +194,7 @@ def _data(r: Reading) -> dict[str, Any]:
     share = number(r["test_split_size"])
     has_split = r["eval_strategy"] not in OFF
     options["val_split_fraction"] = share if share else None if has_split else 0.0
-    trainer.held_out(r, "test_split_size", share)
+    trainer.held_out(r, "test_split_size", share, others=has_split)
     if r.has("chat_template_path"):
         options["chat_template"] = r["chat_template_path"]
     # An empty option is one that the recipe leaves to the data.

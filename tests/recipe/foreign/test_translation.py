@@ -198,9 +198,12 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"train.global_batch_size": 8}),
         ({"sample_packing": True, "sequence_len": 1024, "micro_batch_size": 2},
          {"train.global_batch_tokens": 2048, "train.micro_batch_tokens": 2048}),
-        ({"evals_per_epoch": 4, "saves_per_epoch": 2},
+        ({"val_set_size": 0.1, "evals_per_epoch": 4, "saves_per_epoch": 2},
          {"eval.interval_epochs": 0.25, "train.save_interval_epochs": 0.5}),
-        ({"evals_per_epoch": 4, "max_steps": 100, "num_epochs": 1}, {"eval.interval": 25}),
+        ({"val_set_size": 0.1, "evals_per_epoch": 4, "max_steps": 100, "num_epochs": 1},
+         {"eval.interval": 25}),
+        ({"evals_per_epoch": 4, "val_set_size": 0},
+         {"eval.interval": 0, "eval.final_validation": False}),
         ({"warmup_ratio": 0.1}, {"train.lr_warmup_run_fraction": 0.1}),
         ({"warmup_ratio": 0.1, "max_steps": 55}, {"train.lr_warmup_steps": 5}),
         ({"warmup_steps": 1}, {"train.lr_warmup_steps": 2}),
@@ -240,7 +243,7 @@ def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
         ({"liger_use_token_scaling": True}, {"objective": "dft"}),
         ({"max_steps": 5000}, {"train.lr_warmup_steps": 100}),
         ({}, {"checkpoint.keep_last": 4, "eval.interval": 0}),
-        ({"eval_strategy": "epoch"}, {"eval.interval_epochs": 1}),
+        ({"eval_strategy": "epoch", "val_set_size": 0.1}, {"eval.interval_epochs": 1}),
         ({"plugins": ["axolotl.integrations.lm_eval.LMEvalPlugin"]}, {"lora_r": 32}),
         ({"revision_of_model": "v1", "rl": "kto", "adapter": ..., "lora_target_linear": ...,
           "datasets": [{"path": "d", "type": "llama3.ultra"}]}, {"reference": "org/base@v1"}),
@@ -361,6 +364,27 @@ def test_what_is_rounded_otherwise_is_told(
     file: dict[str, Any], keys: dict[str, Any], key: str
 ) -> None:
     assert any(difference.startswith(f"{key}:") for difference in translation(file, **keys).differs)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_records_to_train_on_are_not_those_to_validate_on(name: str) -> None:
+    found = keys_of(FILES[name])
+    assert (found["eval.interval"], found["eval.final_validation"]) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        (AXOLOTL, {"val_set_size": 0.1}),
+        (FACTORY, {"val_size": 0.1}),
+        (FACTORY, {"eval_dataset": "own"}),
+        (SFT, {"eval_strategy": "steps"}),
+    ],
+)
+def test_records_held_out_are_validated_on_at_the_end(
+    file: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    assert "eval.final_validation" not in keys_of(file, **keys)
 
 
 def test_devices_of_axolotl_that_are_weighed_equally_are_told() -> None:
