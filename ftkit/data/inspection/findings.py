@@ -416,7 +416,7 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
         kind="template_not_used",
         severity="notice",
         text=f"The base model has a chat template of its own, but the prompts{evidence.of(part)} "
-        f"are made by {used.name}.",
+        f"are made by the template {used.name}.",
         advice="To use its own: --data.chat_template tokenizer, without data.prompt_style.",
     )
 
