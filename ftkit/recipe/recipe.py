@@ -215,6 +215,12 @@ class Eval:
     """Format the prompts of tasks with the chat template of the run. Default: plain text."""
 
     @property
+    def validates(self) -> bool:
+        """True if the loss on the validation data is computed at any time."""
+        during = self.interval or self.interval_epochs
+        return bool(during or self.initial_validation or self.final_validation)
+
+    @property
     def metrics(self) -> dict[str, int]:
         """Records to answer for each metric, by its name."""
         return {name: getattr(self, name) for name in METRICS}

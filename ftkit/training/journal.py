@@ -43,6 +43,8 @@ def log_data_summary(data: DataSets, journal: Journal) -> None:
         shown = where if len(where) <= _MOST_SHOWN else Path(where).name
         journal.display.message(f"data of {shown}: {part.part.summary}")
         for split, known in counts.items():
+            if split == "val" and part.part.val is part.part.train:
+                continue  # nothing is held out: they are the same records
             if text := losses_of_data_text(known):
                 journal.display.message(f"{split} data{of_source}: {text}{_lost_text(known)}")
         for notice in part.notices:
@@ -65,7 +67,9 @@ def log_sets_summary(sets: ValidationSets, journal: Journal) -> None:
     journal.recorder.on_sets(counts)
 
 
-def log_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal: Journal) -> None:
+def log_findings(
+    data: DataSets, base: BaseModel, max_seq_length: int, validates: bool, journal: Journal
+) -> None:
     """Show problems of the data, except for those that its counts already show."""
     evidence = Evidence(
         data=data,
@@ -73,6 +77,7 @@ def log_findings(data: DataSets, base: BaseModel, max_seq_length: int, journal: 
         end_ids=end_tokens(base.tokenizer_directory),
         max_seq_length=max_seq_length,
         model_context=base.architecture.context_length,
+        validates=validates,
     )
     for finding in findings(evidence):
         if finding.kind in REPORTED_BY_COUNTS:

@@ -289,7 +289,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     log_data_summary(data, journal)
     log_sets_summary(sets, journal)
     if rank() == 0:
-        log_findings(data, base, max_seq_length, journal)
+        log_findings(data, base, max_seq_length, recipe.eval.validates, journal)
     # Before the model is built and filled: a mistake in the recipe shows at once.
     known = identities(recipe, base, data, start.metadata)
     of_beside = None

@@ -151,6 +151,7 @@ def inspect_data(
         end_ids=end_tokens(directory),
         max_seq_length=limit,
         model_context=base.architecture.context_length,
+        validates=recipe.eval.validates,
     )
     # Before truncation: the question is which limit would hold the samples.
     lengths = lengths_of(_whole_lengths(data.parts), limit)

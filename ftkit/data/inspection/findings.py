@@ -139,6 +139,8 @@ class Evidence:
     max_seq_length: int
     model_context: int
     """Tokens that the model takes at most."""
+    validates: bool = True
+    """Whether the run computes a validation loss."""
 
     @cached_property
     def duplicates(self) -> _FoundDuplicates:
@@ -346,6 +348,8 @@ def many_cut(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 def train_in_validation(evidence: Evidence) -> Finding | None:
     """Validation samples are trained on, so the validation loss says little about new data."""
+    if not evidence.validates:
+        return None
     shared, every = evidence.duplicates.val_in_train, len(evidence.data.val)
     if not shared or shared < _MANY_SHARED * every:
         return None
@@ -416,7 +420,7 @@ def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
         kind="template_not_used",
         severity="notice",
         text=f"The base model has a chat template of its own, but the prompts{evidence.of(part)} "
-        f"are made by the template {used.name}.",
+        f"are made by another one ({used.name}).",
         advice="To use its own: --data.chat_template tokenizer, without data.prompt_style.",
     )
 

@@ -114,8 +114,7 @@ def _finish(r: Reading) -> None:
         r.set(train__epochs=int(epochs))
     _batch(r)
     _optimizer(r, is_lora=is_lora)
-    r.set(train__lr_schedule="constant", train__min_lr=0.0)
-    r.set(train__lr_ends="around", train__lr_warmup_steps=0)
+    r.set(train__lr_schedule="constant", train__lr_ends="around", train__lr_warmup_steps=0)
     trainer.checkpointing(r, r["enable_activation_checkpointing"])
     # Without dist_config nothing casts: full fine-tuning computes in float32, an adapter in the
     # dtype of its model.

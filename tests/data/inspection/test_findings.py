@@ -288,6 +288,8 @@ def test_validation_on_training_data_is_found(model: Path, tmp_path: Path) -> No
     data = write_records(tmp_path / "data.jsonl", questions(30))
     found = only(look(model, data, data__val_split_fraction=0), "train_in_validation")
     assert says(found.advice, "data.val_split_fraction 0.05")
+    never = {"eval__interval": 0, "eval__final_validation": False}
+    assert kinds(look(model, data, data__val_split_fraction=0, **never)) == set()
 
 
 def test_duplicates_within_train_are_counted_without_a_finding(model: Path, tmp_path: Path) -> None:

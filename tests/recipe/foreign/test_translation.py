@@ -151,10 +151,11 @@ def test_a_recipe_says_every_default_of_the_other_program(name: str) -> None:
     found = keys_of(FILES[name])
     for key in (
         "train.global_batch_size", "train.max_seq_length", "train.max_norm", "train.epochs",
-        "train.lr_schedule", "train.lr_ends", "train.min_lr", "seed", "precision", "data",
+        "train.lr_schedule", "train.lr_ends", "seed", "precision", "data",
         "train.decay_norms_and_biases",
     ):  # fmt: skip
         assert key in found, key
+    assert found["train.lr_schedule"] == "constant" or "train.min_lr" in found
     arguments = found["optimizer"]["init_args"]
     assert arguments.keys() == {"lr", "weight_decay", "betas", "eps"}
     assert "val_split_fraction" in found["data"]["init_args"]
