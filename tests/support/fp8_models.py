@@ -28,6 +28,10 @@ class Style(NamedTuple):
     """A regular expression for the names of weights that are plain."""
     has_inputs: bool = False
     """Whether activations have scales of their own."""
+    linear: tuple[str, ...] = ("_proj.weight", "_proj_with_mqa.weight")
+    """Ends of the names of linear layers and experts."""
+    in_fp4: str = "nothing"
+    """A regular expression for the names of weights in FP4, with a power of two for 32 of a row."""
 
 
 def _compressed(**weights: Any) -> dict[str, Any]:
@@ -82,26 +86,45 @@ STYLES = {
         has_inputs=True,
     ),
 }
-
-
-_LINEAR = ("_proj.weight", "_proj_with_mqa.weight")
-"""Ends of the names of linear layers and experts."""
+MIXED = {
+    "DeepSeek V4": Style(
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "expert_dtype": "fp4",
+            "weight_block_size": [16, 16],
+        },
+        end=".scale",
+        block=(16, 16),
+        scales=torch.float8_e8m0fnu,
+        linear=tuple(
+            f".{name}.weight" for name in ("wq_a", "wq_b", "wkv", "wo_b", "w1", "w2", "w3")
+        ),
+        in_fp4=r"\.experts\.\d",
+    ),
+}
+"""Those that do not have all packed weights in FP8, and names of one family."""
 
 
 def in_fp8(base: Path, directory: Path, style: str = "rows") -> tuple[Path, Path]:
     """Copies of a model: with its linear layers in FP8, and with what these stand for."""
-    known = STYLES[style]
+    known = (STYLES | MIXED)[style]
     packed, plain = directory / "packed", directory / "plain"
     stored: dict[str, Tensor] = {}
     meant = {}
     for name, weight in load_file(base / "model.safetensors").items():
-        if not name.endswith(_LINEAR) or re.search(known.kept, name):
+        if not name.endswith(known.linear) or re.search(known.kept, name):
             stored[name] = meant[name] = weight
+            continue
+        scale = name.replace(".weight", known.end) if known.end[0] == "." else f"{name}{known.end}"
+        if re.search(known.in_fp4, name):
+            stored[name], stored[scale], meant[name] = _in_fp4(weight)
             continue
         scales = _scales(weight.float(), known)
         factors = _spread(scales.float(), weight, known)
         stored[name] = (weight.float() / factors).to(torch.float8_e4m3fn)
-        stored[f"{name}{known.end}"] = scales.reshape(()) if known.has_one else scales
+        stored[scale] = scales.reshape(()) if known.has_one else scales
         meant[name] = (stored[name].float() * factors).to(weight.dtype)
         if known.has_inputs:
             own = "activation_scale" if known.end == "_scale_inv" else "input_scale"
@@ -123,6 +146,19 @@ def _scales(weight: Tensor, style: Style) -> Tensor:
     if style.scales == torch.float8_e8m0fnu:  # rounded up
         largest = (largest / 448).log2().ceil().exp2() * 448
     return (largest / 448).to(style.scales)
+
+
+def _in_fp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two numbers in each byte, the scales of each 32 in a row, and the weight they stand for."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1) / 6).log2().ceil().exp2()
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    table = torch.cat((positive, -positive))
+    codes = (groups / scales[..., None] - table[:, None, None, None]).abs().argmin(0)
+    meant = (table[codes] * scales[..., None]).flatten(1).to(weight.dtype)
+    codes = codes.flatten(1).to(torch.uint8)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    return packed, scales.to(torch.float8_e8m0fnu), meant
 
 
 def _spread(scales: Tensor, weight: Tensor, style: Style) -> Tensor:

@@ -209,7 +209,7 @@ class StoredForm:
     zeros_less_one: bool = True
     """Whether GPTQ's zeros are stored less one, as its first version does."""
     is_fp8: bool = False
-    """Whether its weights are floats of 8 bits with scales."""
+    """Whether all of its packed weights are floats of 8 bits with scales."""
     kept: tuple[str, ...] = ()
     """Patterns of the names of modules whose weights are stored as plain numbers."""
 
@@ -245,14 +245,16 @@ def stored_form(settings: Mapping[str, Any], name: str) -> StoredForm | None:
     if not _is_readable(method, known):
         raise quantized_weights(known, name)
     bits, dtype = known.get("bits", 4), settings.get("dtype") or settings.get("torch_dtype")
+    # DeepSeek V4, beside quantization_config or within.
+    has_fp4 = "fp4" in (known.get("expert_dtype"), settings.get("expert_dtype"))
     return StoredForm(
         method=method,
-        title=_title(method, known),
+        title=_title(method, known) + (" with FP4 experts" if has_fp4 else ""),
         dtype=dtype if isinstance(dtype, str) else "bfloat16",
         bits=bits,
         block=_block(known),
         zeros_less_one=known.get("checkpoint_format") != "gptq_v2",
-        is_fp8=_is_fp8(method, known),
+        is_fp8=_is_fp8(method, known) and not has_fp4,
         kept=tuple(_patterns(method, known)),
     )
 

@@ -158,7 +158,7 @@ def _layouts(form: StoredForm) -> Iterator[_Layout]:
     elif form.method == "modelopt":
         yield from (_NVFP4, _SCALED)
     else:
-        yield from (_FP8_BLOCKS, _SCALED)
+        yield from (_FP8_BLOCKS, _FP8_OF_DEEPSEEK, *_FP4_OF_DEEPSEEK, _SCALED)
 
 
 def _dtype_of(parts: Parts, dtype: torch.dtype) -> torch.dtype:
@@ -317,6 +317,14 @@ _FP8_BLOCKS = _Layout(
     read=partial(_read_scaled, "", "_scale_inv", None),
     dtypes=_FP8,
 )
+_FP8_OF_DEEPSEEK = _Layout(  # V4
+    packed=".weight",
+    needed=(".scale",),
+    shape=lambda parts, form: parts[".weight"].shape,
+    read=partial(_read_scaled, ".weight", ".scale", None),
+    plain=".weight",
+    dtypes=_FP8,
+)
 _SCALED = _Layout(
     packed="",
     needed=("_scale",),
@@ -405,10 +413,12 @@ def _doubled(packed: str, parts: Parts, form: StoredForm) -> torch.Size:
     return torch.Size((*rows, 2 * width))
 
 
-def _read_mxfp4_rows(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+def _read_mxfp4_rows(
+    packed: str, scale: str, parts: Parts, dtype: torch.dtype, form: StoredForm
+) -> Tensor:
     """[out, in / 2] bytes and an exponent of each group of inputs."""
-    numbers, exponents = parts["_packed"].read(), parts["_scale"].read()
-    size = _doubled("_packed", parts, form)
+    numbers, exponents = parts[packed].read().view(torch.uint8), parts[scale].read()
+    size = _doubled(packed, parts, form)
     return _scaled(
         size,
         dtype,
@@ -437,8 +447,19 @@ _MXFP4_COMPRESSED = _Layout(
     packed="_packed",
     needed=("_scale",),
     shape=partial(_doubled, "_packed"),
-    read=_read_mxfp4_rows,
+    read=partial(_read_mxfp4_rows, "_packed", "_scale"),
     dtypes=(torch.uint8,),
+)
+_FP4_OF_DEEPSEEK = tuple(  # the experts of V4; the second as transformers saves them
+    _Layout(
+        packed=".weight",
+        needed=(scale,),
+        shape=partial(_doubled, ".weight"),
+        read=partial(_read_mxfp4_rows, ".weight", scale),
+        plain=".weight",
+        dtypes=(torch.int8,),
+    )
+    for scale in (".scale", ".weight_scale_inv")
 )
 
 

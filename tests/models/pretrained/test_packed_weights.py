@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import make_data
 from torch import Tensor
-from transformers_models import make_transformers_model
+from transformers_models import NEWEST, make_transformers_model
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import stored_form
@@ -277,6 +277,12 @@ def test_transformers_reads_the_same_numbers(tmp_path: Path) -> None:
     numbers, factors = packed.tensors.values()
     theirs = Fp8Dequantize(None)._dequantize_one(numbers, factors, torch.bfloat16)
     assert torch.equal(read(packed, tmp_path, torch.bfloat16), theirs)
+    codes, exponents = drawn(OUT, IN, high=16), (drawn(OUT, IN // 32, high=20) - 10).float().exp2()
+    numbers, factors = nibbles(codes).view(torch.int8), exponents.to(torch.float8_e8m0fnu)
+    tensors = {"x.weight": numbers, "x.scale": factors}
+    packed = Packed({"quant_method": "fp8", "expert_dtype": "fp4"}, tensors, numbers.float())
+    theirs = Fp8Dequantize(None)._dequantize_one(numbers, factors, torch.bfloat16)
+    assert torch.equal(read(packed, tmp_path, torch.bfloat16), theirs)
     packed = mxfp4()
     theirs = convert_moe_packed_tensors(*packed.tensors.values(), dtype=torch.bfloat16)
     assert torch.equal(read(packed, tmp_path, torch.bfloat16), theirs)
@@ -358,6 +364,18 @@ def test_each_weight_is_that_of_the_plain_model(kind: str, style: str, tmp_path:
     base = make_transformers_model(tmp_path / "base", kind)
     packed, plain = (open_base(str(place)) for place in in_fp8(base, tmp_path, style))
     assert packed.form is not None and plain.form is None
+    for (name, tensor), (other, expected) in zip(weights(packed), weights(plain), strict=True):
+        assert name == other and torch.equal(tensor.float(), expected.float())
+
+
+@pytest.mark.skipif("deepseek_v4" not in NEWEST, reason="needs a newer transformers")
+def test_deepseek_v4_is_read_with_experts_in_fp4(tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 32}
+    base = make_transformers_model(tmp_path / "base", "deepseek_v4", **sizes)
+    packed, plain = (open_base(str(place)) for place in in_fp8(base, tmp_path, "DeepSeek V4"))
+    stored = load_file(tmp_path / "packed" / "model.safetensors").values()
+    assert {torch.int8, torch.float8_e4m3fn} <= {tensor.dtype for tensor in stored}
+    assert packed.form is not None and not packed.form.can_stay
     for (name, tensor), (other, expected) in zip(weights(packed), weights(plain), strict=True):
         assert name == other and torch.equal(tensor.float(), expected.float())
 
