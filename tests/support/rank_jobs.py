@@ -209,7 +209,8 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, script: str = "rank_cases
         for case in cases:
             out_dir = tmp_path_factory.mktemp(f"x{world_size}-{case}")
             jobs[case] = write_job(case, world_size, out_dir, bases[case.tied], data)
-        run_ranks(world_size, list(jobs.values()), script)
+        if jobs:  # the selected tests may need none
+            run_ranks(world_size, list(jobs.values()), script)
         return {case: Outcome(job.parent.parent) for case, job in jobs.items()}
 
     return run
