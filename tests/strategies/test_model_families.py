@@ -166,9 +166,10 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @EACH
 @pytest.mark.parametrize("method", METHODS)
 def test_the_loss_falls(trained: Found, model: str, method: Method) -> None:
-    losses = trained[model, method, "whole"].losses
-    assert len(losses) == STEPS
-    assert losses[-1] < losses[0]
+    outcome = trained[model, method, "whole"]
+    assert len(outcome.losses) == STEPS
+    # On the same samples: those of a step may be easier than what LoRA has learned before.
+    assert outcome.validation_losses[-1] < outcome.validation_losses[0]
 
 
 @EACH

@@ -9,6 +9,7 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tiny import make_tokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 400
 SIZES: dict[str, Any] = {
@@ -251,6 +252,82 @@ _LINEAR = {
     "head_dim": 16,
 }
 MORE_MODELS: dict[str, dict[str, Any]] = {
+    "apertus1p5_text": {},
+    "axk1": _LATENT_BY_LAYER | {"q_lora_rank": 16},
+    "axk2": _INDEXED | {"gated_norm_rank": 4},
+    "bailing_hybrid": _LATENT_BY_LAYER
+    | {
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_mtp_layers": 0,
+    },
+    "beam": _EXPERTS
+    | {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "mlp_layer_types": ["dense", "sparse"],
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "bitnet": {},
+    "cohere2_moe": _EXPERTS
+    | {
+        "head_dim": 8,
+        "logit_scale": 0.25,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "mlp_layer_types": ["dense", "sparse"],
+        "prefix_dense_intermediate_size": 48,
+        "num_shared_experts": 1,
+    },
+    "cohere_compass_text": {
+        "logit_scale": 0.25,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 10_000.0,
+                "mrope_section": [2, 1, 1],
+            },
+            "full_attention": None,
+        },
+    },
+    "ctrl": _GPT2 | {"dff": 48},
+    "cwm": {"head_dim": 8, "sliding_window": 6, "layer_types": _SLIDING},
+    "dots3_note_text": _INDEXED
+    | {
+        "head_dim": 16,
+        "shared_experts_intermediate_size": 24,
+        "layer_types": ["sliding_attention", "indexed_attention"],
+        "sliding_window": 6,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 24,
+    },
+    "exaone": {},
+    "exaone_moe": _EXPERTS | {"head_dim": 8, "sliding_window": 6, "layer_types": _SLIDING},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flint": _EXPERTS
+    | {
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [0],
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+    },
     "granitemoeshared": _FEW_EXPERTS | {"shared_intermediate_size": 24},
     "granitemoehybrid": _STATES
     | _FEW_EXPERTS
@@ -305,6 +382,9 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
     "phimoe": _FEW_EXPERTS,
 }
 """Those that are seldom trained, or computed slowly."""
+for _later in [model for model in MORE_MODELS if model.split()[0] not in CONFIG_MAPPING]:
+    del MORE_MODELS[_later]  # of a later version of transformers
+
 PLANNED: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_LATENT, "head_dim": 8, "num_key_value_heads": 2},
     "glm4_moe_lite": _LATENT | {"q_lora_rank": 16, "mlp_layer_types": ["dense", "sparse"]},

@@ -385,7 +385,10 @@ def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]
     # Also of layers beside the language model: a short name in the settings would adapt them, too.
     for name in (*theirs_of_all, *base.architecture.rest_shapes):
         theirs = name.rpartition(".")[0]
-        everywhere.setdefault(theirs.rpartition(".")[2], set()).add(theirs)
+        # And of modules around them: Gemma 4's encoders have a linear layer in each q_proj.
+        while theirs:
+            everywhere.setdefault(theirs.rpartition(".")[2], set()).add(theirs)
+            theirs = theirs.rpartition(".")[0]
     found = {}
     for theirs, value in values.items():
         short = theirs.rpartition(".")[2]
