@@ -34,6 +34,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma4_assistant": ({}, "of another model"),
     "hrm_text": ({}, "some of the times without gradients"),
     "rwkv": ({}, "overwrites states"),
+    "dory": ({}, "more than a linear layer"),
 }
 
 

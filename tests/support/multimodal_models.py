@@ -43,6 +43,34 @@ def _made_of(text: str, vision: dict[str, Any], **others: Any) -> dict[str, Any]
 
 
 MODELS: dict[str, dict[str, Any]] = {
+    "dots3_note": {
+        "text_config": settings_of("dots3_note_text"),
+        "vision_config": _VISION
+        | {
+            "mlp_layer_types": ["dense", "sparse"],
+            "moe_intermediate_size": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "adapter_in_dim": 16,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {
+            "whisper_config": {
+                "d_model": 16,
+                "encoder_attention_heads": 2,
+                "encoder_layers": 2,
+                "encoder_ffn_dim": 24,
+                "num_mel_bins": 16,
+                "max_source_positions": 64,
+            },
+            "downsample_hidden_size": 8,
+            "adapter_input_size": 16,
+            "adapter_out_dim": 32,
+        },
+        "image_token_id": 399,
+        "video_token_id": 398,
+        "audio_token_id": 397,
+    },
     "gemma3": {
         "text_config": _TEXT | {"sliding_window": 6, "layer_types": _SLIDING},
         "vision_config": _SIGLIP,

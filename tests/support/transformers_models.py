@@ -253,6 +253,7 @@ _LINEAR = {
 }
 MORE_MODELS: dict[str, dict[str, Any]] = {
     "apertus1p5_text": {},
+    "apertus1p5_text head": {"output_vocab_size": 399},  # fewer rows than the embedding
     "axk1": _LATENT_BY_LAYER | {"q_lora_rank": 16},
     "axk2": _INDEXED | {"gated_norm_rank": 4},
     "bailing_hybrid": _LATENT_BY_LAYER
@@ -303,13 +304,13 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
         "shared_experts_intermediate_size": 24,
         "layer_types": ["sliding_attention", "indexed_attention"],
         "sliding_window": 6,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 24,
         "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
+        "swa_qk_nope_head_dim": 12,
+        "swa_v_head_dim": 12,
     },
     "ernie4_5_moe": {
         "moe_num_experts": 4,

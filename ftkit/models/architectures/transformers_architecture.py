@@ -213,7 +213,8 @@ class TransformersArchitecture(Architecture):
     def attention(self) -> AttentionTraits:
         config = self.config
         # Gemma 4, for one, has larger heads where attention is not windowed.
-        sizes = [_heads(layer) for layer in layer_configs(config)]
+        layers = layer_configs(config)
+        sizes = [_heads(layer) for layer in layers]
         names = {name.rpartition(".")[2] for name in self.untied_shapes}
         return AttentionTraits(
             heads=max(heads for heads, _ in sizes),
@@ -223,7 +224,7 @@ class TransformersArchitecture(Architecture):
                 getattr(config, "attn_logit_softcapping", None)
                 or "sinks" in names
                 # Latent attention, as in DeepSeek: keys are wider than values.
-                or hasattr(config, "v_head_dim")
+                or any(hasattr(layer, "v_head_dim") for layer in layers)
             ),
             takes_rows=self.takes_rows,
         )

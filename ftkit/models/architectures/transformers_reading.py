@@ -198,11 +198,15 @@ def _obstacle_of_config(config: PretrainedConfig) -> str | None:
 
 def _obstacle_of_model(model: PreTrainedModel) -> str | None:
     """Reason in the modules of a model on the meta device to refuse it, or None."""
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
         return "has no linear layer at its end"
+    # Dory's, for one, has a learned factor for each token. The loss reads the weight alone.
+    if type(layer).forward is not nn.Linear.forward:
+        return f"has a head that computes more than a linear layer ({type(layer).__name__})"
     ours = (f"{model_name(model)}.", f"{head_name(model)}.")
     # By identity, because an output layer may be reachable under several names.
-    head = set(map(id, model.get_output_embeddings().parameters()))
+    head = set(map(id, layer.parameters()))
     others = [
         name
         for name, parameter in model.named_parameters()
