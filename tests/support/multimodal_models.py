@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers_models import SIZES, model_type, save_random, settings_of
+from transformers_models import MORE_MODELS, SIZES, model_type, save_random, settings_of
 
 _TEXT = SIZES | {"head_dim": 8}
 _SLIDING = ["sliding_attention", "full_attention"]
@@ -44,7 +44,7 @@ def _made_of(text: str, vision: dict[str, Any], **others: Any) -> dict[str, Any]
 
 MODELS: dict[str, dict[str, Any]] = {
     "dots3_note": {
-        "text_config": settings_of("dots3_note_text"),
+        "text_config": SIZES | MORE_MODELS.get("dots3_note_text", {}),
         "vision_config": _VISION
         | {
             "mlp_layer_types": ["dense", "sparse"],
