@@ -29,6 +29,30 @@ _QWEN3 = _VISION | {
     "num_position_embeddings": 16,
 }
 _AXES = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_section": [1, 0, 1],
+        "partial_rotary_factor": 0.5,
+    },
+}
+_LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _IMAGE = {"image_token_id": 399}
 _SIGNS = _IMAGE | {
     "video_token_id": 398,
@@ -110,26 +134,17 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     | _SIGNS,
     "qwen3_vl_moe": {
-        "text_config": _TEXT
-        | _AXES
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "text_config": _TEXT | _AXES | _EXPERTS,
         "vision_config": _QWEN3,
     }
     | _SIGNS,
     "qwen3_5": {
-        "text_config": _TEXT
-        | {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "rope_parameters": {
-                "rope_type": "default",
-                "mrope_section": [1, 0, 1],
-                "partial_rotary_factor": 0.5,
-            },
-        },
+        "text_config": _TEXT | _LINEAR,
+        "vision_config": _QWEN3 | {"deepstack_visual_indexes": []},
+    }
+    | _SIGNS,
+    "qwen3_5_moe": {
+        "text_config": _TEXT | _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 24},
         "vision_config": _QWEN3 | {"deepstack_visual_indexes": []},
     }
     | _SIGNS,
@@ -160,7 +175,13 @@ MODELS: dict[str, dict[str, Any]] = {
             "pad_token_id": 0,
         },
         "vision_config": _VISION | {"head_dim": 8, "num_key_value_heads": 2},
-        "audio_config": None,
+        "audio_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 16,
+        },
         "image_token_id": 399,
         "video_token_id": 398,
         "audio_token_id": 397,
@@ -174,6 +195,15 @@ MODELS: dict[str, dict[str, Any]] = {
             "use_bidirectional_attention": "vision",
             "pad_token_id": 0,
         },
+        "vision_config": {
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "model_patch_size": 8,
+            "mm_embed_dim": 16,
+            "mm_posemb_size": 8,
+            "output_proj_dims": 32,
+        },
+        "audio_config": {"audio_embed_dim": 16},
         "image_token_id": 399,
         "video_token_id": 398,
         "audio_token_id": 397,
@@ -192,7 +222,68 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "image_token_index": 400,
     },
-    "lfm2_vl": {
+    "mistral3 of mistral4": {
+        "text_config": _TEXT
+        | _LATENT
+        | {"model_type": "mistral4", "first_k_dense_replace": 1, "head_dim": 16},
+        "vision_config": _PIXTRAL,
+        "tie_word_embeddings": False,
+    }
+    | _IMAGE,
+    "kimi_k25": {
+        "text_config": _TEXT
+        | _LATENT
+        | {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        "vision_config": _VISION | {"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
+        "projection_hidden_size": 16,
+        "tie_word_embeddings": False,
+    }
+    | _SIGNS,
+    "minimax_m3_vl": {
+        "text_config": settings_of("minimax_m3_vl_text"),
+        "vision_config": _VISION,
+        "projector_hidden_size": 16,
+        "image_token_index": 399,
+        "video_token_index": 398,
+    },
+    "emu3": {
+        "text_config": SIZES | {"pad_token_id": 2},
+        "vq_config": {
+            "codebook_size": 8,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "attn_resolutions": [1],
+            "hidden_size": 32,
+            "temporal_downsample_factor": 2,
+        },
+        "vocabulary_map": {"<image>": 399}
+        | {f"<|visual token {i:06d}|>": 380 + i for i in range(8)},
+    },
+    "fuyu": {
+        "text_config": SIZES | {"model_type": "persimmon", "num_key_value_heads": 4},
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    | _IMAGE,
+    "phi4_multimodal": SIZES
+    | {
+        "pad_token_id": 0,
+        "vision_config": _VISION | {"crop_size": 16, "image_token_id": 399},
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_blocks": 2,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "depthwise_separable_out_channel": 16,
+            "nemo_conv_channels": 8,
+            "input_size": 16,
+            "bias_max_distance": 8,
+            "audio_token_id": 398,
+        },
+    },
+    "lfm2_vllfm2_vl": {
         "text_config": _TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 4},
         "projector_hidden_size": 16,
@@ -202,25 +293,6 @@ MODELS: dict[str, dict[str, Any]] = {
 """Settings of each, by model_type."""
 PLANNED: dict[str, dict[str, Any]] = {
     "mistral3 of ministral3": _made_of("ministral3", _PIXTRAL, tie_word_embeddings=False),
-    "mistral3 of mistral4": {
-        "text_config": SIZES
-        | {
-            "model_type": "mistral4",
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "head_dim": 16,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-        },
-        "vision_config": _PIXTRAL,
-        "tie_word_embeddings": False,
-    }
-    | _IMAGE,
     "gemma4 experts": MODELS["gemma4"]
     | {"text_config": settings_of("gemma4_text experts") | {"pad_token_id": 0}},
 }
@@ -233,20 +305,27 @@ EACH = tuple(
 """All, as cases of a test."""
 
 
+def _auto_class(config: transformers.PretrainedConfig) -> Any:
+    # Phi-4's language model is the class that has encoders, too.
+    is_causal = config.model_type == "phi4_multimodal"
+    return getattr(
+        transformers, "AutoModelForCausalLM" if is_causal else "AutoModelForImageTextToText"
+    )
+
+
 def make_multimodal_model(directory: Path, model: str) -> Path:
     """A random model in Hugging Face's layout."""
     settings = (MODELS | PLANNED)[model]
     config = transformers.AutoConfig.for_model(model_type(model), **settings)
-    save_random(directory, transformers.AutoModelForImageTextToText, config)
+    save_random(directory, _auto_class(config), config)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Any"}\n')
     return directory
 
 
 def multimodal_model(directory: Path) -> transformers.PreTrainedModel:
     """The whole model of a directory, loaded by transformers; its attention step by step."""
-    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
-        directory, attn_implementation="eager"
-    )
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model: Any = _auto_class(config).from_pretrained(directory, attn_implementation="eager")
     if model.config.model_type == "llama4":
         # Transformers 5.24 reads this attribute of an output, which does not have it.
         model.language_model.register_forward_hook(

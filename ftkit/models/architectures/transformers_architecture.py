@@ -410,7 +410,9 @@ class TransformersArchitecture(Architecture):
                 setattr(config, name, False)
         # Only used where ftkit's attention cannot take the place of the model's own.
         sdpa = self._class._supports_sdpa and self.name not in _OWN_MASKS
-        whole._attn_implementation = config._attn_implementation = "sdpa" if sdpa else "eager"
+        # None: an encoder takes what its own code supports (Gemma 4's of audio lacks SDPA).
+        whole._attn_implementation = None
+        config._attn_implementation = "sdpa" if sdpa else "eager"
         with on_meta_device():
             model = self._class(whole)
             part = self.language_in(model) if self.is_part else model

@@ -1,0 +1,114 @@
+"""Language models within whole checkpoints, from end to end: training and files of the result.
+
+Two that differ most stand for all in the run of slow tests; the others are the matrix.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import TOKENS, logits
+from computed import assert_close
+from family_runs import (
+    CUT,
+    STEPS,
+    Directory,
+    Found,
+    as_it_was_trained,
+    assert_written_as_theirs,
+    logits_of_theirs,
+    selected,
+    train_all,
+)
+from multimodal_models import MODELS, make_multimodal_model, multimodal_model
+from rank_jobs import METHODS, Run, assert_same_maths, make_run
+
+from ftkit.recipe.recipe import Method
+
+pytestmark = pytest.mark.slow
+
+FEW = ("gemma4", "qwen3_5_moe")
+"""With encoders of images and audio, and inputs for each layer; with states and experts."""
+EACH = pytest.mark.parametrize(
+    "model",
+    [
+        *FEW,
+        *(pytest.param(model, marks=pytest.mark.matrix) for model in MODELS if model not in FEW),
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return make_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Directory:
+    @functools.cache
+    def made(model: str) -> Path:
+        return make_multimodal_model(tmp_path_factory.mktemp("model"), model)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(run: Run, base_of: Directory, request: pytest.FixtureRequest) -> Found:
+    return train_all(run, base_of, selected(request))
+
+
+@EACH
+@pytest.mark.parametrize("method", METHODS)
+def test_the_loss_falls(trained: Found, model: str, method: Method) -> None:
+    losses = trained[model, method, "whole"].losses
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+
+
+@EACH
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_resumes_in_two_shards(trained: Found, model: str, method: Method) -> None:
+    assert len(trained[model, method, "half"].losses) == CUT
+    # What a random model answers may be the end of the text.
+    resumed, whole = (trained[model, method, name] for name in ("resumed", "whole"))
+    assert_same_maths(resumed, whole, answers=False)
+
+
+@EACH
+def test_an_adapter_loads_in_peft_on_the_whole_with_equal_logits(
+    trained: Found, base_of: Directory, model: str
+) -> None:
+    outcome = trained[model, "lora", "whole"]
+    found = logits_of_theirs(multimodal_model(base_of(model)), outcome.out_dir / "final")
+    assert_close(logits(as_it_was_trained(outcome, "lora")), found)
+    assert (found - logits_of_theirs(multimodal_model(base_of(model)))).abs().max() > 1e-3
+
+
+@EACH
+def test_a_full_result_is_the_whole_as_transformers_writes_it_with_equal_logits(
+    trained: Found, base_of: Directory, model: str, tmp_path: Path
+) -> None:
+    outcome = trained[model, "full", "whole"]
+    final, base = outcome.out_dir / "final", base_of(model)
+    theirs = multimodal_model(final)
+    assert_close(logits(as_it_was_trained(outcome, "full")), logits_of_theirs(theirs))
+    assert_written_as_theirs(theirs, base, final, tmp_path)
+
+
+@EACH
+def test_full_training_changes_what_text_reaches_alone(
+    trained: Found, base_of: Directory, model: str
+) -> None:
+    before, after = (
+        multimodal_model(directory)
+        for directory in (base_of(model), trained[model, "full", "whole"].out_dir / "final")
+    )
+    before(TOKENS).logits.sum().backward()
+    reached = {name for name, p in before.named_parameters() if p.grad is not None}
+    weights = before.state_dict()
+    changed = {n for n, tensor in after.state_dict().items() if not torch.equal(tensor, weights[n])}
+    # An embedding may be reached by several names.
+    assert {weights[name].data_ptr() for name in changed} == {
+        weights[name].data_ptr() for name in reached
+    }
