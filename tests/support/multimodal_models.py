@@ -144,7 +144,10 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     | _SIGNS,
     "qwen3_5_moe": {
-        "text_config": _TEXT | _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 24},
+        "text_config": _TEXT
+        | _LINEAR
+        | _EXPERTS
+        | {"shared_expert_intermediate_size": 24, "head_dim": 16},
         "vision_config": _QWEN3 | {"deepstack_visual_indexes": []},
     }
     | _SIGNS,
@@ -240,7 +243,8 @@ MODELS: dict[str, dict[str, Any]] = {
     }
     | _SIGNS,
     "minimax_m3_vl": {
-        "text_config": settings_of("minimax_m3_vl_text"),
+        "text_config": settings_of("minimax_m3_vl_text")
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
         "vision_config": _VISION,
         "projector_hidden_size": 16,
         "image_token_index": 399,
@@ -283,7 +287,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "audio_token_id": 398,
         },
     },
-    "lfm2_vllfm2_vl": {
+    "lfm2_vl": {
         "text_config": _TEXT | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         "vision_config": _VISION | {"model_type": "siglip2_vision_model", "num_patches": 4},
         "projector_hidden_size": 16,
