@@ -176,6 +176,22 @@ where there is one.
 """,
 }
 """Code or commands that use the result, by its kind."""
+_USAGE_OF_WHOLE: dict[CardKind, str] = {
+    "adapter": f"""With PEFT, on the whole model:
+
+```python
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+name = {HERE}
+base = PeftConfig.from_pretrained(name).base_model_name_or_path
+model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), name)
+tokenizer = AutoTokenizer.from_pretrained(name)
+{_ANSWER.lstrip()}""",
+    "hf": _USAGE["hf"].replace("AutoModelForCausalLM", "AutoModelForImageTextToText"),
+}
+"""The same of a language model within a multimodal one: by its class for text alone, transformers
+would load other names or none."""
 _SCORE = """
 messages = [
     {"role": "user", "content": "Hello!"},
@@ -241,7 +257,9 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     # Not sorted: in the order of the recipe's own keys.
     recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
     scores = gives_scores(report.recipe.get("objective", _SFT))
-    usage = (_USAGE_OF_SCORES if scores else _USAGE)[kind]
+    is_whole = report.resolved is not None and report.resolved.kept_bytes
+    special = _USAGE_OF_SCORES if scores else _USAGE_OF_WHOLE if is_whole else {}
+    usage = special.get(kind, _USAGE[kind])
     parts = [
         f"---\n{_head(kind, base, data, _type_of(report), scores=scores)}---\n",
         f"# {base.name}, fine-tuned on {', '.join(data.names)}\n",

@@ -5,6 +5,7 @@ Two that differ most stand for all in the run of slow tests; the others are the 
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from family_runs import (
 from multimodal_models import MODELS, make_multimodal_model, multimodal_model
 from rank_jobs import METHODS, Run, assert_same_maths, make_run
 
+from ftkit.exchange.model_card import card_text, with_name
 from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
@@ -112,3 +114,24 @@ def test_full_training_changes_what_text_reaches_alone(
     assert {weights[name].data_ptr() for name in changed} == {
         weights[name].data_ptr() for name in reached
     }
+
+
+@EACH
+@pytest.mark.parametrize("method", METHODS)
+def test_the_code_of_its_card_loads_a_result(
+    trained: Found, base_of: Directory, model: str, method: Method
+) -> None:
+    if model == "mistral4":
+        pytest.skip("AutoModelForCausalLM of transformers 5.24 does not know it")
+    outcome = trained[model, method, "whole"]
+    card = card_text(outcome.report, base_of(model), "adapter" if method == "lora" else "hf")
+    code = card.partition("```python\n")[2].partition("\nmessages = ")[0]
+    found: dict[str, Any] = {}
+    exec(with_name(code, str(outcome.out_dir / "final"), None), found)
+    loaded = found["model"]
+    assert loaded.config.architectures == [type(multimodal_model(base_of(model))).__name__]
+    if method == "lora":
+        pairs = [tensor for name, tensor in loaded.state_dict().items() if ".lora_B." in name]
+        assert pairs and all(tensor.any() for tensor in pairs)
+        loaded = loaded.get_base_model()
+    assert [type(loaded).__name__] == loaded.config.architectures

@@ -53,6 +53,7 @@ _LATENT = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+_MISTRAL4 = _TEXT | _LATENT | {"model_type": "mistral4", "first_k_dense_replace": 1, "head_dim": 16}
 _IMAGE = {"image_token_id": 399}
 _SIGNS = _IMAGE | {
     "video_token_id": 398,
@@ -226,13 +227,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "image_token_index": 400,
     },
     "mistral3 of mistral4": {
-        "text_config": _TEXT
-        | _LATENT
-        | {"model_type": "mistral4", "first_k_dense_replace": 1, "head_dim": 16},
+        "text_config": _MISTRAL4,
         "vision_config": _PIXTRAL,
         "tie_word_embeddings": False,
     }
     | _IMAGE,
+    # Its text model alone, which transformers 5.24 lists among those that see.
+    "mistral4": _MISTRAL4,
     "kimi_k25": {
         "text_config": _TEXT
         | _LATENT
@@ -320,7 +321,7 @@ def _auto_class(config: transformers.PretrainedConfig) -> Any:
 def make_multimodal_model(directory: Path, model: str) -> Path:
     """A random model in Hugging Face's layout."""
     settings = (MODELS | PLANNED)[model]
-    config = transformers.AutoConfig.for_model(model_type(model), **settings)
+    config = transformers.AutoConfig.for_model(**{"model_type": model_type(model)} | settings)
     save_random(directory, _auto_class(config), config)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Any"}\n')
     return directory

@@ -231,6 +231,10 @@ class Architecture(ABC):
     def lora_layers(self) -> Mapping[str, Sequence[str]]:
         """Layers that each key of LoRA recipes adapts, by the end of our names."""
 
+    def is_untrained(self, layer: str) -> bool:
+        """Return whether training leaves a layer as it is, given our name of it."""
+        return False
+
     @property
     @abstractmethod
     def untied_shapes(self) -> dict[str, torch.Size]:

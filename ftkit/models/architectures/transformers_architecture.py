@@ -16,7 +16,6 @@ import torch.nn as nn
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
 from ftkit.errors import UserError
@@ -30,7 +29,9 @@ from ftkit.models.architectures.architecture import (
     seed_of,
 )
 from ftkit.models.architectures.transformers_outline import (
+    UNTRAINED,
     blocks_of,
+    causal_class_name,
     compute_buffers,
     find_router_loss,
     finished_logits,
@@ -166,7 +167,7 @@ class TransformersArchitecture(Architecture):
 
     @property
     def _class_name(self) -> str:
-        return whole_class_name(self.name) or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.name])
+        return whole_class_name(self.name) or causal_class_name(self.name) or ""
 
     @property
     def context_length(self) -> int:
@@ -315,6 +316,9 @@ class TransformersArchitecture(Architecture):
                         by_key.setdefault(key, {})[name] = None
         # Over all blocks, because they may differ; a dict per key keeps the order without repeats.
         return {key: tuple(names) for key, names in by_key.items()} | {"lora_head": ("lm_head",)}
+
+    def is_untrained(self, layer: str) -> bool:
+        return not UNTRAINED.isdisjoint(layer.split("."))
 
     def _kernels_read(self, layer: str) -> bool:
         """Return whether a linear layer's weight is read in another way than by its product."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
@@ -23,7 +24,7 @@ from ftkit.models.routing import RouterLoss
 _MOST_BUFFER_BYTES = 2**31
 """Masks and rotary tables; GPT-J's 28 masks of 2048 x 2048 take an eighteenth of this."""
 
-_UNTRAINED = ("indexer", "embed_tokens_extend")
+UNTRAINED = frozenset({"indexer", "embed_tokens_extend"})
 """Names of modules of which the loss on text has no gradient: those that choose tokens by number in
 sparse attention (DeepSeek V3.2), and embeddings of images and audio (Phi-4 multimodal)."""
 
@@ -136,7 +137,7 @@ def _stored_buffers(model: PreTrainedModel) -> Iterator[Tensor]:
 def freeze_untrained(model: PreTrainedModel) -> None:
     """Freeze the modules of which the loss on text has no gradient, by their names."""
     for name, module in model.named_modules():
-        if name.rpartition(".")[2] in _UNTRAINED:
+        if name.rpartition(".")[2] in UNTRAINED:
             module.requires_grad_(False)
 
 
@@ -267,6 +268,16 @@ def score_class_name(model_type: str) -> str | None:
     """Name of the class with a score for each sequence of a model type; None: there is none."""
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     return None if name is None else str(name)
+
+
+def causal_class_name(model_type: str) -> str | None:
+    """Class of the causal language model of a model type; None: there is none."""
+    if name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type):
+        return str(name)
+    # Transformers 5.24 has Mistral 4's among the models that see, whose text model it is.
+    name = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type, ""))
+    is_of_text = model_type in CONFIG_MAPPING and not CONFIG_MAPPING[model_type].sub_configs
+    return name if is_of_text and name.endswith("ForCausalLM") else None
 
 
 def whole_class_name(model_type: str) -> str | None:

@@ -11,13 +11,13 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_outline import (
     Called,
     call_apart,
+    causal_class_name,
     head_name,
     model_name,
     whole_class_name,
@@ -105,8 +105,7 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
             f"{name} is of model_type {model_type!r}, which needs transformers {since} or newer, "
             f"and {transformers.__version__} is installed. Try pip install -U transformers."
         )
-    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not is_causal and whole_class_name(model_type) is None:
+    if causal_class_name(model_type) is None and whole_class_name(model_type) is None:
         raise UserError(
             f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
             "model. Choose another model."

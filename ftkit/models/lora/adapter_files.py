@@ -514,6 +514,9 @@ def adapter_tensors(
             )
             continue
         theirs, kind = _split(name)
+        # PEFT also adapts layers that no loss trains, to no effect: one of the two stays 0.
+        if base.architecture.is_untrained(theirs) and (kind == "lora_A" or not tensor.any()):
+            continue
         found = holders.get(theirs)
         if found is None:
             raise UserError(

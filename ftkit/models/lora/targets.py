@@ -81,7 +81,7 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
             if (key != "lora_head" if all_linear else getattr(lora, key))
             for ending in layer_endings
         )
-        return [name for name in linear if name.endswith(endings)]
+        return _trained([name for name in linear if name.endswith(endings)], base)
     targets = _default_targets(base) if lora.lora_targets == PEFT_DEFAULT else lora.lora_targets
     names = {name: names_of(base, our_name(name)) for name in linear}
     chosen: set[str] = set()
@@ -100,7 +100,18 @@ def chosen_layers(linear: list[str], base: BaseModel, lora: Lora) -> list[str]:
             f"lora_targets names {unmatched[0]}, which is not a linear layer of {base.name}. "
             + _advice("lora_targets", unmatched[0], names.values())
         )
-    return [name for name in linear if name in chosen]
+    trained = _trained([name for name in linear if name in chosen], base)
+    if not trained and chosen:
+        raise UserError(
+            f"lora_targets names {our_name(min(chosen))} of {base.name}, of which the "
+            f"loss has no gradient. Try --lora_targets {ALL_LINEAR}."
+        )
+    return trained
+
+
+def _trained(layers: list[str], base: BaseModel) -> list[str]:
+    """Leave out layers of which the loss has no gradient: ranks would wait for it."""
+    return [name for name in layers if not base.architecture.is_untrained(our_name(name))]
 
 
 def _default_targets(base: BaseModel) -> list[str] | str:

@@ -14,7 +14,7 @@ from messages import says
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
 from torch import Tensor
-from transformers_models import make_transformers_model
+from transformers_models import NEWEST, make_transformers_model
 
 from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
@@ -524,6 +524,62 @@ def test_a_wrong_adapter_is_refused_before_anything_starts(
     with pytest.raises(UserError, match="lora_r is 5, but the adapter"):
         launch(recipe, command=())
     assert not out.exists()
+
+
+# --- Layers without a gradient ------------------------------------------------------------------
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> BaseModel:
+    """A model of which an indexer in the last layer has a q_proj and a k_proj, too."""
+    if "minimax_m3_vl_text" not in NEWEST:
+        pytest.skip("needs a newer transformers")
+    kinds = ["full_attention", "minimax_m3_sparse"]
+    made = make_transformers_model(tmp_path / "indexed", "minimax_m3_vl_text", layer_types=kinds)
+    return open_base(str(made))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj"], "all-linear", r".*\.[qk]_proj"])
+def test_layers_that_no_loss_trains_are_not_adapted(
+    indexed: BaseModel, targets: list[str] | str
+) -> None:
+    model = build(indexed, lora_recipe(indexed, lora_targets=targets))
+    adapted = {
+        name.partition(".lora_")[0] for name, _ in model.named_parameters() if "lora_" in name
+    }
+    assert any(name.endswith("layers.1.self_attn.q_proj") for name in adapted)
+    assert not any("indexer" in name for name in adapted)
+
+
+def test_targets_that_no_loss_trains_are_refused(indexed: BaseModel) -> None:
+    with pytest.raises(UserError) as error:
+        build(indexed, lora_recipe(indexed, lora_targets=r".*indexer\.q_proj"))
+    assert says(str(error.value), "lora_targets", "indexer.q_proj", "--lora_targets all-linear")
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_adapter_of_peft_on_such_layers_is_read_if_it_has_no_effect_there(
+    indexed: BaseModel, is_trained: bool, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    theirs: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(indexed.directory),
+        LoraConfig(target_modules=["q_proj", "k_proj"]),
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if ".lora_B." in name and (is_trained or "indexer" not in name):
+                parameter.normal_()
+    theirs.save_pretrained(tmp_path / "adapter")
+    recipe = lora_recipe(indexed, adapter=tmp_path / "adapter")
+    if is_trained:
+        with pytest.raises(UserError, match=r"indexer.*is not among its target modules"):
+            build(indexed, recipe)
+    else:
+        found, expected = logits(build(indexed, recipe)), theirs.eval()(TOKENS).logits
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # --- Quantised bases ----------------------------------------------------------------------------
