@@ -57,7 +57,8 @@ def case(base: Path, strategy: str, method: Method, **keys: Any) -> Case:
 def train_all(run: Run, base_of: Directory, models: Sequence[str]) -> Found:
     """The runs of some models, all in one process group: whole, stopped, and gone on with."""
     pairs = [(model, method) for model in models for method in METHODS]
-    one, two = {}, {}
+    one: dict[tuple[str, ...], Case] = {}
+    two: dict[tuple[str, ...], Case] = {}
     for model, method in pairs:
         one[model, method, "whole"] = case(base_of(model), "single", method)
         one[model, method, "half"] = case(base_of(model), "single", method, stop_after=CUT)
