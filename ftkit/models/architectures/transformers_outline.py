@@ -1,5 +1,6 @@
 """Models of transformers on the meta device: finding their parts, and preparing them."""
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -234,16 +235,36 @@ def call_apart(model: PreTrainedModel, language: str, tokens: Tensor, products: 
         products: [1, tokens, vocabulary], used as the products of the head.
     """
     with torch.device("cpu"), torch.no_grad():
-        # Small and on the CPU: only whether its output is passed on matters.
-        embedding = nn.Embedding(int(tokens.max()) + 1, 2)
-        given = _Given(products, embedding, model.get_submodule(language))
+        named: Any = model.get_submodule(language)
+        # Few rows, on the CPU: only whether its output is passed on matters.
+        width = named.get_input_embeddings().weight.shape[1]
+        embedding = nn.Embedding(int(tokens.max()) + 1, width)
+        given = _Given(products, embedding, named)
         model.set_submodule(head_name(model), _SameProducts())
         # Now the code of the whole model runs around two stand-ins, which shows what it adds.
+        for module in model.modules():
+            module.register_forward_pre_hook(_give_unknown_numbers, with_kwargs=True)
         model.set_submodule(language, given)
         if owner := language.rpartition(".")[0]:
             model.get_submodule(owner).register_forward_hook(_add_image_outputs)
         logits: Tensor = model.eval()(input_ids=tokens).logits
         return Called(tokens, embedding(tokens), given.arguments, logits)
+
+
+def _give_unknown_numbers(
+    module: nn.Module, args: tuple[Any, ...], arguments: dict[str, Any]
+) -> None:
+    """Let a module compute: its own parameters become NaN, which shows wherever they have effect.
+
+    Gemma 3n, for one, embeds all tokens as those of images too, and takes none of these for text.
+    """
+    given = [value for value in (*args, *arguments.values()) if isinstance(value, Tensor)]
+    if not given or any(tensor.is_meta for tensor in given):
+        return
+    for kind, parameter in module.named_parameters(recurse=False):
+        if parameter.is_meta:
+            unknown = torch.full_like(parameter, math.nan, device="cpu")
+            setattr(module, kind, nn.Parameter(unknown, requires_grad=False))
 
 
 def _add_image_outputs(_: nn.Module, __: Any, output: Any) -> None:

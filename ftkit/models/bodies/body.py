@@ -50,7 +50,10 @@ class Body(nn.Module, ABC):
     @property
     @abstractmethod
     def others(self) -> list[nn.Module]:
-        """Other modules with parameters: the norm after the last block, embeddings of positions."""
+        """Other modules with parameters: the norm after the last block, embeddings of positions.
+
+        Each is called as a whole.
+        """
 
     @abstractmethod
     def take_head(self) -> nn.Linear:

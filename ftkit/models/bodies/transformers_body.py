@@ -240,12 +240,12 @@ class TransformersBody(Body):
 
 
 def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
-    """Largest modules with parameters that neither are nor contain a known one."""
+    """Largest modules with parameters that are called, and neither are nor contain a known one."""
     for child in module.children():
         if child in known:
             continue
-        # It contains the blocks or the embedding, so only its other children count.
-        if known.intersection(child.modules()):
+        # It contains the blocks or the embedding, or is a list: only its other children count.
+        if known.intersection(child.modules()) or isinstance(child, nn.ModuleList):
             yield from _beside(child, known)
         elif any(True for _ in child.parameters()):
             yield child

@@ -81,7 +81,8 @@ def test_a_step_has_the_gradients_of_the_whole_model(directory_of: Directory, mo
     named = dict(theirs.named_parameters())
     naming = base.architecture.naming_in("hf")
     assert naming is not None
-    trained = {name for name, parameter in named.items() if parameter.grad is not None}
+    # Gemma 3n embeds text as images too, and takes none of it.
+    trained = {name for name, p in named.items() if p.grad is not None and p.grad.any()}
     compared = set()
     for name, parameter in ours.named_parameters():
         if parameter.grad is not None and (other := naming.theirs(our_name(name))) in trained:

@@ -28,9 +28,10 @@ from transformers_models import (
     transformers_model,
 )
 
+from ftkit.exchange.merge import base_reader, logits_of
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import read_transformers_architecture
-from ftkit.models.language_model import LanguageModel
+from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base, storage_of, weights
 from ftkit.models.pretrained.save import save_hf
@@ -93,6 +94,17 @@ def test_logits_of_tokens_that_follow_others_are_those_of_whole_sequences(
     expected = tiny(model).expected_logits.split(LENGTHS)
     for step, logits in enumerate(cached_logits(ours, sequences())):
         assert_close(logits, torch.stack([one[step - 3] for one in expected]))
+
+
+@pytest.mark.parametrize("model", ALL)
+def test_layers_that_are_loaded_one_by_one_have_the_same_logits(tiny: Models, model: str) -> None:
+    base, _ = tiny(model).ours
+    found = logits_of(
+        outline_plain(base, torch.float32, tied=False),
+        base_reader(base),
+        [sequence.tolist() for sequence in sequences()],
+    )
+    assert_close(found, tiny(model).expected_logits)
 
 
 @pytest.mark.parametrize("model", ALL)
