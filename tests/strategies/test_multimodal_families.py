@@ -22,7 +22,7 @@ from family_runs import (
     selected,
     train_all,
 )
-from multimodal_models import MODELS, make_multimodal_model, multimodal_model
+from multimodal_models import MODELS, SELDOM, make_multimodal_model, multimodal_model
 from rank_jobs import METHODS, Run, assert_same_maths, make_run
 
 from ftkit.exchange.model_card import card_text, with_name
@@ -36,7 +36,11 @@ EACH = pytest.mark.parametrize(
     "model",
     [
         *FEW,
-        *(pytest.param(model, marks=pytest.mark.matrix) for model in MODELS if model not in FEW),
+        *(
+            pytest.param(model, marks=pytest.mark.matrix)
+            for model in MODELS | SELDOM
+            if model not in FEW
+        ),
     ],
 )
 

@@ -319,11 +319,82 @@ MODELS: dict[str, dict[str, Any]] = {
     | _IMAGE,
 }
 """Settings of each, by model_type and that of its text."""
-for model in list(MODELS):
+SELDOM: dict[str, dict[str, Any]] = {
+    "cohere2_vision": _made_of("cohere2", _SIGLIP, alignment_intermediate_size=24),
+    "vipllava": _made_of("llama", _CLIP, vision_feature_layers=[-1], image_token_index=399),
+    "deepseek_vl": _made_of("llama", _SIGLIP),
+    "idefics2": _made_of(
+        "mistral",
+        _VISION,
+        perceiver_config={
+            "hidden_size": 32,
+            "resampler_n_latents": 2,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 8,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "aria": {
+        "text_config": _TEXT
+        | {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2}
+        | {"moe_num_shared_experts": 1},
+        "vision_config": _VISION | {"model_type": "idefics3_vision"},
+        "projector_patch_to_query_dict": {"4": 2},
+        "image_token_index": 399,
+    },
+    "llava_next_video": _made_of(
+        "llama",
+        _CLIP,
+        image_grid_pinpoints=[[16, 16]],
+        image_token_index=399,
+        video_token_index=398,
+    ),
+    "video_llava": _made_of("llama", _CLIP, image_token_index=399, video_token_index=398),
+    "glm4v_moe": {
+        "text_config": _TEXT
+        | {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [1, 1, 0],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": _QWEN3,
+    }
+    | _SIGNS,
+    "exaone4_5": {
+        "text_config": _TEXT
+        | {"model_type": "exaone4", "sliding_window": 6, "layer_types": _SLIDING},
+        "vision_config": _VISION
+        | {
+            "depth": 2,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+            "num_key_value_heads": 1,
+        },
+    }
+    | _SIGNS,
+    "lighton_ocr": _made_of("qwen3", _PIXTRAL),
+    "video_llama_3": {
+        "text_config": _TEXT | {"model_type": "qwen2"},
+        "vision_config": _VISION,
+    }
+    | _SIGNS,
+}
+"""Those that are seldom trained."""
+for model, settings in list((MODELS | SELDOM).items()):
     # Earlier versions of transformers lack some, and the vision tower of Gemma 3n is timm's.
-    types = {model_type(model), MODELS[model].get("text_config", {}).get("model_type")} - {None}
+    types = {model_type(model), settings.get("text_config", {}).get("model_type")} - {None}
     if types - set(CONFIG_MAPPING) or (model == "gemma3n" and find_spec("timm") is None):
-        del MODELS[model]
+        (SELDOM if model in SELDOM else MODELS).pop(model)
 PLANNED: dict[str, dict[str, Any]] = {
     "mistral3 of ministral3": _made_of("ministral3", _PIXTRAL, tie_word_embeddings=False),
     "gemma4 experts": MODELS["gemma4"]
@@ -332,8 +403,9 @@ PLANNED: dict[str, dict[str, Any]] = {
 """Those that plans of published configurations need, and no test."""
 SOME = ("gemma3", "llama4", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava")
 """Those that differ most."""
-EACH = tuple(
-    model if model in SOME else pytest.param(model, marks=pytest.mark.slow) for model in MODELS
+EACH = (
+    *(model if model in SOME else pytest.param(model, marks=pytest.mark.slow) for model in MODELS),
+    *(pytest.param(model, marks=[pytest.mark.slow, pytest.mark.matrix]) for model in SELDOM),
 )
 """All, as cases of a test."""
 
@@ -348,7 +420,7 @@ def _auto_class(config: transformers.PretrainedConfig) -> Any:
 
 def make_multimodal_model(directory: Path, model: str) -> Path:
     """A random model in Hugging Face's layout."""
-    settings = (MODELS | PLANNED)[model]
+    settings = (MODELS | SELDOM | PLANNED)[model]
     config = transformers.AutoConfig.for_model(**{"model_type": model_type(model)} | settings)
     save_random(directory, _auto_class(config), config)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "Any"}\n')

@@ -32,6 +32,7 @@ _SHARED = "shares weights between blocks"
 _FAMILIES = {
     "blt": "reads bytes, which another model groups into patches",
     "cpmant": "attends to prompts in both directions, and takes tokens in segments",
+    "ernie4_5_vl_moe": "mixes experts of text and of images in the same files",
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
     "hrm_text": "repeats its blocks for each token, some of the times without gradients",

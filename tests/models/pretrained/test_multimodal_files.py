@@ -278,6 +278,12 @@ def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Pa
         require_text_alone(architecture.build(), architecture.language_name, "it")
 
 
+def test_a_model_whose_layers_have_experts_for_images_too_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_vl_moe"}))
+    with pytest.raises(UserError, match="experts of text and of images"):
+        read_blueprint(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
