@@ -47,8 +47,9 @@ class FrozenHead:
         # Read every time: under FSDP a parameter that is sharded again is another tensor.
         layer = self._head.lm_head
         assert isinstance(layer, OutputLayer)
-        weight = self._whole(layer.weight).to(dtype)
-        bias = None if layer.bias is None else self._whole(layer.bias).to(dtype)
+        count = self._head.count
+        weight = self._whole(layer.weight)[:count].to(dtype)
+        bias = None if layer.bias is None else self._whole(layer.bias)[:count].to(dtype)
 
         @torch.no_grad()
         def logits(rows: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class LanguageModel(nn.Module):
         if architecture.scores:
             self.head = Head(nn.Linear(layer.in_features, 1, bias=False), None)
         else:
-            self.head = Head(layer, architecture.logit_softcap, architecture.logit_scale)
+            softcap, scale = architecture.logit_softcap, architecture.logit_scale
+            self.head = Head(layer, softcap, scale, architecture.logit_count)
         self.head.tokens = self.body.tokens
         self.kernel: AttentionKernel = "sdpa"
         """Kernel that computes attention."""

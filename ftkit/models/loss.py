@@ -317,8 +317,9 @@ class LogProbabilities(HeadOutput):
         if isinstance(head.lm_head, OutputLayer):
 
             def chosen(layer: OutputLayer, rows: Tensor) -> Tensor:
+                weight, bias = head.of_logits(layer)
                 result: Tensor = _LogProbabilities.apply(
-                    rows, layer.weight, layer.bias, labels, head.softcap, on_cpu
+                    rows, weight, bias, labels, head.softcap, on_cpu
                 )
                 return result
 
@@ -355,13 +356,20 @@ def _label_log_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
 class Head(nn.Module):
     """The output layer and the loss in one, so that the logits of a batch never exist at once."""
 
-    def __init__(self, layer: nn.Linear, softcap: float | None, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        layer: nn.Linear,
+        softcap: float | None,
+        scale: float = 1.0,
+        count: int | None = None,
+    ) -> None:
         """Make an output layer of the same shape as another.
 
         Args:
             layer: the other one.
             softcap: bound of the logits; None: they have none.
             scale: factor of the logits.
+            count: of the first logits, if the model drops the others; None: there are no others.
         """
         super().__init__()
         width, vocabulary = layer.in_features, layer.out_features
@@ -372,7 +380,7 @@ class Head(nn.Module):
             device=layer.weight.device,
             dtype=layer.weight.dtype,
         )
-        self.softcap, self.scale = softcap, scale
+        self.softcap, self.scale, self.count = softcap, scale, count
         self.tokens = TokenNumbers()
         """Of the body below it, for the dropout of an adapter."""
         self.label_smoothing = 0.0
@@ -410,6 +418,12 @@ class Head(nn.Module):
         with self.tokens.within(self.tokens.at(label_indices) if is_adapted else None):
             return (output or SummedLoss()).compute(self, rows, labels, on_cpu=on_cpu)
 
+    def of_logits(self, layer: OutputLayer) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of weight and bias that give logits."""
+        if self.count is None:
+            return layer.weight, layer.bias
+        return layer.weight[: self.count], None if layer.bias is None else layer.bias[: self.count]
+
     def fuses(self, rows: Tensor) -> bool:
         """Whether `summed` can compute a loss of these rows."""
         # An adapter has a forward of its own, and float16 needs the loss scale before small
@@ -435,9 +449,8 @@ class Head(nn.Module):
         trains = torch.is_grad_enabled()
 
         def within(layer: OutputLayer, rows: Tensor) -> Tensor:
-            sums: Tensor = _SummedLoss.apply(
-                rows, layer.weight, layer.bias, columns, compute, trains
-            )
+            weight, bias = self.of_logits(layer)
+            sums: Tensor = _SummedLoss.apply(rows, weight, bias, columns, compute, trains)
             return sums
 
         result: Tensor = self.lm_head(rows, within)
@@ -477,7 +490,7 @@ class Head(nn.Module):
         return torch.cat(results) if results[0].dim() else torch.stack(results)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(rows).float()
+        logits: Tensor = self.lm_head(rows)[:, : self.count].float()
         return capped_logits(logits, self.softcap)
 
     @property

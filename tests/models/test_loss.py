@@ -79,6 +79,24 @@ def test_loss_and_gradients_are_those_of_the_definition(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("output", [None, SummedLoss(), LogProbabilities(), Likelihoods()])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_logits_that_a_model_drops_count_nowhere(output: HeadOutput | None, on_cpu: bool) -> None:
+    layer, count = nn.Linear(WIDTH, VOCABULARY), 40
+    head, fewer = Head(layer, 5.0, count=count), Head(nn.Linear(WIDTH, count), 5.0)
+    fewer.load_state_dict({name: p[:count] for name, p in head.state_dict().items()})
+    hidden, places, labels = make_batch()
+    wanted = None if output is None else labels % count
+    found = [one(hidden, places, wanted, output, on_cpu=on_cpu) for one in (head, fewer)]
+    assert torch.equal(*found)
+    for one in found if not isinstance(output, Likelihoods) else ():
+        one.sum().backward()
+    for ours, theirs in zip(head.parameters(), fewer.parameters(), strict=True):
+        if ours.grad is not None and theirs.grad is not None:
+            assert torch.equal(ours.grad[:count], theirs.grad)
+            assert not ours.grad[count:].any()
+
+
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_the_loss_of_16_bit_weights_is_summed_in_32_bits(on_cpu: bool) -> None:
     head = make_head().bfloat16()

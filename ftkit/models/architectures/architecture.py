@@ -202,6 +202,11 @@ class Architecture(ABC):
         """Factor of the logits, before they are bounded."""
 
     @property
+    def logit_count(self) -> int | None:
+        """Number of the first logits, if the model drops the others; None: there are no others."""
+        return None
+
+    @property
     @abstractmethod
     def expert_share(self) -> float:
         """Share of the experts of a layer that a token passes; 1 without experts."""

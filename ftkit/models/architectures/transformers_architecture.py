@@ -90,6 +90,15 @@ _ASKED = {
 }
 """Layers of whose weight the code of a family asks the dtype, to turn their input to it (seen in
 transformers 5.24)."""
+_RENAMED = dict.fromkeys(
+    ("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"), "weight_proj"
+)
+"""Layers whose adapters PEFT does not find, because a rule of transformers for the family's first
+files changes their names (seen in PEFT 0.21)."""
+_IN_FLOAT32 = frozenset(_RENAMED)
+"""Families whose code gives float32 to some modules, which it keeps in float32."""
+_GATES = ("message_gate_proj", "forget_gate_proj")
+"""Linear layers among these modules."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 """Keys of the number of experts in a layer, and of those that a token passes."""
@@ -254,9 +263,13 @@ class TransformersArchitecture(Architecture):
     def logit_scale(self) -> float:
         return self._of_logits[0]
 
+    @property
+    def logit_count(self) -> int | None:
+        return self._of_logits[2]
+
     @cached_property
-    def _of_logits(self) -> tuple[float, float | None]:
-        """Factor and bound that the model applies to its logits.
+    def _of_logits(self) -> tuple[float, float | None, int | None]:
+        """Factor and bound that the model applies to its logits, and how many it keeps, if not all.
 
         Raises:
             UserError: it changes its logits in another way.
@@ -264,9 +277,11 @@ class TransformersArchitecture(Architecture):
         # Of both signs, and up to where a bound of 30 to 50 shows within the tolerance.
         products = torch.linspace(-4.0, 4.0, self.config.vocab_size, device="cpu")
         logits = finished_logits(self.build(), self.language_name, products)
+        count = len(logits) if len(logits) < len(products) else None
+        products = products[:count]
         known = (getattr(self.config, name, None) for name in _SOFTCAPS)
         softcap = next((cap for cap in known if cap), None)
-        # The last product is 4, so this divides by no zero.
+        # The last product is near 4, so this divides by no zero.
         factor = float(logits[-1] / products[-1])
         for scale, bound in ((1.0, None), (1.0, softcap), (factor, None)):
             expected = products * scale
@@ -274,7 +289,7 @@ class TransformersArchitecture(Architecture):
             # Tried on numbers, because families name these settings differently, or scale without a
             # setting.
             if torch.allclose(logits, expected, rtol=1e-6, atol=0.0):
-                return scale, bound
+                return scale, bound, count
         raise UserError(
             f"{self.class_name} changes its logits in a way that ftkit does not know. Choose "
             "another model."
@@ -311,7 +326,7 @@ class TransformersArchitecture(Architecture):
         for block in self._blocks:
             for name, module in block.named_modules():
                 is_trained = isinstance(module, nn.Linear) and module.weight.requires_grad
-                if is_trained and not self._kernels_read(name):
+                if is_trained and not self._has_no_adapter(name):
                     for key in _lora_keys(name):
                         by_key.setdefault(key, {})[name] = None
         # Over all blocks, because they may differ; a dict per key keeps the order without repeats.
@@ -320,11 +335,21 @@ class TransformersArchitecture(Architecture):
     def is_untrained(self, layer: str) -> bool:
         return not UNTRAINED.isdisjoint(layer.split("."))
 
-    def _kernels_read(self, layer: str) -> bool:
-        """Return whether a linear layer's weight is read in another way than by its product."""
+    def _has_no_adapter(self, layer: str) -> bool:
+        """Return whether an adapter of a linear layer has no effect, or is not found by PEFT."""
         last = layer.rpartition(".")[2]
         is_fused = self.name in _FUSED_STATES and last == "out_proj"
-        return is_fused or _MULTIPLIED.get(self.name) == last
+        others = (_MULTIPLIED.get(self.name), _RENAMED.get(self.name))
+        return is_fused or last in others or self._is_gate(layer)
+
+    def _is_gate(self, layer: str) -> bool:
+        return self.name in _IN_FLOAT32 and layer.endswith(_GATES)
+
+    @property
+    def float32_modules(self) -> tuple[str, ...]:
+        """Parts of the names of parameters with which the model computes in float32."""
+        kept = self._class._keep_in_fp32_modules_strict
+        return tuple(kept or ()) if self.name in _IN_FLOAT32 else ()
 
     def keeps_in_full(self, layer: str) -> bool:
         """Return whether a layer is not quantised, given its name in its block.
@@ -333,7 +358,8 @@ class TransformersArchitecture(Architecture):
         weight has another shape and dtype.
         """
         read = (_MULTIPLIED | _ASKED).get(self.name)
-        return is_router(layer) or (read is not None and layer.endswith(read))
+        is_read = read is not None and layer.endswith(read)
+        return is_router(layer) or is_read or self._is_gate(layer)
 
     @cached_property
     def untied_shapes(self) -> dict[str, torch.Size]:
