@@ -87,47 +87,61 @@ def _filled_when_needed(
 ) -> Iterator[None]:
     """Give each part of the model its numbers while it computes.
 
-    The embedding has them from the start: some models ask for its device when they begin.
+    The embedding has them from the start: some models ask for its device when they begin. So have
+    the few parameters outside of all parts.
     """
     # The order in which the forward pass reaches them: each is dropped before the next is filled.
     body = model.body
     parts: list[nn.Module] = [body.embedding, *body.blocks, *body.others, model.head]
     outlined: list[tuple[nn.Module, str, nn.Parameter]] = []
+    beside: list[tuple[nn.Module, str, nn.Parameter]] = []
     done = 0
 
     def fill(part: nn.Module, *_: object) -> None:
-        for module_name, module in part.named_modules(prefix=names[part]):
-            for kind, parameter in list(module.named_parameters(recurse=False)):
-                value = values(our_name(f"{module_name}.{kind}"))
-                # A quantised layer packs the numbers again, as it did in training.
-                if kind == "weight" and hasattr(module, "pack"):
-                    value = module.pack(value)
-                elif kind in packed_in(module):
-                    value = packed_in(module)[kind].pack(value)
-                else:
-                    value = value.float()
-                outlined.append((module, kind, parameter))
-                setattr(module, kind, nn.Parameter(value, requires_grad=False))
+        for module in part.modules():
+            fill_own(module, outlined)
+
+    def fill_own(module: nn.Module, outlined: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            value = values(our_name(f"{names[module]}.{kind}"))
+            # A quantised layer packs the numbers again, as it did in training.
+            if kind == "weight" and hasattr(module, "pack"):
+                value = module.pack(value)
+            elif kind in packed_in(module):
+                value = packed_in(module)[kind].pack(value)
+            else:
+                value = value.float()
+            outlined.append((module, kind, parameter))
+            setattr(module, kind, nn.Parameter(value, requires_grad=False))
 
     def drop(*_: object) -> None:
         nonlocal done
-        while outlined:
-            module, kind, parameter = outlined.pop()
-            setattr(module, kind, parameter)
+        _restore(outlined)
         done += 1
         progress(done, len(parts))
 
     # By module, because hooks only get the module.
     names = {module: name for name, module in model.named_modules()}
+    inside = {module for part in parts for module in part.modules()}
     # Hooks, so that the forward pass is the model's own, whatever its body does between parts.
     hooks = [part.register_forward_pre_hook(fill) for part in parts[1:]]
     hooks += [part.register_forward_hook(drop) for part in parts]
     try:
+        for module in names.keys() - inside:
+            fill_own(module, beside)
         fill(parts[0])
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        _restore(beside)
+
+
+def _restore(outlined: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Give modules their parameters without numbers again, and forget them."""
+    while outlined:
+        module, kind, parameter = outlined.pop()
+        setattr(module, kind, parameter)
 
 
 SAMPLES, SAMPLE_TOKENS = 4, 128
