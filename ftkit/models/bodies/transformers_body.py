@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.func import functional_call
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -54,8 +55,9 @@ _OURS = "ftkit"
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu tanh"}
 """Activations by the names of their classes."""
 
-_LIKE_PARAMETERS = {"bias", "mup_vector"}
-"""Tables of factors, which have the dtype of the parameters; the others hold angles."""
+_LIKE_PARAMETERS = {"bias", "mup_vector", "weights"}
+"""Tables of factors, or of embeddings of positions (XGLM), which have the dtype of the parameters;
+the others hold angles."""
 
 _MASKS_OF_STATES = ("_update_mamba_mask", "_update_linear_attn_mask")
 """Methods that read a padding mask to see if it is needed; ftkit passes no such mask."""
@@ -81,6 +83,7 @@ class TransformersBody(Body):
         replace_norms(model)
         rotate_in_few_kernels(model)
         _compute_without_values(model)
+        _compute_in_float32(model, architecture.float32_modules)
         # Listed before adapters are added, the only modules that `train` switches.
         self._own = tuple(model.modules())
         self._depth = architecture.layers
@@ -204,7 +207,9 @@ class TransformersBody(Body):
     def _last_hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         outputs = self._model(input_ids=input_ids, position_ids=positions, use_cache=False)
         hidden: Tensor = outputs.last_hidden_state
-        return hidden
+        dtype = self.embedding.weight.dtype
+        # Mamba adds up in float32, whatever its weights are.
+        return hidden.to(dtype) if dtype.itemsize < hidden.dtype.itemsize else hidden
 
     def start_cache(self, batch: int, length: int) -> None:
         if self._takes_rows:
@@ -266,6 +271,44 @@ def _compute_without_values(model: nn.Module) -> None:
         # JetMoe, for one: its own forward calls tolist().
         if type(module).__name__.endswith("TopKGating"):
             module.forward = _Gating(module)
+
+
+def _compute_in_float32(model: nn.Module, names: Sequence[str]) -> None:
+    """Make modules compute with float32 copies of their parameters.
+
+    Args:
+        model: of transformers.
+        names: parts of the names of the parameters.
+    """
+    owners = {
+        name.rpartition(".")[0]
+        for name, _ in model.named_parameters()
+        if any(part in name for part in names)
+    }
+    for owner in owners:
+        module = model.get_submodule(owner)
+        # The weight of a convolution is read by the module around it.
+        if isinstance(module, nn.Conv1d):
+            module = model.get_submodule(owner.rpartition(".")[0])
+        module.forward = _InFloat32(module)
+
+
+class _InFloat32:
+    """Forward pass of a module with float32 copies of its parameters, if they have 16 bits."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._plain = module, module.forward
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        copies = {
+            name: parameter.float()
+            for name, parameter in self._module.named_parameters()
+            if parameter.dtype in (torch.bfloat16, torch.float16)
+        }
+        # Called once more with the copies in the place of the parameters.
+        if copies:
+            return functional_call(self._module, copies, inputs, options)
+        return self._plain(*inputs, **options)
 
 
 def _same_mask(attention_mask: Tensor | None, *_: Any) -> Tensor | None:

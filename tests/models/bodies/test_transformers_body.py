@@ -10,6 +10,7 @@ from computed import (
     LENGTHS,
     assert_close,
     cached_logits,
+    filled,
     logits_by,
     opened,
     padded_logits,
@@ -31,10 +32,11 @@ from transformers_models import (
 from ftkit.exchange.merge import base_reader, logits_of
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import read_transformers_architecture
-from ftkit.models.language_model import LanguageModel, outline_plain
+from ftkit.models.language_model import LanguageModel, outline, outline_plain
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base, storage_of, weights
 from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.recipe import Recipe
 
 ALL = [
     *MODELS,
@@ -159,6 +161,21 @@ def test_no_token_sees_those_that_follow(tiny: Models, model: str) -> None:
     with torch.no_grad():
         logits = ours(tokens, torch.arange(tokens.numel())).unflatten(0, (2, -1))[:, :-3]
     assert_close(logits[0], logits[1])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", [*MODELS, *NEWEST, *MORE_MODELS])
+def test_a_step_in_16_bits_has_nearly_the_loss_of_32_bits(tiny: Models, model: str) -> None:
+    base, whole = tiny(model).ours
+    recipe = Recipe(checkpoint_dir=str(tiny(model).directory))
+    half = filled(outline(base, recipe, torch.bfloat16), base)
+    tokens = torch.stack([sequences()[1], sequences()[1].flip(0)])
+    batch = tokens[:, :-1], torch.arange(tokens[:, 1:].numel()), tokens[:, 1:].flatten()
+    found = half(*batch)
+    found.backward()
+    torch.testing.assert_close(found.detach(), whole(*batch).detach(), rtol=0.02, atol=0)
+    gradients = [p.grad for p in half.parameters() if p.requires_grad]
+    assert all(one is not None and one.isfinite().all() for one in gradients)
 
 
 @pytest.mark.parametrize("model", ["opt", "phimoe", "mixtral"])
