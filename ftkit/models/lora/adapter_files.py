@@ -37,7 +37,7 @@ from ftkit.models.lora.targets import (
     names_of,
     our_name,
 )
-from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
+from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, storage_of, weights
 from ftkit.models.pretrained.save import save_beside
 from ftkit.models.pretrained.weight_files import load_pickled
 from ftkit.recipe.peft_adapter import (
@@ -93,8 +93,21 @@ def check_adapter(base: BaseModel, lora: Lora) -> None:
         )
     if lora.lora_variant == "dora":
         _check_dora(base, lora)
-    if peft_name(lora) != LORA:
+    if peft_name(lora) == LORA:
+        _check_names(base, lora)
+    else:
         _check_type(base, lora, naming)
+
+
+def _check_names(base: BaseModel, lora: Lora) -> None:
+    """Refuse layers of whose adapters PEFT changes the names when it reads them."""
+    chosen = [names_of(base, ours)[-1] for ours in _chosen(base, lora)]
+    for theirs, in_file in _names_in_file(base, chosen).items():
+        if in_file is None:
+            raise UserError(
+                f"{theirs} of {base.name} is to be adapted, but PEFT reads the name of its adapter "
+                "as that of another layer. Try --lora_targets all-linear, which leaves it out."
+            )
 
 
 def _chosen(base: BaseModel, lora: Lora) -> list[str]:
@@ -252,20 +265,23 @@ def _lora_files(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> _
     tensors = {f"{_PREFIX}{name}": tensor for name, tensor in of_experts.items()}
     ranks: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
-    for theirs, ours, fused in _their_layers(base, layers):
+    held = _their_layers(base, layers)
+    in_file = _names_in_file(base, [theirs for theirs, _, _ in held])
+    for theirs, ours, fused in held:
+        start = f"{_PREFIX}{in_file[theirs] or theirs}"
         found = {name: layers[name] for name in ours if name in layers}
         if fused is None:
             (layer,) = found.values()
             a, b = layer.a, layer.b
             if layer.magnitude is not None:
-                tensors[f"{_PREFIX}{theirs}.{_MAGNITUDE}"] = layer.magnitude
+                tensors[f"{start}.{_MAGNITUDE}"] = layer.magnitude
         else:  # a plain PEFT adapter with equal logits; its notes list the parts, for reading
             a = torch.cat([layer.a for layer in found.values()])
             b = _block_diagonal(found, ours, fused, base)
             parts[theirs] = list(found)
         # Contiguous, as safetensors requires.
-        tensors[f"{_PREFIX}{theirs}.lora_A.weight"] = a.contiguous()
-        tensors[f"{_PREFIX}{theirs}.lora_B.weight"] = b.contiguous()
+        tensors[f"{start}.lora_A.weight"] = a.contiguous()
+        tensors[f"{start}.lora_B.weight"] = b.contiguous()
         ranks[theirs] = a.shape[0]
     notes = {NOTES_KEY: json.dumps(_notes(lora, base, parts, layers))} if parts else {}
     # The rank of the layers that are not fused; rank_pattern lists the others.
@@ -457,6 +473,51 @@ def _is_taken(kind: str, model: Any) -> bool:
     except ValueError:  # the others that are stacked with it are missing
         return True
     return kind not in (config.target_modules or ())
+
+
+def _names_in_file(base: BaseModel, layers: Iterable[str]) -> dict[str, str | None]:
+    """Names of which PEFT makes those of layers when it reads an adapter, or None if none is known.
+
+    PEFT 0.21 renames the tensors of a LoRA adapter by the rules of transformers for the files of a
+    model, and such a rule may also change a current name (the shared experts of Laguna).
+
+    Args:
+        base: the adapted model.
+        layers: Hugging Face's names.
+    """
+    names: dict[str, str | None] = {theirs: theirs for theirs in layers}
+    if base.architecture.implementation != "transformers":
+        return names
+    read = _read_by_peft(base, names)
+    storage = storage_of(base.architecture, "hf")
+    for theirs in names:
+        if read[theirs] != theirs:
+            old = storage.written_name(f"{theirs}.weight").removesuffix(".weight")
+            names[theirs] = old if _read_by_peft(base, [old])[old] == theirs else None
+    return names
+
+
+def _read_by_peft(base: BaseModel, layers: Iterable[str]) -> dict[str, str]:
+    """Names of layers that PEFT makes of names in an adapter's file, by the latter."""
+    from peft.tuners.lora import LoraConfig
+
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+
+        convert = conversion.convert_peft_adapter_state_dict_for_transformers
+    except (ImportError, AttributeError):  # older versions leave names as they are
+        return {name: name for name in layers}
+    start, end = _PREFIX, ".lora_A.weight"
+    # Numbers instead of tensors, which tell the results apart.
+    given = {
+        f"{start}{name}{end}": torch.tensor([i], device="cpu") for i, name in enumerate(layers)
+    }
+    found = convert(base.architecture.outline, LoraConfig(), given)
+    names = {int(one): name for name, one in found.items() if one.numel() == 1}
+    return {
+        name: names.get(i, "").removeprefix(start).removesuffix(end)
+        for i, name in enumerate(layers)
+    }
 
 
 @dataclass(frozen=True)
@@ -669,6 +730,9 @@ def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
     head, *others = head_names(base)
     for other in others:
         found[other] = found[head]
+    for theirs, in_file in _names_in_file(base, list(found)).items():
+        if in_file is not None:
+            found[in_file] = found[theirs]
     return found
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from adapters import ALL, FUSED, MAKERS, TOKENS, VARIANTS, build, export, logits, lora_recipe, train
-from messages import says
+from messages import message_of, says
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
 from torch import Tensor
-from transformers_models import NEWEST, make_transformers_model
+from transformers_models import MORE_MODELS, NEWEST, make_transformers_model
 
 from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
@@ -181,6 +181,15 @@ def test_dora_is_refused_where_hugging_face_fuses_layers(bases: dict[str, BaseMo
     for name in FUSED:
         with pytest.raises(UserError, match=r"lora_variant is dora, but .* Try --lora_variant"):
             check_adapter(bases[name], lora_recipe(bases[name], lora_variant="dora"))
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif("inkling2_text" not in MORE_MODELS, reason="older transformers lack it")
+def test_layers_of_which_peft_changes_the_name_are_left_out_or_refused(tmp_path: Path) -> None:
+    base = open_base(str(make_transformers_model(tmp_path, "inkling2_text")), "transformers")
+    check_adapter(base, lora_recipe(base))
+    recipe = lora_recipe(base, lora_targets=["q_proj.linear", "weight_proj"])
+    assert says(message_of(check_adapter, base, recipe), "weight_proj", "PEFT", "lora_targets")
 
 
 def test_the_settings_of_an_adapter_are_in_one_order(llama: BaseModel, tmp_path: Path) -> None:
