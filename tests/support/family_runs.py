@@ -114,5 +114,6 @@ def assert_written_as_theirs(theirs: Any, base: Path, final: Path, empty: Path) 
     settings = [transformers.AutoConfig.from_pretrained(d).to_dict() for d in (base, final)]
     for one in settings:
         del one["_name_or_path"]
+        one.setdefault("tie_word_embeddings", False)  # Inkling has no such key
     assert settings[1] == settings[0]
     assert settings[1]["architectures"] == [type(theirs).__name__]

@@ -251,6 +251,24 @@ _LINEAR = {
     "linear_value_head_dim": 8,
     "head_dim": 16,
 }
+_GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5}
+_INKLING = {
+    "head_dim": 8,
+    "swa_head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "sliding_window_size": 6,
+    "d_rel": 4,
+    "rel_extent": 8,
+    "log_scaling_n_floor": 4,
+    "conv_kernel_size": 3,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": VOCABULARY + 8,  # the embedding has more rows than the head
+    "unpadded_vocab_size": VOCABULARY,
+}
 MORE_MODELS: dict[str, dict[str, Any]] = {
     "apertus1p5_text": {},
     "apertus1p5_text head": {"output_vocab_size": 399},  # fewer rows than the embedding
@@ -381,6 +399,143 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
     "codegen": _GPT2 | {"rotary_dim": 4},
     "diffllama": {},
     "phimoe": _FEW_EXPERTS,
+    "hy_v4": _LATENT_BY_LAYER
+    | {
+        "num_hidden_layers": 3,
+        "q_lora_rank": 16,
+        "index_head_dim": 8,
+        "index_n_heads": 16,
+        "index_topk": 4,
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "hc_mult": 2,
+    },
+    "inkling_text": _INKLING | {"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 2},
+    "inkling2_text": _INKLING
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid"],
+        "n_layers_per_attn_res_block": 2,
+        "route_scale": 2.0,
+    },
+    "inkling2_loop_text": _INKLING
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "loop_num_passes": 3,
+        "loop_gate_rank": 4,
+    },
+    "minimax": _FEW_EXPERTS
+    | {"layer_types": ["full_attention", "linear_attention"], "block_size": 4},
+    "laguna": _EXPERTS
+    | {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "num_attention_heads_per_layer": [4, 2],
+        "shared_expert_intermediate_size": 24,
+    },
+    "mimo_v2_flash": _EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+    },
+    "zaya": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "router_hidden_size": 16,
+        "sliding_window": 6,
+        "layer_types": ["hybrid_sliding", "hybrid"],
+    },
+    "lfm3": {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", *_SLIDING],
+    },
+    "jais2": {},
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 6,
+    },
+    "gpt_neox_japanese": {},
+    "granite_swa": _GRANITE | {"sliding_window": 6, "layer_types": _SLIDING},
+    "granitemoe_swa": _GRANITE
+    | _FEW_EXPERTS
+    | {"shared_intermediate_size": 24, "sliding_window": 6, "layer_types": _SLIDING},
+    "hy_v3": _EXPERTS | {"head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
+    "hyperclovax": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "internlm3": {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "iquestcoder": {"head_dim": 8},
+    "kolibri1": _EXPERTS
+    | {
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 24,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+    },
+    "lara_mini": _LINEAR
+    | _EXPERTS
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", *_SLIDING],
+        "shared_expert_intermediate_size": 24,
+        "sliding_window": 6,
+    },
+    "mellum": _EXPERTS
+    | {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "minicpm3": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "num_key_value_heads": 4,
+        "dim_model_base": 16,
+        "scale_emb": 2,
+    },
+    "ministral3": {"head_dim": 8, "sliding_window": 6},
+    "nanochat": {"num_hidden_layers": 3},  # of two layers, batches differ more than LoRA learns
+    "sarvam_mla": _LATENT,
+    "sarvam_moe": _LATENT | {"head_dim": 8, "num_key_value_heads": 2},
+    "solar_open": _LATENT | {"head_dim": 8, "num_key_value_heads": 2},
+    "vaultgemma": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 6,
+        "layer_types": _SLIDING,
+    },
+    "youtu": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "gemma4_unified_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 6,
+        "layer_types": [*_SLIDING, *_SLIDING],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
 }
 """Those that are seldom trained, or computed slowly."""
 for _later in [model for model in MORE_MODELS if model.split()[0] not in CONFIG_MAPPING]:

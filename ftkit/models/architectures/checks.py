@@ -111,6 +111,7 @@ _RULES = tuple(
         (r"(\w+_)?(eps|epsilon)", 0.0, 1.0, True),
         (r"rope_theta|rotary_emb_base|rope_base", 1.0, 1e30, True),
         (r"factor|low_freq_factor|high_freq_factor", 1e-9, 1e9, True),
+        (r"\w*router_logit_softcapping", 0.0, 1e30, True),  # 0: none (Laguna)
         (r"\w+_softcapping|query_pre_attn_scalar|attention_scores_scalar", 1e-9, 1e30, True),
     )
 )
