@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -101,7 +102,7 @@ def _filled_when_needed(
         for module in part.modules():
             fill_own(module, outlined)
 
-    def fill_own(module: nn.Module, outlined: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    def fill_own(module: Any, outlined: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
         for kind, parameter in list(module.named_parameters(recurse=False)):
             value = values(our_name(f"{names[module]}.{kind}"))
             # A quantised layer packs the numbers again, as it did in training.

@@ -509,7 +509,7 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
         "scale_emb": 2,
     },
     "ministral3": {"head_dim": 8, "sliding_window": 6},
-    "nanochat": {"num_hidden_layers": 3},  # of two layers, batches differ more than LoRA learns
+    "nanochat": {},
     "sarvam_mla": _LATENT,
     "sarvam_moe": _LATENT | {"head_dim": 8, "num_key_value_heads": 2},
     "solar_open": _LATENT | {"head_dim": 8, "num_key_value_heads": 2},

@@ -501,6 +501,9 @@ def _read_by_peft(base: BaseModel, layers: Iterable[str]) -> dict[str, str]:
     """Names of layers that PEFT makes of names in an adapter's file, by the latter."""
     from peft.tuners.lora import LoraConfig
 
+    from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+
+    assert isinstance(base.architecture, TransformersArchitecture)
     try:
         from peft.utils import transformers_weight_conversion as conversion
 
