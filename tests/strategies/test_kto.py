@@ -76,7 +76,7 @@ class Runs:
             ("eval.interval", 3),
             ("eval.final_validation", True),
             # Adam's usual eps lets it turn the rounding of tiny gradients into steps of 1e-5.
-            ("optimizer.eps", 1e-6),
+            ("optimizer.eps", 1e-5),
         )
 
     def case(self, kind: str, strategy: str = "single", more: Changes = (), **keys: Any) -> Case:
