@@ -43,8 +43,6 @@ def log_data_summary(data: DataSets, journal: Journal) -> None:
         shown = where if len(where) <= _MOST_SHOWN else Path(where).name
         journal.display.message(f"data of {shown}: {part.part.summary}")
         for split, known in counts.items():
-            if split == "val" and part.part.val is part.part.train:
-                continue  # nothing is held out: they are the same records
             if text := losses_of_data_text(known):
                 journal.display.message(f"{split} data{of_source}: {text}{_lost_text(known)}")
         for notice in part.notices:

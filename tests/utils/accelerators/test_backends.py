@@ -74,12 +74,13 @@ def install(place: Path, package: str, code: str = "load = lambda: None\n") -> N
 
 
 @pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A directory of packages that this process and its children find, with torch_tpu."""
     install(tmp_path, "torch_tpu")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("torch_tpu", None)  # if a test has imported it here
 
 
 def chips(site: Path, count: int) -> None:
