@@ -25,16 +25,22 @@ _LENGTHS = (5, 3)
 """Tokens of the two sequences in the dry run."""
 
 
-def require_trainable(base: BaseModel, strategy: StrategyName) -> None:
+def require_trainable(base: BaseModel, strategy: StrategyName, *, compiles: bool = False) -> None:
     """Refuse a model whose code fails to compute a loss and gradients.
 
     Args:
         base: its weights are not read.
         strategy: of the run.
+        compiles: whether its blocks are compiled.
 
     Raises:
-        UserError: it fails, or has no place in the strategy; with the reason.
+        UserError: it fails, or has no place in such a run; with the reason.
     """
+    if compiles and not base.architecture.can_compile:
+        raise UserError(
+            f"compile is true, but torch fails to compile {base.architecture.class_name}. "
+            "Try --compile false."
+        )
     if base.architecture.skips_modules and strategy in ("ddp", "deepspeed"):
         raise UserError(
             f"strategy {strategy}: short sequences skip some modules of {base.name}, and ranks "

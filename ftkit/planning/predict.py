@@ -380,7 +380,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(with_added_tokens(found, recipe.added_tokens), recipe.objective)
-    require_trainable(base, made.strategy)
+    require_trainable(base, made.strategy, compiles=recipe.compile)
     trained_names(base, recipe.train)  # refuses what the run would refuse
     beside, other = _other_models(recipe)
     layout: ResultLayout | None = None

@@ -253,7 +253,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         journal.warn(
             f"data.add_tokens has no effect: the vocabulary of {base.name} has all of these tokens."
         )
-    require_trainable(base, plan.strategy)
+    require_trainable(base, plan.strategy, compiles=recipe.compile)
     trained_names(base, train)  # a part that does not exist is refused before data are read
     max_seq_length = checked_length(base, train.max_seq_length)
     traits = base.architecture.attention

@@ -12,7 +12,7 @@ from command import command_environment
 from messages import key_words, says
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers_models import NEWEST, SIZES, settings_of
+from transformers_models import MORE_MODELS, NEWEST, SIZES, settings_of
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
@@ -118,6 +118,15 @@ def test_a_model_that_skips_modules_is_refused_where_ranks_would_wait(
     with pytest.raises(UserError, match=key_words("--strategy fsdp")):
         require_trainable(base, strategy)
     require_trainable(base, "fsdp")
+
+
+@pytest.mark.skipif("inkling2_loop_text" not in MORE_MODELS, reason="needs a newer transformers")
+def test_a_model_that_torch_cannot_compile_is_refused_with_compile(tmp_path: Path) -> None:
+    settings = {"model_type": "inkling2_loop_text", **settings_of("inkling2_loop_text")}
+    base = read_blueprint(str(directory_with(settings, tmp_path / "m")))
+    with pytest.raises(UserError, match=key_words("--compile false")):
+        require_trainable(base, "single", compiles=True)
+    require_trainable(base, "single")
 
 
 def test_a_block_of_each_kind_is_tried() -> None:

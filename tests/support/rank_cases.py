@@ -20,7 +20,7 @@ if __name__ == "__main__":
     # They take longer than such a run; memory_cases.py measures, counted_cases.py predicts, and
     # tests/models/test_dry_run.py tries models.
     rank._note_prediction = lambda *_: None
-    setup.require_trainable = lambda base, strategy: None  # type: ignore[attr-defined]
+    setup.require_trainable = lambda *_, **__: None  # type: ignore[attr-defined]
     if "MEASURES_MEMORY" not in globals():
         loop.steps_to_measure = lambda order: set()  # type: ignore[attr-defined]
     language_model.COMPILE_BACKEND = "aot_eager"  # the same graphs, without half a minute of g++

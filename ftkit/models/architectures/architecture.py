@@ -182,6 +182,11 @@ class Architecture(ABC):
         """True if all blocks have the same structure."""
 
     @property
+    def can_compile(self) -> bool:
+        """True if torch can compile the blocks."""
+        return True
+
+    @property
     def skips_modules(self) -> bool:
         """True if some sequences are computed without some of the modules."""
         return False
