@@ -90,12 +90,11 @@ _ASKED = {
 }
 """Layers of whose weight the code of a family asks the dtype, to turn their input to it (seen in
 transformers 5.24)."""
-_RENAMED = dict.fromkeys(
-    ("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"), "weight_proj"
-)
+_INKLING_2 = ("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text")
+_RENAMED = dict.fromkeys(_INKLING_2, "weight_proj")
 """Layers whose adapters PEFT does not find, because a rule of transformers for the family's first
 files changes their names (seen in PEFT 0.21)."""
-_IN_FLOAT32 = frozenset(_RENAMED)
+_IN_FLOAT32 = frozenset(_INKLING_2)
 """Families whose code gives float32 to some modules, which it keeps in float32."""
 _GATES = ("message_gate_proj", "forget_gate_proj")
 """Linear layers among these modules."""
