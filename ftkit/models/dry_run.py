@@ -41,7 +41,8 @@ def require_trainable(base: BaseModel, strategy: StrategyName, *, compiles: bool
             f"compile is true, but torch fails to compile {base.architecture.class_name}. "
             "Try --compile false."
         )
-    if base.architecture.skips_modules and strategy in ("ddp", "deepspeed"):
+    # The others give these modules a gradient of 0, for which their weights must be there.
+    if base.architecture.skipped_modules and strategy == "deepspeed":
         raise UserError(
             f"strategy {strategy}: short sequences skip some modules of {base.name}, and ranks "
             f"would wait for each other's gradients. Try --strategy fsdp."

@@ -187,9 +187,9 @@ class Architecture(ABC):
         return True
 
     @property
-    def skips_modules(self) -> bool:
-        """True if some sequences are computed without some of the modules."""
-        return False
+    def skipped_modules(self) -> str | None:
+        """Name of the modules that are not computed for short sequences; None: there are none."""
+        return None
 
     @property
     @abstractmethod

@@ -219,9 +219,9 @@ class TransformersArchitecture(Architecture):
         return self.name not in ("inkling2_loop", "inkling2_loop_text")
 
     @property
-    def skips_modules(self) -> bool:
+    def skipped_modules(self) -> str | None:
         # Its attention compresses stretches of a sequence, if there is a whole one.
-        return self.name == "deepseek_v4"
+        return "compressor" if self.name == "deepseek_v4" else None
 
     @cached_property
     def attention(self) -> AttentionTraits:

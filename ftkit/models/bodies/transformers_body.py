@@ -11,6 +11,7 @@ quantised matrices.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -88,6 +89,9 @@ class TransformersBody(Body):
         self._own = tuple(model.modules())
         self._depth = architecture.layers
         self._keeps_in_full = architecture.keeps_in_full
+        if architecture.skipped_modules is not None:
+            for block in self.blocks:
+                block.register_forward_hook(partial(_reach, architecture.skipped_modules))
         self._routers = dict(router_outputs(model))
         self._experts = [
             (layer, name, experts)
@@ -291,6 +295,21 @@ def _compute_in_float32(model: nn.Module, names: Sequence[str]) -> None:
         if isinstance(module, nn.Conv1d):
             module = model.get_submodule(owner.rpartition(".")[0])
         module.forward = _InFloat32(module)
+
+
+def _reach(skipped: str, block: nn.Module, _: Any, output: Tensor) -> Tensor:
+    """Give modules that a short sequence skips a gradient of 0, for which other ranks wait.
+
+    So the optimizer also steps them in every strategy alike.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    trained = [
+        parameter.flatten()[:1]
+        for name, parameter in block.named_parameters()
+        if skipped in name.split(".") and parameter.requires_grad
+    ]
+    return output + torch.cat(trained).sum().to(output.dtype) * 0 if trained else output
 
 
 class _InFloat32:

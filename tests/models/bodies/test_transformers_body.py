@@ -213,3 +213,17 @@ def test_norms_of_random_models_begin_as_the_identity(model: str, name: str, ini
     settings = settings_of(model) | {"model_type": model}
     architecture = read_transformers_architecture(settings, model)
     assert architecture.initial(name, architecture.untied_shapes[name]) == initial
+
+
+@pytest.mark.skipif("deepseek_v4" not in NEWEST, reason="needs transformers 5.24")
+def test_modules_that_a_short_sequence_skips_get_a_gradient_of_0(tiny: Models) -> None:
+    """Ranks with longer sequences wait for it, and the optimizer steps them in every strategy."""
+    _, ours = tiny("deepseek_v4").ours
+    ids = torch.tensor([[5, 6, 7]])
+    ours.zero_grad()
+    ours(ids, torch.arange(3), ids[0]).backward()
+    trained = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in trained.values())
+    skipped = [grad for name, grad in trained.items() if ".compressor." in name]
+    assert skipped and not any(grad.any() for grad in skipped if grad is not None)
+    ours.zero_grad()
