@@ -161,7 +161,7 @@ class TorchState:
                     of_key.setdefault(float(value), []).append(parameter)
         for key, of_key in by_number.items():
             # One number in the checkpoint stands for all parameters, so they must agree. Parameters
-            # without gradients (the indexer of sparse attention) keep what a checkpoint gave them.
+            # that have never had a gradient keep what a checkpoint gave them.
             numbers = [n for n, those in of_key.items() if len(of_key) == 1 or self._moved(those)]
             if len(numbers) > 1:
                 raise UserError(
