@@ -171,10 +171,10 @@ def _code_digest() -> str:
 def _tokenizer_digest(tokenizer: "Tokenizer") -> str:
     """Digest of a tokenizer, independent of where its files lie."""
     processor = tokenizer.processor
-    is_fast = tokenizer.backend == "huggingface"
-    vocabulary = processor.to_str().encode() if is_fast else processor.serialized_model_proto()
     ends = [tokenizer.use_bos, tokenizer.bos_id, tokenizer.eos_id, type(tokenizer).__module__]
-    return hashlib.sha256(vocabulary + repr(ends).encode()).hexdigest()
+    # The only setting that the library does not write.
+    ends.append(processor.encode_special_tokens)
+    return hashlib.sha256(processor.to_str().encode() + repr(ends).encode()).hexdigest()
 
 
 class _StoredRecords(Sequence[Record]):

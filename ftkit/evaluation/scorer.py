@@ -241,7 +241,7 @@ class Scorer:
             self.progress(done + 1, len(starts))
 
     def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.processor.decode(ids))
+        return self.tokenizer.text_of(ids)
 
     def _length(self, tokens: int) -> int:
         return length_for(self.model, tokens)

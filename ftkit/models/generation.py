@@ -137,10 +137,10 @@ class TextStream:
     """
 
     # DecodeStream of tokenizers 0.22 raises "Invalid prefix" if a token makes the bytes before it
-    # invalid, such as a newline and half an emoji, and sentencepiece has no such stream.
+    # invalid, such as a newline and half an emoji.
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.processor.decode
+        self._decode = tokenizer.text_of
         self._ids: list[int] = []
         self._context = self._shown = 0
 

@@ -28,7 +28,6 @@ from ftkit.data.inspection.findings import (  # noqa: E402
     Evidence,
     RecordPlace,
     findings,
-    token_name,
 )
 from ftkit.data.inspection.inspection import (  # noqa: E402
     Answer,
@@ -413,14 +412,9 @@ def token_texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> tuple[list[str], 
 
 def _marks(tokenizer: "Tokenizer", ids: Sequence[int]) -> dict[int, str]:
     """Names of the tokens that are marks."""
-    processor = tokenizer.processor
-    if tokenizer.backend == "huggingface":
-        added = processor.get_added_tokens_decoder()
-        return {i: added[i].content for i in {*ids} if i in added and added[i].special}
-    return {i: token_name(tokenizer, i) for i in {*ids} if processor.is_control(i)}
+    added = tokenizer.processor.get_added_tokens_decoder()
+    return {i: added[i].content for i in {*ids} if i in added and added[i].special}
 
 
 def _decode(tokenizer: "Tokenizer", ids: Sequence[int]) -> str:
-    if tokenizer.backend == "huggingface":
-        return str(tokenizer.processor.decode(list(ids), skip_special_tokens=False))
-    return str(tokenizer.processor.decode(list(ids)))
+    return str(tokenizer.processor.decode(list(ids), skip_special_tokens=False))

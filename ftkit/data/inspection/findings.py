@@ -177,7 +177,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
     is_free = part.part.shape in ("text", "tokens")
     if is_free or not whole or any(ends & _trained(sample) for sample in whole):
         return None
-    end = " or ".join(token_name(evidence.tokenizer, i) for i in sorted(ends))
+    end = " or ".join(evidence.tokenizer.token_text(i) for i in sorted(ends))
     if part.part.shape == "instruction":
         advice = f"Remove {end} from the end of the outputs: ftkit adds it."
     else:
@@ -206,7 +206,7 @@ def end_of_turn_not_known(evidence: Evidence, part: LoadedPart) -> Finding | Non
     if not unknown or not evidence.end_ids:
         return None
     ends, known = (
-        ", ".join(f"{token_name(evidence.tokenizer, i)} ({i})" for i in ids)
+        ", ".join(f"{evidence.tokenizer.token_text(i)} ({i})" for i in ids)
         for ids in (unknown, sorted(evidence.end_ids))
     )
     return Finding(
@@ -226,7 +226,7 @@ def bos_twice(evidence: Evidence, part: LoadedPart) -> Finding | None:
     doubled = sum(sample.ids[:2].tolist() == [bos, bos] for sample in some)
     if bos is None or not doubled:
         return None
-    name = token_name(evidence.tokenizer, bos)
+    name = evidence.tokenizer.token_text(bos)
     return Finding(
         kind="bos_twice",
         severity="warning",
@@ -442,14 +442,6 @@ _PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
     template_not_used,
 )
 """Checks of each source."""
-
-
-def token_name(tokenizer: "Tokenizer", token: int) -> str:
-    """Return a token as it stands in the vocabulary."""
-    processor = tokenizer.processor
-    if tokenizer.backend == "huggingface":
-        return str(processor.id_to_token(token))
-    return str(processor.id_to_piece(token))
 
 
 def _examined(samples: SampleSet) -> list[Sample]:

@@ -247,10 +247,9 @@ def vocabulary_metadata(
         UserError: llama.cpp has no tokenizer that cuts texts as this one does.
     """
     size = settings["vocab_size"]
-    is_byte_level = tokenizer.backend == "huggingface" and not _is_pieces(tokenizer, name)
-    added = _added_tokens(tokenizer, files)
-    if is_byte_level:
-        found = _byte_level(tokenizer, files, name)
+    is_pieces = _is_pieces(tokenizer, name)
+    if not is_pieces:
+        found = _byte_level(tokenizer, name)
         tokens, kinds, scores = _plain_tokens(tokenizer, size, name), [_NORMAL] * size, None
     else:
         found = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
@@ -260,7 +259,8 @@ def vocabulary_metadata(
             # Embeddings are often padded to a multiple of 64; llama.cpp wants a text for each row.
             # The name is its converter's.
             tokens[number], kinds[number] = f"[PAD{number}]", _UNUSED
-    for number, (text, is_special) in added.items():
+    for number, token in tokenizer.processor.get_added_tokens_decoder().items():
+        text, is_special = token.content, token.special or _looks_special(token.content)
         # llama.cpp's converter writes the spaces of such tokens as they are in texts.
         tokens[number] = text if is_special else text.replace(_SPACE, " ")
         kinds[number] = _CONTROL if is_special else _USER_DEFINED
@@ -280,7 +280,7 @@ def vocabulary_metadata(
 
 
 def _is_pieces(tokenizer: Tokenizer, name: str) -> bool:
-    """Return whether a tokenizer.json comes from SentencePiece; else it is byte-level BPE."""
+    """Return whether a tokenizer comes from SentencePiece; else it is byte-level BPE."""
     model = tokenizer.processor.model
     if type(model).__name__ != "BPE":
         raise _refusal(name, f"is of the kind {type(model).__name__}")
@@ -294,14 +294,14 @@ def _refusal(name: str, problem: str) -> UserError:
     )
 
 
-def _byte_level(tokenizer: Tokenizer, files: Mapping[str, bytes], name: str) -> GgufMetadata:
+def _byte_level(tokenizer: Tokenizer, name: str) -> GgufMetadata:
     # The rule itself is compared. llama.cpp's converter knows a tokenizer by the hash of a text's
     # tokens, which changes with every vocabulary, so that a model with added tokens would have no
     # name.
     rule = rule_of(tokenizer.processor)
     if rule is None:
         raise _refusal(name, "cuts texts by a rule of its own")
-    merges = json.loads(files["tokenizer.json"])["model"]["merges"]
+    merges = json.loads(tokenizer.processor.to_str())["model"]["merges"]
     # Newer versions of tokenizers write merges as pairs.
     pairs = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
     return {
@@ -333,7 +333,7 @@ def _pieces(
     ones, which is where merges came from when tokenizer.json was made of tokenizer.model.
     """
     kinds, scores = [_UNUSED] * size, [_UNUSED_SCORE] * size
-    if (model := _sentencepiece(tokenizer, files)) is not None:
+    if (model := _sentencepiece(files)) is not None:
         tokens: list[Any] = [None] * size
         for number in range(min(model.get_piece_size(), size)):
             tokens[number], scores[number] = model.id_to_piece(number), model.get_score(number)
@@ -341,14 +341,14 @@ def _pieces(
         return tokens, kinds, scores
     tokens = _plain_tokens(tokenizer, size, name)
     numbers = {text: number for number, text in enumerate(tokens) if text is not None}
-    content = json.loads(files["tokenizer.json"])["model"]
+    content = json.loads(tokenizer.processor.to_str())["model"]
     for text, number in numbers.items():
         is_byte = re.fullmatch(r"<0x[0-9A-F]{2}>", text) is not None
         # SentencePiece has 256 tokens for bytes, written <0x00> to <0xFF>.
         kinds[number] = _BYTE if is_byte else _NORMAL
         # Below all that merges make, and in the order of their ids.
         scores[number] = 0.0 if is_byte else float(-len(content["merges"]) - number)
-    if (unknown := content.get("unk_token")) in numbers:
+    if (unknown := tokenizer.special_tokens.get("unk_token")) in numbers:
         kinds[numbers[unknown]] = _UNKNOWN
     # Reversed: where several merges make a token, the first of them gives the score.
     for rank in reversed(range(len(content["merges"]))):
@@ -358,10 +358,8 @@ def _pieces(
     return tokens, kinds, scores
 
 
-def _sentencepiece(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> Any:
+def _sentencepiece(files: Mapping[str, bytes]) -> Any:
     """SentencePiece model in tokenizer.model; None: missing, or of another kind."""
-    if tokenizer.backend == "sentencepiece":
-        return tokenizer.processor
     if "tokenizer.model" not in files:
         return None
     from sentencepiece import SentencePieceProcessor
@@ -382,21 +380,6 @@ def _kind_of_piece(model: Any, number: int) -> int:
     return _BYTE if model.is_byte(number) else _NORMAL
 
 
-def _added_tokens(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[int, tuple[str, bool]]:
-    """Texts of added tokens, and whether each is special."""
-    if tokenizer.backend == "huggingface":
-        added = tokenizer.processor.get_added_tokens_decoder()
-        return {
-            number: (token.content, token.special or _looks_special(token.content))
-            for number, token in added.items()
-        }
-    named = json.loads(files.get("tokenizer_config.json", b"{}")).get("added_tokens_decoder", {})
-    return {
-        int(number): (token["content"], token["special"] or _looks_special(token["content"]))
-        for number, token in named.items()
-    }
-
-
 def _looks_special(text: str) -> bool:
     """Return whether a token looks special, by the rules of llama.cpp's converter.
 
@@ -409,8 +392,6 @@ def _looks_special(text: str) -> bool:
 
 def _begins_with_space(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer puts a space before a text."""
-    if tokenizer.backend == "sentencepiece":
-        return str(tokenizer.processor.encode("a", out_type=str)[0]).startswith(_SPACE)
     tokens = tokenizer.processor.encode("a", add_special_tokens=False).tokens
     return str(tokens[0]).startswith(_SPACE)
 

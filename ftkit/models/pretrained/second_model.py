@@ -2,12 +2,14 @@
 
 import filecmp
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.utils.confinement import confined
 
 if TYPE_CHECKING:
     from ftkit.models.pretrained.base_model import BaseModel
@@ -36,11 +38,12 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
     if own is None or others is None:
         return
     if hub.has_tokenizer(own) and hub.has_tokenizer(others):
-        files = own / "tokenizer.json", others / "tokenizer.json"
-        # Usually both are of one family: two large files need not be parsed.
-        is_same = all(file.is_file() for file in files) and filecmp.cmp(*files, shallow=False)
-        if not is_same:
-            _check_vocabularies(name, Tokenizer(own), other, Tokenizer(others), key)
+        # Usually both are of one family: two tokenizers need not be built.
+        files = (*hub.TOKENIZER_FILES, "config.json")
+        if not all(_is_same(own / file, others / file) for file in files):
+            # In another process: transformers builds tokenizers, which imports torch.
+            function = f"{__name__}:check_directories"
+            confined(function, name, str(own), other, str(others), key, file=own)
     # LitGPT's settings may leave out how far a vocabulary is padded.
     if key == "teacher" and not (hub.is_litgpt(own) or hub.is_litgpt(others)):
         settings = [hub.read_json(one / "config.json") for one in (own, others)]
@@ -49,6 +52,18 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
         of_own, of_other = (_size_of(one) for one in settings)
         if of_own is not None and of_other is not None:
             _check_sizes(name, of_own, other, of_other, key)
+
+
+def check_directories(name: str, own: str, other: str, others: str, key: str) -> None:
+    """Refuse a model by its tokenizer: `check_tokens` for directories without weights."""
+    _check_vocabularies(name, Tokenizer(Path(own)), other, Tokenizer(Path(others)), key)
+
+
+def _is_same(own: Path, other: Path) -> bool:
+    """Return whether two files have the same content, or neither exists."""
+    if not (own.is_file() and other.is_file()):
+        return own.exists() == other.exists()
+    return filecmp.cmp(own, other, shallow=False)
 
 
 def check_tokens(base: "BaseModel", other: "BaseModel", key: str) -> None:

@@ -2,16 +2,16 @@
 
 import base64
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import template_of
 from ftkit.models.pretrained.hub import read_json
 from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.imports import hidden
 
 if TYPE_CHECKING:
     import torch
@@ -51,25 +51,25 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer:
-    """The tokenizer of a base model, set up by its files alone.
+    """The tokenizer of a base model, as transformers builds it of the files in a directory.
 
-    Its ids are those of LitGPT's tokenizer.
+    Which class of transformers it is, and with it the normalizer, the way that texts are cut and
+    the tokens that are added to the vocabulary, follows from several files. Other programs read
+    them in the same way.
     """
 
     # LitGPT decides by the names of the directory and of the tokenizer's class whether texts begin
     # with BOS. Here the tokenizer decides, so that a renamed copy behaves like the original.
 
     def __init__(self, directory: Path) -> None:
-        """Read tokenizer.json, or else tokenizer.model, and the special tokens beside it.
+        """Build it of tokenizer.json, or else tokenizer.model, and the settings beside them.
 
         Raises:
-            UserError: there is no tokenizer, it cannot be read, or it has no end-of-text token.
+            UserError: there is no tokenizer, it cannot be read, it is code in the directory, or it
+                has no end-of-text token.
         """
         self.model_name = directory.name
-        self.processor: Any
-        self.backend: Literal["huggingface", "sentencepiece"]
         self._directory = directory
-        self.bos_id: int | None
         self._word: int | None = None
         settings = read_json(directory / "tokenizer_config.json")
         vocabulary = directory / "tokenizer.json"
@@ -84,20 +84,22 @@ class Tokenizer:
                 "original model there."
             )
         # The Rust library panics on some damaged files, which `reading` turns into a message, too.
-        with reading(vocabulary, "a tokenizer", advice="Download it again."):
-            self.processor = _sentencepiece(vocabulary) if is_sentencepiece else _fast(vocabulary)
-            if is_sentencepiece:
-                self.backend = "sentencepiece"
-                self.bos_id = _id_or_none(self.processor.bos_id())
-                eos_id = _id_or_none(self.processor.eos_id())
-                self.use_bos = self.bos_id is not None
-            else:
-                self.backend = "huggingface"
-                self.bos_id = self._special_token("bos")
-                eos_id = self._special_token("eos")
-                # Tried, because no setting says it for all tokenizers.
-                self.use_bos = self.processor.encode("a").ids[:1] == [self.bos_id]
-                self._word = self._word_that_loses_its_space()
+        if not is_sentencepiece:
+            with reading(vocabulary, "a tokenizer", advice="Download it again."):
+                # Building it runs the steps on the added tokens already.
+                _require_bounded(json.loads(vocabulary.read_text(encoding="utf-8")), vocabulary)
+        with reading(directory, "a tokenizer of transformers", advice="Download it again."):
+            self._built = _built(directory, settings)
+            self.processor: Any = self._built.backend_tokenizer
+            # Left on in the file by whoever saved it after a call with these options.
+            self.processor.no_truncation()
+            self.processor.no_padding()
+            self.bos_id: int | None = self._special_token("bos")
+            eos_id = self._special_token("eos")
+            # Tried, because no setting says it for all tokenizers; sentencepiece has no rule.
+            begins = self.processor.encode("a").ids[:1] == [self.bos_id] or is_sentencepiece
+            self.use_bos = begins and self.bos_id is not None
+            self._word = self._word_that_loses_its_space()
         if eos_id is None:
             raise UserError(
                 f"The tokenizer in {directory} has no end-of-text token, so a model could not "
@@ -107,6 +109,11 @@ class Tokenizer:
         # The settings come last: they overrule what the files of the vocabulary do.
         if isinstance(add_bos := settings.get("add_bos_token"), bool):
             self.use_bos = add_bos and self.bos_id is not None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore in another process what the library does not write."""
+        self.__dict__.update(state)
+        self.processor.encode_special_tokens = self._built.split_special_tokens
 
     @property
     def directory(self) -> Path:
@@ -128,7 +135,7 @@ class Tokenizer:
         """
         if not texts:
             return self
-        if self.backend == "sentencepiece":
+        if not (self._directory / "tokenizer.json").is_file():
             raise UserError(
                 f"data.add_tokens is {json.dumps(list(texts))}, but the tokenizer in "
                 f"{self._directory} is only a tokenizer.model, which cannot be extended. Write its "
@@ -151,9 +158,6 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary; None if it has no such token."""
-        if self.backend == "sentencepiece":
-            known = int(self.processor.piece_to_id(token))  # <unk> for unknown ones
-            return known if self.token_text(known) == token else None
         known = self.processor.token_to_id(token)
         return None if known is None else int(known)
 
@@ -179,11 +183,8 @@ class Tokenizer:
         Raises:
             UserError: ``bos`` is requested and the tokenizer has none.
         """
-        if self.backend == "huggingface":
-            # BOS and EOS are added below, by our rules.
-            tokens = self.processor.encode(string, add_special_tokens=False).ids
-        else:
-            tokens = self.processor.encode(string)
+        # BOS and EOS are added below, by our rules.
+        tokens = self.processor.encode(string, add_special_tokens=False).ids
         if self.use_bos if bos is None else bos:
             if self.bos_id is None:
                 raise UserError(f"The tokenizer of {self.model_name} has no begin-of-text token.")
@@ -207,15 +208,14 @@ class Tokenizer:
 
     def encode_all_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenize many texts as `encode_rendered` does, in less time."""
-        if self.backend == "sentencepiece":
-            return [self._encode_pieces(text) for text in texts]
         found = self.processor.encode_batch(list(texts), add_special_tokens=False)
         return [Encoded(encoding.ids, encoding.offsets) for encoding in found]
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
         """Texts of bos_token, eos_token and all others that the settings name."""
-        named: dict[str, Any] = {}
+        # First those that a class of transformers has by itself.
+        named: dict[str, Any] = dict(self._built.special_tokens_map)
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             settings = read_json(self._directory / file)
             more = settings.get("extra_special_tokens")
@@ -236,24 +236,18 @@ class Tokenizer:
     @cached_property
     def named_bos_id(self) -> int | None:
         """Id of BOS if the tokenizer names it; the model's settings may name one too."""
-        if self.backend == "sentencepiece":
-            return self.bos_id
-        return self._named_token("bos")
+        named = self._named_token("bos")
+        return self._built.bos_token_id if named is None else named
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         """Ids of all tokens by their text, those that were added included."""
-        if self.backend == "sentencepiece":
-            return {self.token_text(i): i for i in range(self.processor.vocab_size())}
         vocabulary: dict[str, int] = self.processor.get_vocab(with_added_tokens=True)
         return vocabulary
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
         """Ids of the tokens that are only recognised where a text contains them in full."""
-        if self.backend == "sentencepiece":
-            ids = range(self.processor.vocab_size())
-            return {self.token_text(i): i for i in ids if self.processor.is_control(i)}
         added = self.processor.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items()}
 
@@ -266,8 +260,6 @@ class Tokenizer:
     @cached_property
     def largest_id(self) -> int:
         """The largest id of a token."""
-        if self.backend == "sentencepiece":
-            return self.processor.vocab_size() - 1
         return max(self.processor.get_vocab().values())
 
     @cached_property
@@ -284,42 +276,22 @@ class Tokenizer:
 
         https://github.com/huggingface/transformers/issues/31643
         """
-        tokens = [tensor.item()] if tensor.ndim == 0 else tensor.tolist()
+        tokens: list[int] = tensor.reshape(-1).tolist()
         if len(tokens) == 1 and self._word is not None:
             # After a word that loses its own space, the space of the token is kept.
-            return self.processor.decode([self._word, *tokens])[len("a") :]
-        return self.processor.decode(tokens)
+            return self.text_of([self._word, *tokens])[len("a") :]
+        return self.text_of(tokens)
 
-    def _encode_pieces(self, text: str) -> Encoded:
-        """Tokenize a text with control tokens, which sentencepiece does not read from texts."""
-        encoded = Encoded([], [])
-        start = 0
-        for part in re.split(self._controls, text) if self.added_tokens else [text]:
-            # With a group in the pattern, the parts are texts and control tokens in turn.
-            if (control := self.added_tokens.get(part)) is not None:
-                encoded.ids.append(control)
-                encoded.offsets.append((start, start + len(part)))
-            elif part:
-                found = self.processor.encode(part, return_type="offset_mapping")
-                encoded.ids.extend(found["ids"])
-                encoded.offsets.extend((start + a, start + b) for a, b in found["offsets"])
-            start += len(part)
-        return encoded
-
-    @cached_property
-    def _controls(self) -> str:
-        # `re` takes the first alternative that matches, not the longest.
-        longest_first = sorted(self.added_tokens, key=len, reverse=True)
-        return f"({'|'.join(map(re.escape, longest_first))})"
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Decode token ids as transformers does, without special tokens."""
+        return str(self._built.decode(list(ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token in the vocabulary."""
-        if self.backend == "sentencepiece":
-            return str(self.processor.id_to_piece(token_id))
         return str(self.processor.id_to_token(token_id))
 
     def _special_token(self, kind: str) -> int | None:
-        """Id of the first "bos" or "eos" token in the files that the vocabulary contains."""
+        """Id of the "bos" or "eos" token, in the first of the files that names one."""
         if (named := self._named_token(kind)) is not None:
             return named
         # Only where the tokenizer's own files name none.
@@ -328,7 +300,9 @@ class Tokenizer:
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int) and not isinstance(token, bool):
                 return token
-        return None
+        # By the class of transformers, or in tokenizer.model.
+        found: int | None = getattr(self._built, f"{kind}_token_id")
+        return found
 
     def _named_token(self, kind: str) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -348,7 +322,7 @@ class Tokenizer:
         """Return a token that loses its leading space when decoded alone, as words of Llama do."""
         # SentencePiece's mark for a space before a word.
         token = self.processor.token_to_id("▁a")
-        return token if token is not None and self.processor.decode([token]) == "a" else None
+        return token if token is not None and self.text_of([token]) == "a" else None
 
 
 def end_tokens(directory: Path) -> frozenset[int]:
@@ -369,35 +343,40 @@ def end_tokens(directory: Path) -> frozenset[int]:
     return frozenset()
 
 
-def _fast(vocabulary: Path) -> Any:
-    """Load tokenizer.json without the truncation and padding that some files set."""
-    from tokenizers import Tokenizer as Processor
+def _built(directory: Path, settings: Mapping[str, Any]) -> Any:
+    """Build the tokenizer of a directory as transformers does, without its own code."""
+    # What a directory means would depend on whether this package is installed.
+    with hidden("mistral_common"):
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
 
-    text = vocabulary.read_text(encoding="utf-8")
-    # Reading runs the steps on the added tokens already.
-    _require_bounded(json.loads(text), vocabulary)
-    processor = Processor.from_str(text)
-    # Left on in the file by whoever saved it after a call with these options.
-    processor.no_truncation()
-    processor.no_padding()
-    return processor
-
-
-def _sentencepiece(vocabulary: Path) -> Any:
-    from sentencepiece import SentencePieceProcessor
-
-    return SentencePieceProcessor(model_file=str(vocabulary))
+        before = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            built = AutoTokenizer.from_pretrained(
+                str(directory), trust_remote_code=False, local_files_only=True
+            )
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            built = None
+        finally:
+            logging.set_verbosity(before)
+    # Those without it are programs in Python, which know no positions of tokens in texts.
+    if not hasattr(built, "backend_tokenizer"):
+        own = "code of its own" if built is None else f"the class {type(built).__name__}"
+        raise UserError(
+            f"The tokenizer in {directory} is {own}, which ftkit does not run. If its "
+            "tokenizer.json makes the same tokens, remove auto_map and tokenizer_class from "
+            "tokenizer_config.json."
+        )
+    return built
 
 
 def _text_of(token: Any) -> str | None:
     """Text of a special token in settings, which may be a string or an object; else None."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _id_or_none(token: int) -> int | None:
-    """Return None for -1, SentencePiece's id of a token that it does not have."""
-    return token if token >= 0 else None
 
 
 def _require_bounded(content: Mapping[str, Any], file: Path) -> None:

@@ -65,7 +65,7 @@ def test_special_tokens_that_the_text_itself_holds_are_kept_once(tmp_path: Path)
     ("file", "content"),
     [
         ("tokenizer_config.json", {"eos_token": "</s>"}),
-        ("tokenizer_config.json", {"eos_token": {"content": "</s>", "lstrip": False}}),
+        ("tokenizer_config.json", {"eos_token": {"__type": "AddedToken", "content": "</s>"}}),
         ("special_tokens_map.json", {"eos_token": {"content": "</s>"}}),
         ("generation_config.json", {"eos_token_id": [2, 5]}),
         ("config.json", {"eos_token_id": 2}),
@@ -74,7 +74,7 @@ def test_special_tokens_that_the_text_itself_holds_are_kept_once(tmp_path: Path)
 def test_the_end_of_text_is_found_wherever_it_is_named(
     file: str, content: dict[str, Any], tmp_path: Path
 ) -> None:
-    write(tmp_path, eos_token="not in the vocabulary")
+    write(tmp_path)
     (tmp_path / file).write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
     assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.use_bos) == (2, None, False)
@@ -173,7 +173,7 @@ class TestRendered:
     def test_their_texts_are_told_by_name(self, tmp_path: Path) -> None:
         write(
             tmp_path,
-            bos_token={"content": "<s>"},
+            bos_token={"__type": "AddedToken", "content": "<s>"},
             eos_token="</s>",
             pad_token=None,
             add_bos_token=True,
@@ -208,9 +208,13 @@ class TestRendered:
         bos, eos = tokenizer.bos_id, tokenizer.eos_id
         text = "<s>the question</s>an answer</s>"
         ids, offsets = tokenizer.encode_rendered(text)
-        inner = tokenizer.processor.encode("the question"), tokenizer.processor.encode("an answer")
-        assert ids == [bos, *inner[0], eos, *inner[1], eos]
+        inner = [tokenizer.encode(part, bos=False) for part in ("the question", "an answer")]
+        assert ids == [bos, *inner[0].tolist(), eos, *inner[1].tolist(), eos]
         assert [text[first:end] for first, end in offsets].count("</s>") == 2
         assert offsets[-2][1] == len(text) - len("</s>")
-        assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+        assert tokenizer.special_tokens == {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+        }
         assert tokenizer.encode_rendered("").ids == []
