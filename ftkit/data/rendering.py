@@ -227,6 +227,10 @@ class CompletionRenderer(PromptedRenderer):
 
 def _encode(tokenizer: "Tokenizer", texts: list[str], *, answer: bool = False) -> list[list[int]]:
     """Encode texts like litgpt.Tokenizer.encode, many at once where that is safe."""
+    bos = False if answer else None
+    if tokenizer.processor.padding is not None:
+        # A batch would be padded to its longest text.
+        return [tokenizer.encode(text, bos=bos, eos=answer).tolist() for text in texts]
     # fast: without offsets, which nothing here reads.
     encodings = tokenizer.processor.encode_batch_fast(texts)
     return [

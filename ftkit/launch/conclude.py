@@ -76,7 +76,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         step_memory=StepMemory.of([report.step_memory for report in reports]),
         warnings=[*_all_warnings(reports), *_notices(run)],
         phases_s=dataclasses.replace(
-            reports[0].phases_s or PhaseTimes(), total=time.time() - job.started_at_s
+            reports[0].phases_s or PhaseTimes(), total=time.monotonic() - job.began_s
         ),
     )
     with Display(out_dir) as display:
@@ -217,7 +217,7 @@ def _collect_output(run: RunDirectory, world_size: int) -> None:
 
 def _empty_report(job: Job) -> Report:
     """The report of a rank that ended before it wrote one."""
-    seconds = time.time() - job.started_at_s
+    seconds = time.monotonic() - job.began_s
     start = None
     if job.start is not None:
         # Another run, or the user, may have deleted it meanwhile: the report then says less.

@@ -139,7 +139,7 @@ def launch(
     Raises:
         UserError: before anything has started, and nothing is left behind.
     """
-    started_at_s = time.time()
+    started_at_s, began_s = time.time(), time.monotonic()
     placed = external_ranks()
     try:
         prepare = functools.partial(
@@ -149,6 +149,7 @@ def launch(
             overwrite,
             started_at_s,
             stop_after,
+            began_s=began_s,
             force=force,
             metrics=metrics,
             trusted=trusted,
@@ -202,6 +203,7 @@ def prepare_run(
     stop_after: StopAfter | None = None,
     received: Sequence[signal.Signals] = (),
     *,
+    began_s: float,
     force: bool = False,
     metrics: tuple[OwnMetric, ...] = (),
     trusted: Path | None = None,
@@ -217,6 +219,7 @@ def prepare_run(
         started_at_s: when the command started, in seconds since the epoch.
         stop_after: end this session before the run is done.
         received: signals so far.
+        began_s: when the command started, by `time.monotonic`.
         force: start even if memory is certainly too small.
         metrics: of the user's own.
         trusted: directory whose Python code tasks may run.
@@ -314,6 +317,7 @@ def prepare_run(
             beside=beside,
             command=tuple(without_tokens(command)),
             started_at_s=started_at_s,
+            began_s=began_s,
             start=str(start.checkpoint) if start else None,
             start_step=start.metadata.step if start else 0,
             stop_after=stop_after,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from ftkit.runs.report.report import Loss, Progress, Report, Restart, Resumed
 from ftkit.utils.console.formatting import exact_utc_text, parse_duration, utc_now
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_json, write_with_reserve
-from ftkit.utils.hardware import hardware, versions
+from ftkit.utils.hardware import boot_id, hardware, versions
 from ftkit.utils.json_values import for_json, from_json
 
 ErrorKind = Literal[
@@ -86,6 +86,8 @@ class Job:
     """The command line, tokens removed."""
     started_at_s: float
     """When the command started, in seconds since the epoch."""
+    began_s: float = field(default_factory=time.monotonic)
+    """When the command started, by this machine's clock that cannot be set (`time.monotonic`)."""
     start: str | None = None
     """The directory of the checkpoint to continue from; None: from the base model."""
     start_step: int = 0
@@ -180,6 +182,7 @@ class Job:
             "beside": self.beside,
             "command": self.command,
             "started_at_s": self.started_at_s,
+            "began": [boot_id(), self.began_s],
             "start": self.start,
             "start_step": self.start_step,
             "stop_after": dataclasses.asdict(self.stop_after) if self.stop_after else None,
@@ -217,6 +220,7 @@ class Job:
             beside=values["beside"],
             command=tuple(values["command"]),
             started_at_s=values["started_at_s"],
+            began_s=_began_here_s(*values.get("began", (None, 0.0))),
             start=values["start"],
             start_step=values["start_step"],
             stop_after=StopAfter(**values["stop_after"]) if values["stop_after"] else None,
@@ -227,6 +231,12 @@ class Job:
             trusted=values["trusted"],
             plugin=Plugin.from_json(values["plugin"]) if values.get("plugin") else None,
         )
+
+
+def _began_here_s(boot: str | None, began_s: float) -> float:
+    """Return when a command started, by this machine's clock."""
+    # Each machine has such a clock of its own, which begins when it starts.
+    return began_s if boot is not None and boot == boot_id() else time.monotonic()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ class Training:
         loggers: Loggers,
         callbacks: Callbacks,
         *,
-        started_at_s: float,
+        began_s: float,
         stop_after: StopAfter | None,
     ) -> None:
         """Prepare training.
@@ -106,14 +106,14 @@ class Training:
             journal: for messages and measurements.
             loggers: beside metrics.csv.
             callbacks: called at its events.
-            started_at_s: when the command started, in seconds since the epoch.
+            began_s: when the command started, by `time.monotonic`.
             stop_after: when this session ends, if before the end of training.
         """
         self._setup, self._recipe, self._start = setup, setup.recipe, setup.start
         self._order, self._evaluator, self._checkpointing = setup.order, evaluator, checkpointing
         self._stop, self._loggers, self._callbacks = stop, loggers, callbacks
         self._display, self._recorder = journal.display, journal.recorder
-        self._started_at_s, self._stop_after = started_at_s, stop_after
+        self._began_s, self._stop_after = began_s, stop_after
         companion = setup.companion_of(setup.data.train)
         self._meter = MemoryMeter(
             setup.strategy,
@@ -309,7 +309,7 @@ class Training:
         max_time, after = self._recipe.train.max_time, self._stop_after
         if max_time is not None and self._recorder.training_s >= max_time:
             return LoopEvent.OUT_OF_TIME
-        if after and after.seconds and time.time() - self._started_at_s >= after.seconds:
+        if after and after.seconds and time.monotonic() - self._began_s >= after.seconds:
             return LoopEvent.SESSION_ENDS
         if self._checkpointing is not None and self._checkpointing.overdue():
             return LoopEvent.CHECKPOINT_OVERDUE

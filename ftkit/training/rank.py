@@ -123,7 +123,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         journal,
         started_loggers,
         make_callbacks(setup, journal, started_loggers.log),
-        started_at_s=job.started_at_s,
+        began_s=job.began_s,
         stop_after=job.stop_after,
     )
     training.run()
@@ -195,7 +195,7 @@ def run_rank(job_path: Path, terminal: TextIO) -> int:
                 job.new_report(start),
                 state,
                 job.plan,
-                started_at_s=job.started_at_s,
+                began_s=job.began_s,
                 start=start,
                 show_warning=display.warning,
             ) as recorder:

@@ -68,7 +68,7 @@ class Recorder:
         state: RankDirectory,
         plan: Plan,
         *,
-        started_at_s: float,
+        began_s: float,
         start: Metadata | None = None,
         show_warning: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -80,7 +80,7 @@ class Recorder:
                 validation.csv, whose rows after the start were removed before
                 (`ftkit.runs.report.metrics.cut_rows`).
             plan: of the run.
-            started_at_s: when the command started, in seconds since the epoch.
+            began_s: when the command started, by `time.monotonic`.
             start: metadata of the checkpoint to continue from; None: the run begins.
             show_warning: shows a warning of the recorder itself.
         """
@@ -95,9 +95,9 @@ class Recorder:
         self._times: dict[PhaseName, float] = dict.fromkeys(phases, 0.0)
         del self._times["reference"]
         # The phase of set-up began with the command, before this process existed.
-        self._started_at_s = self._since = started_at_s
+        self._began_s = self._since = began_s
         self._is_over = False
-        self._written_at = time.time()
+        self._written_at = time.monotonic()
         self._meter = ThroughputMeter()
         self._first_loss: float | None = None
         self._last_record: StepRecord | None = None
@@ -196,7 +196,7 @@ class Recorder:
     def training_s(self) -> float:
         """Seconds of training so far, over all sessions, without validation and saving."""
         # The time of the current phase is added to the others only when it ends.
-        running = time.time() - self._since if self.report.phase == "training" else 0.0
+        running = time.monotonic() - self._since if self.report.phase == "training" else 0.0
         return self._times["training"] + running + (self._start.training_s if self._start else 0.0)
 
     def carried(self) -> dict[str, Any]:
@@ -289,12 +289,12 @@ class Recorder:
         self._is_over = True
 
     def _account(self, phase: PhaseName) -> None:
-        now = time.time()
+        now = time.monotonic()
         before = self.report.phase
         if not self._is_over:
             self._times[before] = self._times.get(before, 0.0) + now - self._since
         self._since = now
-        times = PhaseTimes(**self._times, total=now - self._started_at_s)
+        times = PhaseTimes(**self._times, total=now - self._began_s)
         self.note(phase=phase, phases_s=times)
         # From the first step on: imports and downloads would lower the mean.
         if phase == "training" and not self._cpu.started:
@@ -356,7 +356,7 @@ class Recorder:
         )
         self._note_failures()
         # Not after every step, because short steps would mostly write reports.
-        if time.time() - self._written_at > STATE_INTERVAL_S:
+        if time.monotonic() - self._written_at > STATE_INTERVAL_S:
             self._summarise()
             # The same phase again: its time so far is counted, and the report written.
             self.enter(self.report.phase)
@@ -492,5 +492,5 @@ class Recorder:
             self._write()
 
     def _write(self) -> None:
-        self._written_at = time.time()
+        self._written_at = time.monotonic()
         write_report(self.report, self._state.path)

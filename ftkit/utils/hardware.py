@@ -100,6 +100,12 @@ def hardware() -> Hardware:
     )
 
 
+def boot_id() -> str | None:
+    """Return the id of this start of the machine; None: the system has none."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else None
+
+
 def host_memory(status: Path = Path("/proc/self/status")) -> HostMemory:
     """Host memory of this process, from ``/proc`` or, where there is none, from psutil.
 

@@ -85,7 +85,7 @@ def _train(scene: Scene) -> None:
     gc.collect()
     with (
         Display(out, stream=io.StringIO()) as display,
-        Recorder(job.new_report(), state, job.plan, started_at_s=job.started_at_s) as recorder,
+        Recorder(job.new_report(), state, job.plan, began_s=job.began_s) as recorder,
     ):
         run_job(job, None, StopRequest(), Journal(display, recorder))
 

@@ -505,7 +505,7 @@ def make_recipe(tiny_base: Path, tiny_data: Path, out: Path) -> Callable[..., Re
 def prepared(
     recipe: Recipe, *, overwrite: bool = False, stop_after: StopAfter | None = None
 ) -> Iterator[Any]:
-    with prepare_run(recipe, ["ftkit"], overwrite, 0.0, stop_after) as job:
+    with prepare_run(recipe, ["ftkit"], overwrite, 0.0, stop_after, began_s=0.0) as job:
         yield job
 
 

@@ -152,10 +152,10 @@ def run_here(job: Job, start: Metadata | None = None) -> Outcome:
     state = job.directory.rank(0)
     state.path.mkdir(parents=True)
     report = job.new_report(start)
-    began = job.started_at_s
+    began = job.began_s
     with (
         Display(job.directory.path) as display,
-        Recorder(report, state, job.plan, started_at_s=began, start=start) as recorder,
+        Recorder(report, state, job.plan, began_s=began, start=start) as recorder,
     ):
         run_job(job, start, StopRequest(), Journal(display, recorder))
     return Outcome(job.directory.path)

@@ -116,7 +116,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
         state.path.mkdir(parents=True)
         with (
             Display(out_dir) as display,
-            Recorder(job.new_report(), state, job.plan, started_at_s=job.started_at_s) as recorder,
+            Recorder(job.new_report(), state, job.plan, began_s=job.began_s) as recorder,
         ):
             run_job(job, None, StopRequest(), Journal(display, recorder))
         return Result(

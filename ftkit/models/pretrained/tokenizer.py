@@ -88,14 +88,15 @@ class Tokenizer:
             with reading(vocabulary, "a tokenizer", advice="Download it again."):
                 # Building it runs the steps on the added tokens already.
                 _require_bounded(json.loads(vocabulary.read_text(encoding="utf-8")), vocabulary)
+        names = {kind: self._name_of(kind) for kind in ("bos", "eos")}
         with reading(directory, "a tokenizer of transformers", advice="Download it again."):
             self._built = _built(directory, settings)
             self.processor: Any = self._built.backend_tokenizer
             # Left on in the file by whoever saved it after a call with these options.
             self.processor.no_truncation()
             self.processor.no_padding()
-            self.bos_id: int | None = self._special_token("bos")
-            eos_id = self._special_token("eos")
+            self.bos_id: int | None = self._special_token("bos", names["bos"])
+            eos_id = self._special_token("eos", names["eos"])
             # Tried, because no setting says it for all tokenizers; sentencepiece has no rule.
             begins = self.processor.encode("a").ids[:1] == [self.bos_id] or is_sentencepiece
             self.use_bos = begins and self.bos_id is not None
@@ -236,8 +237,7 @@ class Tokenizer:
     @cached_property
     def named_bos_id(self) -> int | None:
         """Id of BOS if the tokenizer names it; the model's settings may name one too."""
-        named = self._named_token("bos")
-        return self._built.bos_token_id if named is None else named
+        return self.bos_id if self._name_of("bos") else self._built.bos_token_id
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
@@ -290,13 +290,13 @@ class Tokenizer:
         """Return the text of a token in the vocabulary."""
         return str(self.processor.id_to_token(token_id))
 
-    def _special_token(self, kind: str) -> int | None:
+    def _special_token(self, kind: str, name: str | None) -> int | None:
         """Id of the "bos" or "eos" token, in the first of the files that names one."""
-        if (named := self._named_token(kind)) is not None:
-            return named
+        if name is not None and (named := self.processor.token_to_id(name)) is not None:
+            return int(named)
         # Only where the tokenizer's own files name none.
-        for name in (GENERATION, "config.json"):
-            token = read_json(self._directory / name).get(f"{kind}_token_id")
+        for file in (GENERATION, "config.json"):
+            token = read_json(self._directory / file).get(f"{kind}_token_id")
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int) and not isinstance(token, bool):
                 return token
@@ -304,7 +304,8 @@ class Tokenizer:
         found: int | None = getattr(self._built, f"{kind}_token_id")
         return found
 
-    def _named_token(self, kind: str) -> int | None:
+    def _name_of(self, kind: str) -> str | None:
+        """Text of the "bos" or "eos" token, as the tokenizer's files name it."""
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             file, key = self._directory / name, f"{kind}_token"
             named = read_json(file).get(key)
@@ -314,8 +315,8 @@ class Tokenizer:
                     f"{file} says that {key} is {str(named)[:40]}, but it has to be a text. "
                     "Download it again."
                 )
-            if token is not None and (found := self.processor.token_to_id(token)) is not None:
-                return int(found)
+            if token is not None:
+                return token
         return None
 
     def _word_that_loses_its_space(self) -> int | None:

@@ -25,6 +25,7 @@ from ftkit.errors import UserError
 from ftkit.runs.sync.background import begun, ends
 from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.damaged_files import DamagedFile, reading
+from ftkit.utils.hardware import boot_id
 from ftkit.utils.json_values import from_json
 from ftkit.utils.remote.objects import Objects, StorageError
 from ftkit.utils.remote.replica import Listing
@@ -331,9 +332,8 @@ def _started(process: int) -> float:
 
 def _machine() -> str:
     """Id of this machine or container; several may have the same host name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    # The boot id also differs after a restart, when process ids begin anew.
-    known = boot.read_text().strip() if boot.exists() else hex(uuid.getnode())
+    # It also differs after a restart, when process ids begin anew.
+    known = boot_id() or hex(uuid.getnode())
     try:
         # Containers of a machine share its boot id, but number their processes themselves.
         return f"{known}-{Path('/proc/self/ns/pid').stat().st_ino}"

@@ -152,7 +152,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_json: str) ->
             ):  # transformers 5.3 reads it from here and does not write it
                 edit_json(directory / "config.json", rotary_pct=settings["rotary_pct"])
             (directory / "tokenizer.json").write_text(tokenizer_json)
+            # Not the class of the family, which would expect its vocabulary.
             special = {"bos_token": "<s>", "eos_token": "</s>"}
+            special["tokenizer_class"] = "PreTrainedTokenizerFast"
             (directory / "tokenizer_config.json").write_text(json.dumps(special))
             made[key] = directory
         return made[key]
