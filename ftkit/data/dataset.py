@@ -465,7 +465,13 @@ def _load(
     source.files()  # a missing file is named first
     _check_tokenizer(tokenizer)
     parts = source.parts()
-    return tuple(_load_part(part, tokenizer, max_seq_length, splits, progress) for part in parts)
+    loaded = tuple(_load_part(part, tokenizer, max_seq_length, splits, progress) for part in parts)
+    for part in loaded:
+        # A generator: the tokens are looked through only if the tokenizer has such ids.
+        of_splits = (prepared.samples.arrays.tokens for prepared in part.splits.values())
+        largest = (int(np.max(tokens, initial=-1)) for tokens in of_splits)
+        tokenizer.require_embedded(largest, f"A sample of {part.source.where}")
+    return loaded
 
 
 def _interleaved(parts: Sequence[LoadedPart]) -> Samples:

@@ -170,6 +170,11 @@ class Responder:
         Raises:
             UserError: the chat template does not accept it.
         """
+        ids = self._ids_of(question)
+        self.tokenizer.require_embedded(ids.tolist(), "The prompt")
+        return ids
+
+    def _ids_of(self, question: Question) -> Tensor:
         if self.prompting is None or not question.messages:
             return self.tokenizer.encode(question.text)
         template = self.prompting.template

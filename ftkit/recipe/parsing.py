@@ -40,7 +40,6 @@ from ftkit.recipe.recipe_keys import (
     MAPPINGS,
     ONE_OF,
     SPELLINGS,
-    accepted_types,
     check_component,
     check_keys,
     default_class,
@@ -48,6 +47,7 @@ from ftkit.recipe.recipe_keys import (
     describe,
     example_of,
     flatten,
+    is_text,
     key_types,
     plain,
     shown_value,
@@ -305,8 +305,8 @@ def _specificity(override: Override) -> int:
 
 def _parse_value(key: str, text: str) -> Any:
     # YAML would read "Q: {instruction}" as a mapping.
-    is_text = not any(mark in text for mark in ("class_path", "without_input"))
-    if key.endswith(".prompt_style") and PROMPT_MARK in text and is_text:
+    is_plain = not any(mark in text for mark in ("class_path", "without_input"))
+    if key.endswith(".prompt_style") and PROMPT_MARK in text and is_plain:
         return _prompt_text(text)
     if key.endswith(".chat_template") and any(mark in text for mark in TEMPLATE_MARKS):
         return _unquoted(text) or text
@@ -326,11 +326,11 @@ def _parse_value(key: str, text: str) -> Any:
         return text
     if value is None or isinstance(value, str):
         return value
-    if key.endswith(".prompt_style") and isinstance(value, dict) and is_text:
+    if key.endswith(".prompt_style") and isinstance(value, dict) and is_plain:
         return text  # a prompt, "Q: {instruction}"
     # A directory called 2024 is a number in YAML.
-    is_word = all(k in (str, Path) for k in accepted_types(key_types("lora").get(key)))
-    return text if is_word else value
+    is_mapping = isinstance(value, dict) and _is_of_mapping(key)  # a set of eval.sets
+    return text if is_text(key) and not is_mapping else value
 
 
 def _prompt_text(text: str) -> str:
@@ -379,6 +379,10 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
             )
         target[group] = inner
         target = inner
+    if groups == ["eval", "sets"] and isinstance(value, str):
+        # A set in short. jsonargparse reads it as YAML once more, but nothing inside a mapping.
+        with contextlib.suppress(yaml.YAMLError):
+            value = value if isinstance(parse_yaml(value), str) else {"path": value}
     target[last] = SPELLINGS.get(key, {}).get(value, value) if isinstance(value, str) else value
     # The other key may come from a recipe that this one overrides.
     for keys in EXCLUSIVE:

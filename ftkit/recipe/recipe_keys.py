@@ -79,6 +79,14 @@ OF_COMMANDS = {
 }
 """Options that a recipe cannot set, with the reason."""
 
+TEXTS_OF_DATA = frozenset(
+    {
+        *("path", "json_path", "subset", "split", "revision", "data_files", "chat_template"),
+        *("download_dir", "file_url", "file_name", "repo_id", "subsets", "url", "access_token"),
+    }
+)
+"""Options of data whose values are texts or paths, whatever YAML would make of them."""
+
 LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
 GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
 
@@ -96,6 +104,18 @@ def _key_fields(
             yield from _key_fields(typing.cast(type, field.type), f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", field
+
+
+def is_text(key: str) -> bool:
+    """Return whether the value of a key is a text or a path, also if it looks like a number."""
+    *groups, name = key.replace(".init_args.", ".").split(".")
+    if groups == ["data"] or (groups[:2] == ["eval", "sets"] and len(groups) == 3):
+        return name in TEXTS_OF_DATA
+    if groups == ["eval", "sets"]:  # a set in short: its path
+        return True
+    if groups[-1:] == ["columns"]:
+        return groups[0] in ("data", "eval")
+    return all(kind in (str, Path) for kind in accepted_types(key_types("lora").get(key)))
 
 
 def accepted_types(kind: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -122,8 +123,45 @@ class Tokenizer:
         return self._directory
 
     def lacks(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts that are no tokens of the vocabulary."""
-        return tuple(text for text in texts if text not in self.vocabulary)
+        """Return the texts that are no tokens of the vocabulary, or have no embedding."""
+        rows = self.rows
+        return tuple(
+            text
+            for text in texts
+            if (token := self.vocabulary.get(text)) is None or (rows is not None and token >= rows)
+        )
+
+    @cached_property
+    def rows(self) -> int | None:
+        """Embeddings of the model beside it; None: its settings do not say how many."""
+        settings = read_json(self._directory / "config.json")
+        of_language = settings.get("text_config")  # of a multimodal model
+        found = (of_language if isinstance(of_language, dict) else settings).get("vocab_size")
+        return found if isinstance(found, int) else None
+
+    def require_embedded(self, ids: Iterable[int], place: str) -> None:
+        """Refuse tokens for which the model has no embedding.
+
+        Args:
+            ids: of the tokens.
+            place: which texts they are of, for the message.
+
+        Raises:
+            UserError: an id is not below the number of embeddings.
+        """
+        # Most tokenizers have no such token: nothing is looked through.
+        if self.rows is None or self.largest_id < self.rows:
+            return
+        largest = max(ids, default=-1)
+        if largest >= self.rows:
+            text = self.token_text(largest)
+            raise UserError(
+                f"{place} has the token {text!r}, whose id in the tokenizer of {self.model_name} "
+                f"is {largest:,}, but the model has {self.rows:,} embeddings (ids up to "
+                f"{self.rows - 1:,}).\nCopy the tokenizer of this very model into "
+                f"{self._directory}, or give the token an embedding that is trained: "
+                f"--data.add_tokens {shlex.quote(json.dumps([text], ensure_ascii=False))}"
+            )
 
     def with_tokens(self, texts: Sequence[str]) -> "Tokenizer":
         """Return a copy with further tokens, whose ids follow the largest one.
@@ -149,12 +187,15 @@ class Tokenizer:
         # As they stand in texts, and shown in answers.
         found.processor.add_tokens([AddedToken(text, normalized=False) for text in texts])
         # The library counts tokens, and takes a number for free that a gap has left for another.
-        if any(found.vocabulary[text] <= self.largest_id for text in texts):
+        new = [text for text in texts if text not in self.vocabulary]
+        if any(found.vocabulary[text] <= self.largest_id for text in new):
             raise UserError(
                 f"data.add_tokens is {json.dumps(list(texts))}, but the ids in {self._directory} "
                 "have gaps, so new ones would be those of other tokens. Remove it with "
                 "--data.add_tokens null."
             )
+        if self.rows is not None:
+            found.rows = max(self.rows, found.largest_id + 1)
         return found
 
     def token_id(self, token: str) -> int | None:

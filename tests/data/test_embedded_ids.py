@@ -1,0 +1,77 @@
+"""Tokens for which a model has no embedding: refused when the data or the prompt are read."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command import Command
+from messages import says
+from runs import options
+from tiny import make_llama
+
+from ftkit.data.dataset import load_data, load_sets
+from ftkit.errors import UserError
+from ftkit.models.pretrained.added_tokens import with_added_tokens
+from ftkit.models.pretrained.base_model import open_base, parameter_shapes
+from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.recipe import Component
+
+TOKEN = "<|call|>"
+ROWS = 331
+"""Tokens of the tiny tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has a token more than it has embeddings."""
+    directory = tmp_path_factory.mktemp("base") / "tiny"
+    make_llama(directory, vocab_size=ROWS)
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"extra_special_tokens": [TOKEN]}))
+    return directory
+
+
+def data(directory: Path, answer: str) -> Component:
+    file = directory / "records.json"
+    rows = [{"instruction": f"call {n}", "output": answer} for n in range(8)]
+    file.write_text(json.dumps(rows))
+    return Component(class_path="JSON", init_args={"path": str(file), "val_split_fraction": 0.5})
+
+
+def test_data_that_hold_it_are_refused_with_a_remedy(base: Path, tmp_path: Path) -> None:
+    held = data(tmp_path, f"red {TOKEN} cat")
+    with pytest.raises(UserError) as error:
+        load_data(held, Tokenizer(base), 200)
+    assert says(str(error.value), "records.json", TOKEN, ROWS, "--data.add_tokens")
+    sets = {"own": held["init_args"]["path"]}
+    with pytest.raises(UserError, match="embeddings"):
+        load_sets(held, sets, Tokenizer(base), 200)
+
+
+def test_the_remedy_gives_it_an_embedding(base: Path, tmp_path: Path) -> None:
+    grown = with_added_tokens(open_base(str(base)), [TOKEN])
+    assert parameter_shapes(grown)[grown.architecture.embedding][0] == ROWS + 1
+    load_data(data(tmp_path, f"red {TOKEN} cat"), grown.tokenizer, 200)
+
+
+def test_ids_without_it_and_those_of_padding_are_fine(base: Path, tmp_path: Path) -> None:
+    load_data(data(tmp_path, "red cat"), Tokenizer(base), 200)
+    padded = tmp_path / "padded"
+    shutil.copytree(base, padded)
+    settings = json.loads((padded / "config.json").read_text())
+    (padded / "config.json").write_text(json.dumps(settings | {"vocab_size": ROWS + 64}))
+    load_data(data(tmp_path, f"red {TOKEN} cat"), Tokenizer(padded), 200)
+
+
+@pytest.mark.parametrize("command", ["generate", "data"])
+def test_commands_refuse_it_without_a_traceback(
+    command: str, base: Path, tmp_path: Path, ftkit: Command
+) -> None:
+    found = data(tmp_path, f"red {TOKEN} cat")["init_args"]["path"]
+    words = ["--prompt", f"red {TOKEN}"] if command == "generate" else []
+    words = words or options(data="JSON", data__path=found, data__val_split_fraction=0.5)
+    run = ftkit(command, base, *words)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert says(run.stderr, TOKEN, ROWS)
