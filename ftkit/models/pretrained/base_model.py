@@ -616,13 +616,13 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
 
 def _grown_companions(base: BaseModel, ungrown: BaseModel) -> Iterator[tuple[str, bytes]]:
     """The files of a model to whose vocabulary tokens were added."""
-    changed = {"tokenizer.json": base.tokenizer.processor.to_str(pretty=True)}
+    changed = base.tokenizer.changed_files()
     for name, content in companions(ungrown):
         if name == "config.json":
-            changed[name] = json.dumps(dict(base.settings), indent=2) + "\n"
+            changed[name] = (json.dumps(dict(base.settings), indent=2) + "\n").encode()
         elif name == LITGPT_SETTINGS:
-            changed[name] = yaml.dump(base.architecture.settings_in("litgpt"))
-        yield name, changed[name].encode() if name in changed else content
+            changed[name] = yaml.dump(base.architecture.settings_in("litgpt")).encode()
+        yield name, changed.get(name, content)
 
 
 def licences(base: BaseModel) -> Iterator[tuple[str, bytes]]:

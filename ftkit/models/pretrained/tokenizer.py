@@ -89,15 +89,15 @@ class Tokenizer:
             with reading(vocabulary, "a tokenizer", advice="Download it again."):
                 # Building it runs the steps on the added tokens already.
                 _require_bounded(json.loads(vocabulary.read_text(encoding="utf-8")), vocabulary)
-        names = {kind: self._name_of(kind) for kind in ("bos", "eos")}
+        is_named = {kind: self._is_named(kind) for kind in ("bos", "eos")}
         with reading(directory, "a tokenizer of transformers", advice="Download it again."):
             self._built = _built(directory, settings)
             self.processor: Any = self._built.backend_tokenizer
             # Left on in the file by whoever saved it after a call with these options.
             self.processor.no_truncation()
             self.processor.no_padding()
-            self.bos_id: int | None = self._special_token("bos", names["bos"])
-            eos_id = self._special_token("eos", names["eos"])
+            self.bos_id: int | None = self._special_token("bos", is_named=is_named["bos"])
+            eos_id = self._special_token("eos", is_named=is_named["eos"])
             # Tried, because no setting says it for all tokenizers; sentencepiece has no rule.
             begins = self.processor.encode("a").ids[:1] == [self.bos_id] or is_sentencepiece
             self.use_bos = begins and self.bos_id is not None
@@ -198,6 +198,18 @@ class Tokenizer:
             found.rows = max(self.rows, found.largest_id + 1)
         return found
 
+    def changed_files(self) -> dict[str, bytes]:
+        """Files of a tokenizer with further tokens that differ from those in its directory."""
+        files = {"tokenizer.json": self.processor.to_str(pretty=True)}
+        settings = read_json(self._directory / "tokenizer_config.json")
+        if "added_tokens_decoder" in settings:
+            # Where there is such a list, transformers takes it for that of all added tokens.
+            added = self.processor.get_added_tokens_decoder()
+            listed = {str(i): added[i].__getstate__() for i in sorted(added)}
+            settings |= {"added_tokens_decoder": listed}
+            files["tokenizer_config.json"] = json.dumps(settings, indent=2, ensure_ascii=False)
+        return {name: f"{text}\n".encode() for name, text in files.items()}
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary; None if it has no such token."""
         known = self.processor.token_to_id(token)
@@ -278,7 +290,8 @@ class Tokenizer:
     @cached_property
     def named_bos_id(self) -> int | None:
         """Id of BOS if the tokenizer names it; the model's settings may name one too."""
-        return self.bos_id if self._name_of("bos") else self._built.bos_token_id
+        found: int | None = self._built.bos_token_id
+        return found
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
@@ -331,34 +344,33 @@ class Tokenizer:
         """Return the text of a token in the vocabulary."""
         return str(self.processor.id_to_token(token_id))
 
-    def _special_token(self, kind: str, name: str | None) -> int | None:
+    def _special_token(self, kind: str, *, is_named: bool) -> int | None:
         """Id of the "bos" or "eos" token, in the first of the files that names one."""
-        if name is not None and (named := self.processor.token_to_id(name)) is not None:
-            return int(named)
+        # By these files, else by the class of transformers or in tokenizer.model.
+        of_tokenizer: int | None = getattr(self._built, f"{kind}_token_id")
+        if is_named and of_tokenizer is not None:
+            return of_tokenizer
         # Only where the tokenizer's own files name none.
-        for file in (GENERATION, "config.json"):
-            token = read_json(self._directory / file).get(f"{kind}_token_id")
+        for name in (GENERATION, "config.json"):
+            token = read_json(self._directory / name).get(f"{kind}_token_id")
             token = token[0] if isinstance(token, list) and token else token
             if isinstance(token, int) and not isinstance(token, bool):
                 return token
-        # By the class of transformers, or in tokenizer.model.
-        found: int | None = getattr(self._built, f"{kind}_token_id")
-        return found
+        return of_tokenizer
 
-    def _name_of(self, kind: str) -> str | None:
-        """Text of the "bos" or "eos" token, as the tokenizer's files name it."""
+    def _is_named(self, kind: str) -> bool:
+        """Whether the tokenizer's files name the "bos" or "eos" token."""
+        key, is_named = f"{kind}_token", False
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            file, key = self._directory / name, f"{kind}_token"
+            file = self._directory / name
             named = read_json(file).get(key)
-            token = _text_of(named)
-            if named is not None and token is None:
+            if named is not None and _text_of(named) is None:
                 raise UserError(
                     f"{file} says that {key} is {str(named)[:40]}, but it has to be a text. "
                     "Download it again."
                 )
-            if token is not None:
-                return token
-        return None
+            is_named = is_named or named is not None
+        return is_named
 
     def _word_that_loses_its_space(self) -> int | None:
         """Return a token that loses its leading space when decoded alone, as words of Llama do."""
