@@ -269,6 +269,7 @@ class _ModelInMemory(TemplateLM):  # type: ignore[misc]
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         ids: list[int] = self._tokenizer.encode(string, bos=add_special_tokens).tolist()
+        self._tokenizer.require_embedded(ids, "A text of a task")
         return ids
 
     def loglikelihood(

@@ -84,6 +84,12 @@ class Tokenizer:
                 f"{directory} has no tokenizer. Copy tokenizer.json or tokenizer.model of the "
                 "original model there."
             )
+        if others := {*(settings.get("fast_tokenizer_files") or ())} - {vocabulary.name}:
+            raise UserError(
+                f"{directory / 'tokenizer_config.json'} names {min(map(str, others))} as a "
+                "tokenizer for some versions of transformers, but ftkit reads tokenizer.json. "
+                "Remove fast_tokenizer_files there, and keep the file as tokenizer.json."
+            )
         # The Rust library panics on some damaged files, which `reading` turns into a message, too.
         if not is_sentencepiece:
             with reading(vocabulary, "a tokenizer", advice="Download it again."):

@@ -220,6 +220,14 @@ def test_code_of_a_directory_is_not_run(vocabularies: dict[str, Path], tmp_path:
     assert says(str(error.value), "code of its own") and not (tmp_path / "ran").exists()
 
 
+def test_a_tokenizer_by_version_is_refused(vocabularies: dict[str, Path], tmp_path: Path) -> None:
+    """It would pass by the checks of tokenizer.json."""
+    own = {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}
+    write(tmp_path, vocabularies["byte level"], **own)
+    with pytest.raises(UserError, match=r"tokenizer\.4\.0\.0\.json"):
+        Tokenizer(tmp_path)
+
+
 def test_an_added_token_keeps_its_flags(vocabularies: dict[str, Path], tmp_path: Path) -> None:
     write(tmp_path, vocabularies["byte level"], **NAMED["decoder, with spaces"])
     added = Tokenizer(tmp_path).processor.get_added_tokens_decoder().values()
