@@ -29,7 +29,7 @@ from ftkit.recipe.recipe import Component
 from ftkit.utils import embedded
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
-from litgpt.tokenizer import Tokenizer  # noqa: E402
+from litgpt.tokenizer import Tokenizer as LitGPTTokenizer  # noqa: E402
 
 RECORDS = [
     {"instruction": "Name a colour.", "input": "", "output": "Blue."},
@@ -40,6 +40,13 @@ RECORDS = [
     {"instruction": "Null input.", "input": None, "output": "x"},
     {"instruction": "Own system.", "sys_prompt": "You are terse.\n", "output": "Yes.", "id": 7},
 ]
+
+
+class Tokenizer(LitGPTTokenizer):  # type: ignore[misc]  # it is not typed
+    """LitGPT's, with what ftkit asks of its own."""
+
+    def require_embedded(self, *_: object) -> None:
+        """It knows no model."""
 
 
 def write_tokenizer(

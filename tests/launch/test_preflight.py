@@ -222,8 +222,8 @@ REWARD = {"architectures": ["LlamaForSequenceClassification"]}
 @pytest.mark.parametrize(
     ("key", "changes", "words"),
     [
-        ("reference", {"token": "<e>"}, ("reference is other", "mine", "'<s>' is no token")),
-        ("teacher", {"token": "<e>"}, ("teacher is other", "mine", "'<s>' is no token")),
+        ("reference", {"token": "<e>"}, ("reference is other", "mine", "'<s>' is token 331")),
+        ("teacher", {"token": "<e>"}, ("teacher is other", "mine", "'<s>' is token 331")),
         ("teacher", {"settings": {"vocab_size": 999}}, ("teacher is other", "999", "mine")),
         ("teacher", {"settings": REWARD}, ("teacher is other, a reward model",)),
         ("reference", {"settings": {"vocab_size": 999}}, None),

@@ -277,7 +277,7 @@ def test_the_order_of_options_never_matters(line: str, tmp_path: Path) -> None:
 def test_of_one_option_given_twice_the_last_one_counts() -> None:
     assert read(line="--seed 1 --seed 2").seed == 2
     assert read(line="--data.json_path 1 --data JSON --data.json_path 2").data["init_args"] == {
-        "json_path": 2
+        "json_path": "2"
     }
 
 

@@ -14,6 +14,8 @@ from ftkit.utils.confinement import confined
 if TYPE_CHECKING:
     from ftkit.models.pretrained.base_model import BaseModel
 
+_SETTINGS = "tokenizer_config.json"
+
 
 def check_files(name: str, other: str, key: str, *, token: str | None = None) -> None:
     """Refuse a model by its settings and tokenizer, before weights are downloaded.
@@ -37,13 +39,12 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
         others = hub.settings_directory(other)
     if own is None or others is None:
         return
-    if hub.has_tokenizer(own) and hub.has_tokenizer(others):
-        # Usually both are of one family: two tokenizers need not be built.
-        files = (*hub.TOKENIZER_FILES, "config.json")
-        if not all(_is_same(own / file, others / file) for file in files):
-            # In another process: transformers builds tokenizers, which imports torch.
-            function = f"{__name__}:check_directories"
-            confined(function, name, str(own), other, str(others), key, file=own)
+    # Usually both are of one family: two tokenizers need not be built.
+    has_both = hub.has_tokenizer(own) and hub.has_tokenizer(others)
+    if has_both and not _has_same_tokenizer(own, others):
+        # In another process: transformers builds tokenizers, which imports torch.
+        function = f"{__name__}:check_directories"
+        confined(function, name, str(own), other, str(others), key, file=own)
     # LitGPT's settings may leave out how far a vocabulary is padded.
     if key == "teacher" and not (hub.is_litgpt(own) or hub.is_litgpt(others)):
         settings = [hub.read_json(one / "config.json") for one in (own, others)]
@@ -59,11 +60,22 @@ def check_directories(name: str, own: str, other: str, others: str, key: str) ->
     _check_vocabularies(name, Tokenizer(Path(own)), other, Tokenizer(Path(others)), key)
 
 
-def _is_same(own: Path, other: Path) -> bool:
-    """Return whether two files have the same content, or neither exists."""
-    if not (own.is_file() and other.is_file()):
-        return own.exists() == other.exists()
-    return filecmp.cmp(own, other, shallow=False)
+def _has_same_tokenizer(own: Path, others: Path) -> bool:
+    """Return whether what decides ids is the same in two directories."""
+
+    def rules(directory: Path) -> tuple[dict[str, Any], Any]:
+        settings = hub.read_json(directory / _SETTINGS)
+        settings.pop("chat_template", None)
+        return settings, hub.read_json(directory / "config.json").get("model_type")
+
+    def is_same(name: str) -> bool:
+        files = own / name, others / name
+        if not all(file.is_file() for file in files):
+            return not any(file.exists() for file in files)
+        return filecmp.cmp(*files, shallow=False)
+
+    names = {name for name in hub.TOKENIZER_FILES if not name.startswith("chat_template")}
+    return rules(own) == rules(others) and all(map(is_same, names - {_SETTINGS}))
 
 
 def check_tokens(base: "BaseModel", other: "BaseModel", key: str) -> None:
