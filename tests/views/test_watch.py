@@ -71,7 +71,7 @@ def test_a_run_at_work_shows_progress_measurements_and_a_curve(
         lines = said(out, "--once")
     assert lines[:6] == [
         "out/lora  running  training: lora on base, 1 x NVIDIA A100, single, bf16-mixed",
-        "step 20/40  ━━━━━━━━━━━━━━━━                  epoch 1.00  elapsed 1:00  eta 0:10",
+        "step 20/40  ━━━━━━━━━━━━━━━━                  epoch 1.00  elapsed 0:15  eta 0:10",
         "loss         2.2214 -> 0.5996",
         "validation   1.0463 -> 0.6996",
         "speed now    4,000 tokens/s, 500 ms a step",
