@@ -208,6 +208,8 @@ def open_adapter(
     train = Train() if result.recipe is None else result.recipe.train
     try:
         adapter = read_adapter(result.directory, found)
+        if adapter.unties:
+            train = dataclasses.replace(train, tie_embeddings=False)
         recipe = LoraRecipe(
             checkpoint_dir=found.name, train=train, quantize=quantize, **adapter.changes
         )

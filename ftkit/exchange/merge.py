@@ -6,7 +6,7 @@ compared with the result's: no model is in memory as a whole.
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.exchange.model_card import card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space
+from ftkit.exchange.peft_reading import PeftReading, Values, compare_with_peft
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import PAIRS, packed_in
 from ftkit.models.language_model import LanguageModel, outline_plain
@@ -47,8 +48,6 @@ from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress, print_next
 
-Values = Callable[[str], Tensor]
-"""Gives any parameter by our name."""
 _CPU = torch.device("cpu")
 
 
@@ -216,34 +215,83 @@ def _merge(result: Result, adapter: OpenAdapter, options: MergeOptions, display:
     # Before the sample is tokenised, which may take minutes.
     check_space(out, written_bytes)
     sequences, sample = _sample(result, base, display)
-    with display.phase(f"writing {out}", brief=True) as phase:
-        save_hf(
-            base,
-            written.all(phase.advance),
-            out,
-            max_shard_bytes=options.max_shard_bytes,
-            overwrite=options.overwrite,
-            others={
-                **prompting_of(result, base).files(base),
-                **card_files(result, base.directory, "hf"),
-            },
-        )
-    differences: dict[str, _Difference] = {}
-    with display.phase("comparing logits", brief=True) as phase:
-        models = 1 + len(merged)
+    rows, differences = {"sample": sample}, dict[str, _Difference]()
 
-        def progress(before: int, done: int, total: int) -> None:
-            phase.advance(before * total + done, models * total)
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        with display.phase("comparing with PEFT", brief=True) as phase:
+            reading = _compare_with_peft(result, adapter, sequences, phase.advance)
+        rows["compared"] = reading.what
+        with display.phase("comparing logits", brief=True) as phase:
+            differences.update(
+                _compare_all(result, adapter, reading, merged, sequences, phase.advance)
+            )
+        with display.phase(f"writing {out}", brief=True) as phase:
+            yield from written.all(phase.advance)
 
+    # Compared when the first tensor is asked for: after the directory is known to be free, and
+    # before anything is written that PEFT does not compute.
+    save_hf(
+        base,
+        tensors(),
+        out,
+        max_shard_bytes=options.max_shard_bytes,
+        overwrite=options.overwrite,
+        others={
+            **prompting_of(result, base).files(base),
+            **card_files(result, base.directory, "hf"),
+        },
+    )
+    _show(result, adapter, options, chosen, written_bytes, differences, rows)
+
+
+def _compare_with_peft(
+    result: Result,
+    adapter: OpenAdapter,
+    sequences: Sequence[Sequence[int]],
+    progress: OnProgress,
+) -> PeftReading:
+    """Compare with PEFT what would be written without any rounding."""
+    base = adapter.base
+    exact = Merged(adapter, None, torch.float32)
+    return compare_with_peft(
+        base,
+        result.directory,
+        exact,
+        base_reader(base),
+        lambda: logits_of(_outline(base), exact, sequences, progress),
+        sequences,
+    )
+
+
+def _compare_all(
+    result: Result,
+    adapter: OpenAdapter,
+    reading: PeftReading,
+    merged: Mapping[str, "Merged"],
+    sequences: Sequence[Sequence[int]],
+    progress: OnProgress,
+) -> Iterator[tuple[str, _Difference]]:
+    """Compare logits of each choice with those of the result itself.
+
+    Both are compared, so that the user sees what the other one would have given.
+    """
+    models = 1 + len(merged)
+
+    def in_all(before: int, done: int, total: int) -> None:
+        progress(before * total + done, models * total)
+
+    expected = reading.logits
+    if expected is None or result.quantize not in (None, "stored"):  # PEFT's are of plain weights
         values = _adapted_values(adapter)
-        expected = logits_of(adapter.model, values, sequences, partial(progress, 0))
-        # Both choices are compared, so that the user sees what the other one would have given.
-        for number, (name, one) in enumerate(merged.items(), start=1):
-            # Not tied: an adapted head has weights of its own.
-            plain = outline_plain(base, torch.float32, tied=False)
-            found = logits_of(plain, one, sequences, partial(progress, number))
-            differences[name] = _difference(found, expected)
-    _show(result, adapter, options, chosen, written_bytes, differences, sample)
+        expected = logits_of(adapter.model, values, sequences, partial(in_all, 0))
+    for number, (name, one) in enumerate(merged.items(), start=1):
+        found = logits_of(_outline(adapter.base), one, sequences, partial(in_all, number))
+        yield name, _difference(found, expected)
+
+
+def _outline(base: BaseModel) -> LanguageModel:
+    # Not tied: an adapted head has weights of its own.
+    return outline_plain(base, torch.float32, tied=False)
 
 
 class Merged:
@@ -430,7 +478,7 @@ def _show(
     chosen: str,
     written_bytes: int,
     differences: dict[str, _Difference],
-    sample: str,
+    rows: Mapping[str, str],
 ) -> None:
     names = {"original": f"the original weights of {adapter.base.name}"}
     names["quantized"] = f"the weights of {adapter.base.name} as {result.quantize} held them"
@@ -438,7 +486,7 @@ def _show(
         [
             ("merged", f"{result.directory} into {names[chosen]}"),
             ("model", f"{options.directory}, {bytes_text(written_bytes)}"),
-            ("sample", sample),
+            *rows.items(),
         ]
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")

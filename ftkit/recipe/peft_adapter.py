@@ -36,11 +36,8 @@ PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 _NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
 """Keys that ftkit stores beside the parts, with their types."""
-_ARGUMENTS = (
-    *("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "modules_to_save"),
-    *("rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "fan_in_fan_out"),
-)
-"""Settings from which PEFT makes the layers of an adapter."""
+_NOT_OF_LAYERS = ("peft_type", "base_model_name_or_path", "task_type", "init_lora_weights")
+"""Settings of an adapter that change none of the layers that PEFT makes for it."""
 _OF_LAYER = ".weight"
 """End of the name of a parameter that is the weight of a linear layer."""
 
@@ -118,6 +115,7 @@ _USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_dora": (_is_flag, "true or false"),
     "use_rslora": (_is_flag, "true or false"),
     "fan_in_fan_out": (_is_flag, "true or false"),
+    "ensure_weight_tying": (_is_flag, "true or false"),
     "init_lora_weights": (_is_start, "true, false or a text"),
     # Of other types than LoRA.
     "alpha": (_is_whole, f"a whole number from 1 to {_MOST_RANK:,}"),
@@ -155,7 +153,7 @@ _CHANGING: Mapping[str, tuple[Any, ...]] = {
 
 _NEUTRAL = frozenset(
     (
-        *("auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode"),
+        *("auto_mapping", "corda_config", "eva_config", "inference_mode"),
         *("layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version"),
         *("qalora_group_size", "revision", "runtime_config", "vera_dropout", "d_initial"),
         *("module_dropout", "rank_dropout", "rank_dropout_scale", "eps", "init_ia3_weights"),
@@ -179,12 +177,12 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     notes = read_notes(directory)
     _require_known(config, directory)
     # Adapters of ftkit have patterns for fused layers: their notes say which lora_r was trained.
-    if (config.get("rank_pattern") or config.get("alpha_pattern")) and not notes:
-        raise UserError(
-            f"adapter {directory} has ranks of its own for some layers (rank_pattern "
-            f"{json.dumps(config.get('rank_pattern'))}), but lora_r is one for all. Give another "
-            "adapter, or none."
-        )
+    for key, ours in (("rank_pattern", "lora_r"), ("alpha_pattern", "lora_alpha")):
+        if config.get(key) and not notes:
+            raise UserError(
+                f"adapter {directory} has {key} {_shown(config[key])}, but {ours} is one for all "
+                "layers. Merge it with PEFT's merge_and_unload, and use the merged model."
+            )
     if config.get("use_dora") and config.get("use_rslora"):
         raise UserError(
             f"adapter {directory} is DoRA and rsLoRA in one, but lora_variant is one of the two. "
@@ -392,8 +390,10 @@ def is_reward_adapter(directory: Path) -> bool:
     return peft_settings(directory).get("task_type") == REWARD_TASK
 
 
-def peft_arguments(directory: Path) -> dict[str, Any]:
-    """Arguments of `peft.LoraConfig` for an adapter, without any that names code or a path.
+def peft_arguments(directory: Path) -> tuple[str, dict[str, Any]]:
+    """Type of an adapter and the arguments of PEFT's configuration of it.
+
+    None of them names code or a path.
 
     Raises:
         UserError: as `adapter_keys`.
@@ -401,7 +401,8 @@ def peft_arguments(directory: Path) -> dict[str, Any]:
     # Refuses what ftkit does not know before PEFT sees any of it.
     adapter_keys(directory)
     settings = peft_settings(directory)
-    return {key: settings[key] for key in _ARGUMENTS if key in settings}
+    arguments = {key: value for key, value in settings.items() if key not in _NOT_OF_LAYERS}
+    return settings["peft_type"], arguments
 
 
 def peft_settings(directory: Path) -> dict[str, Any]:

@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ALL, MAKERS, TYPES, VARIANTS, build, logits, lora_recipe, train
+from adapters import ALL, MAKERS, TOKENS, TYPES, VARIANTS, build, logits, lora_recipe, train
 from adapters import export as save
 from command import Command
-from conversions import assert_equal, merge, own_logits, transformers_logits
+from conversions import assert_equal, merge, own_logits, peft_in_process, transformers_logits
 from messages import message_of, says
 from results import Ended
 from runs import DEFAULT_SIGNALS
 from safetensors.torch import load_file, save_file
 from tiny import make_llama
+from torch import Tensor
 
 from ftkit.cli.app import run
+from ftkit.errors import UserError
 from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.result import find_result
+from ftkit.exchange import peft_reading
 from ftkit.exchange.merge import Merged
+from ftkit.models.language_model import outline
+from ftkit.models.lora.layers import merged as merged_layer
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.recipe import Quantization
 
@@ -50,7 +55,8 @@ def make_biased_llama(directory: Path) -> Path:
 
 
 def mistake(*words: object) -> str:
-    return message_of(run, ["merge", *map(str, words)])
+    with peft_in_process():
+        return message_of(run, ["merge", *map(str, words)])
 
 
 # --- The logits of the adapted model --------------------------------------------------------------
@@ -90,6 +96,143 @@ def test_layers_that_were_trained_whole_are_in_the_merged_model(
     merged = merge(adapter, tmp_path / "merged")
     assert_equal(transformers_logits(merged), logits(model))
     assert open_base(str(merged)).tied == base.tied
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "the embedding alone": {"modules_to_save": ["embed_tokens"]},
+    "the head alone": {"modules_to_save": ["lm_head"]},
+    "both, apart": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "both as one": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+}
+"""What an adapter of PEFT trains whole of a model whose embedding is its head."""
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters of a tied model that PEFT wrote, by what they train whole."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("foreign")
+    base = make_llama(directory / "base", tie_word_embeddings=True)
+    for name, settings in ENDS.items():
+        torch.manual_seed(1)
+        model: Any = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base),
+            LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **settings),
+        )
+        with torch.no_grad():
+            for full_name, parameter in model.named_parameters():
+                if "modules_to_save" in full_name:
+                    parameter += torch.randn_like(parameter) * 0.05
+        model.save_pretrained(directory / name)
+    return {name: directory / name for name in ENDS}
+
+
+@torch.no_grad()
+def peft_logits(adapter: Path) -> Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(adapter.parent / "base")
+    found: Tensor = PeftModel.from_pretrained(base, adapter).eval()(TOKENS).logits
+    return found
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_embedding_and_head_are_apart_where_peft_has_them_apart(
+    foreign: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    adapter = foreign[name]
+    merged = merge(adapter, tmp_path / "merged", "--checkpoint_dir", adapter.parent / "base")
+    expected = peft_logits(adapter)
+    assert_equal(transformers_logits(merged), expected)
+    assert_equal(own_logits(adapter, base=str(adapter.parent / "base")), expected)
+    assert open_base(str(merged)).tied == (name == "both as one")
+
+
+def test_training_from_an_adapter_that_unties_is_asked_to_untie(
+    foreign: dict[str, Path], tmp_path: Path
+) -> None:
+    from ftkit.models.lora.adapter_files import check_shapes, read_adapter
+
+    adapter = foreign["the embedding alone"]
+    base = open_base(str(adapter.parent / "base"))
+    found = read_adapter(adapter, base)
+    recipes = {
+        tied: lora_recipe(base, **found.changes, train__tie_embeddings=tied)
+        for tied in (None, False)
+    }
+    with pytest.raises(UserError) as error:
+        check_shapes(found, outline(base, recipes[None], torch.float32), adapter)
+    assert says(str(error.value), "--train.tie_embeddings false")
+    check_shapes(found, outline(base, recipes[False], torch.float32), adapter)
+
+
+# --- The comparison with PEFT ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        *(("llama", variant) for variant in VARIANTS if variant != "olora"),
+        *(("llama", name) for name in TYPES),
+        *((name, "lora") for name in MAKERS if name != "llama"),
+    ],
+)
+def test_without_memory_for_the_model_peft_merges_layer_by_layer(
+    bases: dict[str, BaseModel],
+    name: str,
+    variant: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = bases[name]
+    recipe = lora_recipe(base, **ALL, **(VARIANTS | TYPES)[variant])
+    adapter = save(train(build(base, recipe)), base, recipe, tmp_path / "adapter")
+    monkeypatch.setattr(peft_reading, "available_host_bytes", lambda: 2**20)
+    merge(adapter, tmp_path / "merged")
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"weights of \d+ layers merged by PEFT .* 1\.0 MiB are free", text), text
+
+
+@pytest.mark.parametrize("free_bytes", [2**40, 2**20])
+def test_embedding_and_head_are_among_what_is_compared(
+    foreign: dict[str, Path],
+    free_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter = foreign["the embedding alone"]
+    monkeypatch.setattr("ftkit.models.lora.adapter_files.unties", lambda *_: False)
+    monkeypatch.setattr(peft_reading, "available_host_bytes", lambda: free_bytes)
+    base = adapter.parent / "base"
+    text = mistake(adapter, "--out", tmp_path / "merged", "--checkpoint_dir", base)
+    assert says(text, "PEFT ... Nothing is written")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_merge_that_peft_does_not_compute_replaces_nothing(
+    ended: dict[str, Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = merge(ended["lora"].out_dir, tmp_path / "merged")
+    before = transformers_logits(out)
+    twice = "ftkit.exchange.merge.merged"
+    monkeypatch.setattr(twice, lambda weight, a, b, *rest: merged_layer(weight, a, 2 * b, *rest))
+    for free in (2**40, 2**20):
+        monkeypatch.setattr(peft_reading, "available_host_bytes", lambda free=free: free)
+        text = mistake(ended["lora"].out_dir, "--out", out, "--overwrite")
+        assert says(text, "PEFT ... Nothing is written")
+        assert torch.equal(transformers_logits(out), before)
+
+
+@pytest.mark.slow
+def test_the_base_model_and_the_adapter_are_loaded_by_a_process_of_their_own(
+    ended: dict[str, Ended], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["merge", str(ended["lora"].out_dir), "--out", str(tmp_path / "merged")]) == 0
+    assert "logits of PEFT" in printed(capsys)
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "mixed"])

@@ -1,7 +1,9 @@
 """Models that `ftkit merge` and `ftkit export` write, and their logits in three libraries."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import litgpt
 import torch
@@ -12,10 +14,17 @@ from torch import Tensor
 from ftkit.cli.app import run
 from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.result import find_result
+from ftkit.exchange import peft_reading
+
+
+def peft_in_process() -> AbstractContextManager[object]:
+    """Have PEFT compute in this process: a child would import all libraries anew."""
+    return patch.object(peft_reading, "_ask_child", peft_reading.write_logits)
 
 
 def merge(name: object, out: Path, *words: object) -> Path:
-    assert run(["merge", str(name), "--out", str(out), *map(str, words)]) == 0
+    with peft_in_process():
+        assert run(["merge", str(name), "--out", str(out), *map(str, words)]) == 0
     return out
 
 

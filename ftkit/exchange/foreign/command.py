@@ -46,7 +46,7 @@ from ftkit.exchange.output_files import check_apart, check_space
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import kept_parameters
-from ftkit.models.lora.adapter_files import adapter_tensors, check_adapter
+from ftkit.models.lora.adapter_files import adapter_tensors, check_adapter, unties
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base, storage_of
 from ftkit.recipe.devices import Devices
@@ -247,6 +247,12 @@ def _of_adapter(
     # An adapter is small: it is read whole, to be renamed by the rules of its files.
     read = {name: tensor.read() for name, tensor in tensors.items()}
     found = adapter_tensors(read, adapter, base)
+    if unties(read, adapter, base):
+        raise UserError(
+            f"The adapter in {adapter} trains embedding or head of {base.name} alone, in which "
+            "both are one. Start a new run from its weights with --adapter and "
+            "--train.tie_embeddings false."
+        )
     if len(found) > len(read):
         raise UserError(
             f"The adapter in {adapter} is of layers that hold several of ours ({base.name} joins "

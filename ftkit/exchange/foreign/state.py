@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.lora.peft_layers import stored_config
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.weight_files import WeightTensor
-from ftkit.recipe.peft_adapter import peft_arguments
 from ftkit.recipe.recipe import Method
 from ftkit.utils.confinement import without_limits
 from ftkit.utils.damaged_files import reading
@@ -67,10 +67,9 @@ def trained_parameters(base: BaseModel, adapter: Path | None) -> tuple[TrainedPa
         with without_limits():  # those are for the checkpoint, and this is as large as its base
             model: Any = AutoModelForCausalLM.from_config(config)
         if adapter is not None:
-            from peft import LoraConfig, get_peft_model
+            from peft import get_peft_model
 
-            found = LoraConfig(task_type="CAUSAL_LM", **peft_arguments(adapter))
-            model = get_peft_model(model, found)
+            model = get_peft_model(model, stored_config(adapter))
     # The Trainer finds LayerNorms by class, other norms by name.
     norms = tuple(
         f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)

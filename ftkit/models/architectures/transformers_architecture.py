@@ -151,7 +151,7 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def language_name(self) -> str:
         """Name of the language model, without its head, in the whole model."""
-        return language_model_name(self._plain) if self.is_part else model_name(self._plain)
+        return language_model_name(self.plain) if self.is_part else model_name(self.plain)
 
     def language_in(self, whole: PreTrainedModel) -> PreTrainedModel:
         """Return the language model, without its head."""
@@ -248,7 +248,7 @@ class TransformersArchitecture(Architecture):
         """True if attention can be replaced, and nothing else mixes tokens."""
         # Chunked attention and state-space layers have types of their own, and are not in the set.
         kinds = set(getattr(self.config, "layer_types", None) or ())
-        language = self.language_in(self._plain)
+        language = self.language_in(self.plain)
         is_interface = (
             language._supports_attention_backend and self.name not in _OWN_MASKS | _TWO_CALLS
         )
@@ -388,14 +388,14 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def _of_images(self) -> tuple[str, ...]:
         """Beginnings of the names of parameters in blocks that text passes by."""
-        blocks = blocks_of(self.language_in(self._plain), self.layers)
-        named = self._plain.named_modules()
+        blocks = blocks_of(self.language_in(self.plain), self.layers)
+        named = self.plain.named_modules()
         found = next(name for name, module in named if module is blocks)
         return tuple(f"{found}.{place}." for place in image_layers(self.config))
 
     @cached_property
     def rest_shapes(self) -> dict[str, torch.Size]:
-        stored = self._plain.state_dict().items() if self.is_part else ()
+        stored = self.plain.state_dict().items() if self.is_part else ()
         return {name: tensor.shape for name, tensor in stored if self.is_rest(name)}
 
     @cached_property
@@ -408,7 +408,7 @@ class TransformersArchitecture(Architecture):
         return blocks_of(self.language_in(self.outline), self.layers)
 
     @cached_property
-    def _plain(self) -> PreTrainedModel:
+    def plain(self) -> PreTrainedModel:
         """The model on the meta device, as transformers makes it."""
         with on_meta_device():
             return self._class(copy.deepcopy(self.whole_config))
@@ -416,13 +416,13 @@ class TransformersArchitecture(Architecture):
     @cached_property
     def transposed(self) -> frozenset[str]:
         """Names of weights that files hold as [in, out]."""
-        layers = self._plain.named_modules()
+        layers = self.plain.named_modules()
         return frozenset(f"{name}.weight" for name, m in layers if isinstance(m, Conv1D))
 
     @cached_property
     def scalars(self) -> frozenset[str]:
         """Names of parameters that are [1] here and have no dimension in files."""
-        return frozenset(name for name, p in self._plain.state_dict().items() if p.ndim == 0)
+        return frozenset(name for name, p in self.plain.state_dict().items() if p.ndim == 0)
 
     def build(self) -> PreTrainedModel:
         """Build the model on the meta device, with computed buffers on the CPU.

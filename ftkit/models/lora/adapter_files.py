@@ -50,6 +50,7 @@ from ftkit.recipe.peft_adapter import (
     TOKENS_KEY,
     WEIGHTS,
     adapter_keys,
+    peft_settings,
     read_notes,
     target_parameters,
 )
@@ -531,6 +532,8 @@ class Adapter:
     """Keys of a recipe that follow from the adapter."""
     tensors: Mapping[str, Tensor]
     """Tensors by our names of the parameters."""
+    unties: bool
+    """Whether it trains one end of a tied model, or both ends apart."""
 
 
 def read_adapter(directory: Path, base: BaseModel) -> Adapter:
@@ -541,7 +544,47 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
             another model; names the tensor.
     """
     stored = stored_adapter(directory)
-    return Adapter(adapter_keys(directory), adapter_tensors(stored, directory, base))
+    tensors = adapter_tensors(stored, directory, base)
+    return Adapter(adapter_keys(directory), tensors, unties(stored, directory, base))
+
+
+def unties(stored: Mapping[str, Tensor], directory: Path, base: BaseModel) -> bool:
+    """Return whether an adapter makes embedding and head of a tied model two parameters.
+
+    PEFT trains what `modules_to_save` names and leaves the other end as it is, unless
+    `ensure_weight_tying` is set (https://github.com/huggingface/peft/issues/2864). ftkit writes
+    both ends of a tied model, which are equal.
+
+    Args:
+        stored: the adapter's tensors, by PEFT's names.
+        directory: of the adapter's settings.
+        base: the adapted model.
+    """
+    if not base.tied:
+        return False
+    ends, whole = _ends(base), _whole_modules(directory, base)
+    trained = [
+        tensor
+        for theirs, kind, tensor in ((*_split(name), tensor) for name, tensor in stored.items())
+        if kind == "weight" and theirs in ends and f".{theirs}".endswith(whole)
+    ]
+    return len(trained) == 1 or (len(trained) == 2 and not torch.equal(*trained))
+
+
+def _ends(base: BaseModel) -> tuple[str, ...]:
+    """Names of the embedding and of the output layer in Hugging Face's model."""
+    embedding = base.architecture.embedding.removesuffix(".weight")
+    return (*names_of(base, embedding), *head_names(base))
+
+
+def _whole_modules(directory: Path, base: BaseModel) -> tuple[str, ...]:
+    """Ends of the names of the layers that an adapter trains whole, each behind a dot."""
+    whole = tuple(f".{name}" for name in adapter_keys(directory)["lora_modules_to_save"] or ())
+    ends = tuple(f".{end}" for end in _ends(base))
+    if peft_settings(directory).get("ensure_weight_tying") and base.tied:
+        # The settings name one of both, and the file has both.
+        return whole + ends * any(end.endswith(whole) for end in ends)
+    return whole
 
 
 def adapter_tensors(
@@ -559,7 +602,7 @@ def adapter_tensors(
     """
     parts = read_notes(directory).get(PARTS_KEY, {})
     keys = adapter_keys(directory)
-    whole = tuple(keys["lora_modules_to_save"] or ())
+    whole, is_untied = _whole_modules(directory, base), unties(stored, directory, base)
     stored = dict(stored)
     drawn = [stored.pop(_projection(name), None) for name in PROJECTIONS]
     _check_projections(drawn, keys, directory)
@@ -595,23 +638,15 @@ def adapter_tensors(
                 f"{base.name} ({error}). Give the model that the adapter was made for."
             ) from None
         # All else are copies of the base model's weights.
-        is_trained = is_adapter(f".{kind}") or f".{theirs}".endswith(
-            tuple(f".{module}" for module in whole)
-        )
+        is_trained = is_adapter(f".{kind}") or f".{theirs}".endswith(whole)
         (tensors if is_trained else copies).update(ours)
-    # PEFT writes both ends of a tied model; here they are one parameter.
-    if base.tied and HEAD in tensors | copies:
-        value = (tensors | copies).pop(HEAD)
-        embedding = tensors.get(base.architecture.embedding)
-        tensors.pop(HEAD, None)
-        copies.pop(HEAD, None)
-        if embedding is None:
-            copies[base.architecture.embedding] = value
-        elif not torch.equal(embedding, value):
-            raise UserError(
-                f"adapter {directory} trains head and embedding apart, but they are one in "
-                f"{base.name}. Merge the adapter where it was made, and start from the result."
-            )
+    # PEFT has both ends of a tied model; here they are one parameter.
+    if base.tied:
+        embedding = base.architecture.embedding
+        if HEAD in tensors and not is_untied:
+            tensors[embedding] = tensors.pop(HEAD)
+        if HEAD in copies:
+            copies[embedding] = copies.pop(HEAD)
     # PEFT also saves embedding and head if the vocabulary differs from the one on the hub
     # (save_embedding_layers).
     _check_copies(copies, base, directory)
@@ -654,8 +689,14 @@ def check_shapes(adapter: Adapter, model: nn.Module, directory: Path) -> None:
         directory: of the adapter, for the message.
 
     Raises:
-        UserError: a tensor is missing, unknown to the model, or of another shape.
+        UserError: a tensor is missing, unknown to the model, or of another shape, or the model
+            ties what the adapter has apart.
     """
+    if adapter.unties and getattr(model, "tied", False):
+        raise UserError(
+            f"adapter {directory} trains embedding or head of a model in which both are one, and "
+            "leaves the other as it was. Try --train.tie_embeddings false."
+        )
     shapes = {
         our_name(name): parameter.shape
         for name, parameter in model.named_parameters()

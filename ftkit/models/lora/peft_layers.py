@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.lora.targets import TRAINED, are_called, names_of, our_name
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.recipe.peft_adapter import peft_arguments
 from ftkit.recipe.peft_types import OftOptions, check_packed, peft_name, peft_options, peft_type
 from ftkit.recipe.recipe import Lora, LoraRecipe
 from ftkit.utils.imports import hidden
@@ -109,6 +111,19 @@ def peft_config(
         # What save_projection says itself.
         warnings.filterwarnings("ignore", "Specified to not save vera_A")
         return getattr(package, peft_type(lora).config)(target_modules=list(targets), **arguments)
+
+
+def stored_config(directory: Path) -> Any:
+    """Return PEFT's configuration of an adapter's files, without any code or path they name.
+
+    Raises:
+        UserError: as `adapter_keys`.
+    """
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.utils.peft_types import PeftType
+
+    kind, arguments = peft_arguments(directory)
+    return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**arguments)
 
 
 def projection_key(lora: Lora) -> int:

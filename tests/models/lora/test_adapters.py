@@ -473,7 +473,8 @@ def test_a_recipe_that_contradicts_its_adapter_is_refused(
     ("change", "message"),
     [
         ({"peft_type": "BOFT"}, "is of the kind BOFT"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern.*lora_r.*merge_and_unload"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern.*lora_alpha.*merge_and_unload"),
         ({"bias": "all"}, 'has bias "all"'),
         ({"use_dora": True, "use_rslora": True}, "DoRA and rsLoRA in one"),
         ({"r": None}, "lacks lora_r"),
