@@ -1,6 +1,8 @@
 """Launchers: ranks that torchrun or SLURM started, and requeueing of SLURM jobs out of time."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from typing import Literal
 from ftkit.errors import EXIT_BY_SIGNAL, UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.plan import Plan
+from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import print_notice
 
@@ -79,38 +82,186 @@ class ExternalRanks:
         return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(self.rank)}
 
 
-def external_ranks() -> ExternalRanks | None:
+def external_ranks(command: Sequence[str]) -> ExternalRanks | None:
     """Return the ranks that torchrun or SLURM started, this process among them; None: none.
 
     SLURM's variables are translated into torchrun's, which everything else reads.
+
+    Args:
+        command: the command line, for messages.
+
+    Raises:
+        UserError: several processes were started in a way in which they cannot train together.
     """
     variables = os.environ
     if "TORCHELASTIC_RUN_ID" not in variables:
-        # A job step of one task is a run like any other on this machine.
-        if int(variables.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in variables:
+        slurm = _SlurmStep.of_this_process()
+        _require_known_launcher(0 if slurm is None else slurm.tasks, command)
+        if slurm is None:
             return None
-        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
-        if not SLURMEnvironment.detect():  # an interactive shell
-            return None
-        slurm = SLURMEnvironment()
-        # SLURM_NTASKS_PER_NODE is set only if it was requested, so tasks are taken to be spread
-        # evenly over the machines.
-        nodes = int(variables.get("SLURM_NNODES", "1"))
-        variables.update(
-            RANK=str(slurm.global_rank()),
-            LOCAL_RANK=str(slurm.local_rank()),
-            WORLD_SIZE=str(slurm.world_size()),
-            LOCAL_WORLD_SIZE=str(slurm.world_size() // nodes),
-            GROUP_RANK=str(slurm.node_rank()),
-            MASTER_ADDR=slurm.main_address,
-            MASTER_PORT=str(slurm.main_port),
-        )
+        variables.update(slurm.ranks_variables(command))
     return ExternalRanks(
         rank=int(variables["RANK"]),
         world_size=int(variables["WORLD_SIZE"]),
         local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
     )
+
+
+_OTHER_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "PALS_SIZE": "mpiexec",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "FLUX_JOB_SIZE": "flux run",
+    "WORLD_SIZE": "a launcher",  # such as deepspeed, accelerate or an operator of Kubernetes
+}
+"""Variables with the number of processes, by other launchers than torchrun and srun."""
+
+
+def _require_known_launcher(tasks: int, command: Sequence[str]) -> None:
+    """Refuse processes of other launchers: each would train alone, all in one directory.
+
+    Args:
+        tasks: of a step of srun, which may set the variables of MPI as well.
+        command: the command line.
+    """
+    for variable, launcher in _OTHER_LAUNCHERS.items():
+        count = _number(variable)
+        # A shell may have WORLD_SIZE alone, a process that is a rank has both.
+        if count < 2 or count == tasks or (variable == "WORLD_SIZE" and "RANK" not in os.environ):
+            continue
+        words = shlex.join(without_tokens(command[1:]))
+        raise UserError(
+            f"{variable} is {count}: {launcher} started {count} processes, but ftkit takes part "
+            f"in those of torchrun and srun only. Try torchrun --nproc_per_node {count} -m ftkit "
+            f"{words}, or start it once, with --devices {count}. If it was started once, unset "
+            f"{variable}."
+        )
+
+
+# Ids of steps that srun has not started, of batch scripts and interactive shells, are above it:
+# see slurm.h.
+_MOST_STEPS = 0xFFFFFF00
+_FIRST_PORT, _PORTS = 15_000, 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SlurmStep:
+    """A step of several tasks; this process is one of them."""
+
+    tasks: int
+    rank: int
+
+    @classmethod
+    def of_this_process(cls) -> "_SlurmStep | None":
+        """The step; None: this process is not one of several tasks."""
+        variables = os.environ
+        tasks = _number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS")
+        # A step of one task is a run like any other on this machine, and so is one from a shell
+        # of salloc, which is not a task.
+        if tasks < 2 or "SLURM_PROCID" not in variables:
+            return None
+        rank = _number("SLURM_PROCID")
+        if rank == 0 and _number("SLURM_TASK_PID") != os.getpid() and _is_in_shell():
+            return None
+        return cls(tasks=tasks, rank=rank)
+
+    def ranks_variables(self, command: Sequence[str]) -> dict[str, str]:
+        """Torchrun's variables for this task.
+
+        Raises:
+            UserError: there is only this process, or the tasks lie otherwise than ranks do.
+        """
+        line = shlex.join(without_tokens(command))
+        if self.rank == 0 and not _is_in_step():
+            raise UserError(
+                f"SLURM_NTASKS is {self.tasks}, but the batch script starts ftkit once, without "
+                f"srun. Try srun {line}. To train with one process of SLURM, request it: "
+                "#SBATCH --ntasks=1, or SLURM_NTASKS=1 before the command."
+            )
+        local_tasks = self._local_tasks(line)
+        node, local_rank = _number("SLURM_NODEID"), _number("SLURM_LOCALID")
+        here = [int(task) for task in os.environ.get("SLURM_GTIDS", "").split(",") if task]
+        # Ranks of a node follow each other.
+        if self.rank != node * local_tasks + local_rank or (
+            here and max(here) - min(here) >= local_tasks
+        ):
+            raise UserError(
+                f"SLURM has placed task {self.rank} as task {local_rank} of node {node}, but "
+                f"tasks of a node must follow each other. Try srun --distribution=block {line}."
+            )
+        step = _number("SLURM_STEP_ID")
+        # Steps of a job may share a node, so each has a port of its own.
+        port = _FIRST_PORT + (_number("SLURM_JOB_ID") + 101 * step) % _PORTS
+        # The name of a node need not be known to itself.
+        alone = local_tasks == self.tasks
+        address = "127.0.0.1" if alone else _first_host(_text("NODELIST", "JOB_NODELIST"))
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.tasks),
+            "LOCAL_WORLD_SIZE": str(local_tasks),
+            "GROUP_RANK": str(node),
+            "MASTER_ADDR": os.environ.get("MASTER_ADDR") or address,
+            "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port),
+        }
+
+    def _local_tasks(self, line: str) -> int:
+        """Number of tasks on each node."""
+        # SLURM_NTASKS_PER_NODE is set only if it was requested; this one has what was started,
+        # such as 2(x3),1.
+        text = _text("TASKS_PER_NODE")
+        counts: list[int] = []
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+            counts += [int(count)] * int(times or 1)
+        if sum(counts) != self.tasks:  # missing, or of the job and not of this step
+            nodes = int(_text("NUM_NODES", "NNODES") or 1)
+            if self.tasks % nodes == 0:
+                return self.tasks // nodes
+            text = f"{self.tasks} tasks on {nodes} nodes"
+        elif len(set(counts)) == 1:
+            return counts[0]
+        nodes = len(counts) or nodes
+        raise UserError(
+            f"SLURM has spread the tasks unevenly over the nodes ({text}), but each needs the same "
+            f"number. Try srun --nodes={nodes} --ntasks={max(self.tasks // nodes, 1) * nodes} "
+            f"--ntasks-per-node={max(self.tasks // nodes, 1)} {line}."
+        )
+
+
+def _is_in_step() -> bool:
+    """Return whether srun has started this process, or the script in which it is."""
+    return _number("SLURM_STEP_ID", missing=_MOST_STEPS) < _MOST_STEPS
+
+
+def _is_in_shell() -> bool:
+    """Return whether this is a command in a shell that SLURM has started for a person."""
+    name = os.environ.get("SLURM_JOB_NAME")
+    # srun in a shell of salloc inherits its name, so that says nothing inside a step.
+    return (
+        "SLURM_PTY_PORT" in os.environ
+        or name == "bash"
+        or (name == "interactive" and not _is_in_step())
+    )
+
+
+def _number(variable: str, *, missing: int = 0) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else missing
+
+
+def _text(*names: str) -> str:
+    """The first variable of these that is set, of the step rather than of its job."""
+    found = (os.environ.get(f"SLURM_{of}{name}") for name in names for of in ("STEP_", ""))
+    return next(filter(None, found), "")
+
+
+def _first_host(hosts: str) -> str:
+    """The first of a list of SLURM: rack[0-1]n[05-07,9],login is rack0n05."""
+    first = re.match(r"(?:[^\[,\s]|\[[^\]]*\])*", hosts)
+    assert first is not None  # it matches nothing, too
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def requeue_if_out_of_time(code: int, received: Sequence[signal.Signals]) -> None:

@@ -75,7 +75,7 @@ def run_finetuning(options: FinetuneOptions) -> int:
         UserError: see `read_recipe` and `launch`.
     """
     recipes, overrides = sorted_words(options.words, options.config, options.keys)
-    if str(STANDARD_INPUT) in recipes and external_ranks() is not None:
+    if str(STANDARD_INPUT) in recipes and external_ranks(options.line) is not None:
         raise UserError(
             "--config is -, standard input, which torchrun and srun do not give to every rank. "
             "Write the recipe to a file: try --config RECIPE.yaml."
@@ -140,7 +140,7 @@ def launch(
         UserError: before anything has started, and nothing is left behind.
     """
     started_at_s, began_s = time.time(), time.monotonic()
-    placed = external_ranks()
+    placed = external_ranks(command)
     try:
         prepare = functools.partial(
             prepare_run,

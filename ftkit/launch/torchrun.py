@@ -158,8 +158,12 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
     try:
         store = _connect(placed)
         store.set(_machine(placed.rank), socket.gethostname())
-        _wait_for(store, [_machine(rank) for rank in watched], patience_s=CONNECT_S)
-        missing = [str(rank) for rank in watched if not store.check([_machine(rank)])]
+        missing: list[str] = []
+        for patience_s in (PATIENCE_S, CONNECT_S):
+            _wait_for(store, [_machine(rank) for rank in watched], patience_s=patience_s)
+            missing = [str(rank) for rank in watched if not store.check([_machine(rank)])]
+            if missing and patience_s == PATIENCE_S:
+                print_notice(f"waiting for rank {', '.join(missing)} of {placed.world_size} ranks")
         if not missing:
             return store, {rank: store.get(_machine(rank)).decode() for rank in watched}
         reason = f"rank {', '.join(missing)} did not come in {CONNECT_S:g} s"
@@ -172,8 +176,8 @@ def _meet(placed: ExternalRanks) -> tuple[SharedStore, dict[int, str]]:
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {reason}. Every machine "
         "must reach this address: set MASTER_ADDR to one of rank 0's machine that they do, and "
         f"${GLOO} (and ${NCCL} with GPUs) to its network interface. Start all of them with "
-        "torchrun or srun; inside a SLURM job without srun, try SLURM_JOB_NAME=interactive "
-        "ftkit ..."
+        "torchrun or srun. If this is the only one, unset RANK, TORCHELASTIC_RUN_ID and "
+        "SLURM_NTASKS."
     )
 
 

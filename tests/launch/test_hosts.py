@@ -217,6 +217,7 @@ def started_by_slurm(
     """Exit code and output of a task of srun on each of two nodes."""
     common = {
         "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
         "SLURM_JOB_NAME": "finetune",
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "1",

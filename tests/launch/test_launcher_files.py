@@ -38,6 +38,7 @@ def of_slurm(node: int, recipe: Path, out_dir: Path) -> tuple[str, list[str], di
     """Script, arguments and variables on a node that has one process."""
     variables = {
         "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
         "SLURM_JOB_NAME": "ftkit",
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "1",

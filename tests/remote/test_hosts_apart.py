@@ -301,6 +301,7 @@ def test_a_mistake_on_one_host_is_reported_once_with_its_name_and_leaves_nothing
     hide = f'libc.mount(b"none", b"{tiny_base}", b"tmpfs", 0, None)\n'
     of_slurm = {
         "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
         "SLURM_JOB_NAME": "finetune",
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "1",

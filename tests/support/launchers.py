@@ -50,6 +50,7 @@ def slurm(
     for task in range(tasks):
         variables = {
             "SLURM_JOB_ID": "4711",
+            "SLURM_STEP_ID": "0",
             "SLURM_JOB_NAME": "finetune",
             "SLURM_NTASKS": str(tasks),
             "SLURM_NTASKS_PER_NODE": str(tasks),
