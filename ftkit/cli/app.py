@@ -144,7 +144,7 @@ def _plugin(named: str | None) -> Plugin | None:
     refused: UserError
     with (
         Display(None, stream=sys.stderr) as display,
-        display.phase("reading the plugin", brief=True),
+        display.phase(f"reading the plugin {named}", brief=True),
     ):
         try:
             return open_plugin(named)

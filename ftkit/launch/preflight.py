@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,8 @@ from ftkit.strategies.step_memory import Shortage
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
-from ftkit.utils.files import write_json
 from ftkit.utils.json_values import without_tokens
+from ftkit.utils.process import own_program
 from ftkit.utils.progress import print_notice
 from ftkit.utils.yaml_files import parse_yaml
 
@@ -341,26 +340,27 @@ def _check(
     recipe = dataclasses.replace(recipe, devices=ranks_here(recipe.devices, devices))
     if devices.accelerator == HOST_KIND:
         recipe = dataclasses.replace(recipe, accelerator="cpu")
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "recipe.yaml"
-        file.write_text(to_yaml(recipe), encoding="utf-8")
-        words = [str(file), json.dumps(dataclasses.asdict(device)), str(failed), ""]
-        if (plugin := plugin_in_use()) is not None:
-            words[-1] = str(Path(directory) / "plugin.json")
-            write_json(Path(words[-1]), plugin.to_json())
-        try:
-            answer = subprocess.run(
-                # A process of its own: it imports torch, which the supervisor does not hold in
-                # memory for the whole run.
-                [sys.executable, "-m", "ftkit.planning.check", *words],
-                env=os.environ | ({"HF_TOKEN": token} if (token := recipe.data_token) else {}),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=timeout_s,
-            )
-        except subprocess.TimeoutExpired:
-            return {}
+    plugin = plugin_in_use()
+    request = {
+        "recipe": to_yaml(recipe),
+        "gpu": dataclasses.asdict(device),
+        "failed": failed,
+        "plugin": None if plugin is None else plugin.to_json(),
+    }
+    try:
+        answer = subprocess.run(
+            # A process of its own: it imports torch, which the supervisor does not hold in memory
+            # for the whole run.
+            own_program("ftkit.planning.check"),
+            env=os.environ | ({"HF_TOKEN": token} if (token := recipe.data_token) else {}),
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return {}
     # A prediction that fails refuses nothing: the run itself reports what is wrong.
     found: dict[str, Any] = json.loads(answer.stdout) if answer.returncode == 0 else {}
     return found

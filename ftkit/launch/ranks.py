@@ -22,7 +22,7 @@ from ftkit.runs.report.report import ENDED_WELL, read_report
 from ftkit.utils.accelerators.backends import backend_environment
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.hardware import processes_killed_for_memory
-from ftkit.utils.process import handling, print_line
+from ftkit.utils.process import handling, kill_group, own_program, print_line
 
 KILLED_FOR_MEMORY = "the kernel killed the training process, because host memory ran out"
 
@@ -253,14 +253,14 @@ class Ranks:
             if process.poll() is None:
                 if self.received and not self._has_reported(rank):  # later errors are consequences
                     self._note(rank, "interrupted", self.received[0].name)
-                process.kill()
+                kill_group(process)  # with its workers and compilers
 
     def _kill_but_completing(self) -> None:
         """Kill the ranks except one that is completing its report."""
         self._killing = True
         for rank, process in self._processes.items():
             if process.poll() is None and not self._directories[rank].completing.exists():
-                process.kill()
+                kill_group(process)
 
     def _end(self) -> None:
         self._kill()
@@ -291,9 +291,7 @@ def _start(run: RunDirectory, rank: int, environment: dict[str, str]) -> subproc
     directory.path.mkdir(exist_ok=True)
     # Rank 0 draws on the terminal itself; its standard output is a log.
     terminal = os.dup(1)
-    # -P: modules in the current directory are the user's, not ours
-    command = [sys.executable, "-P", "-m", "ftkit.training.rank"]
-    command += [str(run.job), str(os.getpid()), str(terminal)]
+    command = [*own_program("ftkit.training.rank"), str(run.job), str(terminal)]
     try:
         with directory.output.open("ab") as log:
             return subprocess.Popen(

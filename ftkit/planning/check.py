@@ -1,20 +1,22 @@
 """The plan of a run that is about to start, made in a process of its own.
 
 The supervisor imports no torch: it starts
-`python -m ftkit.planning.check RECIPE.yaml GPU FAILED PLUGIN`, with the fields of a `Gpu` as JSON
-and the file of a `Plugin` or nothing, and reads JSON from its standard output.
+`python -m ftkit.planning.check PARENT`, writes the recipe, the fields of a `Gpu` and a `Plugin` or
+null to its standard input, and reads the answer from its standard output, all in JSON.
 """
 
 import dataclasses
 import gc
+import io
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ftkit.utils.imports import prepare_imports
+from ftkit.utils.process import begin_as_child
 
 if __name__ == "__main__":
+    begin_as_child()
     gc.disable()  # as in quick_imports
     prepare_imports()
 
@@ -24,6 +26,7 @@ from ftkit.planning.predict import Planned, plan_files
 from ftkit.planning.suggest import changes_that_fit
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.plugin import Plugin, using
+from ftkit.utils.yaml_files import STANDARD_INPUT
 
 _ADVICE = 3
 """Changes that a refusal names."""
@@ -79,11 +82,13 @@ if __name__ == "__main__":
     # What was imported is never garbage.
     gc.freeze()
     gc.enable()
-    _file, _gpu, _failed, _plugin = sys.argv[1:]
-    _own = Plugin.from_json(json.loads(Path(_plugin).read_bytes())) if _plugin else None
+    _request = json.load(sys.stdin)
+    _own = Plugin.from_json(_request["plugin"]) if _request["plugin"] else None
+    # A file in a directory for temporary ones would stay there if the parent is killed.
+    sys.stdin = io.StringIO(_request["recipe"])
     try:
         with using(_own):
-            _found = check(_file, Gpu(**json.loads(_gpu)), failed=_failed == "True")
+            _found = check(str(STANDARD_INPUT), Gpu(**_request["gpu"]), failed=_request["failed"])
     except UserError as error:  # the run itself reports it better
         _found = {"error": str(error)}
     print(json.dumps(_found))

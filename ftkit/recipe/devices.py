@@ -32,6 +32,7 @@ from ftkit.utils.accelerators.backends import (
 from ftkit.utils.accelerators.kinds import DEVICE_KINDS, USUAL_KIND, DeviceKind, device_kind
 from ftkit.utils.hardware import hardware
 from ftkit.utils.imports import quick_imports
+from ftkit.utils.process import begin_as_child, own_program
 
 Capability = tuple[int, int]
 """Compute capability of a GPU, major and minor."""
@@ -442,9 +443,8 @@ def _child(*words: str, kind: DeviceKind | None = None) -> dict[str, Any]:
     kind = kind or device_kind(USUAL_KIND)
     # A process that queries CUDA keeps a context: half a gigabyte on each GPU, and no other process
     # can use the GPU in exclusive-process mode. A child takes its contexts with it.
-    # -P: modules in the current directory are the user's, not ours
     asked = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ftkit.recipe.devices", *words],
+        [*own_program("ftkit.recipe.devices"), *words],
         env=os.environ | backend_environment(kind),
         # Standard input may hold the recipe, which the child must not read.
         stdin=subprocess.DEVNULL,
@@ -504,5 +504,6 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    begin_as_child()
     keep_out_backends()  # but for one that is asked
     print(json.dumps(_answer(sys.argv[1:])))

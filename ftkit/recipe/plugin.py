@@ -12,9 +12,10 @@ show before anything starts.
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
+import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +26,10 @@ from types import ModuleType, NoneType
 from typing import Any, Literal, Union
 
 from ftkit.errors import UserError
-from ftkit.utils.files import write_json
 from ftkit.utils.json_values import from_json
 from ftkit.utils.names import nearest
 from ftkit.utils.own_code import execute, line_in, parse
+from ftkit.utils.process import run_program
 from ftkit.utils.remote.replica import fetch_missing
 from ftkit.utils.remote.urls import display_path, is_url, local_path
 
@@ -40,6 +41,8 @@ METRIC_ARGUMENTS = ("answer", "expected", "record")
 _MOST_BYTES = 2**20
 """Largest plugin: its content is part of small files."""
 _TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "None": NoneType}
+MOST_SECONDS = 60.0
+"""Most time to execute a plugin, which only defines things."""
 _DIGITS = 16
 """Digits of a checksum that are shown."""
 
@@ -288,27 +291,39 @@ def open_plugin(named: str | Path | None) -> Plugin | None:
 
 def _definitions_in(plugin: Plugin) -> tuple[Defined, ...]:
     """Execute a plugin in a process of its own, and return what it defines."""
-    # Files and not pipes: the plugin may print, or leave processes behind.
-    with tempfile.TemporaryDirectory() as directory:
-        given, answer = Path(directory) / "plugin.json", Path(directory) / "contents.json"
-        write_json(given, plugin.to_json())
-        # -P: modules in the current directory do not travel with the run.
-        code = subprocess.run(
-            [sys.executable, "-P", "-m", "ftkit.training.plugin_contents", given, answer],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            check=False,
-        ).returncode
-        found = json.loads(answer.read_bytes()) if answer.exists() else None
-    if found is None:
+    given = json.dumps(plugin.to_json()).encode()
+    # A file and not a pipe: the plugin may print, or leave processes behind.
+    with tempfile.TemporaryFile() as exchange:
+        exchange.write(given)
+        exchange.flush()
+        code = run_program(
+            "ftkit.training.plugin_contents", exchange=exchange, stdout=subprocess.DEVNULL
+        )
+        exchange.seek(0)
+        answer = exchange.read()
+    if code == -signal.SIGALRM:
+        where = _where_it_hangs(answer[len(given) :].decode(errors="replace"), plugin.file)
+        raise UserError(
+            f"{plugin.option} was still being executed after {MOST_SECONDS:g} s{where}. Reading it "
+            "may only define classes and functions: move what takes longer into one of them, or "
+            "leave out --plugin."
+        )
+    if code != 0:
         raise UserError(
             f"{plugin.option} ends Python with exit code {code} when it is executed. Correct it, "
             "or leave out --plugin."
         )
+    found = json.loads(answer)
     if "error" in found:
         raise UserError(found["error"])
     definitions: tuple[Defined, ...] = from_json(tuple[Defined, ...], found["definitions"])
     return definitions
+
+
+def _where_it_hangs(traceback: str, file: str) -> str:
+    """The line of a plugin that a traceback of faulthandler names first."""
+    line = re.search(rf'File "{re.escape(file)}", line (\d+)', traceback)
+    return f", in line {line[1]}" if line else ""
 
 
 # Names in recipes

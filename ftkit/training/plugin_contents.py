@@ -1,23 +1,28 @@
 """Finds what a plugin defines, in a process of its own.
 
-`python -m ftkit.training.plugin_contents PLUGIN.json CONTENTS.json` reads a `Plugin` without
-definitions, executes it, and writes what it defines, or why it cannot be used.
+`python -m ftkit.training.plugin_contents PARENT DESCRIPTOR` reads a `Plugin` without definitions
+from a file, executes it, and writes what it defines, or why it cannot be used, to that file.
 """
 
 import dataclasses
+import faulthandler
 import gc
 import inspect
 import json
+import os
+import signal
 import sys
 import types
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ftkit.utils.imports import prepare_imports, silence_libraries
+from ftkit.utils.process import begin_as_child
 
 if __name__ == "__main__":
+    begin_as_child()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl+C, of which the parent tells
     gc.disable()  # as in quick_imports
     prepare_imports()
     silence_libraries()
@@ -29,9 +34,8 @@ from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
 from ftkit.objectives.objective import Objective
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
-from ftkit.recipe.plugin import METRIC_ARGUMENTS, Defined, Kind, OwnOption, Plugin
+from ftkit.recipe.plugin import METRIC_ARGUMENTS, MOST_SECONDS, Defined, Kind, OwnOption, Plugin
 from ftkit.training.callbacks import Callback
-from ftkit.utils.files import write_json
 from ftkit.utils.json_values import is_secret
 
 _BASES: dict[type, Kind] = {
@@ -187,5 +191,16 @@ def _contents(values: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _given, _answer = map(Path, sys.argv[1:])
-    write_json(_answer, _contents(json.loads(_given.read_bytes())))
+    with os.fdopen(int(sys.argv[1]), "r+b") as _exchange:
+        _exchange.seek(0)
+        _given = json.loads(_exchange.read())
+        # The kernel ends this process, whatever it is doing, and before that the place is written
+        # behind what was given.
+        faulthandler.register(signal.SIGALRM, _exchange, all_threads=False, chain=True)
+        signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+        _answer = json.dumps(_contents(_given)).encode()
+        _exchange.seek(0)
+        _exchange.truncate()
+        _exchange.write(_answer)
+    # Threads that it has left may never end.
+    os._exit(0)

@@ -1,6 +1,6 @@
 """A rank of a run: job -> set-up -> training -> result.
 
-The supervisor starts it as `python -m ftkit.training.rank JOB.json ITS_PID TERMINAL`. Standard
+The supervisor starts it as `python -m ftkit.training.rank ITS_PID JOB.json TERMINAL`. Standard
 output and error are a log from the first import on; the terminal is an open file descriptor.
 """
 
@@ -18,17 +18,17 @@ from typing import TextIO
 
 from ftkit.redaction import redacted, redacted_output
 from ftkit.utils.imports import prepare_imports
-from ftkit.utils.process import die_with_parent
+from ftkit.utils.process import begin_as_child
 from ftkit.utils.progress import loading_shown, set_verbosity
 
 if __name__ == "__main__":  # before the slow imports: the supervisor may die during them
-    die_with_parent(int(sys.argv[2]))
+    begin_as_child()
     gc.disable()  # during imports, as in quick_imports
     prepare_imports()
     _loading = ExitStack()
     if os.environ["RANK"] == "0" and not json.loads(Path(sys.argv[1]).read_bytes())["quiet"]:
         # closefd=False: the same descriptor becomes the terminal of the run below.
-        _screen = _loading.enter_context(os.fdopen(int(sys.argv[3]), "w", closefd=False))
+        _screen = _loading.enter_context(os.fdopen(int(sys.argv[2]), "w", closefd=False))
         _loading.enter_context(loading_shown(_screen))
 
 import torch
@@ -323,5 +323,5 @@ if __name__ == "__main__":
     gc.enable()
     # Libraries quote urls with keys in their warnings.
     sys.stdout, sys.stderr = map(redacted_output, (sys.stdout, sys.stderr))
-    with os.fdopen(int(sys.argv[3]), "w") as _terminal:
+    with os.fdopen(int(sys.argv[2]), "w") as _terminal:
         sys.exit(run_rank(Path(sys.argv[1]), _terminal))

@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.utils.confinement import OutOfTime, set_limits, without_limits
 from ftkit.utils.damaged_files import DamagedFile
 from ftkit.utils.imports import prepare_imports, quick_imports
-from ftkit.utils.process import die_with_parent
+from ftkit.utils.process import begin_as_child
 from ftkit.utils.progress import set_verbosity
 
 
@@ -44,9 +44,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"error": reason, "is_damaged": True}
 
 
-def _serve(parent: int, descriptor: int) -> None:
-    # First: a parent that is killed meanwhile leaves no orphan.
-    die_with_parent(parent)
+def _serve(descriptor: int) -> None:
     # A crash at the limits is expected here: it leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     prepare_imports()
@@ -65,8 +63,9 @@ def _serve(parent: int, descriptor: int) -> None:
 
 
 if __name__ == "__main__":
+    begin_as_child()
     try:
-        _serve(int(sys.argv[1]), int(sys.argv[2]))
+        _serve(int(sys.argv[1]))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has ended: see ftkit.cli.app

@@ -9,10 +9,7 @@ import os
 import resource
 import signal
 import stat
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import IO, Any
 
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import DamagedFile, log_failure, traceback_log
-from ftkit.utils.process import PassingOn
+from ftkit.utils.process import run_program
 from ftkit.utils.progress import get_verbosity
 
 _KILL_AFTER_S = 5.0
@@ -110,8 +107,6 @@ _BYTES_PER_SECOND = 10e6
 _BYTES_PER_BYTE = 4
 """Bytes of memory for each byte of a file: torch maps files so that they count once; old formats
 are read whole and converted; Python's objects for short texts are several times as large."""
-_GRACE_S = 10.0
-"""Seconds that a child may take to clean up after Ctrl+C."""
 
 
 def confined(
@@ -163,7 +158,14 @@ def confined(
     with tempfile.TemporaryFile() as exchange, tempfile.TemporaryFile() as output:
         exchange.write(json.dumps(request).encode())
         exchange.flush()
-        code = _run(exchange, stdin, None if shows_output else output)
+        shown = None if shows_output else output
+        code = run_program(
+            "ftkit.utils.confined_child",
+            exchange=exchange,
+            stdin=stdin,
+            stdout=shown,
+            stderr=shown,
+        )
         exchange.seek(0)
         answer = exchange.read()
         output.seek(0)
@@ -202,45 +204,3 @@ def _size_of(file: Path) -> int:
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise DamagedFile(f"{file} is a pipe or a device and not a file. Put a file there.")
     return status.st_size
-
-
-def _run(exchange: IO[bytes], stdin: IO[bytes] | None, output: IO[bytes] | None) -> int:
-    """Run the child until it ends; return its exit code, or the negative number of a signal."""
-    with PassingOn(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
-        child = subprocess.Popen(
-            # -P: modules in the current directory are the user's, not ours
-            (
-                *(sys.executable, "-P", "-m", "ftkit.utils.confined_child"),
-                *(str(os.getpid()), str(exchange.fileno())),
-            ),
-            stdin=subprocess.DEVNULL if stdin is None else stdin,
-            stdout=output,
-            stderr=output,
-            pass_fds=(exchange.fileno(),),
-            process_group=0,  # Ctrl+C reaches it once, from here
-        )
-        try:
-            signals.to(child)
-            code = _wait(child, signals)
-        finally:
-            # Also where an exception ends the wait; of a child that has ended both do nothing.
-            child.kill()
-            child.wait()
-    if signal.SIGINT in signals.received:
-        raise KeyboardInterrupt
-    if signals.received:
-        raise SystemExit(128 + signals.received[0])
-    return code
-
-
-def _wait(child: "subprocess.Popen[bytes]", signals: PassingOn) -> int:
-    kill_at = None
-    while True:
-        try:
-            # With a timeout, because a signal is only noted and does not end the wait.
-            return child.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            if signals.received and kill_at is None:
-                kill_at = time.monotonic() + _GRACE_S
-            if kill_at is not None and time.monotonic() > kill_at:
-                child.kill()

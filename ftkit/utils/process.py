@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +26,94 @@ machine with a core for each of them and on one without. libgomp's own 300,000 a
 at rest, and may cost a busy machine most of its time."""
 LOOKS, BETWEEN_LOOKS_S = 5, 0.002
 """Most polls of the machine's load, and the time between two."""
+
+
+GRACE_S = 10.0
+"""Seconds that a child may take to clean up after Ctrl+C."""
+
+
+def own_program(module: str) -> list[str]:
+    """Command line of a module that runs as a child of this process and ends with it.
+
+    The module calls `begin_as_child` before all else. Words that follow are its own arguments. The
+    thread that starts it has to outlive it.
+    """
+    # -P: modules in the current directory are the user's, not ours
+    return [sys.executable, "-P", "-m", module, str(os.getpid())]
+
+
+def begin_as_child() -> None:
+    """Have this process end with the one that has started it with `own_program`."""
+    # Before slow imports: the parent may end during them.
+    die_with_parent(int(sys.argv.pop(1)))
+
+
+def run_program(
+    module: str,
+    *words: str,
+    exchange: IO[bytes],
+    stdin: IO[bytes] | None = None,
+    stdout: IO[bytes] | int | None = None,
+    stderr: IO[bytes] | None = None,
+) -> int:
+    """Run a module in a child until that ends; return its exit code, or minus its signal.
+
+    Requests to end are passed on to the child, which has some seconds to tidy up. Processes that
+    it has started end with it, unless they have left its group.
+
+    Args:
+        module: begins with `begin_as_child`; its argument is the descriptor of `exchange`.
+        words: further arguments.
+        exchange: a file that both use.
+        stdin: the standard input of the child; None: an empty one.
+        stdout: its standard output; None: that of this process.
+        stderr: its standard error; None: that of this process.
+
+    Raises:
+        KeyboardInterrupt: Ctrl+C has ended the child.
+        SystemExit: another signal has.
+    """
+    with PassingOn(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+        child = subprocess.Popen(
+            [*own_program(module), str(exchange.fileno()), *words],
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=(exchange.fileno(),),
+            process_group=0,  # Ctrl+C reaches it once, from here
+        )
+        try:
+            signals.to(child)
+            code = _wait(child, signals)
+        finally:
+            # Also where an exception ends the wait; of a child that has ended both do nothing.
+            kill_group(child)
+            child.wait()
+    if signal.SIGINT in signals.received:
+        raise KeyboardInterrupt
+    if signals.received:
+        raise SystemExit(128 + signals.received[0])
+    return code
+
+
+def _wait(child: "subprocess.Popen[bytes]", signals: "PassingOn") -> int:
+    kill_at_s = None
+    while True:
+        try:
+            # With a timeout, because a signal is only noted and does not end the wait.
+            return child.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            if signals.received and kill_at_s is None:
+                kill_at_s = time.monotonic() + GRACE_S
+            if kill_at_s is not None and time.monotonic() > kill_at_s:
+                kill_group(child)
+
+
+def kill_group(child: "subprocess.Popen[bytes]") -> None:
+    """Kill a child that leads a process group, with all that it has started in it."""
+    with suppress(ProcessLookupError, PermissionError):  # it ends at this moment
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def start_command(

@@ -1,6 +1,6 @@
 """The process that renders templates.
 
-It runs as `python -m ftkit.models.chat_templates.child PARENT DESCRIPTOR`.
+It runs as `python -m ftkit.models.chat_templates.child PARENT DESCRIPTOR LASTS`.
 It answers the requests of its parent, one after the other, until the parent closes the connection.
 The kernel bounds it, whatever a template calls: timers of CPU time end it, and memory
 beyond `_MOST_BYTES` raises MemoryError or ends it too. It imports no torch.
@@ -20,7 +20,7 @@ from typing import Any
 
 from ftkit.models.chat_templates.confined import begin_call, end_call, run_confined
 from ftkit.models.chat_templates.sandbox import NotRendered
-from ftkit.utils.process import stop_with_parent
+from ftkit.utils.process import die_with_parent, stop_with_parent
 
 _MOST_BYTES = 2**30
 """Most address space beyond what the process has when it starts."""
@@ -63,12 +63,12 @@ def _reply(function: Callable[..., object], arguments: bytes) -> bytes:
 
 
 def _main() -> None:
-    parent, descriptor = map(int, sys.argv[1:])
+    parent, descriptor, lasts = map(int, sys.argv[1:])
     # The parent may have blocked or ignored them; their default action ends this process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGPROF, signal.SIGVTALRM):
         signal.signal(number, signal.SIG_DFL)
-    stop_with_parent(parent)
+    (die_with_parent if lasts else stop_with_parent)(parent)
     # Everything is imported by now: the bound is on what templates add.
     _limit(resource.RLIMIT_AS, _address_space() + _MOST_BYTES)
     # A template that crashes this process must not leave a core dump.

@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Pipe
@@ -18,6 +17,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.sandbox import NotRendered
+from ftkit.utils.process import own_program
 
 MOST_SECONDS = 10.0
 """Most CPU time for one rendering; real ones take less than a thousandth."""
@@ -116,12 +116,13 @@ class _Process:
     def __init__(self) -> None:
         # A new interpreter, not a fork: it has neither torch nor the memory of this process.
         self._connection, other = Pipe()
-        words = [str(os.getpid()), str(other.fileno())]
+        # The kernel ends a child with the thread that started it, and only the main one lasts.
+        lasts = threading.current_thread() is threading.main_thread()
+        words = [str(other.fileno()), str(int(lasts))]
         with other:
-            # A process group of its own: Ctrl+C reaches this process only. -P: modules in the
-            # current directory are the user's, not ours.
+            # A process group of its own: Ctrl+C reaches this process only.
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ftkit.models.chat_templates.child", *words],
+                [*own_program("ftkit.models.chat_templates.child"), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],

@@ -139,7 +139,7 @@ def test_a_child_without_a_tpu_has_the_real_torch_import_no_backend(site: Path) 
     (site / "torch_tpu.py").write_text(code)
     for words, expected in (
         (["-c", "import torch"], True),
-        (["-m", "ftkit.recipe.devices", "current"], False),
+        (["-m", "ftkit.recipe.devices", str(os.getpid()), "current"], False),
     ):
         mark.unlink(missing_ok=True)
         subprocess.run([sys.executable, "-P", *words], check=True, capture_output=True)
