@@ -6,6 +6,7 @@ that are known to be urls. Text is redacted before it is cut: half a url is not 
 
 import io
 import re
+from contextlib import suppress
 from typing import TextIO
 
 REMOVED = "***"
@@ -62,7 +63,9 @@ class _RedactedOutput(io.TextIOWrapper):
         self.flush()
 
     def write(self, text: str, /) -> int:
-        super().write(redacted(text))
+        # Where the reader has gone or the disk is full, a message is lost, and never a run.
+        with suppress(OSError):
+            super().write(redacted(text))
         # The length of the caller's text, all of which is done with.
         return len(text)
 

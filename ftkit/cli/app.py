@@ -14,10 +14,12 @@ from ftkit.cli.parser import declared, read_options, split_line
 from ftkit.errors import UserError
 from ftkit.recipe.plugin import Plugin, open_plugin, using
 from ftkit.redaction import redacted_output
+from ftkit.utils.home import provide_directories
 from ftkit.utils.imports import prepare_imports, quick_imports
 from ftkit.utils.names import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
 from ftkit.utils.progress import Verbosity, loading_shown, set_verbosity
+from ftkit.utils.streams import failure_of, open_standard_streams, watched_output
 
 
 def main(verbosity: Verbosity = "full") -> None:
@@ -26,7 +28,9 @@ def main(verbosity: Verbosity = "full") -> None:
     Args:
         verbosity: how much is printed without --quiet.
     """
+    open_standard_streams()
     set_verbosity(verbosity)
+    sys.stdout = watched_output(sys.stdout)
     sys.stderr = redacted_output(sys.stderr)  # results on standard output stay as they are
     # Before torch is imported: its OpenMP reads the variable once.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -34,9 +38,6 @@ def main(verbosity: Verbosity = "full") -> None:
     prepare_imports()
     try:
         code = run(sys.argv[1:])
-        # Here, where a closed pipe can still be handled; at the exit Python would print a
-        # traceback.
-        sys.stdout.flush()
     # Without a traceback: the message names key, value and remedy.
     except UserError as error:
         print_line(f"ftkit: {error}")
@@ -45,19 +46,29 @@ def main(verbosity: Verbosity = "full") -> None:
         _ignore_interrupts()
         # 128 plus the number of SIGINT, as shells report it.
         code = 130
-    # `| head` has ended; see docs.python.org/3/library/signal.html#note-on-sigpipe
-    except BrokenPipeError:
-        # At its exit Python flushes standard output once more, which would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if getattr(sys.stdout, "failure", None) is error or isinstance(error, BrokenPipeError):
+            code = 1  # told below
+        elif error.errno == errno.ENAMETOOLONG:
+            # Any key may name a file, and only opening it shows that its name is too long.
+            print_line(
+                f"ftkit: {str(error.filename)[:60]}... is too long for a path. Give another one."
+            )
+            code = UserError.exit_code
+        else:
             raise
-        # Any key may name a file, and only opening it shows that its name is too long.
-        print_line(
-            f"ftkit: {str(error.filename)[:60]}... is too long for a path. Give another one."
-        )
+    except RuntimeError as error:
+        # Any key may name a file, and only ~USER shows that there is no such user.
+        if str(error) != "Could not determine home directory.":
+            raise
+        print_line("ftkit: a path begins with ~ and a user that does not exist. Write it in full.")
         code = UserError.exit_code
+    # Before its exit, at which Python would end with a code of its own.
+    if (failure := failure_of(sys.stdout)) is not None:
+        if not isinstance(failure, BrokenPipeError):  # `| head` has ended
+            print_line(f"ftkit: standard output cannot be written: {failure.strerror}")
+        code = code or 1
+    failure_of(sys.stderr)
     _ignore_interrupts()
     sys.exit(code)
 
@@ -112,6 +123,7 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
 
         print_help(command)
         return 0
+    provide_directories()
     if line.components:
         from ftkit.cli.help import print_component_help
 

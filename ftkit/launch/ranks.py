@@ -244,8 +244,7 @@ class Ranks:
         else:
             return
         if self._placed is None or self._placed.rank == 0:
-            with suppress(OSError):  # the terminal may be gone
-                print_line(fitted(f"\nftkit: {text}", sys.stderr))
+            print_line(fitted(f"\nftkit: {text}", sys.stderr))
 
     def _kill(self) -> None:
         self._killing = True

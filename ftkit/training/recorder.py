@@ -471,9 +471,11 @@ class Recorder:
         )
 
     def _note_failures(self) -> None:
-        """Warn once of rows that cannot be written."""
+        """Warn once of rows that cannot be written, and of files that others have changed."""
         run = self._run
         for file, table in ((run.metrics, self._metrics), (run.validation, self._validation)):
+            if table.interference is not None:
+                self._warn_once(f"{file.name} {table.interference}")
             if table.failure is None:
                 continue
             reason = table.failure.strerror or table.failure

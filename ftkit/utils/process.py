@@ -156,8 +156,9 @@ def launcher_starts_again() -> bool:
 
 def print_line(text: str) -> None:
     """Print on stderr in one write: `print` makes two, between which other processes may write."""
-    sys.stderr.write(f"{redacted(text)}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # the terminal may be gone, or the disk full
+        sys.stderr.write(f"{redacted(text)}\n")
+        sys.stderr.flush()
 
 
 @contextmanager

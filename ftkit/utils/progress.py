@@ -7,7 +7,7 @@ inherit that of their parent. Errors and warnings are always shown.
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal, TextIO
 
 from ftkit.redaction import redacted
@@ -49,7 +49,7 @@ def gives_advice() -> bool:
 def print_notice(text: str, stream: TextIO | None = None) -> None:
     """Print a notice, on standard output by default, unless --quiet leaves it out."""
     if not is_quiet():
-        print(redacted(text), file=stream, flush=True)
+        _print_aside(redacted(text), stream)
 
 
 def next_text(commands: Sequence[str]) -> str:
@@ -60,7 +60,13 @@ def next_text(commands: Sequence[str]) -> str:
 def print_next(*commands: str) -> None:
     """Print commands that can follow this one."""
     if gives_advice():
-        print(next_text(commands), flush=True)
+        _print_aside(next_text(commands))
+
+
+def _print_aside(text: str, stream: TextIO | None = None) -> None:
+    """Print what is no result: where it cannot be written, the work goes on."""
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
 
 
 @contextmanager

@@ -68,21 +68,25 @@ class CsvWriter:
 
     A row that cannot be written because the disk is full leaves no bytes behind. It waits in memory
     and is written before the next row once there is space, so the file is readable and has no gap.
+    A file that another program removes or replaces meanwhile is written anew.
     """
 
     def __init__(self, path: Path, columns: tuple[str, ...], after_step: int | None) -> None:
+        self._path, self._header = path, _line(columns)
         self._waiting: deque[bytes] = deque()
         self.failure: OSError | None = None
         """Error of the last write, while rows are waiting."""
+        self.interference: str | None = None
+        """What another program has done to the file."""
         end = 0 if after_step is None else _end_of_rows(path, columns, after_step)
         # Unbuffered, so that readers see whole rows and a kill loses none.
-        self._file = path.open("r+b" if end else "wb", buffering=0)
+        self._file = path.open("r+b" if end else "w+b", buffering=0)
         if end:
             # A killed session may have left a part of a row.
             self._file.truncate(end)
             self._file.seek(end)
         else:
-            self._append(_line(columns))
+            self._append(self._header)
 
     def __enter__(self) -> Self:
         return self
@@ -98,6 +102,7 @@ class CsvWriter:
     def flush(self) -> None:
         """Retry writing the rows that are waiting; see `failure`."""
         try:
+            self._return_to_path()
             while self._waiting:
                 # It leaves the queue only once it is written, so a full disk changes neither rows
                 # nor order.
@@ -123,6 +128,37 @@ class CsvWriter:
     def _write_cells(self, cells: tuple[str, ...]) -> None:
         self._waiting.append(_line(cells))
         self.flush()
+
+    def _return_to_path(self) -> None:
+        """Write the file anew if the open one is no longer at its path, or has lost rows.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        written, status = self._file.tell(), os.fstat(self._file.fileno())
+        is_cut = status.st_size < written
+        with suppress(FileNotFoundError):
+            if os.path.samestat(status, self._path.stat()) and not is_cut:
+                return
+        # A file that was removed can be read as long as it is open.
+        content = self._header if is_cut else os.pread(self._file.fileno(), written, 0)
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        file = temporary.open("w+b", buffering=0)
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.replace(temporary, self._path)
+        except OSError:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file = file
+        self.interference = (
+            "was cut by another program: its rows so far are lost"
+            if is_cut
+            else "was removed or replaced by another program: it was written anew"
+        )
 
     def _append(self, line: bytes) -> None:
         """Write a line completely, or raise OSError and leave the file as it was."""
@@ -164,8 +200,7 @@ class MetricsWriter(CsvWriter):
             UserError: it has other columns.
             ValueError: it has a row after ``after_step``.
         """
-        columns = (*METRICS_COLUMNS, *map(samples_column, sources), *terms)
-        self._path = path
+        columns = self._columns = (*METRICS_COLUMNS, *map(samples_column, sources), *terms)
         # An earlier session may have added this column: the header decides, not the recipe.
         self._of_routers = after_step is not None and _last_column(path) == ROUTER_COLUMN
         super().__init__(
@@ -180,11 +215,13 @@ class MetricsWriter(CsvWriter):
         """
         if self._of_routers:
             return
+        self._return_to_path()
         # This replaces the file: the open one would be the old one.
         widen_table(self._path, (ROUTER_COLUMN,))
         self._file.close()
         self._file = self._path.open("r+b", buffering=0)
         self._file.seek(0, os.SEEK_END)
+        self._header = _line((*self._columns, ROUTER_COLUMN))
         self._of_routers = True
 
     def write(

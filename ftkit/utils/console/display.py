@@ -273,6 +273,7 @@ class Display:
         self._live: Live | None = None
         self._shown: list[Phase | TrainingProgress] = []
         self._log: LastingStream | None = None
+        self._has_log = out_dir is not None
         if out_dir is None:
             return
         self._log_path = out_dir / LOG_NAME
@@ -435,6 +436,8 @@ class Display:
         self.warning(f"{self._log_path} cannot be written ({error.strerror}); the run continues")
 
     def _on_stream_failure(self, error: OSError) -> None:
-        # The reader has gone: further writes would fail as well, up to the flush when Python exits.
-        self._stream.discard()
+        # Further writes would fail as well, up to the flush when Python exits. What no log has is
+        # a result: the flush then tells that it is lost.
+        if self._has_log or isinstance(error, BrokenPipeError):
+            self._stream.discard()
         self._log_lines(f"warning: no output can be shown any more ({error.strerror})")

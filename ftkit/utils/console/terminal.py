@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.utils.console.formatting import printable
+from ftkit.utils.streams import discard
 
 REPORT_WIDTH = 80
 """Width of tables where there is no terminal."""
@@ -58,17 +59,8 @@ class LastingStream:
         self._attempt(self._stream.close)
 
     def discard(self) -> None:
-        """Discard all further output, also what the interpreter flushes at its end.
-
-        See https://docs.python.org/3/library/signal.html#note-on-sigpipe.
-        """
-        try:
-            target = self._stream.fileno()
-        except OSError:
-            return
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, target)
-        os.close(nowhere)
+        """Discard all further output, also what the interpreter flushes at its end."""
+        discard(self._stream)
 
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
