@@ -297,7 +297,10 @@ def _definitions_in(plugin: Plugin) -> tuple[Defined, ...]:
         exchange.write(given)
         exchange.flush()
         code = run_program(
-            "ftkit.training.plugin_contents", exchange=exchange, stdout=subprocess.DEVNULL
+            "ftkit.training.plugin_contents",
+            str(MOST_SECONDS),
+            exchange=exchange,
+            stdout=subprocess.DEVNULL,
         )
         exchange.seek(0)
         answer = exchange.read()

@@ -1,6 +1,6 @@
 """Finds what a plugin defines, in a process of its own.
 
-`python -m ftkit.training.plugin_contents PARENT DESCRIPTOR` reads a `Plugin` without definitions
+`python -m ftkit.training.plugin_contents PARENT DESCRIPTOR SECONDS` reads a `Plugin` without definitions
 from a file, executes it, and writes what it defines, or why it cannot be used, to that file.
 """
 
@@ -34,7 +34,7 @@ from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
 from ftkit.objectives.objective import Objective
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
-from ftkit.recipe.plugin import METRIC_ARGUMENTS, MOST_SECONDS, Defined, Kind, OwnOption, Plugin
+from ftkit.recipe.plugin import METRIC_ARGUMENTS, Defined, Kind, OwnOption, Plugin
 from ftkit.training.callbacks import Callback
 from ftkit.utils.json_values import is_secret
 
@@ -197,7 +197,7 @@ if __name__ == "__main__":
         # The kernel ends this process, whatever it is doing, and before that the place is written
         # behind what was given.
         faulthandler.register(signal.SIGALRM, _exchange, all_threads=False, chain=True)
-        signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, float(sys.argv[2]))
         _answer = json.dumps(_contents(_given)).encode()
         _exchange.seek(0)
         _exchange.truncate()

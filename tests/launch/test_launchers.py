@@ -1,4 +1,4 @@
-"""SLURM's time limit: the run saves, the job goes back into the queue, and goes on from there."""
+"""Ranks that SLURM starts; at its time limit the run saves, and its job is queued again."""
 
 import os
 import signal
@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 from launchers import slurm
-from messages import says
+from messages import message_of, says
 from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Process, command_of, rows, wait_for
 
-from ftkit.launch.launchers import requeue_if_out_of_time
+from ftkit.launch.launchers import external_ranks, requeue_if_out_of_time
 from ftkit.runs.report.report import read_report
 
+LINE = ["ftkit", "finetune", "recipe.yaml"]
+TASK = {"SLURM_JOB_ID": "7012", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
+TASK |= {"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+TASK |= {"SLURM_NODELIST": "rack[0-1]n[05-07,9],login", "SLURM_TASKS_PER_NODE": "2(x2)"}
+"""The last of four tasks on two nodes."""
+FIRST = {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+NO_STEP = {"SLURM_STEP_ID": ""}
+SHELL = {"SLURM_STEP_ID": str(0xFFFFFFFA)}
+"""Of salloc with an interactive step."""
 USR1, TERM = signal.SIGUSR1, signal.SIGTERM
 SCONTROL = """#!/bin/sh
 echo "$@" >> {file}
@@ -27,6 +36,135 @@ def stand_in(directory: Path, code: int = 0) -> Path:
     script.write_text(SCONTROL.format(file=directory / "called", code=code))
     script.chmod(0o755)
     return directory / "called"
+
+
+# --- Tasks ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Replaces the environment until the end of the test."""
+
+    def replace(variables: dict[str, str]) -> None:
+        monkeypatch.setattr(os, "environ", {k: v for k, v in variables.items() if v})
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("variables", "local", "address", "port"),
+    [
+        ({}, 2, "rack0n05", "22012"),
+        ({"SLURM_TASKS_PER_NODE": "2,2"}, 2, "rack0n05", "22012"),
+        ({"SLURM_TASKS_PER_NODE": ""}, 2, "rack0n05", "22012"),
+        # Those of the step, not of its job.
+        (
+            {"SLURM_TASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            2,
+            "rack0n05",
+            "22012",
+        ),
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, 2, "rack0n05", "22012"),
+        ({"SLURM_STEP_NODELIST": "n[3]"}, 2, "n3", "22012"),
+        ({"SLURM_STEP_ID": "2"}, 2, "rack0n05", "22214"),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, 2, "10.0.0.1", "29500"),
+        ({"PMI_SIZE": "4"}, 2, "rack0n05", "22012"),  # with srun --mpi=pmi2
+        (
+            {"SLURM_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"},
+            4,
+            "127.0.0.1",
+            "22012",
+        ),
+        # srun in a shell of salloc, or of srun --pty.
+        ({"SLURM_JOB_NAME": "interactive"}, 2, "rack0n05", "22012"),
+        ({"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "1"}, 2, "rack0n05", "22012"),
+    ],
+)
+def test_a_task_of_srun_is_a_rank(
+    variables: dict[str, str],
+    local: int,
+    address: str,
+    port: str,
+    environment: Callable[[dict[str, str]], None],
+) -> None:
+    environment(TASK | variables)
+    placed = external_ranks(LINE)
+    assert placed is not None
+    assert (placed.rank, placed.world_size, placed.local_world_size) == (3, 4, local)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (address, port)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "1"},
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": ""},  # a shell of salloc
+        FIRST | SHELL | {"SLURM_JOB_NAME": "interactive"},
+        FIRST | NO_STEP | {"SLURM_JOB_NAME": "interactive"},
+        FIRST | {"SLURM_JOB_NAME": "bash"},  # srun --pty bash
+        FIRST | {"SLURM_JOB_NAME": "zsh", "SLURM_PTY_PORT": "4711", "SLURM_TASK_PID": "1"},
+    ],
+)
+def test_a_run_that_is_started_once_under_slurm_has_no_other_ranks(
+    variables: dict[str, str], environment: Callable[[dict[str, str]], None]
+) -> None:
+    environment(TASK | variables)
+    assert external_ranks(LINE) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (FIRST | NO_STEP, ["SLURM_NTASKS is 4", "once", "srun ftkit finetune recipe.yaml"]),
+        (FIRST | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, ["batch script", "srun ftkit finetune"]),
+        ({"SLURM_TASKS_PER_NODE": "3,1"}, ["3,1", "srun --nodes=2 --ntasks=4 --ntasks-per-node=2"]),
+        (
+            {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"},
+            ["2(x3),1", "srun --nodes=4 --ntasks=4 --ntasks-per-node=1 ftkit finetune"],
+        ),
+        (
+            {"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": ""},
+            ["5 tasks on 2 nodes", "srun --nodes=2 --ntasks=4 --ntasks-per-node=2"],
+        ),
+        # Placed in turn.
+        ({"SLURM_PROCID": "2"}, ["task 2", "node 1", "srun --distribution=block ftkit finetune"]),
+        (FIRST | {"SLURM_GTIDS": "0,2"}, ["task 0", "srun --distribution=block"]),
+    ],
+)
+def test_tasks_that_cannot_train_together_are_refused_with_the_command_that_works(
+    variables: dict[str, str],
+    said: list[str],
+    environment: Callable[[dict[str, str]], None],
+) -> None:
+    environment(TASK | variables)
+    assert says(message_of(external_ranks, LINE), " ... ".join(said))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"PMI_SIZE": "2"},
+        {"JSM_NAMESPACE_SIZE": "2"},
+        {"FLUX_JOB_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        {"PMI_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    ],
+)
+def test_processes_of_other_launchers_are_refused_by_the_variable(
+    variables: dict[str, str], environment: Callable[[dict[str, str]], None]
+) -> None:
+    environment(variables)
+    (name, *_) = variables
+    said = message_of(external_ranks, LINE)
+    assert says(said, f"{name} is 2 ... torchrun --nproc_per_node 2 -m ftkit finetune recipe.yaml")
+    for harmless in ({name: "1"}, {"WORLD_SIZE": "2"}):
+        environment(harmless)
+        assert external_ranks(LINE) is None
+
+
+# --- The limit of time ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

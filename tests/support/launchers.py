@@ -53,7 +53,7 @@ def slurm(
             "SLURM_STEP_ID": "0",
             "SLURM_JOB_NAME": "finetune",
             "SLURM_NTASKS": str(tasks),
-            "SLURM_NTASKS_PER_NODE": str(tasks),
+            "SLURM_TASKS_PER_NODE": str(tasks),
             "SLURM_NNODES": "1",
             "SLURM_NODEID": "0",
             "SLURM_PROCID": str(task),

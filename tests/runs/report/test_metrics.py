@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import pytest
-from messages import key_words
+from messages import key_words, says
 
 from ftkit.errors import UserError
 from ftkit.runs.report import metrics
@@ -171,6 +171,47 @@ def test_rows_that_wait_are_written_at_the_end_if_there_is_space(path: Path) -> 
         writer.write(**ROW)
         writer._file.room = 10_000  # type: ignore[attr-defined]
     assert read_metrics(path) == [ROW]
+
+
+@pytest.mark.parametrize("by", ["removed", "replaced", "removed at the end"])
+def test_a_file_that_another_program_takes_away_is_written_anew(by: str, path: Path) -> None:
+    with MetricsWriter(path) as writer:
+        writer.write(**ROW)
+        if by == "replaced":
+            other = path.with_name("other")
+            other.write_text("something else\n")
+            other.replace(path)
+        elif by == "removed":
+            path.unlink()
+        writer.write(**{**ROW, "step": 2})
+        if by == "removed at the end":
+            path.unlink()
+    assert steps_in(path) == [1, 2]
+    assert says(writer.interference or "", "removed or replaced")
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_that_another_program_cuts_keeps_its_header_and_later_rows(path: Path) -> None:
+    with MetricsWriter(path) as writer:
+        writer.write(**ROW)
+        path.write_text("")
+        writer.write(**{**ROW, "step": 2})
+    assert steps_in(path) == [2]
+    assert says(writer.interference or "", "cut")
+
+
+def test_rows_wait_while_their_directory_is_away(tmp_path: Path) -> None:
+    here, away = tmp_path / "here", tmp_path / "away"
+    here.mkdir()
+    with MetricsWriter(here / "log.csv") as writer:
+        writer.write(**ROW)
+        here.rename(away)
+        writer.write(**{**ROW, "step": 2})
+        assert "No such file" in str(writer.failure)
+        away.rename(here)
+        writer.write(**{**ROW, "step": 3})
+    assert steps_in(here / "log.csv") == [1, 2, 3]
+    assert writer.interference is None
 
 
 def steps_in(path: Path) -> list[int]:
