@@ -1,7 +1,8 @@
 """Finds what a plugin defines, in a process of its own.
 
-`python -m ftkit.training.plugin_contents PARENT DESCRIPTOR SECONDS` reads a `Plugin` without definitions
-from a file, executes it, and writes what it defines, or why it cannot be used, to that file.
+`python -m ftkit.training.plugin_contents PARENT DESCRIPTOR SECONDS` reads a `Plugin` without
+definitions from a file, executes it, and writes what it defines, or why it cannot be used, to that
+file.
 """
 
 import dataclasses
