@@ -66,7 +66,9 @@ def test_a_run_is_complete_whatever_its_streams_are(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["finetune", "--checkpoint_dir", "m", "--print_config"]])
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["finetune", "--checkpoint_dir", "m", "--print_config"]]
+)
 def test_a_result_that_cannot_be_written_is_said(
     words: list[str], unbuffered: str, tmp_path: Path
 ) -> None:
