@@ -86,7 +86,7 @@ def run_program(
             signals.to(child)
             code = _wait(child, signals)
         finally:
-            # Also where an exception ends the wait; of a child that has ended both do nothing.
+            # Also where an exception ends the wait, and what a child that has ended has left.
             kill_group(child)
             child.wait()
     if signal.SIGINT in signals.received:
@@ -111,9 +111,8 @@ def _wait(child: "subprocess.Popen[bytes]", signals: "PassingOn") -> int:
 
 def kill_group(child: "subprocess.Popen[bytes]") -> None:
     """Kill a child that leads a process group, with all that it has started in it."""
-    with suppress(ProcessLookupError, PermissionError):  # it ends at this moment
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # all have ended
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def start_command(
