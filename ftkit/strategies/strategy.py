@@ -19,6 +19,7 @@ import torch.nn as nn
 from lightning.fabric import Fabric
 from lightning.fabric.accelerators.accelerator import Accelerator as FabricAccelerator
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -158,9 +159,12 @@ class Strategy(ABC):
         Args:
             model: to be trained; on the meta device.
         """
-        plugins: list[Precision | ClusterEnvironment] = [self.precision]
+        # Torchrun's variables, as we set them. Fabric itself would take SLURM's, also in a shell of
+        # salloc, where there are no tasks.
+        environment: ClusterEnvironment = LightningEnvironment()
         if self.plan.communication is not None:
-            plugins.append(TorchElasticEnvironment())  # reads torchrun's variables, as we set them
+            environment = TorchElasticEnvironment()
+        plugins: list[Precision | ClusterEnvironment] = [self.precision, environment]
         self._fabric = Fabric(
             accelerator=fabric_accelerator(self.plan.accelerator),
             devices=self.plan.devices,

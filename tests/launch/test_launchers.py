@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command import command_environment, command_line
 from launchers import slurm
 from messages import message_of, says
-from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Process, command_of, rows, wait_for
+from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Process, command_of, rows, start, wait_for
 
 from ftkit.launch.launchers import external_ranks, requeue_if_out_of_time
 from ftkit.runs.report.report import read_report
@@ -162,6 +163,17 @@ def test_processes_of_other_launchers_are_refused_by_the_variable(
     for harmless in ({name: "1"}, {"WORLD_SIZE": "2"}):
         environment(harmless)
         assert external_ranks(LINE) is None
+
+
+@pytest.mark.slow
+def test_a_run_in_a_shell_of_salloc_takes_no_account_of_its_tasks(
+    common: list[str], tmp_path: Path
+) -> None:
+    shell = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2"}
+    line = command_line(*command_of(tmp_path / "out", common))
+    process = start(line, tmp_path, command_environment() | shell)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, out + err
 
 
 # --- The limit of time ----------------------------------------------------------------------------
