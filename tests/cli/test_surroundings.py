@@ -42,14 +42,11 @@ def shell(
 
 
 @pytest.mark.parametrize("redirected", COMBINATIONS)
-@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["finetune", "--nonsense"], 2)])
-def test_a_closed_stream_changes_no_exit_code(
-    words: list[str], code: int, redirected: str, tmp_path: Path
-) -> None:
-    ended = shell(redirected, *words, cwd=tmp_path)
-    assert ended.returncode == code
+def test_a_closed_stream_changes_no_exit_code(redirected: str, tmp_path: Path) -> None:
+    ended = shell(redirected, "finetune", "--nonsense", cwd=tmp_path)
+    assert ended.returncode == 2
     assert "Traceback" not in ended.stdout + ended.stderr
-    if "2>" not in redirected and code:
+    if "2>" not in redirected:
         assert says(ended.stderr, "nonsense")
 
 
@@ -67,7 +64,7 @@ def test_a_run_is_complete_whatever_its_streams_are(
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["finetune", "--checkpoint_dir", "m", "--print_config"]]
+    "words", [["--version"], ["finetune", "--checkpoint_dir", "m", "--print_config"]]
 )
 def test_a_result_that_cannot_be_written_is_said(
     words: list[str], unbuffered: str, tmp_path: Path
@@ -131,10 +128,10 @@ def test_caches_go_elsewhere_only_where_the_home_cannot_be_written(
     for name, mode in (("read-only", 0o555), ("writable", 0o755)):
         (tmp_path / name).mkdir(mode=mode)
     show = (
-        "import os, torch._inductor.runtime.cache_dir_utils as c\n"
+        "import getpass, os\n"
         "from ftkit.utils.home import provide_directories\nprovide_directories()\n"
         "names = ('HOME', 'USER', 'FTKIT_CACHE_DIR', 'XDG_CACHE_HOME')\n"
-        "print([os.environ.get(name) for name in names], c.default_cache_dir() != '')"
+        "print([os.environ.get(name) for name in names], getpass.getuser())"
     )
     variables = {"HOME": str(tmp_path / home)}
     variables |= {"FTKIT_CACHE_DIR": str(tmp_path / cache)} if cache else {}
@@ -151,7 +148,7 @@ def test_caches_go_elsewhere_only_where_the_home_cannot_be_written(
         str(tmp_path / cache) if cache else str(own / "ftkit") if changed else None,
         str(own) if changed else None,
     ]
-    assert ended.stdout.strip() == f"{expected} True"
+    assert ended.stdout.strip() == f"{expected} 54321"
     assert says(ended.stderr, said) if said else not ended.stderr
 
 
