@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from ftkit.utils.process import begin_as_child, run_program
+
+if __name__ == "__main__":  # before the slow imports: the parent may end during them
+    begin_as_child()
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import torch.nn as nn
@@ -32,8 +38,6 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.hardware import available_host_bytes
 from ftkit.utils.imports import silence_libraries
-from ftkit.utils.process import die_with_parent
-from ftkit.utils.safetensors_files import save_tensors
 
 Values = Callable[[str], Tensor]
 """Gives any parameter by our name."""
@@ -128,46 +132,38 @@ def _logits_in_child(
     base: BaseModel, adapter: Path, sequences: Sequence[Sequence[int]]
 ) -> tuple[Tensor | None, str | None]:
     """Return PEFT's logits, or why there are none."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     assert base.directory is not None
-    with tempfile.TemporaryDirectory(prefix="ftkit-") as directory:
-        request, answer = Path(directory) / "request.json", Path(directory) / "logits.safetensors"
-        given = {
-            "model": str(base.directory.resolve()),
-            "class": base.architecture.class_name,
-            "rows": base.architecture.parameter_shapes(tied=True)[base.architecture.embedding][0],
-            "adapter": str(adapter.resolve()),
-            "sequences": [list(sequence) for sequence in sequences],
-        }
-        request.write_text(json.dumps(given), encoding="utf-8")
-        if (failure := _ask_child(request, answer)) is None:
-            return load_file(answer)["logits"], None
-        return None, f"transformers and PEFT cannot load it here: {failure}"
+    given = {
+        "model": str(base.directory.resolve()),
+        "class": base.architecture.class_name,
+        "rows": base.architecture.parameter_shapes(tied=True)[base.architecture.embedding][0],
+        "adapter": str(adapter.resolve()),
+        "sequences": [list(sequence) for sequence in sequences],
+    }
+    with tempfile.TemporaryFile() as exchange, tempfile.TemporaryFile() as output:
+        exchange.write(json.dumps(given).encode())
+        exchange.flush()
+        code = _ask_child(exchange, output)
+        exchange.seek(0)
+        if code == 0:
+            return load(exchange.read())["logits"], None
+        output.seek(0)
+        last = output.read().decode(errors="replace").strip().rpartition("\n")[2]
+    return None, f"transformers and PEFT cannot load it here: {last or f'exit code {code}'}"
 
 
-def _ask_child(request: Path, answer: Path) -> str | None:
-    """Have a child process answer a request; return what went wrong, or None."""
-    # -P: modules in the current directory are the user's, not ours
-    files = str(request), str(answer)
-    command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), *files]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    if done.returncode == 0:
-        return None
-    last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-    return last or f"exit code {done.returncode}"
+def _ask_child(exchange: IO[bytes], output: IO[bytes]) -> int:
+    return run_program(__name__, exchange=exchange, stdout=subprocess.DEVNULL, stderr=output)
 
 
-def write_logits(request: Path, answer: Path) -> None:
-    """Write the logits that a request asks for; the child's whole work."""
-    given = json.loads(request.read_text(encoding="utf-8"))
+def replace_by_logits(exchange: IO[bytes]) -> None:
+    """Replace a request by the logits that it asks for; the child's whole work."""
+    from safetensors.torch import save
+
+    exchange.seek(0)
+    given = json.loads(exchange.read())
     import transformers
 
     model: Any = getattr(transformers, given["class"]).from_pretrained(
@@ -178,7 +174,10 @@ def write_logits(request: Path, answer: Path) -> None:
     adapted = _with_adapter(model, Path(given["adapter"])).eval()
     with torch.no_grad():
         found = [adapted(torch.tensor([ids])).logits[0].float() for ids in given["sequences"]]
-    save_tensors({"logits": torch.cat(found)}, answer, {})
+    exchange.seek(0)
+    exchange.truncate()
+    exchange.write(save({"logits": torch.cat(found)}))
+    exchange.flush()
 
 
 def _with_adapter(model: nn.Module, directory: Path) -> Any:
@@ -321,6 +320,6 @@ def _merge_all(layers: Sequence[Any]) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[1]))
     silence_libraries()
-    write_logits(*map(Path, sys.argv[2:]))
+    with os.fdopen(int(sys.argv[1]), "r+b") as _exchange:
+        replace_by_logits(_exchange)

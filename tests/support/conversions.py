@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
 import litgpt
@@ -19,7 +19,12 @@ from ftkit.exchange import peft_reading
 
 def peft_in_process() -> AbstractContextManager[object]:
     """Have PEFT compute in this process: a child would import all libraries anew."""
-    return patch.object(peft_reading, "_ask_child", peft_reading.write_logits)
+
+    def answer(exchange: IO[bytes], _: object) -> int:
+        peft_reading.replace_by_logits(exchange)
+        return 0
+
+    return patch.object(peft_reading, "_ask_child", answer)
 
 
 def merge(name: object, out: Path, *words: object) -> Path:
