@@ -155,7 +155,7 @@ class _Loading:
     def _read(self) -> Part:
         if self._part is None:
             self._part = self._source.read()
-            self._known = dataclasses.replace(self._part, train=(), val=())
+            self._known = dataclasses.replace(self._part, train=(), val=(), bad={})
         return self._part
 
     def _find_address(self) -> str | None:
@@ -210,6 +210,7 @@ class _Loading:
             part.rules.overlong,
             progress,
             part.rules.min_tokens,
+            part.bad.get(split, ()),
         )
         # A file that was written to while it was read has another address now.
         if self._address is None or building is None or self._stamp() != self._stamps:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
 
+from ftkit.data.records.bad import SKIP
 from ftkit.data.records.conversations import conversation_of
 from ftkit.data.records.formats import files_of, format_of
 from ftkit.data.records.hub import HubName
@@ -99,6 +100,9 @@ class OwnDataOptions:
     drop_equal: bool = False
     """Of records with equal contents, keep only the first, before a part is held out: over all
     sources that are rendered alike, records to train on before those to validate on."""
+    skip_bad_records: bool = False
+    """Leave out records that cannot be used, such as a line that is not JSON or a missing key, and
+    count them in the report; otherwise such data are refused."""
     add_tokens: list[str] | None = None
     """Texts that become tokens of their own, such as [<tool>, </tool>]: the vocabulary of tokenizer
     and model grows. Rows of embedding and head begin as the mean of the others and are trained,
@@ -165,6 +169,7 @@ _RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens")
 OPTIONS_WITHOUT_FILES = (
     *("columns", *_RENDERING),
     *("val_split_fraction", "seed", "ignore_index", "num_workers", "add_tokens", "drop_equal"),
+    SKIP,
 )
 """Options that do not say where records are."""
 KEYS_OF_SETS = ("path", "columns", *_OF_HUB)
@@ -311,7 +316,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key == "samples":
             accepted = number and isinstance(value, int) and value > 0
             check_value(name, value, accepted, "a whole number above 0", "1000")
-        elif key in ("drop_system", "drop_equal") or (key == "mask_prompt" and of_source):
+        elif key in ("drop_system", "drop_equal", SKIP) or (key == "mask_prompt" and of_source):
             check_value(name, value, isinstance(value, bool), "true or false", "true")
 
 
@@ -484,7 +489,8 @@ class OwnData(DataSource):
         return resolve_prompt_style(self._options.prompt_style)
 
     def rendering(self) -> dict[str, Any]:
-        return {key: getattr(self._options, key) for key in self._given & {"columns", *_RENDERING}}
+        kept = self._given & {"columns", SKIP, *_RENDERING}
+        return {key: getattr(self._options, key) for key in kept}
 
     def parts(self) -> tuple[PartSource, ...]:
         return tuple(
@@ -586,11 +592,12 @@ class OwnData(DataSource):
         said = records.form.counted(len(train))
         if records.version is not None:
             said += f" of version {records.version}"
+        bad = records.bad
         if val is not None:
             split = f" (split {records.val_split})" if records.val_split else ""
             said += f", {len(val):,} more to validate on{split}"
         elif self._whole:
-            train, val = [], train
+            train, val, bad = [], train, {"val": bad["train"]}
         elif self._options.val_split_fraction == 0:
             val = train
             said += ", which are also those to validate on"
@@ -610,13 +617,16 @@ class OwnData(DataSource):
             train=train,
             val=val,
             unused=records.unused,
+            bad={split: of_split.kinds for split, of_split in bad.items()},
         )
 
     def _read(self, source: _SourceOptions) -> RecordSet:
-        files = self._found(source)
+        files, skips_bad = self._found(source), self._options.skip_bad_records
         if files is not None:
             where = str(source.path)
-            return read_files(files, where, source.columns, preference=self._preference)
+            return read_files(
+                files, where, source.columns, preference=self._preference, skips_bad=skips_bad
+            )
         wanted = HubName(
             name=str(source.path),
             subset=source.subset,
@@ -627,7 +637,13 @@ class OwnData(DataSource):
         fraction = self._options.val_split_fraction
         # A share that is named is split off, even if the hub has a validation split.
         whole = "split" in self._evaluated or fraction is not None
-        return read_hub(wanted, source.columns, whole=whole, preference=self._preference)
+        return read_hub(
+            wanted,
+            source.columns,
+            whole=whole,
+            preference=self._preference,
+            skips_bad=skips_bad,
+        )
 
     def _digests_of(self, source: _SourceOptions) -> frozenset[bytes]:
         """Digests of all records of a source."""

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from ftkit.data.own_data import OPTIONS_WITHOUT_FILES, OwnData
 from ftkit.data.records.paths import DataFiles
-from ftkit.data.records.read import RecordSet
+from ftkit.data.records.read import RecordSet, Rows, record_set
 from ftkit.data.records.shapes import RecordReader
 from ftkit.data.spec import PartSource
 from ftkit.errors import UserError
@@ -52,19 +52,18 @@ class PluginData(OwnData):
 
     def _read(self, source: Any) -> RecordSet:
         where = f"{self._plugin.option}: {self._defined.name}"
-        reader = RecordReader(source.columns, preference=self._preference, takes_tokens=True)
-
-        def records(**options: Any) -> list[Any]:
-            return reader.records(self._rows(**options), lambda number: f"{where}[{number}]")
-
-        val = None
-        if self._has_splits and not self._whole:
-            train, val = records(split="train"), records(split="val")
-        else:
-            train = records()
-        return RecordSet(
-            form=reader.finish(where), where=where, train=train, val=val, unused=reader.unused
+        reader = RecordReader(
+            source.columns, preference=self._preference, takes_tokens=True, keeps_bad=True
         )
+
+        def rows(**options: Any) -> Rows:
+            return self._rows(**options), lambda number: f"{where}[{number}]"
+
+        if self._has_splits and not self._whole:
+            splits = {"train": rows(split="train"), "val": rows(split="val")}
+        else:
+            splits = {"train": rows()}
+        return record_set(reader, splits, where, skips_bad=self._options.skip_bad_records)
 
     @property
     def _has_splits(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.chat_rendering import ChatRenderer
+from ftkit.data.records.bad import BadKind
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import (
     NO_OUTPUT,
@@ -209,6 +210,12 @@ class _Preparation:
                 counts.skipped_no_labels += 1
                 self._note_example(NO_LABELS, record)
 
+    def add_bad(self, kind: BadKind) -> None:
+        """Count records that could not be read."""
+        self.counts.records += kind.count
+        self.counts.refused[kind.reason] = kind.count
+        self.examples[kind.reason] = f"{kind.where}: {kind.example}".removesuffix(": ")
+
     def _fit(self, whole: Rendered) -> list[Rendered]:
         counts, length = self.counts, len(whole.ids)
         counts.rendered_tokens += length
@@ -287,6 +294,7 @@ def prepare_records(
     overlong: Overlong,
     progress: OnProgress,
     min_tokens: int = 0,
+    bad: Sequence[BadKind] = (),
 ) -> Prepared:
     """Render, fit and count the records of one split.
 
@@ -297,6 +305,7 @@ def prepare_records(
         overlong: handling of longer samples.
         progress: called at least every 1000 records.
         min_tokens: no sample has fewer tokens.
+        bad: the records that were left out when the others were read; they count too.
     """
     made = _Preparation(max_seq_length, overlong, min_tokens, renderer.per_sample)
     progress(0, len(records))
@@ -304,6 +313,8 @@ def prepare_records(
         for record, rendering in zip(chunk, renderings, strict=True):
             made.add(record, rendering)
         progress(made.counts.records, len(records))
+    for kind in bad:
+        made.add_bad(kind)
     return Prepared(
         samples=made.rows.finish(),
         records=made.used,

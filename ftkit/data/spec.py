@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from ftkit.data.records.bad import BadKind
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.paths import how_to_set
 from ftkit.data.records.record import Record, Shape
@@ -63,6 +64,8 @@ class Part:
     """Number and kind of records, for people."""
     unused: UnusedKeys = field(default_factory=UnusedKeys)
     """Keys of the records that are not used."""
+    bad: Mapping[str, Sequence[BadKind]] = field(default_factory=dict)
+    """Bad records that are left out, by split."""
 
     @property
     def summary(self) -> str:

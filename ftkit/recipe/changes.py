@@ -138,6 +138,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "overlong": None,
     "min_tokens": None,
     "drop_equal": False,
+    "skip_bad_records": False,
     "add_tokens": None,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""

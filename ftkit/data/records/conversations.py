@@ -111,6 +111,20 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
     return {"messages": messages} | kept
 
 
+def role_of(turn: Any) -> str | None:
+    """Canonical role of a message as it was read; None: it has no known one."""
+    name = turn.get(_keys_of_message(turn)[0]) if isinstance(turn, dict) else None
+    return (_ROLES[name] or name) if isinstance(name, str) and name in _ROLES else None
+
+
+def text_of(turn: Any) -> str:
+    """What a message as it was read says, as one text; empty if that is not a text."""
+    said = turn.get(_keys_of_message(turn)[1]) if isinstance(turn, dict) else None
+    if isinstance(said, list):
+        return "".join(_part_text(part) or "" for part in said if isinstance(part, dict))
+    return said if isinstance(said, str) else ""
+
+
 def unused_in(turns: Any, key: str) -> Iterator[str]:
     """The keys of messages and of their parts that have a value but no use, as KEY.NAME.
 
@@ -149,9 +163,11 @@ def _messages(row: dict[str, Any], key: str) -> list[Record]:
     if key not in row:
         raise Misfit(f" has no {key}; its keys: {keys_of(row)}. {_RULE}\nAdd {key}.")
     if not isinstance(turns, list):
+        advice = "Correct or remove the record."
+        if isinstance(turns, str):
+            advice = "Write the list itself, in a cell of a table as JSON; or remove the record."
         raise Misfit(
-            f": {key} is {kind_of(turns)}, but has to be a list of messages. {_RULE}\n"
-            "Correct or remove the record."
+            f": {key} is {kind_of(turns)}, but has to be a list of messages. {_RULE}\n{advice}"
         )
     messages: list[Record] = []
     may_join = False

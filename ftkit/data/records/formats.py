@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ftkit.data.records.conversations import CONVERSATION_KEYS
-from ftkit.data.records.record import keys_of, kind_of
+from ftkit.data.records.record import Misfit, keys_of, kind_of
 from ftkit.data.records.shapes import KNOWN
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading, require_regular
@@ -241,7 +241,10 @@ def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
     text = text_of(file)
     if not text.strip():
         raise UserError(explain_empty(file))
-    value = _parse(text, file)
+    try:
+        value = _parse(text, is_line=False)
+    except Misfit as misfit:
+        raise UserError(f"{file}{misfit}") from None
     # Else the text and its values would be in memory together.
     del text
     values = value if isinstance(value, list) else _list_in(value, file)
@@ -256,8 +259,10 @@ def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
 def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
     """Yield the values of a .jsonl file with their line numbers, from 1; empty lines are skipped.
 
+    A line that is not JSON gives a Misfit.
+
     Raises:
-        UserError: a line is not JSON, or the file cannot be read.
+        UserError: the file cannot be read.
     """
     is_empty = True
     for number, line in enumerate(lines_of(file), 1):
@@ -271,7 +276,11 @@ def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
                 f"Try renaming it to {_renamed(file, '.json')}."
             )
         is_empty = False
-        yield number, _parse(line, file, line=number)
+        try:
+            value = _parse(line, is_line=True)
+        except Misfit as misfit:
+            value = misfit
+        yield number, value
     if is_empty:
         raise UserError(explain_empty(file))
 
@@ -303,26 +312,28 @@ def _list_in(value: Any, file: Path) -> list[Any]:
     raise UserError(f"{file} holds {what}, but has to hold a list of records. {KNOWN}\n{works}")
 
 
-def _parse(text: str, file: Path, line: int | None = None) -> Any:
-    """The JSON value of a text that starts at the given line of its file; None: it is all of it."""
+def _parse(text: str, *, is_line: bool) -> Any:
+    """The JSON value of a line, or of a whole file.
+
+    Raises:
+        Misfit: it is not JSON.
+    """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        # The parser counts lines within the text that it was given.
-        place = f"line {(line or 1) + error.lineno - 1}, column {error.colno}"
+        place = f"column {error.colno}" if is_line else f"line {error.lineno}, column {error.colno}"
         advice = "Correct it there."
         # Nothing of it is JSON.
         if error.pos == 0:
             advice = "Correct it there, or rename the file to what it is: .csv, .tsv or .txt."
-        if line is None and error.msg == "Extra data" and text.lstrip().startswith("{"):
+        if not is_line and error.msg == "Extra data" and text.lstrip().startswith("{"):
             advice = "If it has one record per line, rename it to end in .jsonl."
-        raise UserError(f"{file}, {place}, is not valid JSON: {error.msg}.\n{advice}") from None
+        raise Misfit(f", {place}, is not valid JSON: {error.msg}.\n{advice}") from None
     except (ValueError, RecursionError) as error:
         # ValueError: Python refuses integers of more than 4,300 digits.
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(
-            f"{file}, line {line or 1}, cannot be read: {reason}.\nRemove it."
-        ) from None
+        place = "" if is_line else ", line 1"
+        raise Misfit(f"{place}, cannot be read: {reason}.\nRemove it.") from None
 
 
 def _renamed(file: Path, ending: str) -> str:
@@ -335,11 +346,13 @@ _AT_ONCE = 1000
 _STATE = "state.json"
 
 
-def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str]]]:
+def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, str] | Misfit]]:
     """Yield the rows of a .csv file, numbered from 1, by the names in its first row, as texts.
 
+    A row with more or fewer values than there are names gives a Misfit.
+
     Raises:
-        UserError: a row has more or fewer values than there are names, or it cannot be read.
+        UserError: it cannot be read.
     """
     csv.field_size_limit(sys.maxsize)  # texts may be long
     # strict: else a quotation mark that is never closed takes the rest of the file into one value.
@@ -357,11 +370,15 @@ def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, 
             number += 1
             # A missing quotation mark or delimiter: other columns would silently get these values.
             if len(values) != len(names):
-                raise UserError(
-                    f"{file}, record {number}, which ends in line {table.line_num}, has "
-                    f"{len(values)} values, but the first line has {len(names)} names.\n"
-                    f"Correct it; a text with {delimiter!r} inside stands between double quotes."
+                yield (
+                    number,
+                    Misfit(
+                        f", which ends in line {table.line_num}, has {len(values)} values, but the "
+                        f"first line has {len(names)} names.\n"
+                        f"Correct it; a text with {delimiter!r} inside stands between double quotes."
+                    ),
                 )
+                continue
             yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise UserError(
@@ -371,7 +388,7 @@ def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, 
         raise UserError(explain_empty(file))
 
 
-def tsv_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+def tsv_rows(file: Path) -> Iterator[tuple[int, dict[str, str] | Misfit]]:
     """Read the rows of a .tsv file like those of a .csv file.
 
     Raises:
@@ -439,18 +456,15 @@ def arrow_rows(directory: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def batch_rows(batches: Iterable["pyarrow.RecordBatch"]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of record batches, from 1, with objects as they were before the table.
-
-    A table gives every object all keys that any of them has: those without a value are left out.
-    """
+    """Yield the rows of record batches, from 1."""
     number = 0
     for batch in batches:
         found = {field.name: _converter(field.type) for field in batch.schema}
         # Most columns are plain and need no conversion.
-        nested = {key: convert for key, convert in found.items() if convert is not None}
+        mixed = {key: convert for key, convert in found.items() if convert is not None}
         for row in batch.to_pylist():
             number += 1
-            for key, convert in nested.items():
+            for key, convert in mixed.items():
                 row[key] = convert(row[key])
             yield number, row
 
@@ -486,19 +500,12 @@ def _converter(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
         of_item = _converter(kind.value_type)
         return of_item and (lambda items: items and [of_item(item) for item in items])
     if pyarrow.types.is_struct(kind):
-        of_field = {
-            kind.field(i).name: _converter(kind.field(i).type) or _same
-            for i in range(kind.num_fields)
-        }
-        return lambda item: (
-            # Keys without a value are left out: the table gave them to every object.
-            item and {key: of_field[key](value) for key, value in item.items() if value is not None}
-        )
+        fields = (kind.field(i) for i in range(kind.num_fields))
+        found = {field.name: _converter(field.type) for field in fields}
+        of_field = {name: convert for name, convert in found.items() if convert is not None}
+        if of_field:
+            return lambda item: item and item | {k: of_field[k](item[k]) for k in of_field}
     return None
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _check_names(file: Path, names: list[str]) -> None:
@@ -528,6 +535,8 @@ class Format:
     """Name of the unit that is numbered, for messages."""
     is_text: bool = True
     """Whether it may be compressed."""
+    has_cells: bool = False
+    """Whether all its values are texts; see `values_of_cells`."""
 
     def rows(self, path: Path) -> Iterator[tuple[int, Any]]:
         """The rows of a file, each with its number.
@@ -557,8 +566,8 @@ def document_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 FORMATS = {
     ".json": Format(parse=list_rows),
     ".jsonl": Format(parse=line_rows, unit="line"),
-    ".csv": Format(parse=csv_rows),
-    ".tsv": Format(parse=tsv_rows),
+    ".csv": Format(parse=csv_rows, has_cells=True),
+    ".tsv": Format(parse=tsv_rows, has_cells=True),
     ".parquet": Format(parse=parquet_rows, is_text=False),
     ".txt": Format(parse=document_rows),
 }

@@ -29,16 +29,16 @@ LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 LABEL_KEYS = ("label", "kto_tag")
 """Keys that say whether an answer is desirable."""
 _REJECTED = ("rejected_response", "rejected_messages")
-_MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-_OF_MESSAGES = (*_MEDIA, *LABEL_KEYS)
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+_OF_MESSAGES = (*MEDIA, *LABEL_KEYS)
 _TEMPLATE_VALUES = (
     *("enable_thinking", "reasoning_effort", "model_identity"),
     "thinking",  # of a record; of a message it is what the assistant thinks
 )
 """Keys of a record that are arguments of its chat template."""
 _ARGUMENTS = (ARGUMENTS, *_TEMPLATE_VALUES)
-_RECORD_WEIGHTS = ("loss_weight", "loss_scale")
-_MEANINGFUL = frozenset((*LABEL_KEYS, *_REJECTED, *_MEDIA, *_ARGUMENTS, "history", "tools"))
+RECORD_WEIGHTS = ("loss_weight", "loss_scale")
+_MEANINGFUL = frozenset((*LABEL_KEYS, *_REJECTED, *MEDIA, *_ARGUMENTS, "history", "tools"))
 _TEXTS = ("instruction", "input", "output", "prompt", "completion", "text")
 _MOST_NAMED = 20
 # Bounds memory: see `KeyCounter.add`.
@@ -117,7 +117,7 @@ def check_record_keys(row: Mapping[str, Any], shape: Shape, *, answered: bool, n
             # A label beside a document is a class of it, not a preference.
             if answered and shape != "text":
                 check_label(row[key], key)
-        elif key in _MEDIA:
+        elif key in MEDIA:
             _check_media(row, key, shape)
         elif key in _ARGUMENTS:
             _check_argument(row[key], key, shape)
@@ -159,8 +159,8 @@ def label_of(row: Mapping[str, Any]) -> bool:
             "with a label: true for desirable ones, false for others.\nAdd label."
         )
     for key, value in found.items():
-        # Tables may hold 0 and 1.
-        if not isinstance(value, bool | int) or value not in (0, 1):
+        # Tables may hold 0 and 1; where some are missing, pandas writes 0.0 and 1.0.
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise Refusal(
                 f": {key} is {_short(value)}, but it says whether the answer is desirable.\n"
                 f"Make {key} true or false."
@@ -181,7 +181,7 @@ def check_message_keys(turn: Mapping[str, Any], role: str, where: str) -> None:
     for key in _OF_MESSAGES:
         if is_empty(turn.get(key)):
             continue
-        if key in _MEDIA:
+        if key in MEDIA:
             raise Refusal(_explain_media(key, where))
         if role == "assistant":
             check_label(turn[key], key, where)
@@ -226,7 +226,7 @@ def history_of(value: Any) -> list[list[str]]:
 
 def is_record_weight(key: str, value: Any) -> bool:
     """Return whether a key is the weight of a whole record; a table may have other values."""
-    return key in _RECORD_WEIGHTS and isinstance(value, int | float)
+    return key in RECORD_WEIGHTS and isinstance(value, int | float)
 
 
 def record_weight(row: Mapping[str, Any]) -> float:
@@ -235,7 +235,7 @@ def record_weight(row: Mapping[str, Any]) -> float:
     Raises:
         Refusal: it is out of range, or there are two that differ.
     """
-    found = {key: row[key] for key in _RECORD_WEIGHTS if is_record_weight(key, row.get(key))}
+    found = {key: row[key] for key in RECORD_WEIGHTS if is_record_weight(key, row.get(key))}
     return _weight_among(found, "") if found else 1.0
 
 

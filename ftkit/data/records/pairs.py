@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftkit.data.records.conversations import CONVERSATION_KEYS
-from ftkit.data.records.keys import LABEL_KEYS, is_empty
+from ftkit.data.records.conversations import CONVERSATION_KEYS, role_of, text_of
+from ftkit.data.records.keys import LABEL_KEYS, Refusal, is_empty
 from ftkit.data.records.record import Misfit, keys_of, kind_of
 
 Row = dict[str, Any]
+Turns = list[Any]
 
 _NAMES = (
     ("chosen", "rejected"),
@@ -84,38 +85,95 @@ def _with_answers(rest: Row, chosen: Any, rejected: Any) -> tuple[Row, Row]:
     if isinstance(chosen, dict):  # one message each
         chosen, rejected = [chosen], [rejected]
     if isinstance(chosen, str):
-        prompts = ("prompt", *_INSTRUCTIONS)
-        key = next((name for name in prompts if not is_empty(rest.get(name))), None)
-        if isinstance(rest.get("prompt"), list):
-            raise Misfit(
-                f": prompt is a list of messages, but chosen is a text. {_RULE}\n"
-                "Write chosen and rejected as lists of messages too."
-            )
-        if key is None:
-            return _without_prompt(rest, chosen, rejected)
-        answer = "completion" if key == "prompt" else "output"
-        if key in _INSTRUCTIONS:
-            rest = {name: value for name, value in rest.items() if name != key} | {
-                "instruction": rest[key]
-            }
-        return rest | {answer: chosen}, rest | {answer: rejected}
+        return _with_texts(rest, chosen, rejected)
     if not isinstance(chosen, list):
         raise Misfit(f": chosen is {kind_of(chosen)}. {_RULE}\nCorrect or remove the record.")
-    key = next((k for k in ("prompt", *CONVERSATION_KEYS) if not is_empty(rest.get(k))), None)
-    prompt = None if key is None else rest.pop(key)
-    if isinstance(prompt, str):
-        # Beside whole conversations, as in UltraFeedback: both begin with it anyway.
-        prompt = None
-    if prompt is None:
+    return _with_messages(rest, chosen, rejected)
+
+
+def _with_texts(rest: Row, chosen: str, rejected: str) -> tuple[Row, Row]:
+    prompts = ("prompt", *_INSTRUCTIONS)
+    key = next((name for name in prompts if not is_empty(rest.get(name))), None)
+    texts = [rest.get(key or ""), rest.get("system"), rest.get("sys_prompt"), chosen, rejected]
+    for name in ("prompt", *CONVERSATION_KEYS):
+        if is_empty(rest.get(name)) or not isinstance(turns := rest[name], list):
+            continue
+        if name == key or not all(_is_said(turn, texts) for turn in turns):
+            raise Misfit(
+                f": {name} is a list of messages, but chosen is a text. {_RULE}\n"
+                "Write chosen and rejected as lists of messages too."
+            )
+        # A copy of the whole, which other objectives need.
+        rest = {other: value for other, value in rest.items() if other != name}
+    if key is None:
+        return _without_prompt(rest, chosen, rejected)
+    answer = "completion" if key == "prompt" else "output"
+    if key in _INSTRUCTIONS:
+        rest = {name: value for name, value in rest.items() if name != key} | {
+            "instruction": rest[key]
+        }
+    return rest | {answer: chosen}, rest | {answer: rejected}
+
+
+def _with_messages(rest: Row, chosen: Turns, rejected: Turns) -> tuple[Row, Row]:
+    """Answers that are messages: those behind the prompt, or whole conversations."""
+    names = ("prompt", *CONVERSATION_KEYS, *_INSTRUCTIONS)
+    given = {name: rest[name] for name in names if not is_empty(rest.get(name))}
+    rest = {name: value for name, value in rest.items() if name not in given}
+    for name, value in given.items():
+        if not isinstance(value, str | list):
+            raise Misfit(f": {name} is {kind_of(value)}. {_RULE}\nMake it a list of messages.")
+    # Copies of a whole conversation beside it, as in UltraFeedback, are not before it.
+    before = (
+        name
+        for name, value in given.items()
+        if isinstance(value, list) and not _begins(value, chosen, rejected)
+    )
+    if (context := next(before, None)) is not None:
+        prompt = given.pop(context)
+        if prompt[-len(chosen) :] == chosen:
+            prompt = prompt[: -len(chosen)]
+    else:
         # Each has an answer of its own, also where both are the same.
         common = min(_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
         prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-    if not isinstance(prompt, list):
-        raise Misfit(f": prompt is {kind_of(prompt)}. {_RULE}\nMake it a list of messages.")
+    for name, value in given.items():
+        if isinstance(value, list):
+            is_copy = _begins(value, prompt + chosen, prompt + rejected)
+        elif _begins_with_answer(prompt + chosen) and _begins_with_answer(prompt + rejected):
+            prompt, is_copy = [*prompt, {"role": "user", "content": value}], True
+        else:
+            texts = [text_of(turn) for turn in prompt + chosen + rejected]
+            # Some write the whole prompt as one text.
+            is_copy = _is_said({"content": value}, texts) or (
+                bool(prompt) and all(_is_said(turn, [value]) for turn in prompt)
+            )
+        if not is_copy:
+            raise Refusal(
+                f": {name} stands beside conversations (chosen, rejected) that do not have it. "
+                f"{_RULE}\nPut it into the messages of both, or remove {name}."
+            )
     return (
         rest | {"prompt": prompt, "completion": chosen},
         rest | {"prompt": prompt, "completion": rejected},
     )
+
+
+def _begins(turns: Turns, *conversations: Turns) -> bool:
+    """Return whether one of the conversations begins with these turns."""
+    return any(whole[: len(turns)] == turns for whole in conversations)
+
+
+def _begins_with_answer(conversation: Turns) -> bool:
+    """Return whether the assistant speaks first, but for a system prompt."""
+    roles = (role_of(turn) for turn in conversation)
+    return next((role for role in roles if role != "system"), None) == "assistant"
+
+
+def _is_said(turn: Any, texts: Sequence[str | None]) -> bool:
+    """Return whether the text of a turn is in one of some texts, but for its white space."""
+    said = " ".join(text_of(turn).split())
+    return any(said in " ".join((text or "").split()) for text in texts)
 
 
 def _without_prompt(rest: Row, chosen: str, rejected: str) -> tuple[Row, Row]:
@@ -148,10 +206,7 @@ def _beside_conversation(row: Mapping[str, Any], key: str) -> tuple[Row, Row]:
     said = "value" if "from" in last and "role" not in last else "content"
     # What belongs to the chosen answer alone is not in the rejected one.
     other = {k: v for k, v in last.items() if k not in ("tool_calls", "reasoning_content")}
-    return (
-        rest | {"prompt": prompt, "completion": [last]},
-        rest | {"prompt": prompt, "completion": [other | {said: rejected}]},
-    )
+    return _with_messages(rest, turns, [*prompt, other | {said: rejected}])
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> int:

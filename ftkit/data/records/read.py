@@ -1,10 +1,12 @@
 """Records of a path: files or a data set of the hub, read in one form and by split."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from ftkit.data.records.bad import BadRecords
 from ftkit.data.records.formats import format_of
 from ftkit.data.records.hub import HubData, HubName
 from ftkit.data.records.keys import UnusedKeys
@@ -12,6 +14,9 @@ from ftkit.data.records.paths import DataFiles
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import Form, RecordReader
 from ftkit.recipe.objectives import Preference
+
+Rows = tuple[Iterable[tuple[Any, Any]], Callable[[Any], str]]
+"""Rows with their numbers, and what names the place of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class RecordSet:
     """Name of the validation split, where the source has named splits."""
     unused: UnusedKeys = field(default_factory=UnusedKeys)
     """Keys of the records that are not used."""
+    bad: Mapping[str, BadRecords] = field(default_factory=dict)
+    """Bad records that are left out, by split (train, val)."""
 
 
 def read_records(file: Path, *, answered: bool = True) -> list[Record]:
@@ -42,7 +49,8 @@ def read_records(file: Path, *, answered: bool = True) -> list[Record]:
     Raises:
         UserError: with file, place and reason.
     """
-    return _records([file], RecordReader(answered=answered))
+    reader = RecordReader(answered=answered)
+    return reader.records(_rows([file], reader), _place)
 
 
 def read_files(
@@ -51,6 +59,7 @@ def read_files(
     columns: Mapping[str, str] | None,
     *,
     preference: Preference | None = None,
+    skips_bad: bool = False,
 ) -> RecordSet:
     """Read the records of files.
 
@@ -59,16 +68,16 @@ def read_files(
         where: what they are of, for people.
         columns: their names of keys, by ours.
         preference: how records say which answers are better; None: they do not.
+        skips_bad: whether bad records are left out.
 
     Raises:
         UserError: with file, place and reason.
     """
-    reader = RecordReader(columns, preference=preference)
-    train = _records(files.train, reader)
-    val = _records(files.val, reader) if files.val else None
-    return RecordSet(
-        form=reader.finish(where), where=where, train=train, val=val, unused=reader.unused
-    )
+    reader = RecordReader(columns, preference=preference, keeps_bad=True)
+    splits: dict[str, Rows] = {"train": (_rows(files.train, reader), _place)}
+    if files.val:
+        splits["val"] = (_rows(files.val, reader), _place)
+    return record_set(reader, splits, where, skips_bad=skips_bad)
 
 
 def read_hub(
@@ -77,6 +86,7 @@ def read_hub(
     *,
     whole: bool = False,
     preference: Preference | None = None,
+    skips_bad: bool = False,
 ) -> RecordSet:
     """Read the records of a hub data set.
 
@@ -85,34 +95,64 @@ def read_hub(
         columns: their names of keys, by ours.
         whole: read the split for training alone.
         preference: how records say which answers are better; None: they do not.
+        skips_bad: whether bad records are left out.
 
     Raises:
         UserError: the data set cannot be read, or a record does not fit.
     """
-    data, reader = HubData(name), RecordReader(columns, preference=preference)
-
-    def records(split: str) -> list[Record]:
-        return reader.records(data.rows(split), partial(data.place, split))
-
-    train = records(data.train_split)
+    data, reader = HubData(name), RecordReader(columns, preference=preference, keeps_bad=True)
     val_split = None if whole else data.val_split
-    val = None if val_split is None else records(val_split)
+    splits: dict[str, Rows] = {
+        part: (data.rows(split), partial(data.place, split))
+        for part, split in (("train", data.train_split), ("val", val_split))
+        if split is not None
+    }
+    found = record_set(reader, splits, name.name, skips_bad=skips_bad)
+    return replace(found, version=data.commit, val_split=val_split)
+
+
+def record_set(
+    reader: RecordReader, splits: Mapping[str, Rows], where: str, *, skips_bad: bool
+) -> RecordSet:
+    """Read the records of all splits, and refuse bad ones of all of them together.
+
+    Args:
+        reader: keeps bad records.
+        splits: rows of train and, if there are, of val.
+        where: what they come from, for people.
+        skips_bad: whether bad records are left out.
+
+    Raises:
+        UserError: there are bad records that are not left out, or no others.
+    """
+    found, bad = dict[str, list[Record]](), dict[str, BadRecords]()
+    for split, (rows, place) in splits.items():
+        found[split] = reader.records(rows, place)
+        bad[split] = reader.bad
+    every = BadRecords(kind for one in bad.values() for kind in one.kinds)
+    good = sum(map(len, found.values()))
+    if every.count and not (skips_bad and good):
+        raise every.refusal(good + every.count, may_skip=good > 0)
     return RecordSet(
-        form=reader.finish(name.name),
-        where=name.name,
-        version=data.commit,
-        train=train,
-        val=val,
-        val_split=val_split,
+        form=reader.finish(where),
+        where=where,
+        train=found["train"],
+        val=found.get("val"),
         unused=reader.unused,
+        bad=bad,
     )
 
 
-def _records(files: Sequence[Path], reader: RecordReader) -> list[Record]:
-    records: list[Record] = []
+def _rows(files: Sequence[Path], reader: RecordReader) -> Iterator[tuple[tuple[Path, int], Any]]:
     for file in files:
         kind = format_of(file)
         assert kind is not None
-        place = partial("{}, {} {}".format, file, kind.unit)
-        records += reader.records(kind.rows(file), place)
-    return records
+        for number, row in kind.rows(file):
+            yield (file, number), reader.values_of_cells(row) if kind.has_cells else row
+
+
+def _place(of_row: tuple[Path, int]) -> str:
+    file, number = of_row
+    kind = format_of(file)
+    assert kind is not None
+    return f"{file}, {kind.unit} {number}"

@@ -18,7 +18,10 @@ _MOST_KEYS = 20
 
 
 class Misfit(Exception):
-    """A value is not a record; the message completes a sentence that begins with its place."""
+    """A value is not a record; the message completes a sentence that begins with its place.
+
+    Where it stands for a row, the row cannot be read.
+    """
 
 
 def has_weights(record: Record) -> bool:

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
+from ftkit.data.records.bad import BadRecords
 from ftkit.data.records.conversations import (
     CONVERSATION_KEYS,
     conversation_record,
@@ -37,6 +39,7 @@ from ftkit.data.records.record import (
     keys_of,
     kind_of,
 )
+from ftkit.data.records.rows import until_filled, values_of_cells, without_nulls
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.recipe.objectives import Preference
@@ -202,6 +205,8 @@ KNOWN = (
     "A record has instruction and output, prompt and completion, messages, conversations "
     "(ShareGPT), or text."
 )
+_DECIDING = frozenset((*INSTRUCTION, *CONVERSATION_KEYS, *COLUMNS["completion"], *COLUMNS["text"]))
+"""Keys of a row that decide its shape."""
 _BESIDE_MESSAGES = ("tools", "functions", "system", ARGUMENTS)
 _NOUNS: dict[Shape, str] = {
     "instruction": "instruction",
@@ -262,6 +267,7 @@ class RecordReader:
         answered: bool = True,
         preference: Preference | None = None,
         takes_tokens: bool = False,
+        keeps_bad: bool = False,
     ) -> None:
         """Take options; the first record decides the form.
 
@@ -271,8 +277,10 @@ class RecordReader:
             preference: how records say which answers are better; None: they do not.
             takes_tokens: whether records may be token ids: these mean nothing without the tokenizer
                 that made them.
+            keeps_bad: whether bad records are collected as `bad` and no error.
         """
         self._preference, self._takes_tokens = preference, takes_tokens
+        self._keeps_bad, self.bad = keeps_bad, BadRecords()
         every = dict(columns or {})
         self._columns = {ours: name for ours, name in every.items() if ours not in TURN_COLUMNS}
         # Names inside messages say nothing about the shape.
@@ -280,25 +288,44 @@ class RecordReader:
         self._found: set[str] = set()
         self._answered = answered
         self._form: Form | None = None
+        self._empty: set[str] = set()
+        """Deciding keys that no record has a value for."""
         self._unused = KeyCounter()
 
-    def records(self, rows: Iterable[tuple[int, Any]], place: Callable[[int], str]) -> list[Record]:
-        """Convert rows to canonical records.
+    def records(self, rows: Iterable[tuple[Any, Any]], place: Callable[[Any], str]) -> list[Record]:
+        """Convert rows to canonical records; `bad` then has those that are none.
 
         Args:
-            rows: each with its number.
+            rows: each with its number, or what stands for it; a Misfit is a row that cannot be
+                read.
             place: file and place of a row with this number, for errors.
 
         Raises:
-            UserError: one does not fit; names it, and the reason.
+            BadData: some do not fit, and they are not kept; names each kind, and the reason.
         """
+        rows, self.bad = iter(rows), BadRecords()
+        first = list[tuple[Any, Any]]()
+        if self._form is None:
+            first, self._empty = until_filled(rows, _DECIDING)
         records = []
-        for number, value in rows:
+        for number, value in chain(first, rows):
+            known = self._form
             try:
+                if isinstance(value, Misfit):
+                    raise value
                 records.append(self._record(value))
             except Misfit as misfit:
-                raise UserError(f"{place(number)}{self._explained(misfit, value)}") from None
+                self.bad.add(place(number), self._explained(misfit, value), value)
+                self._form = known  # a bad record decides nothing
+        if self.bad.count and not self._keeps_bad:
+            raise self.bad.refusal(len(records) + self.bad.count, may_skip=False)
         return records
+
+    def values_of_cells(self, row: Any) -> Any:
+        """A row of a format in which all values are texts, with what they stand for."""
+        return (
+            values_of_cells(row, self._columns | self._of_turns) if isinstance(row, dict) else row
+        )
 
     def finish(self, where: str) -> Form:
         """Return the form of the records after all have been read.
@@ -354,7 +381,8 @@ class RecordReader:
         if self._form is None and self._takes_tokens and INPUT_IDS in row:
             self._form = _TOKENS
         elif self._form is None:
-            self._form = recognise(row, self._columns, answered=self._answered)
+            decisive = self._decisive(row)
+            self._form = recognise(decisive, self._columns, answered=self._answered)
         # The first record decides the form, but a preference pair among the others would be read as
         # an ordinary record, by its chosen answer or by neither.
         elif not self._columns and _is_preference(row):
@@ -371,16 +399,16 @@ class RecordReader:
         # First, because programs name the keys of pairs differently. A half is an ordinary record.
         halves = pair_rows(row)
         if self._form is None:
-            form = recognise(halves[0], {}, answered=True)
-            keys = ", ".join(key for key in row if key in PAIR_KEYS)
+            form = recognise(self._decisive(halves[0]), {}, answered=True)
+            keys = ", ".join(key for key in self._decisive(row) if key in PAIR_KEYS)
             self._form = dataclasses.replace(form, keys=keys, is_pair=True)
         for half in halves:
             # `named`: there is no doubt which of two answers is meant.
             check_record_keys(half, self._form.shape, answered=True, named=True)
         chosen, rejected = map(self._form.convert, halves)
-        read = PAIR_KEYS | self._form.used
-        for key, item in row.items():
-            if not (key in read or is_empty(item) or _is_kept(key, item, chosen)):
+        # What is left beside the answers and the prompt that a half was made of.
+        for key, item in halves[0].items():
+            if not (key in self._form.used or is_empty(item) or _is_kept(key, item, chosen)):
                 self._unused.add(key)
         _check_unweighted(
             row, (chosen, rejected), "the answers of a preference pair are compared as wholes"
@@ -400,10 +428,19 @@ class RecordReader:
             for name in unused_in(row.get(key), self._columns.get(key, key)):
                 self._unused.add(name)
 
+    def _decisive(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row without the keys that only stand in it because a table has such a column."""
+        kept = {k: item for k, item in row.items() if k not in self._empty or not is_empty(item)}
+        return kept if kept.keys() & _DECIDING else row
+
     def _renamed(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise Misfit(f" is {kind_of(value)}. {KNOWN}\nCorrect or remove it.")
-        row = self._of_ours(value, self._columns) if self._columns else value
+        row = {
+            key: without_nulls(item) if isinstance(item, dict | list) else item
+            for key, item in value.items()
+        }
+        row = self._of_ours(row, self._columns) if self._columns else row
         if not self._of_turns:
             return row
         turns = {key: row[key] for key in _WITH_TURNS if isinstance(row.get(key), list)}
@@ -438,7 +475,7 @@ class RecordReader:
 
     def _explained(self, misfit: Misfit, value: Any) -> str:
         """Explain why a row does not fit; it may have another shape."""
-        if isinstance(misfit, Refusal):
+        if isinstance(misfit, Refusal) or misfit is value:
             return str(misfit)
         if columns := self._columns | self._of_turns:
             read = ", ".join(f"{ours} from {theirs}" for ours, theirs in columns.items())
