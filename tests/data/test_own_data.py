@@ -528,8 +528,10 @@ def test_a_name_with_an_owner_that_is_not_a_path_is_of_the_hub(path: str, is_hub
 def test_hub_data_are_requested_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
 
-    def read_hub(name: HubName, columns: object, *, whole: bool, preference: object) -> RecordSet:
-        assert preference is None
+    def read_hub(
+        name: HubName, columns: object, *, whole: bool, preference: object, skips_bad: bool
+    ) -> RecordSet:
+        assert preference is None and not skips_bad
         requests.append((name, columns, whole))
         reader = RecordReader()
         train = reader.records(enumerate([ROWS["messages"]] * 10), str)

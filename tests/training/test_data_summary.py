@@ -61,7 +61,7 @@ def test_cut_dropped_and_skipped_samples_are_shown_with_their_share(
     cut = train.truncated + train.dropped
     assert cut > 0 and train.skipped_empty_output > 0
     assert lines[1] == (
-        f"train data: of 56 records: {train.skipped_empty_output} skipped (empty output), "
+        f"train data: of 56 records: {train.skipped_empty_output} left out (empty output), "
         f"{cut} {told}; the longest sample has {train.longest_tokens} tokens, "
         f"{percent_text(train.lost_fraction)} of all tokens are lost "
         "(train.max_seq_length decides that; of JSON data, data.overlong too)"
@@ -71,7 +71,7 @@ def test_cut_dropped_and_skipped_samples_are_shown_with_their_share(
 
 def test_skipped_records_get_no_advice_on_max_seq_length(tell: Any, tmp_path: Path) -> None:
     lines, _, _ = tell(path=write(tmp_path / "a.json", ["sun"] * 40 + [""] * 20))
-    assert lines[1].endswith("skipped (empty output)")
+    assert lines[1].endswith("left out (empty output)")
 
 
 def test_lines_name_each_of_several_sources(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -33,6 +34,7 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
     Answer,
     Bar,
     Duplicates,
+    Finding,
     Inspection,
     LeftOut,
     Lengths,
@@ -42,6 +44,7 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
     Weights,
 )
 from ftkit.data.prepare import Prepared  # noqa: E402
+from ftkit.data.records.bad import SKIP, BadData  # noqa: E402
 from ftkit.data.records.hub import as_owner_of  # noqa: E402
 from ftkit.data.samples.sample_set import Sample, SampleSet  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
@@ -59,7 +62,8 @@ def show_data(options: DataOptions) -> int:
     """Inspect the data of a recipe, show the result and return the exit code.
 
     Raises:
-        UserError: as a run would, or it cannot be written.
+        UserError: as a run would, of bad records after all others are shown; or the result cannot
+            be written.
     """
     files, overrides = sorted_words(options.words, options.config, options.keys)
     with (
@@ -81,6 +85,8 @@ def show_data(options: DataOptions) -> int:
             display.show(InspectionText(found))
     else:
         print(_as_text(found, options.format))
+    if found.refusal is not None:
+        raise UserError(found.refusal)
     return 0
 
 
@@ -106,6 +112,12 @@ _AS_THEY_ARE = {
     "text": "none: texts as they are",
     "tokens": "none: token ids as they are",
 }
+_BAD_RECORDS = Finding(
+    kind="bad_records",
+    severity="warning",
+    text="A run refuses these data for their bad records, which are left out here.",
+    advice=f"Correct them, or try --data.{SKIP} true.",
+)
 _EXAMPLE_TOKENS = 64
 """Tokens of an example that are shown."""
 
@@ -128,7 +140,8 @@ def inspect_data(
         progress: called at least every 1000 records, where they are tokenised.
 
     Raises:
-        UserError: as a run would; or the tokenizer is not here and cannot be fetched.
+        UserError: as a run would, but for bad records; or the tokenizer is not here and cannot be
+            fetched.
     """
     # The same steps as in a run, so that what is shown is what would be trained.
     recipe = with_adapter(read_recipe(files, overrides, terms=terms))
@@ -143,7 +156,19 @@ def inspect_data(
     limit = checked_length(base, recipe.train.max_seq_length)
     with as_owner_of(recipe.data_token):
         preference = objective_rules(recipe.objective).preference
-        data = load_data(recipe.data, tokenizer, limit, preference=preference, progress=progress)
+        load = partial(
+            load_data,
+            tokenizer=tokenizer,
+            max_seq_length=limit,
+            preference=preference,
+            progress=progress,
+        )
+        refusal = None
+        try:
+            data = load(recipe.data)
+        except BadData as refused:  # the others are shown too
+            refusal = str(refused)
+            data = load(recipe.data | {"init_args": recipe.data["init_args"] | {SKIP: True}})
     evidence = Evidence(
         data=data,
         tokenizer=tokenizer,
@@ -164,7 +189,8 @@ def inspect_data(
         ],
         lengths=lengths,
         duplicates=_duplicates(evidence),
-        findings=findings(evidence),
+        findings=[*([_BAD_RECORDS] if refusal else []), *findings(evidence)],
+        refusal=refusal,
         samples=[
             sample
             for source, number in _chosen(data, show)

@@ -6,6 +6,7 @@ from typing import Literal
 from ftkit.data.records.keys import UnusedKeys
 
 FindingKind = Literal[
+    "bad_records",
     "no_end_of_turn",
     "end_of_turn_not_known",
     "bos_twice",
@@ -203,4 +204,7 @@ class Inspection:
     """Lengths of the training samples of all sources."""
     duplicates: Duplicates
     findings: list[Finding]
+    refusal: str | None = None
+    """Why a run refuses these data: bad records, which are not among the samples; None: it does
+    not."""
     samples: list[ShownSample]

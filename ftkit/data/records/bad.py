@@ -19,8 +19,12 @@ _VALUE = re.compile(r"'[^']*'|\"[^\"]*\"|(?<!\w)-?\d[\w.,]*(?<![.,])")
 """What differs between records of one kind: texts and numbers."""
 
 
+_PLACE = re.compile(r"^[a-z ]+\.\.\., ")
+"""Place within a record, as "column ..., "."""
+
+
 class BadData(UserError):
-    """Data with bad records."""
+    """Data with bad records, which may be left out."""
 
 
 @dataclass(kw_only=True)
@@ -80,36 +84,34 @@ class BadRecords:
             value: what was read.
         """
         said, _, _ = message.partition("\n")
-        said = said.lstrip(" :,").partition("; its keys")[0].partition(". ")[0].rstrip(".")
-        reason = f"bad record: {_VALUE.sub('...', said)}"
+        said = said.lstrip(" :,").partition("; ")[0].partition(". ")[0].rstrip(".")
+        reason = f"bad record: {_PLACE.sub('', _VALUE.sub('...', said))}"
         if reason not in self._kinds and len(self._kinds) == _MOST_KINDS:
             reason = "bad record: other reasons"
         if (kind := self._kinds.get(reason)) is None:
-            shown = "" if isinstance(value, Misfit) else _beginning(value)
-            kind = BadKind(reason=reason, message=f"{place}{message}", example=shown)
+            is_read = not isinstance(value, Misfit)
+            text = json.dumps(value, ensure_ascii=False, default=str) if is_read else value.row
+            kind = BadKind(reason=reason, message=f"{place}{message}", example=text[:_BEGINNING])
             self._kinds[reason] = kind
         kind.count += 1
         if len(kind.places) < _MOST_PLACES:
             kind.places.append(place)
 
-    def refusal(self, records: int, *, may_skip: bool) -> BadData:
-        """The error that lists every kind.
+    def refusal(self, records: int, *, may_skip: bool) -> UserError:
+        """The error that lists every kind: a BadData if the others could be used.
 
         Args:
             records: number of all records, with the bad ones.
-            may_skip: whether leaving them out would be a remedy.
+            may_skip: whether to leave them out would be a remedy.
         """
         works = f"leave {'it' if self.count == 1 else 'them'} out: --data.{SKIP} true."
         if self.count == 1:
             (kind,) = self.kinds
-            return BadData(kind.message + (f" Or {works}" if may_skip else ""))
-        lines = [f"{self.count:,} of {records:,} records are bad:"]
-        for kind in self.kinds:
-            text, _, advice = kind.message.partition("\n")
-            others = f" ({kind.count:,} records: {kind.where})" if kind.count > 1 else ""
-            lines.append(f"  {text} {advice}{others}")
-        return BadData("\n".join([*lines, f"Correct them, or {works}" if may_skip else ""]).strip())
-
-
-def _beginning(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)[:_BEGINNING]
+            said, works = kind.message, f" Or {works}"
+        else:
+            said = f"{self.count:,} of {records:,} records are bad:"
+            for kind in self.kinds:
+                others = f" ({kind.count:,} records: {kind.where})" if kind.count > 1 else ""
+                said += f"\n  {' '.join(kind.message.splitlines())}{others}"
+            works = f"\nCorrect them, or {works}"
+        return BadData(said + works) if may_skip else UserError(said)

@@ -165,7 +165,7 @@ def _messages(row: dict[str, Any], key: str) -> list[Record]:
     if not isinstance(turns, list):
         advice = "Correct or remove the record."
         if isinstance(turns, str):
-            advice = "Write the list itself, in a cell of a table as JSON; or remove the record."
+            advice = f"Correct or remove the record; in a cell of a table, write {key} as JSON."
         raise Misfit(
             f": {key} is {kind_of(turns)}, but has to be a list of messages. {_RULE}\n{advice}"
         )

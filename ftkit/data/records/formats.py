@@ -279,7 +279,7 @@ def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
         try:
             value = _parse(line, is_line=True)
         except Misfit as misfit:
-            value = misfit
+            value = Misfit(str(misfit), line)
         yield number, value
     if is_empty:
         raise UserError(explain_empty(file))
@@ -370,16 +370,15 @@ def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, 
             number += 1
             # A missing quotation mark or delimiter: other columns would silently get these values.
             if len(values) != len(names):
-                yield (
-                    number,
-                    Misfit(
-                        f", which ends in line {table.line_num}, has {len(values)} values, but the "
-                        f"first line has {len(names)} names.\n"
-                        f"Correct it; a text with {delimiter!r} inside stands between double quotes."
-                    ),
+                misfit = Misfit(
+                    f", which ends in line {table.line_num}, has {len(values)} values, but the "
+                    f"first line has {len(names)} names.\n"
+                    f"Correct it; a text with {delimiter!r} inside stands between double quotes.",
+                    delimiter.join(values),
                 )
-                continue
-            yield number, dict(zip(names, values, strict=True))
+                yield number, misfit
+            else:
+                yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise UserError(
             f"{file}, line {table.line_num}, is not valid CSV: {error}.\nCorrect it there."

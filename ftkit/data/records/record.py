@@ -23,6 +23,11 @@ class Misfit(Exception):
     Where it stands for a row, the row cannot be read.
     """
 
+    def __init__(self, message: str, row: str = "") -> None:
+        """Take the message and, of a row that cannot be read, its text."""
+        super().__init__(message)
+        self.row = row
+
 
 def has_weights(record: Record) -> bool:
     """Return whether some text of a canonical record has a weight other than 0 and 1."""

@@ -301,7 +301,7 @@ class RecordReader:
             place: file and place of a row with this number, for errors.
 
         Raises:
-            BadData: some do not fit, and they are not kept; names each kind, and the reason.
+            UserError: some do not fit, and they are not kept; names each kind, and the reason.
         """
         rows, self.bad = iter(rows), BadRecords()
         first = list[tuple[Any, Any]]()

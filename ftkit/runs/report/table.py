@@ -511,10 +511,10 @@ def losses_of_data_text(counts: DataCounts) -> str:
     losses = _joined(
         (
             counts.skipped_empty_output
-            and f"{counts.skipped_empty_output:,} skipped (empty output)",
+            and f"{counts.skipped_empty_output:,} left out (empty output)",
             counts.skipped_no_labels
-            and f"{counts.skipped_no_labels:,} skipped (answer lies beyond max_seq_length)",
-            *(f"{count:,} refused ({reason})" for reason, count in counts.refused.items()),
+            and f"{counts.skipped_no_labels:,} left out (answer lies beyond max_seq_length)",
+            *(f"{count:,} left out ({reason})" for reason, count in counts.refused.items()),
             counts.truncated and f"{counts.truncated:,} cut to max_seq_length",
             counts.dropped and f"{counts.dropped:,} dropped (longer than max_seq_length)",
             counts.short and f"{counts.short:,} dropped (fewer tokens than data.min_tokens)",

@@ -578,7 +578,7 @@ class TestTable:
             "expected Paris",
             "before The capital of the country is",
             "after Paris",
-            "train data of 1,610 records: 7 skipped (empty output), 3 skipped (answer lies beyond",
+            "train data of 1,610 records: 7 left out (empty output), 3 left out (answer lies",
             "41 cut to max_seq_length",
             "warning the warm-up (100 steps) is a third of the run",
             "result out/run/final",
