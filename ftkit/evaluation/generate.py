@@ -4,6 +4,7 @@ Answers go to standard output or to a file, notices to standard error.
 """
 
 import gc
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import printable
 from ftkit.utils.files import write_durably
 from ftkit.utils.progress import print_notice
+from ftkit.utils.texts import explain_not_utf8
 
 
 def generate(result: Result, options: GenerateOptions) -> int:
@@ -127,7 +129,10 @@ def _records(options: GenerateOptions) -> list[Record]:
         # Any other file, such as a pipe, is text that is not compressed.
         text = text_of(file) if kind is not None else file.read_text(encoding="utf-8-sig")
         lines = text.split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        content = io.BytesIO(error.object)  # of a pipe, which cannot be read again
+        raise UserError(f"--prompts {explain_not_utf8(file, content)}") from None
+    except OSError as error:
         raise UserError(f"--prompts {file} cannot be read ({error}). Name a text file.") from None
     records = [{"instruction": line.strip()} for line in lines if line.strip()]
     if not records:

@@ -11,6 +11,7 @@ import yaml
 from ftkit.errors import UserError
 from ftkit.utils import embedded
 from ftkit.utils.names import nearest
+from ftkit.utils.texts import explain_not_utf8
 
 STANDARD_INPUT = Path("-")
 """File name that stands for standard input on a command line."""
@@ -167,7 +168,12 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
         loaded = parse_yaml(_text_of(path, option))
     except FileNotFoundError:
         raise UserError(_missing_file(path, option)) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        if path == STANDARD_INPUT:
+            raise UserError(f"Standard input is not UTF-8 text: {error}.") from None
+        with embedded.recipe_file(path).open("rb") as stream:
+            raise UserError(option + explain_not_utf8(path, stream)) from None
+    except OSError as error:
         raise UserError(f"{option}{path} cannot be read: {error}.") from None
     except yaml.YAMLError as error:
         raise UserError(f"{option}{path} is not valid YAML: {error}") from None

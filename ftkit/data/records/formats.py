@@ -20,6 +20,7 @@ from ftkit.data.records.record import Misfit, keys_of, kind_of
 from ftkit.data.records.shapes import KNOWN
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.texts import explain_not_utf8
 
 if TYPE_CHECKING:
     import pyarrow
@@ -79,7 +80,7 @@ def text_of(file: Path) -> str:
         UserError: as `opened`, or it is not UTF-8.
     """
     with opened(file) as stream:
-        return _decoded(file, stream.read(), 0)
+        return _decoded(file, stream.read(), is_first=True)
 
 
 def lines_of(file: Path) -> Iterator[str]:
@@ -91,7 +92,6 @@ def lines_of(file: Path) -> Iterator[str]:
     Raises:
         UserError: as `opened`, or it is not UTF-8.
     """
-    done_bytes = 0
     with opened(file) as stream:
         # One byte more than allowed shows that a line is too long, without reading all of it.
         for number, line in enumerate(iter(partial(stream.readline, _MOST_LINE_BYTES + 1), b""), 1):
@@ -100,19 +100,29 @@ def lines_of(file: Path) -> Iterator[str]:
                     f"{file}, line {number}, has more than {_MOST_LINE_BYTES:,} bytes.\n"
                     "Give each record a line of its own, and cut long ones into several."
                 )
-            yield _decoded(file, line, done_bytes)
-            done_bytes += len(line)
+            yield _decoded(file, line, is_first=number == 1)
 
 
-def _decoded(file: Path, content: bytes, start: int) -> str:
+def _decoded(file: Path, content: bytes, *, is_first: bool) -> str:
+    if is_first and 0 in content[:2]:  # UTF-16 without a mark
+        raise _not_utf8(file)
     try:
         # Excel begins CSV files with a byte order mark, which would become part of the first name.
-        return content.decode("utf-8-sig" if start == 0 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 text: byte {start + error.start} is "
-            f"{error.object[error.start]:#04x}.\nSave it with the encoding UTF-8."
-        ) from None
+        return content.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError:
+        raise _not_utf8(file) from None
+
+
+def _without_nul(file: Path, text: str) -> str:
+    """A text of a format that says nothing about NUL characters, as JSON does."""
+    if "\0" in text:
+        raise _not_utf8(file)
+    return text
+
+
+def _not_utf8(file: Path) -> UserError:
+    with opened(file) as stream:
+        return UserError(explain_not_utf8(file, stream))
 
 
 def _decompressed(file: Path, raw: BinaryIO) -> BinaryIO:
@@ -356,7 +366,8 @@ def csv_rows(file: Path, delimiter: str = ",") -> Iterator[tuple[int, dict[str, 
     """
     csv.field_size_limit(sys.maxsize)  # texts may be long
     # strict: else a quotation mark that is never closed takes the rest of the file into one value.
-    table = csv.reader(lines_of(file), delimiter=delimiter, strict=True)
+    lines = (_without_nul(file, line) for line in lines_of(file))
+    table = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         names = next(table, None)
         if names is None:
@@ -554,7 +565,7 @@ def document_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     Raises:
         UserError: it is empty, or cannot be read.
     """
-    text = text_of(file)
+    text = _without_nul(file, text_of(file))
     if not text.strip():
         raise UserError(explain_empty(file))
     yield 1, {"text": text}

@@ -15,6 +15,7 @@ from ftkit.models.chat_templates.sandbox import NotRendered, check_source, rende
 from ftkit.recipe.parsing import TEMPLATE_MARKS
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.names import nearest
+from ftkit.utils.texts import explain_not_utf8
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File beside the tokenizer in which transformers and ftkit look for a model's template."""
@@ -228,7 +229,10 @@ def read_template(file: Path) -> str:
                 "Give a jinja template."
             )
         return text
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        with file.open("rb") as content:
+            raise UserError(explain_not_utf8(file, content)) from None
+    except OSError as error:
         raise UserError(
             f"The chat template {file} cannot be read ({error}).\nSave it as UTF-8 text."
         ) from None
