@@ -74,6 +74,14 @@ def test_skipped_records_get_no_advice_on_max_seq_length(tell: Any, tmp_path: Pa
     assert lines[1].endswith("left out (empty output)")
 
 
+def test_bad_records_are_counted(tell: Any, tmp_path: Path) -> None:
+    file = Path(write(tmp_path / "a.json", ["sun"] * 40))
+    file.write_text(json.dumps([*json.loads(file.read_text()), {"instruction": "red"}]))
+    lines, _, (counts, _) = tell(path=str(file), skip_bad_records=True)
+    assert lines[1] == "train data: of 33 records: 1 left out (bad record: has no output)"
+    assert counts["train"].refused == {"bad record: has no output": 1}
+
+
 def test_lines_name_each_of_several_sources(
     tell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

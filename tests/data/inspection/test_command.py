@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command import Command
 from looks import look, make_settings, questions, write_records
-from messages import key_words
+from messages import key_words, says
 from runs import options
 
 from ftkit.cli.app import run
@@ -102,6 +102,31 @@ def test_a_second_look_reads_what_the_first_has_tokenised(model: Path, tmp_path:
         tmp_path / "data.jsonl", [*questions(30), {"instruction": "", "output": ""}]
     )
     assert look(model, data, show=2) == look(model, data, show=2)
+
+
+def test_bad_records_are_listed_beside_what_would_be_trained_without_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad: list[Any] = [
+        {"instruction": "red?"},
+        {"instruction": "red?", "output": 1},
+        {"instruction": "sun"},
+    ]
+    data = write_records(tmp_path / "data.jsonl", [*questions(30), *bad])
+    words = ["data", str(model), *options(data="JSON", data__path=data), "--format", "json"]
+    assert run(words) == 2
+    shown = capsys.readouterr()
+    assert says(shown.err, "3 of 33", "data.jsonl, line 31, 33", "--data.skip_bad_records true")
+    seen = json.loads(shown.out)
+    assert seen["findings"][0]["kind"] == "bad_records"
+    (first, second) = seen["sources"][0]["train"]["left_out"]
+    assert (first["records"], second["records"]) == (2, 1)
+    assert says(first["example"], "line 31, 33", '{"instruction": "red?"}')
+    assert seen["sources"][0]["train"]["used"] + seen["sources"][0]["val"]["used"] == 30
+    assert run([*words, "--data.skip_bad_records", "true"]) == 0
+    left = json.loads(capsys.readouterr().out)
+    assert left["refusal"] is None
+    assert left["sources"] == seen["sources"] and left["samples"] == seen["samples"]
 
 
 def test_keys_that_are_not_used_are_named(

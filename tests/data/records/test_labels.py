@@ -18,6 +18,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     "LLaMA-Factory, ShareGPT": ({"conversations": SHAREGPT, "kto_tag": True}, "messages"),
     "ms-swift": ({"messages": [USER, ANSWER], "label": True}, "messages"),
     "a table": (COMPLETION | {"label": 1}, "completion"),
+    "a table of pandas, with gaps": (COMPLETION | {"label": 1.0}, "completion"),
 }
 
 

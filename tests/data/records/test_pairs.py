@@ -13,6 +13,7 @@ USER = {"role": "user", "content": "2 + 2?"}
 RIGHT = {"role": "assistant", "content": "4"}
 WRONG = {"role": "assistant", "content": "5"}
 HUMAN, GPT = {"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}
+SYSTEM = {"role": "system", "content": "Add."}
 MESSAGES = {"prompt": [USER]}
 
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -45,6 +46,48 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"prompt": "2 + 2?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
         MESSAGES | {"completion": [RIGHT]},
         MESSAGES | {"completion": [WRONG]},
+    ),
+    "messages behind a text of the prompt": (
+        {"prompt": "2 + 2?", "chosen": [RIGHT], "rejected": [WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "one message each behind an instruction": (
+        {"instruction": "2 + 2?", "chosen": RIGHT, "rejected": WRONG},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "messages behind a system prompt and a text": (
+        {"prompt": "2 + 2?", "chosen": [SYSTEM, RIGHT], "rejected": [SYSTEM, WRONG]},
+        {"prompt": [SYSTEM, USER], "completion": [RIGHT]},
+        {"prompt": [SYSTEM, USER], "completion": [WRONG]},
+    ),
+    "whole conversations beside all of their prompt as a text": (
+        {"prompt": "System: Add.\nUser: 2 +\n2?"}
+        | {"chosen": [SYSTEM, USER, RIGHT], "rejected": [SYSTEM, USER, WRONG]},
+        {"prompt": [SYSTEM, USER], "completion": [RIGHT]},
+        {"prompt": [SYSTEM, USER], "completion": [WRONG]},
+    ),
+    "UltraFeedback, with a copy of the chosen conversation": (
+        {"prompt": "2 + 2?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}
+        | {"messages": [USER, RIGHT]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "whole conversations beside their prompt": (
+        {"prompt": [USER], "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "answers beside the chosen conversation": (
+        {"messages": [USER, RIGHT], "chosen": [RIGHT], "rejected": [WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
+    "texts with a copy of the chosen conversation": (
+        {"prompt": "2 + 2?", "chosen": "4", "rejected": "5", "messages": [USER, RIGHT]},
+        {"prompt": "2 + 2?", "completion": "4"},
+        {"prompt": "2 + 2?", "completion": "5"},
     ),
     "instructions": (
         {"instruction": "Add.", "input": "2, 2", "chosen": "4", "rejected": "5"},
@@ -96,6 +139,26 @@ def test_a_pair_becomes_a_row_for_each_answer(form: str) -> None:
     assert repr(row) == before
 
 
+@pytest.mark.parametrize(
+    ("row", "unused"),
+    [
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5", "input": "Add."}, ("input",)),
+        ({"prompt": "2 + 2?", "chosen": [RIGHT], "rejected": [WRONG], "sys_prompt": "Add."},
+         ("sys_prompt",)),
+        ({"prompt": "2 + 2?", "question": "2 + 2?", "chosen": "4", "rejected": "5"},
+         ("question",)),
+        ({"prompt": "2 + 2?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG], "messages": []},
+         ()),
+    ],
+)  # fmt: skip
+def test_keys_of_other_shapes_are_named_as_not_used(
+    row: dict[str, Any], unused: tuple[str, ...]
+) -> None:
+    reader = RecordReader(preference="pairs")
+    reader.records([(1, row)], str)
+    assert reader.unused.names == unused
+
+
 def test_other_keys_stay_in_both_rows() -> None:
     row = {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG], "tools": [], "id": 7}
     assert all(one["id"] == 7 and one["tools"] == [] for one in pair_rows(row))
@@ -116,6 +179,18 @@ def test_other_keys_stay_in_both_rows() -> None:
         ({"prompt": "2 + 2?", "chosen": 4, "rejected": 5}, ("chosen is a number",)),
         ({"messages": [USER, RIGHT], "rejected_response": 5}, ("rejected_response", "a text")),
         ({"instruction": "2 + 2?", "output": "4", "rejected_response": "5"}, ("messages",)),
+        (
+            {"prompt": "3 + 3?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+            ("prompt stands beside", "remove prompt"),
+        ),
+        (
+            {"prompt": [SYSTEM], "messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
+            ("messages stands beside", "remove messages"),
+        ),
+        (
+            {"messages": [USER], "chosen": "4", "rejected": "5"},
+            ("messages is a list", "lists of messages"),
+        ),
     ],
 )
 def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], words: tuple[str, ...]) -> None:
