@@ -75,7 +75,7 @@ def test_the_others_are_read(tmp_path: Path) -> None:
     assert found.train == [GOOD] * 8
     kinds = found.bad["train"].kinds
     assert [kind.count for kind in kinds] == [2, 2, 1, 1, 1]
-    assert kinds[0].example == "{broken\n" and kinds[1].example == '{"instruction": "red?"}'
+    assert kinds[0].example == "{broken" and kinds[1].example == '{"instruction": "red?"}'
     assert kinds[0].where == f"{tmp_path / 'a.jsonl'}, line 1, 8"
 
 
