@@ -123,16 +123,18 @@ def _with_messages(rest: Row, chosen: Turns, rejected: Turns) -> tuple[Row, Row]
     for name, value in given.items():
         if not isinstance(value, str | list):
             raise Misfit(f": {name} is {kind_of(value)}. {_RULE}\nMake it a list of messages.")
-    # Copies of a whole conversation beside it, as in UltraFeedback, are not before it.
-    before = (
-        name
-        for name, value in given.items()
-        if isinstance(value, list) and not _begins(value, chosen, rejected)
-    )
-    if (context := next(before, None)) is not None:
+    # A copy of a whole conversation beside it, as in UltraFeedback, is not before it.
+    lists = (name for name, value in given.items() if isinstance(value, list))
+    context = next((name for name in lists if given[name] not in (chosen, rejected)), None)
+    if context is not None:
         prompt = given.pop(context)
         if prompt[-len(chosen) :] == chosen:
             prompt = prompt[: -len(chosen)]
+        # Each answer may begin with the prompt.
+        chosen, rejected = (
+            turns[len(prompt) :] if _begins(prompt, turns) else turns
+            for turns in (chosen, rejected)
+        )
     else:
         # Each has an answer of its own, also where both are the same.
         common = min(_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
@@ -140,14 +142,13 @@ def _with_messages(rest: Row, chosen: Turns, rejected: Turns) -> tuple[Row, Row]
     for name, value in given.items():
         if isinstance(value, list):
             is_copy = _begins(value, prompt + chosen, prompt + rejected)
-        elif _begins_with_answer(prompt + chosen) and _begins_with_answer(prompt + rejected):
+        elif all(lacking := [_lacks_prompt(prompt + turns) for turns in (chosen, rejected)]):
             prompt, is_copy = [*prompt, {"role": "user", "content": value}], True
         else:
             texts = [text_of(turn) for turn in prompt + chosen + rejected]
             # Some write the whole prompt as one text.
-            is_copy = _is_said({"content": value}, texts) or (
-                bool(prompt) and all(_is_said(turn, [value]) for turn in prompt)
-            )
+            is_whole = bool(prompt) and all(_is_said(turn, [value]) for turn in prompt)
+            is_copy = not any(lacking) and (is_whole or _is_said({"content": value}, texts))
         if not is_copy:
             raise Refusal(
                 f": {name} stands beside conversations (chosen, rejected) that do not have it. "
@@ -164,7 +165,7 @@ def _begins(turns: Turns, *conversations: Turns) -> bool:
     return any(whole[: len(turns)] == turns for whole in conversations)
 
 
-def _begins_with_answer(conversation: Turns) -> bool:
+def _lacks_prompt(conversation: Turns) -> bool:
     """Return whether the assistant speaks first, but for a system prompt."""
     roles = (role_of(turn) for turn in conversation)
     return next((role for role in roles if role != "system"), None) == "assistant"

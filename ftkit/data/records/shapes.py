@@ -399,7 +399,7 @@ class RecordReader:
         # First, because programs name the keys of pairs differently. A half is an ordinary record.
         halves = pair_rows(row)
         if self._form is None:
-            form = recognise(self._decisive(halves[0]), {}, answered=True)
+            form = recognise(pair_rows(self._decisive(row))[0], {}, answered=True)
             keys = ", ".join(key for key in self._decisive(row) if key in PAIR_KEYS)
             self._form = dataclasses.replace(form, keys=keys, is_pair=True)
         for half in halves:
@@ -431,7 +431,7 @@ class RecordReader:
     def _decisive(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row without the keys that only stand in it because a table has such a column."""
         kept = {k: item for k, item in row.items() if k not in self._empty or not is_empty(item)}
-        return kept if kept.keys() & _DECIDING else row
+        return kept if kept.keys() & (_DECIDING | PAIR_KEYS) else row
 
     def _renamed(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):

@@ -79,6 +79,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         MESSAGES | {"completion": [RIGHT]},
         MESSAGES | {"completion": [WRONG]},
     ),
+    "a prompt that only one of the conversations has": (
+        {"prompt": [USER], "chosen": [USER, RIGHT], "rejected": [WRONG]},
+        MESSAGES | {"completion": [RIGHT]},
+        MESSAGES | {"completion": [WRONG]},
+    ),
     "answers beside the chosen conversation": (
         {"messages": [USER, RIGHT], "chosen": [RIGHT], "rejected": [WRONG]},
         MESSAGES | {"completion": [RIGHT]},
@@ -129,6 +134,18 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         MESSAGES | {"completion": [WRONG]},
     ),
 }
+
+
+@pytest.mark.parametrize("empty", [None, "", []])
+@pytest.mark.parametrize("form", FORMS)
+def test_empty_columns_of_other_shapes_change_no_pair(form: str, empty: Any) -> None:
+    row = FORMS[form][0]
+    keys = ("prompt", "completion", "instruction", "output", "messages", "conversations", "text")
+    made = []
+    for one in (row, dict.fromkeys(keys, empty) | row):
+        reader = RecordReader(preference="pairs")
+        made.append((reader.records([(1, one)], str), reader.finish("data").shape, reader.unused))
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -186,6 +203,10 @@ def test_other_keys_stay_in_both_rows() -> None:
         (
             {"prompt": [SYSTEM], "messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
             ("messages stands beside", "remove messages"),
+        ),
+        (
+            {"prompt": "2 + 2?", "chosen": [USER, RIGHT], "rejected": [WRONG]},
+            ("prompt stands beside",),
         ),
         (
             {"messages": [USER], "chosen": "4", "rejected": "5"},
