@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
 from ftkit.data.records.conversations import CONVERSATION_KEYS
-from ftkit.data.records.keys import LABEL_KEYS, MEDIA, RECORD_WEIGHTS, is_empty
+from ftkit.data.records.keys import LABEL_KEYS, MEDIA, RECORD_WEIGHTS
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 
 _VALUES = frozenset(
@@ -24,6 +24,7 @@ _TEXTS_OR_TURNS = frozenset(
     )
 )
 """Keys whose value is a text, or messages."""
+_NOTHING = (None, "", [], {})
 
 
 def without_nulls(value: Any) -> Any:
@@ -94,7 +95,7 @@ def until_filled(
     for number, value in rows:
         read.append((number, value))
         if isinstance(value, dict):
-            filled |= {key for key in keys if not is_empty(value.get(key))}
+            filled |= {key for key in keys if value.get(key) not in _NOTHING}
             empty = (empty | (keys & value.keys())) - filled
             if filled and not empty:
                 break

@@ -314,8 +314,12 @@ class RecordReader:
                 if isinstance(value, Misfit):
                     raise value
                 records.append(self._record(value))
-            except Misfit as misfit:
-                self.bad.add(place(number), self._explained(misfit, value), value)
+            except (Misfit, RecursionError) as error:
+                if isinstance(error, Misfit):
+                    message = self._explained(error, value)
+                else:
+                    message, value = ", cannot be read: nested too deeply.\nRemove it.", Misfit("")
+                self.bad.add(place(number), message, value)
                 self._form = known  # a bad record decides nothing
         if self.bad.count and not self._keeps_bad:
             raise self.bad.refusal(len(records) + self.bad.count, may_skip=False)

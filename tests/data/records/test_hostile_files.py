@@ -44,6 +44,8 @@ def test_only_regular_files_are_read(
     [
         ("a.json", b"[" * 100_000, "line 1 ... too deeply"),
         ("a.jsonl", b'{"a":' * 100_000, "line 1 ... too deeply"),
+        ("a.jsonl", b'{"b":' + b"[{}," * 700 + b"0" + b"]" * 700 + b"}", "too deeply"),
+        ("a.jsonl", b'{"text":' + b"[" * 900 + b"]" * 900 + b"}", "too deeply"),
         ("a.jsonl", b'{"instruction": "a\0", "output": "b"}', "line 1, column 19"),
         ("a.jsonl", b'{"instruction": ' + b"9" * 5000 + b"}", "line 1, cannot be read"),
         ("a.parquet", b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"),
