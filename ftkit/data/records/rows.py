@@ -24,7 +24,7 @@ _TEXTS_OR_TURNS = frozenset(
     )
 )
 """Keys whose value is a text, or messages."""
-_NOTHING = (None, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def without_nulls(value: Any) -> Any:
