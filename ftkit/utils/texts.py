@@ -36,7 +36,7 @@ def explain_not_utf8(file: Path, stream: BinaryIO) -> str:
         has_utf8 |= not text.isascii()
         if at >= 0:
             what = f"{line[at]:#04x}" if line[at] else "NUL"
-            place = f"byte {before + at}, in line {number}, is {what}"
+            place = f"byte {before + at} is {what} (line {number})"
             return f"{file} is not UTF-8 text: {place}.\n{_advice(file, head, line, at, has_utf8)}"
         before += len(line)
     return f"{file} is not UTF-8 text.\nSave it with the encoding UTF-8."

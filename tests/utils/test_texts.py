@@ -53,10 +53,10 @@ def test_a_file_of_records_can_be_read_after_the_command_of_the_message(
 @pytest.mark.parametrize(
     ("content", "place", "command"),
     [
-        (b"red\nGr\xfc\xdfe", "byte 6, in line 2, is 0xfc", "iconv -f WINDOWS-1252"),
-        (b"Gr\x81\xfc", "byte 2, in line 1, is 0x81", "iconv -f ISO-8859-1"),
-        ("Grüße".encode() + b"\xff", "byte 7, in line 1, is 0xff", "-f UTF-8 -t UTF-8 -c"),
-        (b"red\nblue\0", "byte 8, in line 2, is NUL", "tr -d"),
+        (b"red\nGr\xfc\xdfe", "byte 6 is 0xfc (line 2)", "iconv -f WINDOWS-1252"),
+        (b"Gr\x81\xfc", "byte 2 is 0x81 (line 1)", "iconv -f ISO-8859-1"),
+        ("Grüße".encode() + b"\xff", "byte 7 is 0xff (line 1)", "-f UTF-8 -t UTF-8 -c"),
+        (b"red\nblue\0", "byte 8 is NUL (line 2)", "tr -d"),
     ],
 )
 def test_the_command_is_for_what_is_wrong(content: bytes, place: str, command: str) -> None:
@@ -69,7 +69,7 @@ def test_a_nul_byte_is_no_text(tmp_path: Path, ending: str) -> None:
     file.write_bytes(b"text\nred\0\n")
     with pytest.raises(UserError) as error:
         read_records(file)
-    assert says(str(error.value), "byte 8, in line 2, is NUL")
+    assert says(str(error.value), "byte 8 is NUL (line 2)")
     converted(str(error.value))
     assert read_records(tmp_path / f"a.utf8{ending}")[0]["text"].strip().endswith("red")
 
@@ -93,4 +93,4 @@ def test_other_texts_too(tmp_path: Path, name: str, read: Callable[[Path], objec
     file.write_bytes(b"red\nGr\xfc\xdfe")
     with pytest.raises(UserError) as error:
         read(file)
-    assert says(str(error.value), file, "byte 6, in line 2", "iconv -f WINDOWS-1252")
+    assert says(str(error.value), file, "byte 6 is 0xfc (line 2)", "iconv -f WINDOWS-1252")
