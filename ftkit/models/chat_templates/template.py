@@ -231,7 +231,7 @@ def read_template(file: Path) -> str:
         return text
     except UnicodeDecodeError:
         with file.open("rb") as content:
-            raise UserError(explain_not_utf8(file, content)) from None
+            raise UserError(f"The chat template {explain_not_utf8(file, content)}") from None
     except OSError as error:
         raise UserError(
             f"The chat template {file} cannot be read ({error}).\nSave it as UTF-8 text."

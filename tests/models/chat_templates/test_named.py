@@ -35,5 +35,5 @@ def test_anything_else_is_refused(value: str, message: str, tmp_path: Path) -> N
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"own.jinja cannot be read"):
+    with pytest.raises(UserError, match=r"own.jinja is not UTF-8 text"):
         resolve_chat_template(file, Tokenizer(write_chat_tokenizer(tmp_path)))
