@@ -114,10 +114,11 @@ def test_bad_records_are_listed_beside_what_would_be_trained_without_them(
     ]
     data = write_records(tmp_path / "data.jsonl", [*questions(30), *bad])
     words = ["data", str(model), *options(data="JSON", data__path=data), "--format", "json"]
-    assert run(words) == 2
-    shown = capsys.readouterr()
-    assert says(shown.err, "3 of 33", "data.jsonl, line 31, 33", "--data.skip_bad_records true")
-    seen = json.loads(shown.out)
+    with pytest.raises(UserError) as error:
+        run(words)
+    listed = str(error.value)
+    assert says(listed, "3 of 33", "data.jsonl, line 31, 33", "--data.skip_bad_records true")
+    seen = json.loads(capsys.readouterr().out)
     assert seen["findings"][0]["kind"] == "bad_records"
     (first, second) = seen["sources"][0]["train"]["left_out"]
     assert (first["records"], second["records"]) == (2, 1)
