@@ -13,7 +13,7 @@ import re
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
@@ -33,6 +33,8 @@ BASE = "base"
 """Directory of a full fine-tune: the base model's files, except for its weights."""
 REFERENCE = "reference.safetensors"
 """Log-probabilities under the reference model, if it is not there in training."""
+SeedNames = Literal["model", "implementation"]
+"""Whose names of layers seed random numbers: those of transformers' model, or of the body's code."""
 _SHARD = "shard-"
 _RECEIPT = re.compile(r"saved-([0-9]+)\.json")
 _CHECKSUM = "checksum"
@@ -161,6 +163,8 @@ class Metadata:
     """Optimizer state that is not per parameter, such as step and loss_scale."""
     rng: dict[str, Any]
     """The seed, and the rule by which every step derives its own."""
+    seed_names: SeedNames = "implementation"
+    """Names by which the masks of dropout are seeded; earlier versions did not write it."""
     base: BaseIdentity
     """The model that is fine-tuned."""
     data: DataIdentity

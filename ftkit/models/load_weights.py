@@ -1,6 +1,5 @@
 """Loading of weights into a model that was made on the meta device, whole or sharded."""
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Protocol
@@ -9,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.architectures.architecture import HEAD, seed_of
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.layers import (
     adapter_from_base,
@@ -138,7 +137,8 @@ def fill(
             elif is_adapter(ours):
                 assert model.lora is not None
                 if not follows_from_base(name, model, model.lora):
-                    put(ours, initial_adapter(ours, parameter.shape, seed, model.lora))
+                    of_model = base.architecture.seed_name(ours)
+                    put(ours, initial_adapter(of_model, parameter.shape, seed, model.lora))
         if not left:
             return
         for ours, tensor in _weights(base, model, source, device):
@@ -169,7 +169,7 @@ def initial_score(shape: torch.Size, seed: int) -> Tensor:
         shape: [1, width].
         seed: of the run.
     """
-    generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(HEAD.encode()))
+    generator = torch.Generator(device="cpu").manual_seed(seed_of(HEAD, seed))
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     return values.normal_(std=INITIAL_STD, generator=generator)
 

@@ -6,7 +6,7 @@ the same on any device, rank and strategy, in any micro-batch, and when a block 
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -45,19 +45,25 @@ class TokenNumbers:
         self.seed = 0
         """Of the run."""
 
-    def prepare(self, seed: int, device: torch.device) -> None:
+    def prepare(
+        self, seed: int, device: torch.device, seed_name: Callable[[str], str] = str
+    ) -> None:
         """Make the numbers of channels, once before the first micro-batch.
 
         Args:
             seed: of the run.
             device: of the model.
+            seed_name: gives the name by which a layer's numbers are seeded, from ours.
         """
         self.seed = seed
         if not self.dropouts:
             return
         # In one piece of memory, and in one copy.
         host = np.concatenate(
-            [hashes(f"{seed} dropout {each.name}", each.width) for each in self.dropouts]
+            [
+                hashes(f"{seed} dropout {seed_name(each.name)}", each.width)
+                for each in self.dropouts
+            ]
         )
         # Odd, so that multiplying by them is a permutation of the integers of 32 bits.
         tables = _on(device, host | 1).split([each.width for each in self.dropouts])
@@ -116,7 +122,7 @@ class TokenDropout(nn.Dropout):
 
         Args:
             p: share of the numbers that is dropped.
-            name: of the layer in the model; each has masks of its own.
+            name: our name of the layer; each has masks of its own.
             width: of the input.
             tokens: of the model.
         """

@@ -23,7 +23,7 @@ KIND_OF: dict[str, Kind] = {
     "devices": "hardware",
     "num_nodes": "hardware",
     "strategy": "hardware",
-    "model_implementation": "hardware",  # known by the model's fingerprint
+    "model_implementation": "hardware",  # fixed: a checkpoint says which one, `open_base_model`
     "compile": "hardware",
     "kernels": "hardware",
     "float8": "tunable",

@@ -356,6 +356,7 @@ class Checkpointing:
             optimizer=recipe.optimizer["class_path"],
             optimizer_scalars=self._state.scalars() | setup.strategy.loss_scale(),
             rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
+            seed_names=setup.start.seed_names,
             base=of_base,
             data=of_data,
             beside=setup.beside_identity,

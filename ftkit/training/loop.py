@@ -161,6 +161,7 @@ class Training:
             self._recipe.train,
             learning_rate=setup.learning_rate,
             seed=self._recipe.seed,
+            seed_names=self._start.seed_names,
             compiles=self._recipe.compile,
             meter=self._meter,
             before_update=self._checkpointing.before_update

@@ -10,6 +10,7 @@ from ftkit.checkpoint.metadata import (
     DamagedPart,
     DataIdentity,
     Metadata,
+    SeedNames,
 )
 from ftkit.checkpoint.shards import StoredState
 from ftkit.data.dataset import DataSets
@@ -55,6 +56,11 @@ class StartingPoint:
     def warmup_steps(self) -> int | None:
         """Steps of the warm-up of the run so far; None: it begins."""
         return int(self.metadata.schedule["warmup_steps"]) if self.metadata else None
+
+    @property
+    def seed_names(self) -> SeedNames:
+        """Names by which dropout is seeded: the run keeps those that it began with."""
+        return self.metadata.seed_names if self.metadata else "model"
 
     @property
     def is_validated(self) -> bool:
@@ -106,8 +112,6 @@ def open_base_model(
     """
     if start.metadata is None:
         return open_base(directory, implementation)
-    if (Path(directory) / OUTLINE).is_file():  # written by the checkpoint, which has the weights
-        return open_without_weights(Path(directory))
     # Tensors of a checkpoint have the names of the implementation that wrote it.
     known = implementation_of(start.metadata.base.fingerprint)
     if implementation not in (None, known):
@@ -116,6 +120,8 @@ def open_base_model(
             f"was made with {known}, whose names its tensors have. Try --model_implementation "
             f"{known}."
         )
+    if (Path(directory) / OUTLINE).is_file():  # written by the checkpoint, which has the weights
+        return open_without_weights(Path(directory))
     return open_base(directory, known)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from ftkit.checkpoint.metadata import SeedNames
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.language_model import LanguageModel, compiled_graphs
 from ftkit.objectives.objective import Batch
@@ -89,6 +90,7 @@ class TrainStep:
         *,
         learning_rate: float,
         seed: int,
+        seed_names: SeedNames,
         compiles: bool,
         meter: MemoryMeter,
         before_update: Callable[[], None],
@@ -103,6 +105,8 @@ class TrainStep:
             train: section of the recipe.
             learning_rate: the full one.
             seed: of the recipe.
+            seed_names: whose names seed dropout; with those of the implementation, it and noise
+                are what they were in earlier versions.
             compiles: whether the model is compiled.
             meter: measures the memory of some steps.
             before_update: called before the first update of a step: after its last backward
@@ -119,9 +123,12 @@ class TrainStep:
         self._shares = zeros_for(step_loss, self._device)
         """[terms]: this rank's share of each term of the step so far."""
         self._tokens = tokens = model.body.tokens
-        tokens.prepare(seed, self._device)
-        if train.neftune_noise_alpha is not None:
-            EmbeddingNoise(model.body.embedding, train.neftune_noise_alpha, tokens)
+        by_model, embedding = seed_names == "model", model.body.embedding
+        tokens.prepare(seed, self._device, model.architecture.seed_name if by_model else str)
+        if (alpha := train.neftune_noise_alpha) is not None:
+            # Earlier versions also scaled the noise where LitGPT's code computes Gemma.
+            scale = 1.0 if by_model else getattr(embedding, "output_scale", 1.0)
+            EmbeddingNoise(embedding, alpha * scale, tokens)
         self._graphs = self._count_graphs()
 
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:

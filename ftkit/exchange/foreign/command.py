@@ -360,6 +360,7 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
         # A fresh optimizer counts its own steps from 0, whatever the step of the run.
         optimizer_scalars=dict(state.scalars) if state.moments is not None else {"step": 0.0},
         rng={"seed": recipe.seed, "rule": "every step seeds from (seed, step, rank)"},
+        seed_names="model",
         base=of_base,
         data=of_data,
         # As if one rank had written it; any layout continues from it.

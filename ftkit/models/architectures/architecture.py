@@ -131,6 +131,7 @@ def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
 
 def seed_of(name: str, seed: int) -> int:
     """Seed of the random numbers of one part of a model, given that of a run."""
+    # Python's own hash() of a name differs between processes.
     return seed ^ zlib.crc32(name.encode())
 
 
@@ -269,6 +270,14 @@ class Architecture(ABC):
         if tied:
             del shapes[HEAD]
         return shapes
+
+    def seed_name(self, ours: str) -> str:
+        """Name by which random numbers of a module or parameter are seeded, given ours.
+
+        It is that of transformers' model, so that all implementations draw the same numbers; ours
+        where that model has no such part.
+        """
+        return ours
 
     @abstractmethod
     def initial(self, name: str, shape: torch.Size) -> Initial:

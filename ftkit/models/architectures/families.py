@@ -28,6 +28,11 @@ class Family:
     tied: bool = False
     """True if embedding and head are tied where config.json does not say."""
 
+    @property
+    def is_fused(self) -> bool:
+        """True if transformers' model has layers as one that LitGPT's, as built here, has apart."""
+        return bool(self.naming.fused)
+
 
 @dataclass
 class AttentionBiasConfig(Config):  # type: ignore[misc]

@@ -16,10 +16,12 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures import families
 from ftkit.models.architectures.architecture import (
+    HEAD,
     LITGPT_SETTINGS,
     SCORE,
     Architecture,
     AttentionTraits,
+    Fused,
     Initial,
     ModelLayout,
     Naming,
@@ -173,6 +175,12 @@ class LitgptArchitecture(Architecture):
                 shapes[name] = parameter.shape
         return shapes
 
+    def seed_name(self, ours: str) -> str:
+        # The head is ours in every architecture; parts of fused layers are in no other.
+        if self.family is None or ours.startswith("lm_head"):
+            return ours
+        return self.family.naming.theirs(ours) or ours
+
     def initial(self, name: str, shape: torch.Size) -> Initial:
         if len(shape) > 1:
             return "normal"
@@ -181,7 +189,10 @@ class LitgptArchitecture(Architecture):
         return "ones"
 
     def drawn(self, settings: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Tensor]]:
-        # As in transformers' models of these families; 0.02 is the default of all.
+        if self.family is not None and (known := settings or self.settings_in("hf")):
+            yield from self._drawn_by_transformers(known, seed)
+            return
+        # What transformers' models have without that setting.
         std = float(settings.get("initializer_range", 0.02))
         for name, shape in self.untied_shapes.items():
             initial = self.initial(name, shape)
@@ -190,6 +201,24 @@ class LitgptArchitecture(Architecture):
                 generator = torch.Generator(device="cpu").manual_seed(seed_of(name, seed))
                 values.normal_(std=std, generator=generator)
             yield name, values
+
+    def _drawn_by_transformers(
+        self, settings: Mapping[str, Any], seed: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        # Imported here: transformers takes as long as all other imports.
+        from ftkit.models.architectures.transformers_reading import read_transformers_architecture
+
+        assert self.family is not None
+        naming, held = self.family.naming, dict[str, list[tuple[str, Fused | None]]]()
+        for ours in self.untied_shapes:
+            theirs, fused = naming.stored_in(ours)
+            # In transformers' architecture, the head has our name.
+            held.setdefault(HEAD if ours == HEAD else theirs, []).append((ours, fused))
+        for theirs, values in read_transformers_architecture(settings, self.name).drawn(
+            settings, seed
+        ):
+            for ours, fused in held[theirs]:
+                yield ours, values if fused is None else self.part_of(values, fused, ours)
 
     def with_layers(self, layers: int) -> Self:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, n_layer=layers))

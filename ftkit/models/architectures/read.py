@@ -42,8 +42,8 @@ def read_architecture(
         settings: the content of its config.json; empty if there is none.
         name: of the model; chooses LitGPT's prompt style.
         layout: of the directory.
-        implementation: library whose code computes it; None: LitGPT if it is installed and can
-            compute the whole model, otherwise transformers.
+        implementation: library whose code computes it; None: LitGPT if it is installed, can
+            compute the whole model and has the layers of transformers, otherwise transformers.
 
     Raises:
         UserError: ftkit cannot run this model exactly, a settings file is damaged, or the model
@@ -76,12 +76,15 @@ def read_architecture(
 
 
 def _known_to_litgpt(directory: Path, settings: Settings, name: str) -> "LitgptArchitecture | None":
-    """LitGPT's architecture if its code can compute the whole model and is installed."""
+    """LitGPT's architecture if it is installed and computes what transformers does."""
     if not litgpt_is_installed():
         return None
     from ftkit.models.architectures.families import family_of_settings
 
-    if family_of_settings(settings) is None:
+    family = family_of_settings(settings)
+    # Adapters of fused layers learn something else than those of the layers apart, and what is
+    # learned must not depend on what is installed.
+    if family is None or family.is_fused:
         return None
     try:
         known = _litgpt_architecture(directory, settings, name, "hf")
@@ -120,8 +123,8 @@ def known_architecture(
     """Find a model that LitGPT knows: ORG/NAME on the hub and its architecture, or None.
 
     The same library computes it as in Hugging Face's layout: transformers for mixtures of experts,
-    windows and OLMo 2, with a config.json made of LitGPT's sizes; LitGPT for models that its sizes
-    do not describe to transformers (Falcon, Phi 1 and 2, OLMo 1, StableLM 3B).
+    windows, fused layers and OLMo 2, with a config.json made of LitGPT's sizes; LitGPT for models
+    that its sizes do not describe to transformers (Falcon, Phi 1 and 2, OLMo 1, StableLM 3B).
 
     Args:
         name: ORG/NAME or LitGPT's own name, in upper or lower case.
@@ -142,7 +145,8 @@ def known_architecture(
     hub_name, known = found
     # The rule of `read_architecture`: a plan without a download must predict the run that follows
     # it. LitGPT's own entries cut windows, and do not tie Gemma 3's head.
-    if implementation is None and known.family is not None and known.window is None:
+    is_same = known.family is not None and not known.family.is_fused and known.window is None
+    if implementation is None and is_same:
         return found
     settings = _settings_of(known)
     if settings is None:
@@ -200,8 +204,8 @@ def _settings_of(known: "LitgptArchitecture") -> dict[str, Any] | None:
     if config.mlp_class_name == "GemmaMLP" and config.sliding_window_size:
         return sizes | _of_gemma(config)
     family = known.family
-    if family is not None and family.model_type == "phi3" and config.sliding_window_size:
-        return sizes | {"model_type": "phi3", "sliding_window": config.sliding_window_size}
+    if family is not None and family.is_fused:
+        return sizes | {"model_type": family.model_type} | _of_fused(config)
     return None if family is None else families.huggingface_settings(config, family)
 
 
@@ -215,6 +219,18 @@ def _of_experts(config: "Config") -> dict[str, Any]:
         return chosen | named | of_experts
     named = {"model_type": "mixtral", "num_local_experts": config.n_expert}
     return chosen | named | {"sliding_window": None}
+
+
+def _of_fused(config: "Config") -> dict[str, Any]:
+    """Settings of Phi-3 and GPT-NeoX."""
+    rotary = {"partial_rotary_factor": config.rotary_percentage}
+    if config.norm_class_name == "RMSNorm":
+        return rotary | {"sliding_window": config.sliding_window_size}
+    return rotary | {
+        "layer_norm_eps": config.norm_eps,
+        "use_parallel_residual": config.parallel_residual,
+        "hidden_act": "gelu_new" if config.gelu_approximate == "tanh" else "gelu",
+    }
 
 
 def _of_gemma(config: "Config") -> dict[str, Any]:

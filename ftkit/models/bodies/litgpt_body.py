@@ -54,7 +54,11 @@ class LitgptBody(OutlineOfGpt, Body):
         plain.final_logit_softcapping = None
         # No sequence is longer than the window; with it, LitGPT would fill a mask in every layer.
         plain.sliding_window_size = plain.sliding_window_indices = None
+        # The embedding scales its output itself.
+        plain.scale_embeddings = False
         super().__init__(plain)
+        if config.scale_embeddings:
+            self.transformer.wte = ScaledEmbedding(plain.padded_vocab_size, plain.n_embd)
         self.tokens = TokenNumbers()
         if not config.latent_attention:
             for index, block in enumerate(self.transformer.h):
@@ -141,9 +145,6 @@ class LitgptBody(OutlineOfGpt, Body):
         self, input_ids: Tensor, cos: Tensor, sin: Tensor, seen: Sequences | KeyValueCache | None
     ) -> Tensor:
         config, x = self.config, self.embedding(input_ids)
-        if config.scale_embeddings:
-            # Rounded to the dtype first, as in LitGPT and transformers: equal numbers in 16 bits.
-            x = x * torch.tensor(config.n_embd**0.5, dtype=x.dtype)
         for index, block in enumerate(self.blocks):
             if config.rope_indices is None:
                 x = block(x, cos, sin, seen)
@@ -175,6 +176,20 @@ class LitgptBody(OutlineOfGpt, Body):
     def end_cache(self) -> None:
         self.cache = None
         super().clear_kv_cache()
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Gemma's embedding, which scales its output, as in transformers: noise is added to that."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.output_scale = width**0.5
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Look up and scale, [..., width]."""
+        x = super().forward(input_ids)
+        # Rounded to the dtype first, as in LitGPT and transformers: equal numbers in 16 bits.
+        return x * torch.tensor(self.output_scale, dtype=x.dtype)
 
 
 class QKV(nn.Module):

@@ -8,7 +8,6 @@ https://arxiv.org/abs/2310.08659.
 """
 
 import math
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.errors import UserError
+from ftkit.models.architectures.architecture import seed_of
 from ftkit.models.lora.experts import ExpertPairs, add_expert_pairs, expert_pairs
 from ftkit.models.lora.peft_layers import (
     add_layers,
@@ -155,12 +155,17 @@ def initial_adapter(name: str, shape: torch.Size, seed: int, lora: Lora) -> Tens
     model; so are their like of other types. Each matrix has its own generator: no other matrix
     changes its values. They are float32 in every precision, because other numbers would be drawn
     in 16 bits.
+
+    Args:
+        name: by which it is seeded, see `Architecture.seed_name`.
+        shape: of the parameter.
+        seed: of the run.
+        lora: type of the adapter and its options.
     """
     constant = 0.0 if ".lora_B." in name else first_number(name, lora)
     if constant is not None:
         return torch.full(shape, constant, dtype=torch.float32, device="cpu")
-    # Python's own hash() of a name differs between processes.
-    generator = torch.Generator(device="cpu").manual_seed(seed ^ zlib.crc32(name.encode()))
+    generator = torch.Generator(device="cpu").manual_seed(seed_of(name, seed))
     matrix = torch.empty(shape, dtype=torch.float32, device="cpu")
     # Matrices of experts lie one after the other, as in PEFT.
     nn.init.kaiming_uniform_(matrix.flatten(0, -2), a=math.sqrt(5), generator=generator)
