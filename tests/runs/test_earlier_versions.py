@@ -55,6 +55,7 @@ def place(tmp_path: Path) -> Path:
 
 def test_there_are_runs_of_earlier_versions() -> None:
     assert {"18499ae", "ff71ef0"} <= {*COMMITS}
+    assert "7440d45/lora-dropout-single" in STOPPED, "whose names are of LitGPT's code"
     for commit in COMMITS:
         of_it = {name.partition("/")[2] for name in STOPPED if name.startswith(commit)}
         assert of_it >= {"lora-single", "lora-ddp", "full-fsdp"}
