@@ -1,9 +1,7 @@
 """Families that LitGPT's model and transformers' both compute learn the same with either.
 
-LoRA starts from one adapter, which PEFT has made: the first values that ftkit draws for a matrix
-and the masks of its dropout follow from its name, and the two implementations name it differently.
-Where transformers fuses layers, LitGPT's model has them apart, each with matrices of its own: such
-an adapter is of another shape. These families adapt the layers that correspond.
+Where transformers fuses layers, LitGPT's model has them apart, each with matrices of its own: an
+adapter of them is of another shape. These families adapt the layers that correspond.
 """
 
 import functools
@@ -13,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from rank_jobs import LORA, NO_EVALUATION, Case, Outcome, Run, make_run
 from safetensors.torch import load_file
 from transformers_models import make_transformers_model
 
+from ftkit.models.architectures import read
 from ftkit.models.architectures.architecture import Implementation
-from ftkit.models.pretrained.base_model import open_base
-
-pytestmark = pytest.mark.slow
+from ftkit.models.pretrained.base_model import open_base, parameter_shapes
+from ftkit.recipe.recipe import ALL_LINEAR
 
 STEPS = 8
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("litgpt", "transformers")
@@ -38,21 +35,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
 }
 """With attention to their whole context: a model of tests, and what is different from that."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_NOT_FUSED = {"phi3": ("o_proj", "down_proj"), "gpt_neox": ("dense_h_to_4h", "dense_4h_to_h")}
-ADAPTED: dict[tuple[str, str], Sequence[str]] = {
-    (family, name): layers
-    for family in FAMILIES
-    for name, layers in (
-        (("few", _NOT_FUSED[family]),)
-        if family in _NOT_FUSED
-        else (("few", ("q_proj", "v_proj")), ("all", (*_ATTENTION, *_MLP)))
-    )
+NOT_FUSED = {"phi3": "[o_proj,down_proj]", "gpt_neox": "[dense_h_to_4h,dense_4h_to_h]"}
+"""Families that have fused layers, and layers of theirs that are not."""
+_NOT_OF_LORA = [(key, None) for key in ("lora_r", "lora_alpha", "lora_dropout")]
+METHODS: dict[str, list[tuple[str, Any]]] = {
+    "full": [],
+    "from scratch": [("train.from_scratch", True)],
+    "lora": [("lora_dropout", 0.05)],
+    "dora": [("lora_dropout", 0.05), ("lora_variant", "dora")],
+    "vera": [("peft", "vera"), ("peft.vera_dropout", 0.05), *_NOT_OF_LORA],
+    "loha": [("peft", "loha"), *_NOT_OF_LORA],
 }
-"""Families, and layers that LoRA adapts."""
-ALL = (*((family, "full") for family in FAMILIES), *ADAPTED)
-FEW = (("llama tied", "full"), ("gemma2", "full"), ("gemma2", "all"), ("phi3", "full"))
+"""What is learned, and the keys for it."""
+OF_WHOLE = ("full", "from scratch")
+ALL = tuple(
+    (family, method)
+    for family in FAMILIES
+    for method in METHODS
+    if family == "llama" or method in (*OF_WHOLE, "lora")
+)
+FEW = (("llama", "lora"), ("gemma2", "full"), ("gemma2", "lora"), ("gpt_neox", "from scratch"))
 OTHERS = tuple(one for one in ALL if one not in FEW)
 
 
@@ -90,17 +92,16 @@ def train(tmp_path_factory: pytest.TempPathFactory, which: Sequence[tuple[str, s
             ("checkpoint_dir", str(base_of(family))),
             ("model_implementation", implementation),
             ("train.max_steps", STEPS),
+            ("train.neftune_noise_alpha", 5.0),
             # A bias of keys has next to no gradient: what rounding leaves of it, Adam would turn
             # into steps of 1e-5 below its usual eps of 1e-8.
             ("optimizer.eps", 1e-6),
+            *METHODS[method],
         ]
-        if method == "full":
+        if method in OF_WHOLE:
             return Case("single", "full", changes=tuple(changes))
-        directory = tmp_path_factory.mktemp("adapter")
-        adapter = make_adapter(base_of(family), ADAPTED[family, method], directory)
         changes += [
-            ("adapter", str(adapter)),
-            ("lora_dropout", 0),
+            ("lora_targets", NOT_FUSED.get(family, ALL_LINEAR)),
             *((switch, False) for switch in LORA),
         ]
         return Case("single", "lora", changes=tuple(changes))
@@ -114,35 +115,44 @@ def train(tmp_path_factory: pytest.TempPathFactory, which: Sequence[tuple[str, s
     return {one: {name: found[cases[*one, name]] for name in IMPLEMENTATIONS} for one in which}
 
 
-def make_adapter(base: Path, layers: Sequence[str], directory: Path) -> Path:
-    """An adapter of PEFT's whose matrices are all random."""
-    from peft import LoraConfig, get_peft_model
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    config = LoraConfig(r=4, target_modules=list(layers), init_lora_weights=False)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        adapted: Any = get_peft_model(model, config)
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(0, 0.02)
-    adapted.save_pretrained(directory)
-    return directory
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_installed_decides_between_equals_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, changes = FAMILIES[family]
+    made = str(make_transformers_model(tmp_path, model, **changes))
+    with_litgpt = open_base(made).architecture
+    assert with_litgpt.window is None
+    monkeypatch.setattr(read, "litgpt_is_installed", lambda: False)
+    without = open_base(made).architecture
+    assert without.implementation == "transformers"
+    is_fused = family in NOT_FUSED
+    assert with_litgpt.implementation == ("transformers" if is_fused else "litgpt")
+    # Parts of fused layers are in one of the two alone.
+    named = {with_litgpt.seed_name(name) for name in with_litgpt.untied_shapes}
+    assert named == {without.seed_name(name) for name in without.untied_shapes}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_litgpts_model_is_taken_where_both_are_there(family: str, tmp_path: Path) -> None:
+def test_new_weights_are_the_same_in_both(family: str, tmp_path: Path) -> None:
     model, changes = FAMILIES[family]
-    base = open_base(str(make_transformers_model(tmp_path, model, **changes)))
-    assert base.architecture.implementation == "litgpt"
-    assert base.architecture.window is None
+    made = str(make_transformers_model(tmp_path, model, **changes))
+    ours, theirs = (open_base(made, one) for one in IMPLEMENTATIONS)
+    expected = dict(theirs.architecture.drawn(theirs.settings, 1))
+    found = dict(ours.architecture.drawn(ours.settings, 1))
+    assert found.keys() >= parameter_shapes(ours).keys()
+    for name, values in found.items():
+        assert values.shape == ours.architecture.untied_shapes[name]
+        if (known := expected.get(ours.architecture.seed_name(name))) is not None:
+            assert torch.equal(values, known), name
+    assert sum(map(torch.numel, found.values())) == sum(map(torch.numel, expected.values()))
 
 
 @pytest.mark.parametrize(
     ("family", "method"),
     [*FEW, *(pytest.param(*one, marks=pytest.mark.matrix) for one in OTHERS)],
 )
+@pytest.mark.slow
 def test_both_implementations_learn_the_same(trained: Pairs, family: str, method: str) -> None:
     ours, theirs = (trained[family, method][name] for name in IMPLEMENTATIONS)
     assert len(ours.losses) == STEPS
