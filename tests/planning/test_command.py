@@ -131,9 +131,9 @@ def test_a_plan_says_what_is_adapted_and_what_that_costs() -> None:
     shown, of_named = (plain_text(plan_table(found), 200) for found in (default, named))
     assert says(shown, "adapter ... all linear layers, rank 16, alpha 32")
     assert says(of_named, "adapter ... query, value, rank 8, alpha 16")
-    # Six layers of width 128 with an MLP four times as wide.
-    assert named.memory.trained_parameters == 6 * 2 * 8 * (128 + 128)
-    attention, mlp = 4 * (128 + 128), 2 * (128 + 512)
+    # Six layers of width 128, query, key and value in one, with an MLP four times as wide.
+    assert named.memory.trained_parameters == 6 * 8 * (128 + 384)
+    attention, mlp = (128 + 384) + (128 + 128), 2 * (128 + 512)
     assert default.memory.trained_parameters == 6 * 16 * (attention + mlp)
     assert default.memory.peak_bytes > named.memory.peak_bytes
 

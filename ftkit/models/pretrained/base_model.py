@@ -540,7 +540,7 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
         )
     is_litgpt = architecture.implementation == "litgpt"
     # By this name, a checkpoint finds the architecture again.
-    called = known[0] if known and not is_litgpt else architecture.name
+    called = name if known and not is_litgpt else architecture.name
     # Any tokenizer will do for random weights, and this one is always here.
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(

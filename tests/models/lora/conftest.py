@@ -1,4 +1,4 @@
-"""Base models of several families."""
+"""Base models of several families, whose layers LitGPT's model has apart."""
 
 import pytest
 from adapters import MAKERS
@@ -10,7 +10,7 @@ from ftkit.models.pretrained.base_model import BaseModel, open_base
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
     directory = tmp_path_factory.mktemp("bases")
     return {
-        name: open_base(str(make(directory / name.replace(" ", "-"))))
+        name: open_base(str(make(directory / name.replace(" ", "-"))), "litgpt")
         for name, make in MAKERS.items()
     }
 

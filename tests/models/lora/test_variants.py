@@ -40,7 +40,7 @@ def layer_of(tmp_path_factory: pytest.TempPathFactory) -> Layers:
 
     @functools.cache
     def base_of(name: str) -> BaseModel:
-        return open_base(str(MAKERS[name](directory / name)))
+        return open_base(str(MAKERS[name](directory / name)), "litgpt")
 
     @functools.cache
     def layer_of(name: str, kind: str) -> Any:
