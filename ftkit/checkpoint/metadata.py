@@ -34,7 +34,7 @@ BASE = "base"
 REFERENCE = "reference.safetensors"
 """Log-probabilities under the reference model, if it is not there in training."""
 SeedNames = Literal["model", "implementation"]
-"""Whose names of layers seed random numbers: those of transformers' model, or of the body's code."""
+"""Whose names of layers seed random numbers: transformers' model's, or those of the body's code."""
 _SHARD = "shard-"
 _RECEIPT = re.compile(r"saved-([0-9]+)\.json")
 _CHECKSUM = "checksum"

@@ -60,10 +60,7 @@ class TokenNumbers:
             return
         # In one piece of memory, and in one copy.
         host = np.concatenate(
-            [
-                hashes(f"{seed} dropout {seed_name(each.name)}", each.width)
-                for each in self.dropouts
-            ]
+            [hashes(f"{seed} dropout {seed_name(each.name)}", each.width) for each in self.dropouts]
         )
         # Odd, so that multiplying by them is a permutation of the integers of 32 bits.
         tables = _on(device, host | 1).split([each.width for each in self.dropouts])

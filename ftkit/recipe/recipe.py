@@ -358,8 +358,8 @@ class Recipe:
     VALUE."""
     model_implementation: Literal["auto", "litgpt", "transformers"] = "auto"
     """Code that computes the model: LitGPT, or transformers, which supports more models. auto:
-    LitGPT if it supports the model with its whole context, else transformers; a resumed run keeps
-    its implementation."""
+    LitGPT if it is installed and has the same layers with the whole context, else transformers, so
+    that losses do not depend on it; a resumed run keeps its implementation."""
     compile: bool = False
     """Compile the blocks and the loss with torch.compile. The first steps wait for the compiler, up
     to minutes with an empty cache; losses differ by rounding. Not with deepspeed; needs a compiler

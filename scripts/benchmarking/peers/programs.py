@@ -297,7 +297,7 @@ def start_of(case: Case, model: Path) -> dict[str, torch.Tensor]:
             layer = ours.removesuffix(".weight")
             theirs = names_of(base, layer)[0]
             if theirs.endswith(tuple(QKV)):
-                drawn = f"{layer}.lora_A.{TRAINED}.weight"
+                drawn = base.architecture.seed_name(f"{layer}.lora_A.{TRAINED}.weight")
                 name = f"base_model.model.{theirs}.lora_A.default.weight"
                 shape = torch.Size((LORA_RANK, width))
                 values[name] = initial_adapter(drawn, shape, SEED, Lora())

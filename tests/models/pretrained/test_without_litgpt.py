@@ -85,10 +85,8 @@ def test_recipes_run_through_transformers_with_the_same_losses(place: Path, ftki
     assert losses[0] == losses[1] and len(losses[0]) == 3
     with_litgpt = ftkit(*finetune("with"), absent=False)
     assert with_litgpt.returncode == 0, with_litgpt.stderr
-    close = [float(row["loss"]) for row in rows(place / "with")]
-    assert close[0] == pytest.approx(float(losses[0][0]), abs=1e-6)
-    # Adapters begin with numbers that follow from the names of their layers, which differ.
-    assert close == pytest.approx([float(loss) for loss in losses[0]], abs=1e-3)
+    of_litgpt = [float(row["loss"]) for row in rows(place / "with")]
+    assert of_litgpt == pytest.approx([float(loss) for loss in losses[0]], rel=1e-5)
 
     more = ("--resume", "auto", "--train.max_steps", "5")
     refused = ftkit(*finetune("with", *more))

@@ -130,7 +130,7 @@ def test_the_output_layer_counts_for_the_tokens_that_carry_loss() -> None:
 
 def test_weights_that_are_not_trained_take_four() -> None:
     model = make_model("lora", lora_r="8", lora_query="true", lora_key="false", lora_value="false")
-    adapters = LAYERS * 2 * 8 * WIDTH
+    adapters = LAYERS * 8 * (WIDTH + 3 * WIDTH)  # query, key and value are one layer
     found = flops_per_token(model, attention_length=0, label_fraction=1)
     assert found == 4 * (BLOCKS + HEAD) + 6 * adapters
 
@@ -177,7 +177,7 @@ def test_forward_passes_of_a_reference_and_on_mismatched_sequences_count(
     found = flops_per_token(
         model, attention_length=100, label_fraction=1, further=further_passes(recipe)
     )
-    adapters, scores = LAYERS * 2 * 8 * WIDTH, LAYERS * WIDTH * 100
+    adapters, scores = LAYERS * 8 * (WIDTH + 3 * WIDTH), LAYERS * WIDTH * 100
     expected = of_base * (BLOCKS + HEAD) + of_adapter * adapters + (of_base + 2) * scores
     assert found == expected
 
