@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from ftkit.exchange.gguf.modelfile import MODELFILE
 from ftkit.exchange.model_card import CardKind, card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space, output_directory
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
-from ftkit.models.pretrained.base_model import parameter_shapes
+from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
 from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt
 from ftkit.models.pretrained.save import save_hf, save_litgpt
 from ftkit.models.pretrained.tokenizer import GENERATION
@@ -168,12 +169,22 @@ def _next(file: Path) -> str:
     )
 
 
+def _opened(result: Result, options: ExportOptions) -> BaseModel:
+    """Open a result, as a model of LitGPT for its layout if LitGPT's code can compute it whole."""
+    if options.format == "litgpt" and result.kind == "model":
+        with suppress(UserError):
+            found = open_base(str(result.directory), "litgpt")
+            if found.architecture.window is None:
+                return found
+    return open_result(result, options.checkpoint_dir, "--checkpoint_dir")
+
+
 def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -> None:
     out = options.directory
     # A model with more than its language part (vision, MTP) is written whole, with the base model's
     # tensors for the rest.
     base = with_extra_weights(
-        open_result(result, options.checkpoint_dir, "--checkpoint_dir"),
+        _opened(result, options),
         result,
         options.checkpoint_dir,
         "--checkpoint_dir",

@@ -243,6 +243,7 @@ def _train(model: LanguageModel, strategy: Strategy, count: Count) -> None:
         recipe.train,
         learning_rate=1e-4,
         seed=0,
+        seed_names="model",
         compiles=False,
         meter=MemoryMeter(strategy, model, (), DevicePeak(strategy.device), lambda _: None),
         before_update=lambda: None,

@@ -20,7 +20,12 @@ from typing import Any, BinaryIO
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.gguf.header import GgufHeader, read_header
-from ftkit.models.pretrained.gguf.model import ConvertedTensor, converted_tensors, settings_of
+from ftkit.models.pretrained.gguf.model import (
+    ConvertedTensor,
+    config_of,
+    converted_tensors,
+    settings_of,
+)
 from ftkit.models.pretrained.gguf.tokenizer import tokenizer_files
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
@@ -141,7 +146,7 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
         _made_once(place) as partial,
     ):
         if partial is not None:
-            others["config.json"] = (json.dumps(settings, indent=2) + "\n").encode()
+            others["config.json"] = (json.dumps(config_of(settings), indent=2) + "\n").encode()
             for name, content in {**licences, **others}.items():
                 (partial / name).write_bytes(content)
             with file.open("rb") as stream:
@@ -159,7 +164,7 @@ def gguf_settings(file: Path) -> dict[str, Any]:
     settings = settings_of(header)
     # For its checks: a plan refuses what a conversion would refuse.
     converted_tensors(header, settings)
-    return settings
+    return config_of(settings)
 
 
 @contextmanager

@@ -113,6 +113,19 @@ def _settings_of(header: GgufHeader) -> dict[str, Any]:
     return settings
 
 
+def config_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json for `settings_of`.
+
+    It is what the model's own says: transformers keeps numbers that follow from others, of which
+    the settings of Phi-3 know nothing, and the model would have another fingerprint.
+    """
+    follows = dict[str, Any]()
+    if settings["model_type"] == "phi3":
+        per_head = settings["hidden_size"] // settings["num_attention_heads"]
+        follows = {"head_dim": per_head, "partial_rotary_factor": 1.0}
+    return {k: v for k, v in settings.items() if k not in follows or follows[k] != v}
+
+
 def _sizes(header: GgufHeader, name: str) -> dict[str, Any]:
     width = _positive(header, f"{name}.embedding_length")
     heads = _positive(header, f"{name}.attention.head_count")
