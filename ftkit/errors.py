@@ -5,7 +5,7 @@ import os
 import re
 import signal
 
-from ftkit.redaction import redacted
+from ftkit.redaction import shown
 
 # A code of its own, by which sweeps and scripts know it.
 EXIT_OUT_OF_MEMORY = 3
@@ -21,9 +21,9 @@ class UserError(Exception):
     exit_code: int = 2
 
     def __init__(self, message: object = "") -> None:
-        """Keep the message without passwords and tokens, wherever it is shown."""
+        """Keep the message without secrets and terminal escapes, wherever it is shown."""
         # Here and not where it is printed: messages also go into reports and logs.
-        super().__init__(redacted(str(message)))
+        super().__init__(shown(str(message)))
 
     def _render_traceback_(self) -> list[str]:
         """Let IPython show only the message, without a traceback."""

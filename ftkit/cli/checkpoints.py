@@ -31,7 +31,7 @@ from ftkit.recipe.options import (
     DiffOptions,
 )
 from ftkit.recipe.parsing import read_keys
-from ftkit.redaction import REMOVED
+from ftkit.redaction import REMOVED, is_secret, shown
 from ftkit.runs.checkpoints import (
     CheckpointEntry,
     RunCheckpoints,
@@ -52,12 +52,12 @@ from ftkit.utils.console.formatting import (
     duration_text,
     loss_text,
     number_text,
-    printable,
     shortened,
 )
 from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.files import remove
-from ftkit.utils.json_values import for_json, is_secret
+from ftkit.utils.json_values import for_json
+from ftkit.utils.progress import print_shown
 from ftkit.utils.remote.urls import display_path
 
 _ANY_WIDTH = 1000
@@ -103,12 +103,12 @@ def show_checkpoint(options: CheckpointOptions) -> int:
     if options.format == "json":
         return _print_json(entry.as_dict())
     title = Rule(
-        Text(printable(display_path(entry.path)), "bold"), characters="-", align="left", style="dim"
+        Text(shown(display_path(entry.path)), "bold"), characters="-", align="left", style="dim"
     )
     grid = labelled_grid(_rows(entry, entry.metadata))
     files = _table("file", "size", "sha256")
     for name, file in sorted(entry.metadata.files.items()):
-        files.add_row(Text(printable(name)), bytes_text(file.size_bytes), file.sha256[:12])
+        files.add_row(Text(shown(name)), bytes_text(file.size_bytes), file.sha256[:12])
     return _print(title, grid, "", files)
 
 
@@ -210,10 +210,10 @@ def clean_checkpoints(options: CleanOptions) -> int:
                     f"{display_path(path)} cannot be removed ({error.strerror}). Check who owns it."
                 ) from None
             freed += size
-            print(f"{verb} {path.name} ({bytes_text(size)})")
+            print_shown(f"{verb} {path.name} ({bytes_text(size)})")
     for step, problems in damaged.items():
-        print(f"{store.path(step).name} is damaged and stays: {printable(problems[0])}")
-    print(_cleaned_text(sorted(kept - damaged.keys()), freed, rule, dry_run))
+        print_shown(f"{store.path(step).name} is damaged and stays: {problems[0]}")
+    print_shown(_cleaned_text(sorted(kept - damaged.keys()), freed, rule, dry_run))
     return 0
 
 
@@ -245,8 +245,8 @@ def compare_recipes(options: DiffOptions) -> int:
         return _print(*heads, "their recipes are equal")
     table = _table("field", "A", "B")
     for key in different:
-        values = (Text(printable(_value_text(_shown(key, recipe)))) for recipe in (left, right))
-        table.add_row(Text(printable(key), "cyan"), *values)
+        values = (Text(shown(_value_text(_shown(key, recipe)))) for recipe in (left, right))
+        table.add_row(Text(shown(key), "cyan"), *values)
     return _print(*heads, table)
 
 
@@ -338,7 +338,7 @@ def _cells(entry: CheckpointEntry, now_s: float) -> list[str | Text]:
         loss_text(known.validation_loss if known else None),
         bytes_text(entry.size_bytes),
         age_text(now_s - entry.written_s),
-        Text(printable(_layout_text(known.layout)) if known else ""),
+        Text(shown(_layout_text(known.layout)) if known else ""),
         Text(entry.state, style),
     ]
 
@@ -425,7 +425,7 @@ def _print(*parts: str | RenderableType, code: int = 0) -> int:
         for part in parts:
             if isinstance(part, str):
                 # Not through rich, which would wrap it.
-                print(printable(part))
+                print_shown(part)
             else:
                 display.show(part)
     return code

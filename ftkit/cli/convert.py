@@ -8,7 +8,10 @@ from ftkit.recipe.foreign.programs import Terms
 from ftkit.recipe.foreign.table import Row, Translation
 from ftkit.recipe.options import ConvertOptions
 from ftkit.recipe.parsing import convert
-from ftkit.utils.json_values import without_secrets
+from ftkit.redaction import REMOVED
+from ftkit.utils.json_values import with_secrets_hidden
+from ftkit.utils.names import leaves
+from ftkit.utils.progress import print_shown
 from ftkit.utils.yaml_files import dump_yaml
 
 _WIDTH = 98
@@ -23,8 +26,8 @@ def print_converted(options: ConvertOptions) -> int:
     translation, _ = convert(str(options.file), options.terms, options.tool)
     for line in explained(str(options.file), translation, options.terms):
         for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ") or [""]:
-            print(f"# {part}".rstrip())
-    print(dump_yaml(without_secrets(nested(translation))), end="")
+            print_shown(f"# {part}".rstrip())
+    print(dump_yaml(with_secrets_hidden(nested(translation))), end="")
     return 0
 
 
@@ -54,6 +57,11 @@ def explained(file: str, translation: Translation, terms: Terms) -> Iterator[str
     if translation.differs:
         yield "What differs:"
         yield from (f"  {text}" for text in translation.differs)
+    recipe = nested(translation)
+    hidden = dict(leaves(with_secrets_hidden(recipe)))
+    if secret := [key for key, value in leaves(recipe) if hidden[key] != value]:
+        options = " ".join(f"--{key.replace('.init_args.', '.')}" for key in secret)
+        yield f"Hold a secret, which is not written ({REMOVED}); give it as {options}"
     yield f"All other keys of the recipe are defaults of {name}."
 
 

@@ -17,7 +17,7 @@ from ftkit.evaluation.result import Result, require_answers
 from ftkit.evaluation.session import Answer, Responder, start_session
 from ftkit.models.chat_templates.template import Message
 from ftkit.recipe.options import ChatOptions
-from ftkit.utils.progress import print_notice
+from ftkit.utils.progress import print_notice, print_shown
 
 
 class Conversation:
@@ -189,4 +189,4 @@ def _lines() -> Iterator[str]:
 
 
 def _print_aside(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_shown(text, sys.stderr)

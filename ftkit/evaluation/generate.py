@@ -21,9 +21,9 @@ from ftkit.evaluation.prompting import question_of
 from ftkit.evaluation.result import Result, base_result, require_answers
 from ftkit.evaluation.session import Answer, Responder, start_session
 from ftkit.recipe.options import GenerateOptions
+from ftkit.redaction import printable
 from ftkit.utils.accelerators.use import free_cached_memory
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.formatting import printable
 from ftkit.utils.files import write_durably
 from ftkit.utils.progress import print_notice
 from ftkit.utils.texts import explain_not_utf8

@@ -36,7 +36,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.imports import silence_libraries
 from ftkit.utils.process import cleaning_up_on_signals
-from ftkit.utils.progress import OnProgress, gives_advice, print_next
+from ftkit.utils.progress import OnProgress, gives_advice, print_next, print_shown
 
 
 def export(result: Result, options: ExportOptions) -> int:
@@ -83,14 +83,16 @@ def export(result: Result, options: ExportOptions) -> int:
         else:
             _write_model(result, options, phase.advance)
     size_bytes = sum(path.stat().st_size for path in out.iterdir())
-    print(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
+    print_shown(f"{out} is ready for {options.format}: {bytes_text(size_bytes)}")
     if options.format == "torchao":
         if gives_advice():
-            print(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+            print_shown(f"transformers: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     elif options.format != "gguf":
         print_next(f"ftkit {'evaluate' if result.scores else 'chat'} {shlex.quote(str(out))}")
     elif gives_advice():
-        print(_beside_base(file, result, options.checkpoint_dir) if is_adapter else _next(file))
+        print_shown(
+            _beside_base(file, result, options.checkpoint_dir) if is_adapter else _next(file)
+        )
     return 0
 
 
@@ -115,16 +117,18 @@ def _check(result: Result) -> int:
             f"{result.name} is a checkpoint of a full fine-tune, in shards that only ftkit reads. "
             f"Try ftkit export {result.name} --format hf --out out/hf, and serve that."
         )
-    print(f"rules of vLLM {VLLM_VERSION}")
+    print_shown(f"rules of vLLM {VLLM_VERSION}")
     if result.kind == "model":
         # vLLM reads Hugging Face's layout alone.
         if is_litgpt(result.directory):
-            print(f"no   {result.directory} is in LitGPT's layout. Try ftkit export --format hf.")
+            print_shown(
+                f"no   {result.directory} is in LitGPT's layout. Try ftkit export --format hf."
+            )
             return 1
-        print(f"yes  vllm serve {result.directory}\n     if it knows models of this family")
+        print_shown(f"yes  vllm serve {result.directory}\n     if it knows models of this family")
         return 0
     if (notice := serving_notice(result.directory)) is not None:
-        print(f"no   {notice}\n     ftkit merge {result.name} --out out/merged")
+        print_shown(f"no   {notice}\n     ftkit merge {result.name} --out out/merged")
         return 1
     rank = serving_rank(peft_settings(result.directory))
     limit = f" --max-lora-rank {rank}" * (rank != DEFAULT_RANK)
@@ -134,7 +138,7 @@ def _check(result: Result) -> int:
         base = str(find_or_download(base))
     if Path(base).is_relative_to(Path.cwd()):
         base = str(Path(base).relative_to(Path.cwd()))
-    print(
+    print_shown(
         f"yes  vllm serve {base} --enable-lora{limit} "
         f"--lora-modules mine={result.directory}\n     if vLLM supports LoRA for this model family"
     )

@@ -17,7 +17,7 @@ from ftkit.recipe.options import PushOptions
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
-from ftkit.utils.progress import is_quiet, print_notice
+from ftkit.utils.progress import is_quiet, print_notice, print_shown
 
 _BASE = "base_model_name_or_path"
 """Key by which an adapter names its base model."""
@@ -55,7 +55,9 @@ def push(options: PushOptions) -> int:
     )
     published = {"url": url, "public": is_public}
     seen = "public" if is_public else "private"
-    print(json.dumps(published) if options.format == "json" else f"uploaded to {url} ({seen})")
+    print_shown(
+        json.dumps(published) if options.format == "json" else f"uploaded to {url} ({seen})"
+    )
     return 0
 
 
@@ -69,11 +71,11 @@ def _list_files(files: Mapping[str, Path | bytes], options: PushOptions) -> None
         print(json.dumps({"url": url, "public": options.public, "files_bytes": sizes}))
         return
     seen = "public" if options.public else "private, if it is new"
-    print(f"would upload to {url} ({seen}), in one commit:")
+    print_shown(f"would upload to {url} ({seen}), in one commit:")
     width = max(map(len, sizes))
     for name, size_bytes in sizes.items():
-        print(f"  {name:{width}}  {bytes_text(size_bytes):>9}")
-    print(f"{len(sizes)} files, {bytes_text(sum(sizes.values()))}; nothing was sent")
+        print_shown(f"  {name:{width}}  {bytes_text(size_bytes):>9}")
+    print_shown(f"{len(sizes)} files, {bytes_text(sum(sizes.values()))}; nothing was sent")
 
 
 def _size_bytes(content: Path | bytes) -> int:

@@ -37,7 +37,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import own_program
-from ftkit.utils.progress import print_notice
+from ftkit.utils.progress import print_notice, print_shown
 from ftkit.utils.yaml_files import parse_yaml
 
 # A margin of two, because the estimate is rough.
@@ -118,7 +118,7 @@ def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> No
     # It fits, or may fit: the user decides.
     if found["fits"] is not False:
         for shortage in _possible_shortages(found, device, now_bytes):
-            print(f"memory may not be enough: this run needs {shortage}", flush=True)
+            print_shown(f"memory may not be enough: this run needs {shortage}")
         return
     # Swap counts against a refusal, because the kernel kills only when both are full; it does not
     # count against a warning, because training in swap is useless.

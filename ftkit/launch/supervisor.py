@@ -62,7 +62,7 @@ from ftkit.utils.console.terminal import fitted
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
-from ftkit.utils.progress import is_quiet, print_notice
+from ftkit.utils.progress import is_quiet, print_notice, print_shown
 from ftkit.utils.remote.providers import require_provider
 from ftkit.utils.remote.urls import display_path, url_of
 from ftkit.utils.yaml_files import STANDARD_INPUT
@@ -181,7 +181,7 @@ def launch(
                     doubted.add(found.checkpoint)
                     print_notice(f"{found.why} Reading all of it ...")
     except Completed as completed:
-        print(completed, flush=True)
+        print_shown(str(completed))
         return 0
     except UploadFailed as error:
         print_line(f"ftkit: {error}")

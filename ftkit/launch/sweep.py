@@ -26,7 +26,7 @@ from ftkit.runs.state import AT_WORK, StateName, look
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import PassingOn, start_command
-from ftkit.utils.progress import is_quiet, print_notice
+from ftkit.utils.progress import is_quiet, print_notice, print_shown
 from ftkit.views.comparison.compare import compare_runs
 from ftkit.views.comparison.plots import check_plot
 
@@ -117,7 +117,7 @@ def sweep(
             tell(fitted(head, sys.stdout))
             words = [*run.words, *_WORDS.get(action, []), *["--quiet"] * is_quiet()]
             if dry_run:
-                print(f"  {shlex.join(['ftkit', *without_tokens(words)])}")
+                print_shown(f"  {shlex.join(['ftkit', *without_tokens(words)])}")
             elif action == "skip":
                 states[run.name] = reason
             else:
@@ -215,7 +215,7 @@ def _word(state: StateName) -> str:
 def _interrupted(states: dict[str, str], count: int, number: signal.Signals) -> int:
     code, word = EXIT_BY_SIGNAL[number]
     done = sum(state in ("completed", "out of memory") for state in states.values())
-    print(
+    print_shown(
         f"stopped by {word}: {done} of {count} runs are done; the same command continues the sweep"
     )
     return code
@@ -225,11 +225,11 @@ def _conclude(runs: Sequence[SweepRun], states: dict[str, str], plot: Path | Non
     """Compare the runs; return the exit code."""
     there = [run.out_dir for run in runs if _has_begun(run)]
     if there:
-        print()
+        print_shown()
         compare_runs(CompareOptions(runs=tuple(str(path) for path in there), plot=plot))
     for name, state in states.items():
         if state == _REFUSED:
-            print(f"{name}: not started; the error is above")
+            print_shown(f"{name}: not started; the error is above")
     ended = set(states.values())
     if ended == {"out of memory"}:
         return EXIT_OUT_OF_MEMORY

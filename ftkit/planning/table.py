@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.measure import Measurement
 from rich.rule import Rule
 from rich.table import Table
@@ -24,7 +24,14 @@ from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.step_memory import CATEGORIES
 from ftkit.utils.console.formatting import bytes_text, count_text, percent_text
 from ftkit.utils.console.html import block, escaped, grid, labelled, styled
-from ftkit.utils.console.terminal import REPORT_WIDTH, fitted, labelled_grid, plain_text
+from ftkit.utils.console.terminal import (
+    REPORT_WIDTH,
+    SafeConsole,
+    fitted,
+    labelled_grid,
+    plain_text,
+)
+from ftkit.utils.progress import print_shown
 
 _ANY_WIDTH = 1000
 """Width of tables in a file, where many columns are neither folded nor cut."""
@@ -38,7 +45,7 @@ def show(found: Sequence[Planned], form: Literal["table", "json"]) -> None:
         values = [planned.as_dict() for planned in found]
         print(json.dumps(values[0] if len(values) == 1 else values, indent=2))
         return
-    terminal = Console(highlight=False)
+    terminal = SafeConsole(highlight=False)
     if len(found) == 1:
         content: Group | Table = plan_table(found[0])
         width = REPORT_WIDTH
@@ -77,7 +84,7 @@ def side_by_side(found: Sequence[Planned], width: int) -> Table:
         width: characters in a line; where they are few, parts of the memory are left out first.
     """
     columns = _columns(found)
-    terminal = Console(width=_ANY_WIDTH)
+    terminal = SafeConsole(width=_ANY_WIDTH)
     caption, notes = _caption(found), _notes(found)
     table = _table(columns, [], caption, notes)
     # Leave out columns, the least important first, until the table fits.
@@ -113,7 +120,7 @@ def show_changes(
         least, high = change.planned.least_bytes, change.planned.high_bytes
         needs = f"{least / 2**30:.1f} to {high / 2**30:.1f} GiB"
         head = f"{change.title}: needs {needs}, {verdict(change.planned)}"
-        print(f"\n{fitted(head, sys.stdout)}\n  {command}")
+        print_shown(f"\n{fitted(head, sys.stdout)}\n  {command}")
 
 
 def verdict(planned: Planned) -> str:

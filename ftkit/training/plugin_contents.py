@@ -18,6 +18,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from ftkit.redaction import is_secret
 from ftkit.utils.imports import prepare_imports, silence_libraries
 from ftkit.utils.process import begin_as_child
 
@@ -37,7 +38,6 @@ from ftkit.objectives.objective import Objective
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
 from ftkit.recipe.plugin import METRIC_ARGUMENTS, Defined, Kind, OwnOption, Plugin
 from ftkit.training.callbacks import Callback
-from ftkit.utils.json_values import is_secret
 
 _BASES: dict[type, Kind] = {
     Objective: "objective",

@@ -1,6 +1,7 @@
 """JSON values: dataclasses into JSON without access tokens, and back."""
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -8,41 +9,62 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ftkit.redaction import REMOVED, redacted
+from ftkit.redaction import REMOVED, is_secret, redacted, shown
 
-_SECRET = r"[\w.-]*(?:access_token|hf_token|api_key)"
-_SECRET_KEY = re.compile(_SECRET)
-_SECRET_FLAG = re.compile(rf"--{_SECRET}")
-_SECRET_ASSIGNMENT = re.compile(rf"""({_SECRET}["']?\s*[=:]\s*["']?)[^\s"',}}]+""")
-
-
-def is_secret(name: str) -> bool:
-    """Return whether a key or an option holds an access token, by its name."""
-    return _SECRET_KEY.fullmatch(name) is not None
+_FLAG = re.compile(r"--[\w.-]+")
 
 
 def without_secrets(value: Any) -> Any:
     """A plain value without the keys that hold access tokens, at any depth."""
     if isinstance(value, dict):
-        return {k: without_secrets(v) for k, v in value.items() if not is_secret(str(k))}
+        return {k: without_secrets(v) for k, v in value.items() if not is_secret(str(k), v)}
     return [without_secrets(item) for item in value] if isinstance(value, list) else value
+
+
+def value_text(value: Any, key: str = "", limit: int = 60) -> str:
+    """A value of a file as a message shows it: on one line, short, and without secrets.
+
+    Args:
+        value: as YAML or JSON has it.
+        key: its key, which may say that it is a secret; dotted.
+        limit: most characters.
+    """
+    hidden = with_secrets_hidden({key.rpartition(".")[2]: value})
+    (value,) = hidden.values()
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    line = " ".join(shown(text).split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def with_secrets_hidden(value: Any) -> Any:
+    """A plain value with `REMOVED` in the place of every secret, by its key or its form."""
+    if isinstance(value, dict):
+        return {
+            key: REMOVED if isinstance(item, str) and is_secret(str(key), item)
+            else with_secrets_hidden(item)
+            for key, item in value.items()
+        }  # fmt: skip
+    if isinstance(value, list):
+        return [with_secrets_hidden(item) for item in value]
+    return redacted(value) if isinstance(value, str) else value
 
 
 def without_tokens(argv: Sequence[str]) -> list[str]:
     """The command line with the values of access tokens replaced."""
     cleaned: list[str] = []
     for argument in argv:
-        if cleaned and _SECRET_FLAG.fullmatch(cleaned[-1]):
+        flag = cleaned[-1] if cleaned else ""
+        if _FLAG.fullmatch(flag) and is_secret(flag.rpartition(".")[2].lstrip("-"), argument):
             cleaned.append(REMOVED)  # the value after a flag such as --hf_token
         else:
-            cleaned.append(redacted(_SECRET_ASSIGNMENT.sub(rf"\g<1>{REMOVED}", argument)))
+            cleaned.append(redacted(argument))
     return cleaned
 
 
 def for_json(value: Any) -> Any:
     """The value ready for JSON: without tokens, paths as text, numbers finite or None."""
     if isinstance(value, dict):
-        return {k: for_json(v) for k, v in value.items() if not is_secret(str(k))}
+        return {k: for_json(v) for k, v in value.items() if not is_secret(str(k), v)}
     if isinstance(value, list | tuple):
         return [for_json(item) for item in value]
     if isinstance(value, float):

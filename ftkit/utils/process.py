@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import IO, Any
 
-from ftkit.redaction import redacted
+from ftkit.redaction import shown
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -156,7 +156,7 @@ def launcher_starts_again() -> bool:
 def print_line(text: str) -> None:
     """Print on stderr in one write: `print` makes two, between which other processes may write."""
     with suppress(OSError):  # the terminal may be gone, or the disk full
-        sys.stderr.write(f"{redacted(text)}\n")
+        sys.stderr.write(f"{shown(text)}\n")
         sys.stderr.flush()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal, TextIO
 
-from ftkit.redaction import redacted
+from ftkit.redaction import shown
 
 OnProgress = Callable[[int, int], None]
 """Called with the amount done and the total: bytes, parameters, records."""
@@ -46,10 +46,15 @@ def gives_advice() -> bool:
     return _verbosity == "full"
 
 
+def print_shown(text: str = "", stream: TextIO | None = None) -> None:
+    """Print a text that may hold names, paths or values of files, by default on standard output."""
+    print(shown(text), file=stream, flush=True)
+
+
 def print_notice(text: str, stream: TextIO | None = None) -> None:
     """Print a notice, on standard output by default, unless --quiet leaves it out."""
     if not is_quiet():
-        _print_aside(redacted(text), stream)
+        _print_aside(text, stream)
 
 
 def next_text(commands: Sequence[str]) -> str:
@@ -66,7 +71,7 @@ def print_next(*commands: str) -> None:
 def _print_aside(text: str, stream: TextIO | None = None) -> None:
     """Print what is no result: where it cannot be written, the work goes on."""
     with suppress(OSError):
-        print(text, file=stream, flush=True)
+        print_shown(text, stream)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 import yaml
 
 from ftkit.errors import UserError
+from ftkit.redaction import printable
 from ftkit.utils import embedded
 from ftkit.utils.names import nearest
 from ftkit.utils.texts import explain_not_utf8
@@ -151,7 +152,9 @@ def _children(node: yaml.Node) -> list[yaml.Node]:
 
 def dump_yaml(values: dict[str, Any]) -> str:
     """Write keys and values, in their order, as `parse_yaml` reads them."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    # Characters that reorder a line of a terminal are escaped, with all others beyond ASCII.
+    return text if printable(text) == text else yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def load_yaml(path: Path, option: str = "") -> dict[str, Any]:

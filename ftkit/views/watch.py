@@ -17,6 +17,7 @@ from rich.text import Text
 
 from ftkit.recipe.options import WatchOptions
 from ftkit.recipe.peft_types import method_text
+from ftkit.redaction import shown
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report import numbers
@@ -35,11 +36,11 @@ from ftkit.utils.console.formatting import (
     number_text,
     parse_duration,
     percent_text,
-    printable,
 )
 from ftkit.utils.console.html import bar, block, curve_picture, escaped, labelled, styled
 from ftkit.utils.console.terminal import labelled_grid, terminal_of
 from ftkit.utils.process import Interrupts
+from ftkit.utils.progress import print_shown
 from ftkit.utils.remote.urls import display_path, url_of
 
 _RECENT_STEPS = 20
@@ -196,10 +197,10 @@ class View:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         snapshot = self._snapshot
         yield Text.assemble(
-            (printable(display_path(snapshot.run.out_dir)), "bold"),
+            (shown(display_path(snapshot.run.out_dir)), "bold"),
             "  ",
             (snapshot.run.state.replace("_", " "), _style_of(snapshot.run.state)),
-            printable(f"  {_why(snapshot)}"),
+            shown(f"  {_why(snapshot)}"),
             # Paths and reasons may be longer than a line.
             overflow="fold",
         )
@@ -304,12 +305,12 @@ class Lines:
     def show(self, snapshot: RunSnapshot) -> None:
         """Print a line if it differs from the last one."""
         if self._shown is None:
-            print(printable(f"{display_path(snapshot.run.out_dir)}: {_why(snapshot)}"), flush=True)
+            print_shown(f"{display_path(snapshot.run.out_dir)}: {_why(snapshot)}")
             # The first line has named the phase: `_line` must not repeat it.
             self._shown = _phase(snapshot)
         text = _line(snapshot)
         if text != self._shown:
-            print(text, flush=True)
+            print_shown(text)
             self._shown = text
 
 
@@ -317,7 +318,7 @@ def _line(snapshot: RunSnapshot) -> str:
     """Current step, loss and speed, in one line."""
     if not snapshot.run.at_work:
         state = snapshot.run.state.replace("_", " ")
-        return printable(f"{state} at step {snapshot.step:,}: {_why(snapshot)}")
+        return shown(f"{state} at step {snapshot.step:,}: {_why(snapshot)}")
     if not snapshot.rows:
         return _phase(snapshot)
     total = f"/{snapshot.total_steps:,}" if snapshot.total_steps else ""

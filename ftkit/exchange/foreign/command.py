@@ -70,7 +70,7 @@ from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import new_directory, sync, write_durably
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import cleaning_up_on_signals
-from ftkit.utils.progress import OnProgress, print_notice
+from ftkit.utils.progress import OnProgress, print_notice, print_shown
 
 _IMPORTABLE = (
     "a checkpoint-N of transformers' Trainer, TRL or axolotl; a directory of DeepSpeed or of "
@@ -138,9 +138,9 @@ def import_run(options: ImportOptions) -> int:
         with display.phase(f"writing {out}", brief=True) as phase:
             _write(imported, out, options.overwrite, phase.advance)
     step, recipe = imported.metadata.step, imported.recipe
-    print(f"{out} has step {step:,} of a run that {run.program} began")
+    print_shown(f"{out} has step {step:,} of a run that {run.program} began")
     for line in imported.lines:
-        print(f"  {line}")
+        print_shown(f"  {line}")
     print_notice(f"continue with: {continue_command(out, recipe.method)}")
     return 0
 

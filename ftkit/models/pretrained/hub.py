@@ -17,7 +17,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import free_disk_bytes
-from ftkit.utils.progress import OnProgress
+from ftkit.utils.progress import OnProgress, print_shown
 from ftkit.utils.remote.replica import fetch_whole
 from ftkit.utils.remote.urls import is_url, local_path
 
@@ -184,7 +184,7 @@ def download_model(options: DownloadOptions) -> int:
         UserError: see `download`.
     """
     directory = download(options.repo_id, token=options.access_token, root=options.checkpoint_dir)
-    print(f"{directory} is ready: use it with --checkpoint_dir {directory}")
+    print_shown(f"{directory} is ready: use it with --checkpoint_dir {directory}")
     return 0
 
 

@@ -25,8 +25,8 @@ from ftkit.recipe.foreign.trainer import (
     REMOTE_CODE,
     SERVICE,
     SHOWN,
-    number,
 )
+from ftkit.recipe.foreign.value_types import Accepts
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 """Chat templates of axolotl that ftkit has by a name."""
@@ -85,118 +85,147 @@ _RL = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo
 _KERNELS = ("liger", "cut_cross_entropy", "kernels")
 _BESIDE = ("swanlab", "expert_parallel", "lm_eval")
 """Plugins of axolotl that log, share the work, or evaluate the result."""
-_ENTRY = {"path", "type", "split", "name", "revision", "ds_type", "data_files", "chat_template",
-          "field", "field_messages", "field_system", "field_tools", "field_thinking", "roles",
-          "field_instruction", "field_input", "field_output", "template_thinking_key",
-          "field_human",
-          "message_property_mappings", "message_field_role", "message_field_content",
-          "roles_to_train", "train_on_eos", "train_on_eot", "trust_remote_code", "field_chosen",
-          "field_rejected", "preprocess_shards", "chat_template_jinja", "field_model",
-          "message_field_training", "max_completion_length", "drop_system_message"}  # fmt: skip
+_FORMAT: Accepts = dict.fromkeys(
+    ("field_instruction", "field_input", "field_output", "field_system", "format",
+     "no_input_format", "system_prompt"), "text")  # fmt: skip
+"""Keys of a prompt that the file writes out."""
+_ENTRY: dict[str, Accepts] = {
+    **dict.fromkeys(
+        ("path", "split", "name", "revision", "ds_type", "chat_template", "field",
+         "field_messages", "field_system", "field_tools", "message_field_role",
+         "message_field_content", "field_chosen", "field_rejected", "chat_template_jinja"),
+        "text"),
+    **dict.fromkeys(
+        ("field_thinking", "roles", "field_instruction", "field_input", "field_output",
+         "template_thinking_key", "field_human", "train_on_eos", "train_on_eot",
+         "trust_remote_code", "preprocess_shards", "field_model", "message_field_training",
+         "max_completion_length"),
+        "any"),
+    "type": ("text", _FORMAT),
+    "data_files": "text|texts",
+    "message_property_mappings": {"*": "text"},
+    "roles_to_train": "texts",
+    "drop_system_message": "flag",
+}  # fmt: skip
 """Keys of an entry of datasets that are read."""
+_DOCUMENT = _ENTRY | {"text_column": "text"}
+"""Keys of an entry of pretraining_dataset that are read."""
+_BNB: Accepts = {"bnb_4bit_quant_type": "fp4|nf4", "bnb_4bit_use_double_quant": "flag"}
+_MODEL_CONFIG: Accepts = {"output_router_logits": "flag"}
+_QAT: Accepts = {"weight_dtype": "text", "activation_dtype": "text", "group_size": "whole>=1",
+                 "fake_quant_after_n_steps": "whole>=0", "quantize_embedding": "flag"}  # fmt: skip
 
 ROWS = rows_by_key(
-    same("base_model", "checkpoint_dir", None),
-    part("datasets", ("data.path", "data.sources", "data.columns", "data.chat_template",
+    same("base_model", "text", "checkpoint_dir", None),
+    part("datasets", [_ENTRY], ("data.path", "data.sources", "data.columns", "data.chat_template",
                       "data.train_on", "data.prompt_style", "data.data_files",
                       "data.drop_system"), None,
          "each entry is a source"),
-    part("val_set_size", ("data.val_split_fraction", "eval.final_validation"), 0.0,
+    part("val_set_size", "number>=0", ("data.val_split_fraction", "eval.final_validation"), 0.0,
          "0: all records are trained on; axolotl rounds the number of records up, ftkit down"),
-    part("chat_template", "data.chat_template", "tokenizer_default",
+    part("chat_template", "text", "data.chat_template", "tokenizer_default",
          "chatml and llama3 by name, any other as the model's own template"),
-    part("chat_template_jinja", "data.chat_template", None, ""),
-    same("chat_template_kwargs", "data.chat_template_kwargs", None),
-    part("train_on_inputs", ("data.train_on", "data.mask_prompt"), False, ""),
-    same("sequence_len", "train.max_seq_length", 512),
-    part("excess_length_strategy", "data.overlong", "drop", "raise becomes drop"),
-    part("sample_packing", ("train.global_batch_tokens", "train.micro_batch_tokens"), False,
+    part("chat_template_jinja", "text", "data.chat_template", None, ""),
+    same("chat_template_kwargs", {"*": "any"}, "data.chat_template_kwargs", None),
+    part("train_on_inputs", "flag", ("data.train_on", "data.mask_prompt"), False, ""),
+    same("sequence_len", "whole>=1", "train.max_seq_length", 512),
+    part("excess_length_strategy", "text", "data.overlong", "drop", "raise becomes drop"),
+    part("sample_packing", "flag", ("train.global_batch_tokens", "train.micro_batch_tokens"), False,
          "a step takes samples up to the tokens of its packed rows"),
-    part("micro_batch_size", ("train.global_batch_size", "train.micro_batch_size"), 1,
+    part("micro_batch_size", "whole>=1", ("train.global_batch_size", "train.micro_batch_size"), 1,
          "times gradient_accumulation_steps and devices"),
-    part("gradient_accumulation_steps", "train.global_batch_size", 1, "see micro_batch_size"),
-    part("batch_size", "train.global_batch_size", None, "in the place of accumulation"),
-    part("num_epochs", "train.epochs", 1.0, "whole numbers"),
-    part("max_steps", "train.max_steps", None, "in the place of epochs"),
-    part("learning_rate", "optimizer.lr", None, ""),
-    part("optimizer", "optimizer", "adamw_torch_fused", "by name"),
-    part("weight_decay", ("optimizer.weight_decay", "train.decay_norms_and_biases"), 0.0,
+    part("gradient_accumulation_steps", "whole>=1", "train.global_batch_size", 1,
+         "see micro_batch_size"),
+    part("batch_size", "whole>=1", "train.global_batch_size", None, "in the place of accumulation"),
+    part("num_epochs", "number>0", "train.epochs", 1.0, "whole numbers"),
+    part("max_steps", "whole", "train.max_steps", None, "in the place of epochs"),
+    part("learning_rate", "number>=0", "optimizer.lr", None, ""),
+    part("optimizer", "text", "optimizer", "adamw_torch_fused", "by name"),
+    part("weight_decay", "number>=0", ("optimizer.weight_decay", "train.decay_norms_and_biases"),
+         0.0,
          "norms and biases do not decay"),
-    part("adam_beta1", "optimizer.betas", 0.9, ""),
-    part("adam_beta2", "optimizer.betas", 0.999, ""),
-    part("adam_epsilon", "optimizer.eps", 1e-8, ""),
-    part("adam_eps", "optimizer.eps", None, "older name of adam_epsilon"),
-    part("lr_scheduler", ("train.lr_schedule", "train.lr_ends", "train.min_lr"), "cosine", ""),
-    part("cosine_min_lr_ratio", "train.min_lr", None, "times the learning rate"),
-    part("warmup_steps", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), None,
+    part("adam_beta1", "number>=0<1", "optimizer.betas", 0.9, ""),
+    part("adam_beta2", "number>=0<1", "optimizer.betas", 0.999, ""),
+    part("adam_epsilon", "number>=0", "optimizer.eps", 1e-8, ""),
+    part("adam_eps", "number>=0", "optimizer.eps", None, "older name of adam_epsilon"),
+    part("lr_scheduler", "text", ("train.lr_schedule", "train.lr_ends", "train.min_lr"), "cosine",
+         ""),
+    part("cosine_min_lr_ratio", "number>=0", "train.min_lr", None, "times the learning rate"),
+    part("warmup_steps", "number>=0", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"),
+         None,
          "below 1 a share of the run"),
-    part("warmup_ratio", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), 0.03,
+    part("warmup_ratio", "number>=0<=1", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"),
+         0.03,
          "a share of all steps of the run, rounded up; axolotl rounds it down, and warms up for 2 "
          "steps where that is 1"),
-    same("max_grad_norm", "train.max_norm", 1.0, value=lambda x: number(x) or None),
-    same("seed", "seed", 42),
-    same("neftune_noise_alpha", "train.neftune_noise_alpha", None),
-    same("noisy_embedding_alpha", "train.neftune_noise_alpha", None,
+    same("max_grad_norm", "number>=0", "train.max_norm", 1.0, value=lambda x: x or None),
+    same("seed", "whole>=0", "seed", 42),
+    same("neftune_noise_alpha", "number>=0", "train.neftune_noise_alpha", None),
+    same("noisy_embedding_alpha", "number>=0", "train.neftune_noise_alpha", None,
          "older name of neftune_noise_alpha"),
-    same("output_dir", "out_dir", "./model-out"),
-    part("adapter", "quantize", None, "lora, qlora, or none: full fine-tuning"),
-    part("load_in_4bit", "quantize", False, "bnb.nf4-dq"),
-    part("load_in_8bit", "quantize", False, "bnb.int8"),
-    part("quantize_moe_experts", "quantize", False, "ftkit quantises experts like other layers"),
-    part("bnb_config_kwargs", "quantize", None, ""),
-    part("lora_r", "lora_r", None, ""),
-    part("lora_alpha", "lora_alpha", None, ""),
-    part("lora_dropout", "lora_dropout", 0.0, ""),
-    part("lora_target_modules", ("lora_targets", "lora_skip_missing"), None,
+    same("output_dir", "text", "out_dir", "./model-out"),
+    part("adapter", "text|false", "quantize", None, "lora, qlora, or none: full fine-tuning"),
+    part("load_in_4bit", "flag", "quantize", False, "bnb.nf4-dq"),
+    part("load_in_8bit", "flag", "quantize", False, "bnb.int8"),
+    part("quantize_moe_experts", "flag", "quantize", False,
+         "ftkit quantises experts like other layers"),
+    part("bnb_config_kwargs", _BNB, "quantize", None, ""),
+    part("lora_r", "whole>=1", "lora_r", None, ""),
+    part("lora_alpha", "number>0", "lora_alpha", None, ""),
+    part("lora_dropout", "number>=0<1", "lora_dropout", 0.0, ""),
+    part("lora_target_modules", "text|texts", ("lora_targets", "lora_skip_missing"), None,
          "names that the model lacks are left out, with a warning"),
-    part("lora_target_linear", "lora_targets", False, "all-linear"),
-    part("lora_target_parameters", "lora_experts", None,
+    part("lora_target_linear", "flag", "lora_targets", False, "all-linear"),
+    part("lora_target_parameters", "names", "lora_experts", None,
          "experts in one parameter; without other layers they alone are adapted"),
-    part("lora_modules_to_save", "lora_modules_to_save", None, ""),
-    part("lora_model_dir", "adapter", None, ""),
-    part("peft_use_dora", "lora_variant", False, "dora"),
-    part("peft_use_rslora", "lora_variant", False, "rslora"),
-    part("peft_init_lora_weights", "lora_init", True, "pissa and olora"),
-    part("loraplus_lr_ratio", "lora_plus_ratio", None, ""),
-    part("unfrozen_parameters", "train.only", None, ""),
-    part("bf16", "precision", None, "bf16-true, for adapters bf16-mixed"),
-    part("fp16", "precision", None, "16-mixed"),
-    part("bfloat16", "precision", None, "bf16-true"),
-    part("float16", "precision", None, ""),
-    part("gradient_checkpointing", ("memory.activation_checkpointing",
+    part("lora_modules_to_save", "texts", "lora_modules_to_save", None, ""),
+    part("lora_model_dir", "text", "adapter", None, ""),
+    part("peft_use_dora", "flag", "lora_variant", False, "dora"),
+    part("peft_use_rslora", "flag", "lora_variant", False, "rslora"),
+    part("peft_init_lora_weights", "flag|text", "lora_init", True, "pissa and olora"),
+    part("loraplus_lr_ratio", "number>0", "lora_plus_ratio", None, ""),
+    part("unfrozen_parameters", "texts", "train.only", None, ""),
+    part("bf16", "flag|auto|full", "precision", None, "bf16-true, for adapters bf16-mixed"),
+    part("fp16", "flag", "precision", None, "16-mixed"),
+    part("bfloat16", "flag", "precision", None, "bf16-true"),
+    part("float16", "flag", "precision", None, ""),
+    part("gradient_checkpointing", "flag|text", ("memory.activation_checkpointing",
                                     "memory.offload_activations"), False, ""),
-    part("activation_offloading", "memory.offload_activations", False, ""),
-    same("torch_compile", "compile", False, value=lambda x: x is True),
-    part("evals_per_epoch", "eval.interval_epochs", None, "1 / this, in steps rounded up"),
-    part("saves_per_epoch", "train.save_interval_epochs", None, "1 / this, in steps rounded up"),
-    part("eval_steps", "eval.interval", None, ""),
-    part("save_steps", "train.save_interval", None, ""),
-    part("eval_strategy", "eval.interval", None, ""),
-    part("evaluation_strategy", "eval.interval", None, "older name of eval_strategy"),
-    part("save_strategy", "train.save_interval", None, ""),
-    same("save_total_limit", "checkpoint.keep_last", 4, value=lambda x: max(1, int(x))),
-    same("early_stopping_patience", "eval.patience", None),
-    part("load_best_model_at_end", "checkpoint.result", False, ""),
-    part("rl", "objective", None, "dpo, ipo, orpo, kto, simpo"),
-    part("rl_beta", ("objective.beta", "objective.weight"), 0.1, ""),
-    part("trl", "objective.beta", None, "its beta, in the place of rl_beta"),
-    part("orpo_alpha", ("objective.weight", "objective.beta"), None, "without rl_beta"),
-    part("simpo_gamma", "objective.margin", 0.5, "divided by beta"),
-    part("cpo_alpha", "objective", 1.0, "only 0, without a further loss in simpo"),
-    part("dpo_label_smoothing", "objective.label_noise", None, "loss: conservative"),
-    part("kto_desirable_weight", "objective.desirable_weight", 1.0, ""),
-    part("kto_undesirable_weight", "objective.undesirable_weight", 1.0, ""),
-    part("reward_model", "objective", False, "reward"),
-    part("center_rewards_coefficient", "objective.center_weight", None, ""),
-    part("use_eaft", "objective", False, "eaft"),
-    part("liger_use_token_scaling", "objective", False, "dft"),
-    part("eaft_alpha", "objective.alpha", 1.0, ""),
-    part("model_config", "router_aux_loss_coef", None,
+    part("activation_offloading", "flag|text", "memory.offload_activations", False, ""),
+    same("torch_compile", "flag|auto", "compile", False, value=lambda x: x is True),
+    part("evals_per_epoch", "whole>=0", "eval.interval_epochs", None,
+         "1 / this, in steps rounded up"),
+    part("saves_per_epoch", "whole>=0", "train.save_interval_epochs", None,
+         "1 / this, in steps rounded up"),
+    part("eval_steps", "number>=0", "eval.interval", None, ""),
+    part("save_steps", "number>=0", "train.save_interval", None, ""),
+    part("eval_strategy", "text|false", "eval.interval", None, ""),
+    part("evaluation_strategy", "text|false", "eval.interval", None, "older name of eval_strategy"),
+    part("save_strategy", "text|false", "train.save_interval", None, ""),
+    same("save_total_limit", "whole", "checkpoint.keep_last", 4, value=lambda x: max(1, x)),
+    same("early_stopping_patience", "whole>=1", "eval.patience", None),
+    part("load_best_model_at_end", "flag", "checkpoint.result", False, ""),
+    part("rl", "text|false", "objective", None, "dpo, ipo, orpo, kto, simpo"),
+    part("rl_beta", "number>0", ("objective.beta", "objective.weight"), 0.1, ""),
+    part("trl", {"beta": "number>0"}, "objective.beta", None, "its beta, in the place of rl_beta"),
+    part("orpo_alpha", "number>0", ("objective.weight", "objective.beta"), None, "without rl_beta"),
+    part("simpo_gamma", "number>=0", "objective.margin", 0.5, "divided by beta"),
+    part("cpo_alpha", "number>=0", "objective", 1.0, "only 0, without a further loss in simpo"),
+    part("dpo_label_smoothing", "number>=0<1", "objective.label_noise", None, "loss: conservative"),
+    part("kto_desirable_weight", "number>=0", "objective.desirable_weight", 1.0, ""),
+    part("kto_undesirable_weight", "number>=0", "objective.undesirable_weight", 1.0, ""),
+    part("reward_model", "flag", "objective", False, "reward"),
+    part("center_rewards_coefficient", "number>=0", "objective.center_weight", None, ""),
+    part("use_eaft", "flag", "objective", False, "eaft"),
+    part("liger_use_token_scaling", "flag", "objective", False, "dft"),
+    part("eaft_alpha", "number>=0", "objective.alpha", 1.0, ""),
+    part("model_config", _MODEL_CONFIG, "router_aux_loss_coef", None,
          "output_router_logits: the weight that config.json has"),
-    part("overrides_of_model_config", "router_aux_loss_coef", None,
+    part("overrides_of_model_config", _MODEL_CONFIG, "router_aux_loss_coef", None,
          "another name of model_config"),
-    part("plugins", "kernels", None, "kernels have no effect on what is learned"),
-    part("special_tokens", "checkpoint_dir", None, "those of the model; padding is never computed"),
+    part("plugins", "texts", "kernels", None, "kernels have no effect on what is learned"),
+    part("special_tokens", {"*": "any"}, "checkpoint_dir", None,
+         "those of the model; padding is never computed"),
     *idle("the model's config.json says it", "model_type", "type_of_model", "tokenizer_type",
           "is_llama_derived_model",
           "is_falcon_derived_model", "is_mistral_derived_model", "is_qwen_derived_model",
@@ -204,9 +233,9 @@ ROWS = rows_by_key(
           "tokenizer_use_mistral_common", "base_model_ignore_patterns", "num_labels",
           "is_preprocess",
           "torch_dtype", "lora_fan_in_fan_out"),
-    part("tokenizer_config", "checkpoint_dir", None, "the tokenizer of the model"),
-    part("revision_of_model", "checkpoint_dir", None, "behind the name and @"),
-    part("model_revision", "checkpoint_dir", None, "another name of revision_of_model"),
+    part("tokenizer_config", "text", "checkpoint_dir", None, "the tokenizer of the model"),
+    part("revision_of_model", "text", "checkpoint_dir", None, "behind the name and @"),
+    part("model_revision", "text", "checkpoint_dir", None, "another name of revision_of_model"),
     *idle(REMOTE_CODE, "trust_remote_code"),
     *idle(ON_RESUME, "resume_from_checkpoint", "auto_resume_from_checkpoints"),
     *idle(ON_HUB, "push_dataset_to_hub", "hub_model_id", "hub_strategy", "hf_use_auth_token",
@@ -285,22 +314,25 @@ ROWS = rows_by_key(
     *missing("quantisation of layers that are no experts", "nonexpert_quantization",
              "dsv4_fp8_nonexpert_mode", "gemma4_fp8_nonexpert", "gemma4_nf4_nonexpert",
              harmless=("none", "bf16")),
-    part("model_quantization_config", "quantize", None, "a model published packed is unpacked"),
+    part("model_quantization_config", "text", "quantize", None,
+         "a model published packed is unpacked"),
     *idle("see model_quantization_config", "model_quantization_config_kwargs"),
     *missing("images or audio in training", "processor_type", "freeze_mm_modules"),
     *idle("only with images", "skip_prepare_dataset", "image_size", "image_resize_algorithm",
           "processor_kwargs"),
     *missing("trained turns by marks in the text", "role_boundaries"),
-    part("pretraining_dataset", ("data.path", "data.sources"), None,
+    part("pretraining_dataset", ("text", [_DOCUMENT]), ("data.path", "data.sources"), None,
          "documents, with sample_packing"),
-    part("pretrain_multipack_attn", "train.padding_free", True, "no attention between documents"),
+    part("pretrain_multipack_attn", "flag", "train.padding_free", True,
+         "no attention between documents"),
     *idle("how data are read does not change them", "streaming"),
     *idle("without sample_packing, which pretraining_dataset needs here",
           "pretraining_sample_concatenation"),
     *missing("a part of a data set by number", "dataset_shard_num", "dataset_shard_idx"),
     *missing("further test data", "test_datasets"),
-    part("min_sample_len", "data.min_tokens", None, "axolotl reads it only with datasets"),
-    part("dataset_exact_deduplication", "data.drop_equal", False,
+    part("min_sample_len", "whole>=0", "data.min_tokens", None,
+         "axolotl reads it only with datasets"),
+    part("dataset_exact_deduplication", "flag", "data.drop_equal", False,
          "records are compared, in axolotl their tokens"),
     *missing("batches of samples of similar length", "group_by_length"),
     *missing("dropping the last incomplete batch", "dataloader_drop_last"),
@@ -309,12 +341,13 @@ ROWS = rows_by_key(
              "sample_packing_sequentially"),
     *idle("ftkit shuffles all sources together", "shuffle_merged_datasets",
           "shuffle_before_merging_datasets"),
-    part("tokens", "data.add_tokens", None, "new rows begin as the mean of the others"),
-    part("mean_resizing_embeddings", "data.add_tokens", False, "see tokens"),
+    part("tokens", "texts", "data.add_tokens", None, "new rows begin as the mean of the others"),
+    part("mean_resizing_embeddings", "flag", "data.add_tokens", False, "see tokens"),
     *missing("new texts of reserved tokens", "added_tokens_overrides"),
-    part("reinit_weights", "train.from_scratch", False, "in full fine-tuning"),
+    part("reinit_weights", "flag", "train.from_scratch", False, "in full fine-tuning"),
     *missing("a rate of its own for embeddings", "embedding_lr", "embedding_lr_scale", "lr_groups"),
-    part("lr_quadratic_warmup", "train.lr_warmup_curve", False, "only with cosine, down to 0"),
+    part("lr_quadratic_warmup", "flag", "train.lr_warmup_curve", False,
+         "only with cosine, down to 0"),
     *missing("a rate of its own for embeddings", "loraplus_lr_embedding", harmless=(1e-6,)),
     *missing("embeddings as small as the tokenizer", "shrink_embeddings"),
     *missing("a constant end of the learning rate", "cosine_constant_lr_ratio"),
@@ -349,10 +382,11 @@ ROWS = rows_by_key(
           "nemo_gym_config_paths", "nemo_gym_datasets", "nemo_gym_dir", "nemo_gym_head_port",
           "nemo_gym_max_turns", "nemo_gym_model_name", "nemo_gym_multi_turn",
           "nemo_gym_run_timeout", "nemo_gym_server_timeout", "nemo_gym_verify_timeout"),
-    part("qat", ("qat.weights", "qat.activations", "qat.group_size"), None,
+    part("qat", _QAT, ("qat.weights", "qat.activations", "qat.group_size"), None,
          "int4 weights with int8 activations"),
     *missing("quantisation after training", "quantization"),
-    part("fp8", "float8", False, "in full fine-tuning, with a scale for each token and row"),
+    part("fp8", "flag", "float8", False,
+         "in full fine-tuning, with a scale for each token and row"),
     *idle("see fp8", "fp8_enable_fsdp_float8_all_gather", "fp8_config"),
     *missing("1.58-bit training", "use_onebitllms"),
     *missing("LISA", "lisa_n_layers"), *idle("see lisa_n_layers", "lisa_step_interval",
@@ -383,7 +417,7 @@ ROWS = rows_by_key(
     *idle("EAFT takes the entropy of all tokens; axolotl that of the k likeliest", "eaft_k"),
     *missing("untrained tokens", "fix_untrained_tokens"),
     *missing("a default system message", "default_system_message"),
-    part("eot_tokens", "data.train_on", None, "turns end as the chat template ends them"),
+    part("eot_tokens", "texts", "data.train_on", None, "turns end as the chat template ends them"),
     *idle("settings of a cloud", "provider", "node_count", "branch", "dockerfile_commands",
           "memory",
           "timeout", "memory_preprocess", "timeout_preprocess", "project_name", "secrets", "gpu",
@@ -395,7 +429,7 @@ ROWS = rows_by_key(
 def _finish(r: Reading) -> None:
     if r.has("base_model"):
         key = "model_revision" if r.has("model_revision") else "revision_of_model"
-        r.set(checkpoint_dir=trainer.of_version(r, key, str(r["base_model"])))
+        r.set(checkpoint_dir=trainer.of_version(r, key, r["base_model"]))
     trainer.from_scratch(r, "reinit_weights", is_adapter=r["adapter"] not in OFF)
     _adapter(r)
     _precision(r)
@@ -443,14 +477,14 @@ def _adapter(r: Reading) -> None:
         r.refuse("unfrozen_parameters", f"an adapter of which axolotl trains {lacking}")
     if r["load_in_4bit"] or (adapter == "qlora" and not r["load_in_8bit"]):
         options = r["bnb_config_kwargs"] or {}
-        kind = str(options.get("bnb_4bit_quant_type", "nf4"))
+        kind = options.get("bnb_4bit_quant_type", "nf4")
         is_double = options.get("bnb_4bit_use_double_quant", True)
         r.set(quantize=f"bnb.{kind}{'-dq' if is_double else ''}")
     elif r["load_in_8bit"]:
         r.set(quantize="bnb.int8")
     r.set(adapter=r["lora_model_dir"])
     r.set(lora_r=r["lora_r"] or 8, lora_alpha=r["lora_alpha"] or 8)
-    r.set(lora_dropout=number(r["lora_dropout"]))
+    r.set(lora_dropout=r["lora_dropout"])
     targets = r["lora_target_modules"]
     if r["lora_target_linear"]:
         trainer.adapt(r, "all-linear")
@@ -473,7 +507,7 @@ def _adapter(r: Reading) -> None:
     elif start not in (True, "default"):
         r.refuse("peft_init_lora_weights", f"initialisation {start}")
     if r.has("loraplus_lr_ratio"):
-        r.set(lora_plus_ratio=number(r["loraplus_lr_ratio"]))
+        r.set(lora_plus_ratio=r["loraplus_lr_ratio"])
 
 
 def _precision(r: Reading) -> None:
@@ -518,8 +552,9 @@ def _rounding(r: Reading) -> None:
 
 
 def _length_and_batch(r: Reading) -> None:
-    steps, epochs = number(r["max_steps"]), number(r["num_epochs"])
-    r.set(train__max_steps=int(steps) if steps else None)
+    # transformers takes -1 as none.
+    steps, epochs = max(r["max_steps"] or 0, 0), r["num_epochs"]
+    r.set(train__max_steps=steps or None)
     if epochs != int(epochs) and not steps:
         r.refuse("num_epochs", "a part of an epoch")
     # Without num_epochs, max_steps alone ends the run.
@@ -529,10 +564,10 @@ def _length_and_batch(r: Reading) -> None:
             "num_epochs: where samples are no multiple of a step's, axolotl ends the last epoch "
             "early, after samples x epochs / batch steps; ftkit trains all epochs to their end"
         )
-    micro = int(r["micro_batch_size"])
-    accumulation = int(r["gradient_accumulation_steps"])
+    micro = r["micro_batch_size"]
+    accumulation = r["gradient_accumulation_steps"]
     if r.has("batch_size"):
-        accumulation = max(1, int(r["batch_size"]) // micro)
+        accumulation = max(1, r["batch_size"] // micro)
     trainer.batch(r, micro, accumulation)
     if r.ranks > 1:
         r.tell(
@@ -540,7 +575,7 @@ def _length_and_batch(r: Reading) -> None:
             "a step"
         )
     if r["sample_packing"]:
-        trainer.packing(r, micro, accumulation, int(r["sequence_len"]))
+        trainer.packing(r, micro, accumulation, r["sequence_len"])
         r.tell(
             "sample_packing: axolotl fills rows of sequence_len tokens with the samples that fit "
             "best, and leaves a rest of each row empty; ftkit takes samples in order up to the "
@@ -549,23 +584,23 @@ def _length_and_batch(r: Reading) -> None:
 
 
 def _rates(r: Reading) -> None:
-    name = str(r["optimizer"])
+    name = r["optimizer"]
     if name.startswith("optimi_adamw"):
         name = "adamw_torch"
     trainer.optimizer(r, name, key="optimizer")
     if r.has("adam_eps"):
-        r.recipe["optimizer"]["init_args"]["eps"] = number(r["adam_eps"])
-    kind = str(r["lr_scheduler"])
+        r.recipe["optimizer"]["init_args"]["eps"] = r["adam_eps"]
+    kind = r["lr_scheduler"]
     trainer.schedule(r, kind, name="lr_scheduler")
     if (ratio := r["cosine_min_lr_ratio"]) and kind == "cosine":
-        r.set(train__min_lr=number(ratio) * number(r["learning_rate"]))
+        r.set(train__min_lr=ratio * (r["learning_rate"] or 0.0))
     if r["lr_quadratic_warmup"] and kind == "cosine":
         r.set(train__lr_warmup_curve="quadratic", train__min_lr=0.0)
     if kind == "constant":
         r.set(train__lr_warmup_steps=0)
         return
     given, total = r.values.get("warmup_steps"), r.recipe.get("train.max_steps")
-    share = number(r["warmup_ratio"]) if given is None else number(given)
+    share = r["warmup_ratio"] if given is None else given
     if given is not None and (share >= 1 or share == 0):
         r.set(train__lr_warmup_steps=2 if share == 1 else int(share))
     elif total and given is None:
@@ -597,10 +632,10 @@ def _objective(r: Reading) -> None:
     kind = r["rl"]
     options: dict[str, Any] = {}
     if r["reward_model"]:
-        kind, options = "reward", {"center_weight": number(r["center_rewards_coefficient"])}
+        kind, options = "reward", {"center_weight": r["center_rewards_coefficient"]}
     elif kind in OFF:
         if r["use_eaft"]:
-            options = {"alpha": number(r["eaft_alpha"])}
+            options = {"alpha": r["eaft_alpha"]}
             r.recipe["objective"] = {"class_path": "eaft", "init_args": options}
         elif r["liger_use_token_scaling"]:
             r.recipe["objective"] = {"class_path": "dft", "init_args": {}}
@@ -616,34 +651,34 @@ def _objective(r: Reading) -> None:
 
 def _preference(r: Reading, kind: str) -> dict[str, Any]:
     """Options of an objective of rl, whose beta has several names."""
-    beta = number((r["trl"] or {}).get("beta"))
+    beta = (r["trl"] or {}).get("beta")
     if beta is None:
         alone = not r.has("rl_beta") and r.has("orpo_alpha")
-        beta = number(r["orpo_alpha" if alone else "rl_beta"])
+        beta = r["orpo_alpha" if alone else "rl_beta"]
     if kind == "dpo":
-        noise = number(r["dpo_label_smoothing"])
+        noise = r["dpo_label_smoothing"]
         return {"loss": "conservative" if noise else "sigmoid", "beta": beta, "label_noise": noise}
     if kind == "ipo":
         return {"loss": "ipo", "beta": beta}
     if kind == "orpo":
         return {"weight": beta}
     if kind == "simpo":
-        if number(r["cpo_alpha"]):
+        if r["cpo_alpha"]:
             key = "cpo_alpha" if r.has("cpo_alpha") else "rl"
             r.refuse(key, "a further loss beside that of pairs, which cpo_alpha 0 leaves out")
-        return {"beta": beta, "margin": number(r["simpo_gamma"]) / beta}
+        return {"beta": beta, "margin": r["simpo_gamma"] / beta}
     if r["adapter"] in OFF:
-        r.set(reference=r.recipe["checkpoint_dir"])
+        r.set(reference=r.recipe.get("checkpoint_dir"))
     return {
         "beta": beta,
-        "desirable_weight": number(r["kto_desirable_weight"]),
-        "undesirable_weight": number(r["kto_undesirable_weight"]),
+        "desirable_weight": r["kto_desirable_weight"],
+        "undesirable_weight": r["kto_undesirable_weight"],
     }
 
 
 def _data(r: Reading) -> None:
     entries = r["datasets"] or _documents(r)
-    sources = [_source(r, entry) for entry in entries if isinstance(entry, dict)]
+    sources = [_source(r, entry) for entry in entries]
     if not sources:
         r.refuse("datasets", "no datasets")
         return
@@ -657,7 +692,7 @@ def _data(r: Reading) -> None:
         options |= sources[0]
     else:
         options["sources"] = sources
-    size = number(r["val_set_size"]) or 0
+    size = r["val_set_size"] or 0
     if size > 1:
         r.refuse("val_set_size", "a number of validation records")
         size = 0.05
@@ -670,7 +705,7 @@ def _data(r: Reading) -> None:
         options["drop_equal"] = True
     is_paired = r["rl"] not in OFF or r["reward_model"]
     if r["min_sample_len"] and r["datasets"] and not is_paired:
-        options["min_tokens"] = int(r["min_sample_len"])
+        options["min_tokens"] = r["min_sample_len"]
     if r["tokens"]:
         options["add_tokens"] = list(r["tokens"])
         if not r["mean_resizing_embeddings"]:
@@ -731,13 +766,13 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kind, dict):
         source |= _own_format(r, kind, columns)
     elif r["rl"] not in OFF or r["reward_model"]:
-        source |= _of_pairs(r, str(kind), entry, columns)
+        source |= _of_pairs(r, kind or "", entry, columns)
     elif kind in (None, "chat_template"):
         source["chat_template"] = _template(r, entry)
         source["train_on"] = _trained(r, entry)
         if entry.get("drop_system_message"):
             source["drop_system"] = True
-    elif (style := _instruction_style(str(kind), columns)) is not None:
+    elif (style := _instruction_style(kind, columns)) is not None:
         source |= {"prompt_style": style, "mask_prompt": not r["train_on_inputs"]}
     elif kind in ("completion", "pretrain"):
         columns["text"] = entry.get("field") or "text"
@@ -747,7 +782,7 @@ def _source(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
                 "first token axolotl does not train; ftkit trains it, after the one before"
             )
     else:
-        r.refuse("datasets.type", f"the prompt format {str(kind).partition('.')[0]}")
+        r.refuse("datasets.type", f"the prompt format {kind.partition('.')[0]}")
     if columns:
         source["columns"] = columns
     return source
@@ -792,7 +827,7 @@ def _template(r: Reading, entry: dict[str, Any]) -> str:
     jinja = entry.get("chat_template_jinja") or r["chat_template_jinja"]
     if jinja:
         return str(jinja)
-    name = str(entry.get("chat_template") or r["chat_template"])
+    name: str = entry.get("chat_template") or r["chat_template"]
     if name not in _TEMPLATES:
         r.tell(f"chat_template: the model's own template in the place of axolotl's {name}")
     return _TEMPLATES.get(name, "tokenizer")
@@ -824,11 +859,11 @@ def _own_format(r: Reading, kind: dict[str, Any], columns: dict[str, str]) -> di
                        ("system", "sys_prompt")):  # fmt: skip
         if column := kind.get(f"field_{name}"):
             columns[ours] = column
-    text = str(kind.get("format") or "{instruction}")
+    text = kind.get("format") or "{instruction}"
     without = kind.get("no_input_format")
     system = kind.get("system_prompt") or ""
     style: str | dict[str, str] = f"{system}{text}"
-    if without is not None and str(without) != text:
+    if without is not None and without != text:
         style = f"{system}{without}"
         if "{input}" in text and kind.get("field_input"):
             style = {"with_input": f"{system}{text}", "without_input": style}
@@ -884,9 +919,9 @@ def _question(r: Reading, entry: dict[str, Any]) -> str:
 
 
 def _intervals(r: Reading) -> None:
-    total, epochs = r.recipe.get("train.max_steps"), number(r["num_epochs"])
+    total, epochs = r.recipe.get("train.max_steps"), r["num_epochs"]
     for name, ours in (("save", "train.save_interval"), ("eval", "eval.interval")):
-        times, steps = number(r[f"{name}s_per_epoch"]), number(r[f"{name}_steps"])
+        times, steps = r[f"{name}s_per_epoch"], r[f"{name}_steps"]
         strategy = r[f"{name}_strategy"] or (r["evaluation_strategy"] if name == "eval" else None)
         share = None
         if times:
@@ -894,7 +929,7 @@ def _intervals(r: Reading) -> None:
         elif steps and steps < 1:
             share = steps * epochs
         # axolotl validates only where a key says when, and records are held out.
-        is_asked = (times or steps or strategy) and number(r["val_set_size"])
+        is_asked = (times or steps or strategy) and r["val_set_size"]
         is_off = name == "eval" and not is_asked
         if strategy in ("no", False) or is_off:
             r.recipe[ours] = None if name == "save" else 0

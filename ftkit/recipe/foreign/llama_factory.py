@@ -17,7 +17,8 @@ from ftkit.recipe.foreign.table import (
     rows_by_key,
     same,
 )
-from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, ON_HUB, SERVICE, SHOWN, listed, number
+from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, ON_HUB, SERVICE, SHOWN
+from ftkit.recipe.foreign.value_types import Accepts, typed
 
 # Unlike the template that ftkit has by this name, it trains the line end after a turn.
 _CHATML = (
@@ -37,68 +38,73 @@ _TEMPLATES = {
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo"}
 _OBJECTIVES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
 _ADAPTERS = ("lora", "oft")
+_TEXTS: Accepts = {"*": "text"}
+_INFO: Accepts = {"*": {"file_name": "text", "hf_hub_url": "text", "split": "text",
+                        "subset": "text", "formatting": "text", "columns": _TEXTS,
+                        "tags": _TEXTS}}  # fmt: skip
+"""Content of dataset_info.json."""
 _REMOTE = "REMOTE:"
 """Before the name of a data set of the hub, as dataset_dir."""
 
 ROWS = rows_by_key(
     *trainer.ROWS,
-    same("model_name_or_path", "checkpoint_dir", None),
-    same("output_dir", "out_dir", "trainer_output"),
-    part("stage", ("objective", "data.chat_template"), "sft", "sft, pt, dpo, kto, rm"),
-    part("finetuning_type", ("peft", "quantize", "train.only"), "lora",
+    same("model_name_or_path", "text", "checkpoint_dir", None),
+    same("output_dir", "text", "out_dir", "trainer_output"),
+    part("stage", "text", ("objective", "data.chat_template"), "sft", "sft, pt, dpo, kto, rm"),
+    part("finetuning_type", "text", ("peft", "quantize", "train.only"), "lora",
          "lora, oft, full or freeze"),
-    part("lora_rank", "lora_r", 8, ""),
-    part("lora_alpha", "lora_alpha", None, "twice lora_rank"),
-    part("lora_dropout", "lora_dropout", 0.0, ""),
-    part("lora_target", ("lora_targets", "lora_skip_missing"), "all",
+    part("lora_rank", "whole>=1", "lora_r", 8, ""),
+    part("lora_alpha", "number>0", "lora_alpha", None, "twice lora_rank"),
+    part("lora_dropout", "number>=0<1", "lora_dropout", 0.0, ""),
+    part("lora_target", "names", ("lora_targets", "lora_skip_missing"), ["all"],
          "all: all-linear; names that the model lacks are left out, with a warning"),
-    part("oft_rank", "peft", 0, "r of oft"),
-    part("oft_block_size", "peft", 32, "oft_block_size of oft"),
-    part("oft_target", ("lora_targets", "lora_skip_missing"), "all",
+    part("oft_rank", "whole>=0", "peft", 0, "r of oft"),
+    part("oft_block_size", "whole>=0", "peft", 32, "oft_block_size of oft"),
+    part("oft_target", "names", ("lora_targets", "lora_skip_missing"), ["all"],
          "all: all-linear; names that the model lacks are left out, with a warning"),
-    part("additional_target", "lora_modules_to_save", None, ""),
-    part("use_rslora", "lora_variant", False, ""),
-    part("use_dora", "lora_variant", False, ""),
-    part("pissa_init", "lora_init", False, ""),
-    part("pissa_iter", "lora_init", 16, "ftkit takes the exact decomposition"),
-    part("loraplus_lr_ratio", "lora_plus_ratio", None, ""),
-    part("adapter_name_or_path", "adapter", None, ""),
-    part("quantization_bit", "quantize", None, ""),
-    part("quantization_method", "quantize", "bnb", ""),
-    part("quantization_type", "quantize", "nf4", ""),
-    part("double_quantization", "quantize", True, ""),
-    part("dataset", ("data.path", "data.sources"), None, "found in dataset_info.json"),
-    part("dataset_dir", ("data.path", "data.sources"), "data", ""),
-    part("eval_dataset", "eval.sets", None, ""),
-    part("val_size", ("data.val_split_fraction", "eval.final_validation"), 0.0,
+    part("additional_target", "names", "lora_modules_to_save", None, ""),
+    part("use_rslora", "flag", "lora_variant", False, ""),
+    part("use_dora", "flag", "lora_variant", False, ""),
+    part("pissa_init", "flag", "lora_init", False, ""),
+    part("pissa_iter", "whole>=1", "lora_init", 16, "ftkit takes the exact decomposition"),
+    part("loraplus_lr_ratio", "number>0", "lora_plus_ratio", None, ""),
+    part("adapter_name_or_path", "text", "adapter", None, ""),
+    part("quantization_bit", "whole>=0", "quantize", None, ""),
+    part("quantization_method", "text", "quantize", "bnb", ""),
+    part("quantization_type", "fp4|nf4", "quantize", "nf4", ""),
+    part("double_quantization", "flag", "quantize", True, ""),
+    part("dataset", "names", ("data.path", "data.sources"), None, "found in dataset_info.json"),
+    part("dataset_dir", "text", ("data.path", "data.sources"), "data", ""),
+    part("eval_dataset", "names", "eval.sets", None, ""),
+    part("val_size", "number>=0", ("data.val_split_fraction", "eval.final_validation"), 0.0,
          "0: all records are trained on"),
-    part("max_samples", "data.path", None, "of each data set, if it has more"),
-    part("template", "data.chat_template", None, "the model's own, or a name"),
-    part("enable_thinking", "data.chat_template_kwargs", True, ""),
-    part("train_on_prompt", "data.train_on", False, ""),
-    part("mask_history", "data.train_on", False, ""),
-    part("packing", "train.global_batch_tokens", None, ""),
-    part("neat_packing", "train.global_batch_tokens", False, ""),
-    same("cutoff_len", "train.max_seq_length", 2048),
-    part("disable_gradient_checkpointing", "memory.activation_checkpointing", False, ""),
-    part("pure_bf16", "precision", False, "bf16-true"),
-    part("pref_beta", "objective.beta", 0.1, ""),
-    part("pref_ftx", "objective.sft_weight", 0.0, ""),
-    part("pref_loss", "objective.loss", "sigmoid", ""),
-    part("dpo_label_smoothing", "objective.label_noise", 0.0, "loss: conservative"),
-    part("simpo_gamma", "objective.margin", 0.5, ""),
-    part("kto_chosen_weight", "objective.desirable_weight", 1.0, ""),
-    part("kto_rejected_weight", "objective.undesirable_weight", 1.0, ""),
-    part("ref_model", "reference", None, ""),
-    part("use_dft_loss", "objective", False, "dft"),
-    part("use_eaft_loss", "objective", False, "eaft"),
-    part("eaft_alpha", "objective.alpha", 1.0, ""),
-    part("early_stopping_steps", "eval.patience", None, ""),
-    same("moe_aux_loss_coef", "router_aux_loss_coef", None),
-    part("freeze_trainable_layers", "train.only", 2,
+    part("max_samples", "whole>=1", "data.path", None, "of each data set, if it has more"),
+    part("template", "text", "data.chat_template", None, "the model's own, or a name"),
+    part("enable_thinking", "flag", "data.chat_template_kwargs", True, ""),
+    part("train_on_prompt", "flag", "data.train_on", False, ""),
+    part("mask_history", "flag", "data.train_on", False, ""),
+    part("packing", "flag", "train.global_batch_tokens", None, ""),
+    part("neat_packing", "flag", "train.global_batch_tokens", False, ""),
+    same("cutoff_len", "whole>=1", "train.max_seq_length", 2048),
+    part("disable_gradient_checkpointing", "flag", "memory.activation_checkpointing", False, ""),
+    part("pure_bf16", "flag", "precision", False, "bf16-true"),
+    part("pref_beta", "number>0", "objective.beta", 0.1, ""),
+    part("pref_ftx", "number>=0", "objective.sft_weight", 0.0, ""),
+    part("pref_loss", "text", "objective.loss", "sigmoid", ""),
+    part("dpo_label_smoothing", "number>=0<1", "objective.label_noise", 0.0, "loss: conservative"),
+    part("simpo_gamma", "number>=0", "objective.margin", 0.5, ""),
+    part("kto_chosen_weight", "number>=0", "objective.desirable_weight", 1.0, ""),
+    part("kto_rejected_weight", "number>=0", "objective.undesirable_weight", 1.0, ""),
+    part("ref_model", "text", "reference", None, ""),
+    part("use_dft_loss", "flag", "objective", False, "dft"),
+    part("use_eaft_loss", "flag", "objective", False, "eaft"),
+    part("eaft_alpha", "number>=0", "objective.alpha", 1.0, ""),
+    part("early_stopping_steps", "whole>=1", "eval.patience", None, ""),
+    same("moe_aux_loss_coef", "number>=0", "router_aux_loss_coef", None),
+    part("freeze_trainable_layers", "whole", "train.only", 2,
          "with finetuning_type freeze; {last 2} counts the layers of the model"),
-    part("freeze_trainable_modules", "train.only", "all", ""),
-    part("freeze_extra_modules", "train.only", None, ""),
+    part("freeze_trainable_modules", "names", "train.only", ["all"], ""),
+    part("freeze_extra_modules", "names", "train.only", None, ""),
     *idle(COST, "flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc",
           "use_kv_cache", "block_diag_attn", "compute_dtype", "device_map",
           "use_reentrant_gc", "low_cpu_mem_usage", "upcast_layernorm", "use_fast_tokenizer",
@@ -141,10 +147,11 @@ ROWS = rows_by_key(
     *missing("mixing of data sets by probabilities", "mix_strategy", harmless=("concat",)),
     *missing("mixing of data sets by probabilities", "interleave_probs"),
     *missing("training in the order of the file", "disable_shuffling"),
-    part("add_tokens", "data.add_tokens", None, "new rows begin as the mean of the others"),
-    part("resize_vocab", "data.add_tokens", False, "with add_tokens"),
+    part("add_tokens", "names", "data.add_tokens", None,
+         "new rows begin as the mean of the others"),
+    part("resize_vocab", "flag", "data.add_tokens", False, "with add_tokens"),
     *missing("new special tokens", "add_special_tokens", "new_special_tokens_config"),
-    part("train_from_scratch", "train.from_scratch", False, "in full fine-tuning"),
+    part("train_from_scratch", "flag", "train.from_scratch", False, "in full fine-tuning"),
     *missing("mixture of depths", "mixture_of_depths"),
     *missing("another scale of rotary embeddings", "rope_scaling", "shift_attn",
              "model_max_length"),
@@ -159,8 +166,10 @@ ROWS = rows_by_key(
     *missing("LLaMA-Pro", "use_llama_pro"),
     *missing("GaLore", "use_galore"), *missing("APOLLO", "use_apollo"),
     *missing("BAdam", "use_badam"), *missing("Adam-mini", "use_adam_mini"),
-    part("use_muon", "optimizer", False, "torch.optim.Muon"), *missing("ASFT", "use_asft_loss"),
-    part("fp8", "float8", False, "in full fine-tuning, with a scale for each token and row"),
+    part("use_muon", "flag", "optimizer", False, "torch.optim.Muon"), *missing("ASFT",
+         "use_asft_loss"),
+    part("fp8", "flag", "float8", False,
+         "in full fine-tuning, with a scale for each token and row"),
     *missing("KTransformers: adapters of experts on CPUs", "use_kt"),
     *missing("Megatron", "use_mca", "use_megatron_bridge", "tensor_model_parallel_size",
              "pipeline_model_parallel_size", "expert_model_parallel_size",
@@ -187,7 +196,7 @@ ROWS = rows_by_key(
           "kt_expert_checkpoint_path", "kt_use_lora_experts", "kt_lora_expert_num",
           "kt_lora_expert_intermediate_size"),
     *missing("answers of the model that are compared", "do_predict"),
-    part("model_revision", "checkpoint_dir", "main", "behind the name and @"),
+    part("model_revision", "text", "checkpoint_dir", "main", "behind the name and @"),
     *idle("a file of LLaMA-Factory's new format says no template", "init_special_tokens"),
     *idle("PEFT 0.21 does not apply it to linear layers", "module_dropout"),
 )  # fmt: skip
@@ -197,12 +206,12 @@ def _finish(r: Reading) -> None:
     if r.has("model_name_or_path"):
         r.set(checkpoint_dir=_named(r, r["model_name_or_path"]))
     if r["finetuning_type"] == "freeze":
-        layers, modules = int(r["freeze_trainable_layers"]), r["freeze_trainable_modules"]
+        layers, modules = r["freeze_trainable_layers"], r["freeze_trainable_modules"]
         trainer.train_layers(
             r, "freeze_trainable_layers", layers, modules, r["freeze_extra_modules"]
         )
     elif r["finetuning_type"] not in (*_ADAPTERS, "full"):
-        r.refuse("finetuning_type", str(r["finetuning_type"]).upper())
+        r.refuse("finetuning_type", r["finetuning_type"].upper())
     is_adapter = r["finetuning_type"] in _ADAPTERS
     if is_adapter:
         _adapter(r)
@@ -210,13 +219,13 @@ def _finish(r: Reading) -> None:
     trainer.float8(r, is_adapter=is_adapter, scales="all tokens together")
     trainer.length(r)
     micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
-    trainer.batch(r, int(micro), int(accumulation))
-    trainer.optimizer(r, str(r["optim"]))
+    trainer.batch(r, micro, accumulation)
+    trainer.optimizer(r, r["optim"])
     if r["use_muon"]:
-        betas = [number(r["adam_beta1"]), number(r["adam_beta2"])]
+        betas = [r["adam_beta1"], r["adam_beta2"]]
         rate, decay = r["learning_rate"], r["weight_decay"]
         trainer.muon(r, "use_muon", is_adapter=is_adapter, rate=rate, decay=decay, betas=betas)
-    kind = str(r["lr_scheduler_type"])
+    kind = r["lr_scheduler_type"]
     trainer.schedule(r, kind)
     trainer.warm_up(r, kind)
     trainer.checkpoints(r)
@@ -228,7 +237,7 @@ def _finish(r: Reading) -> None:
     else:
         r.set(precision="16-mixed" if r["fp16"] else "32-true")
     if r["packing"] or r["neat_packing"] or (r["packing"] is None and r["stage"] == "pt"):
-        trainer.packing(r, int(micro), int(accumulation), int(r["cutoff_len"]))
+        trainer.packing(r, micro, accumulation, r["cutoff_len"])
         if r["stage"] != "pt":
             r.tell(
                 "packing: LLaMA-Factory fills rows of cutoff_len tokens; ftkit takes samples in "
@@ -237,27 +246,26 @@ def _finish(r: Reading) -> None:
             if not r["neat_packing"]:
                 r.refuse("packing", "attention from one sample to another")
     if r.has("early_stopping_steps"):
-        r.set(eval__patience=int(r["early_stopping_steps"]))
+        r.set(eval__patience=r["early_stopping_steps"])
     _objective(r)
     _data(r)
 
 
-def _named(r: Reading, model: Any) -> str:
+def _named(r: Reading, model: str) -> str:
     """A model, with the version that holds for all of a file."""
-    return trainer.of_version(r, "model_revision", str(model))
+    return trainer.of_version(r, "model_revision", model)
 
 
 def _adapter(r: Reading) -> None:
     kind = r["finetuning_type"]
-    names = listed(r[f"{kind}_target"])
+    names = r[f"{kind}_target"]
     trainer.adapt(r, "all-linear" if names == ["all"] else names)
     if kind == "lora":
         _lora(r)
     else:
-        options = {"r": int(r["oft_rank"]), "oft_block_size": int(r["oft_block_size"])}
+        options = {"r": r["oft_rank"], "oft_block_size": r["oft_block_size"]}
         r.recipe["peft"] = {"class_path": kind, "init_args": options}
-    if extra := r["additional_target"]:
-        r.set(lora_modules_to_save=extra.split(",") if isinstance(extra, str) else extra)
+    r.set(lora_modules_to_save=r["additional_target"])
     r.set(adapter=r["adapter_name_or_path"])
     bits = r["quantization_bit"]
     if bits in OFF:
@@ -269,13 +277,13 @@ def _adapter(r: Reading) -> None:
 
 
 def _lora(r: Reading) -> None:
-    rank = int(r["lora_rank"])
+    rank = r["lora_rank"]
     r.set(lora_r=rank, lora_alpha=r["lora_alpha"] or 2 * rank)
-    r.set(lora_dropout=number(r["lora_dropout"]))
+    r.set(lora_dropout=r["lora_dropout"])
     r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
     r.set(lora_init="pissa" if r["pissa_init"] else "default")
     if r.has("loraplus_lr_ratio"):
-        r.set(lora_plus_ratio=number(r["loraplus_lr_ratio"]))
+        r.set(lora_plus_ratio=r["loraplus_lr_ratio"])
 
 
 def _objective(r: Reading) -> None:
@@ -285,32 +293,32 @@ def _objective(r: Reading) -> None:
     if stage == "sft":
         name = "dft" if r["use_dft_loss"] else "eaft" if r["use_eaft_loss"] else None
         if name is not None:
-            alpha = {"alpha": number(r["eaft_alpha"])} if name == "eaft" else {}
+            alpha = {"alpha": r["eaft_alpha"]} if name == "eaft" else {}
             r.recipe["objective"] = {"class_path": name, "init_args": alpha}
     if stage not in _OBJECTIVES:
         return
-    name, beta = _OBJECTIVES[stage], number(r["pref_beta"])
+    name, beta = _OBJECTIVES[stage], r["pref_beta"]
     options: dict[str, Any] = {}
     loss = r["pref_loss"]
     if name == "dpo" and loss == "orpo":
         name, options = "orpo", {"weight": beta}
     elif name == "dpo" and loss == "simpo":
-        name, options = "simpo", {"beta": beta, "margin": number(r["simpo_gamma"]) / beta}
+        name, options = "simpo", {"beta": beta, "margin": r["simpo_gamma"] / beta}
     elif name == "dpo":
         if loss not in _LOSSES:
             r.refuse("pref_loss", f"the preference loss {loss}")
-        noise = number(r["dpo_label_smoothing"])
+        noise = r["dpo_label_smoothing"]
         options = {
             "loss": "conservative" if noise else _LOSSES.get(loss, "sigmoid"),
             "beta": beta,
             "label_noise": noise,
-            "sft_weight": number(r["pref_ftx"]),
+            "sft_weight": r["pref_ftx"],
         }
     elif name == "kto":
         options = {
             "beta": beta,
-            "desirable_weight": number(r["kto_chosen_weight"]),
-            "undesirable_weight": number(r["kto_rejected_weight"]),
+            "desirable_weight": r["kto_chosen_weight"],
+            "undesirable_weight": r["kto_rejected_weight"],
         }
         if r["finetuning_type"] != "lora":
             r.set(reference=_named(r, r["ref_model"] or r["model_name_or_path"]))
@@ -343,7 +351,7 @@ def _data(r: Reading) -> None:
             "cuts off its end"
         )
         options["overlong"] = "truncate"
-    size = number(r["val_size"]) or 0
+    size = r["val_size"] or 0
     if size > 1:
         r.refuse("val_size", "a number of validation records")
         size = 0.05
@@ -367,13 +375,12 @@ def _new_tokens(r: Reading) -> dict[str, Any]:
     if r["finetuning_type"] in _ADAPTERS and r.has("additional_target"):
         r.refuse("add_tokens", "new tokens beside an adapter that trains other layers")
     r.tell("add_tokens: new rows begin as the mean of the others, in LLaMA-Factory with noise")
-    return {"add_tokens": [token.strip() for token in tokens.split(",")]}
+    return {"add_tokens": tokens}
 
 
-def _sources(r: Reading, names: Any) -> list[dict[str, Any]]:
+def _sources(r: Reading, names: list[str] | None) -> list[dict[str, Any]]:
     """Data sets by their names in dataset_info.json, or on the hub."""
-    folder = str(r["dataset_dir"])
-    found = [name.strip() for name in trainer.listed(names)]
+    folder, found = r["dataset_dir"], names or []
     if not found:
         r.refuse("dataset", "no dataset")
     if folder == "ONLINE":
@@ -401,17 +408,17 @@ def _info(r: Reading, folder: str) -> dict[str, Any] | None:
             from huggingface_hub import hf_hub_download
 
             file = hf_hub_download(hub, "dataset_info.json", repo_type="dataset")
-        info: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
-    except (OSError, ValueError):  # those of the hub are both
+        info = json.loads(Path(file).read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):  # those of the hub are the first two
         return None
-    return info
+    return typed({"": info}, {"": _INFO}, file).get("")
 
 
 def _of_hub(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     """Where a data set of the hub lies."""
     source = {"path": entry["hf_hub_url"]}
     split, limit = entry.get("split") or "train", r["max_samples"]
-    source["split"] = f"{split}[:{int(limit)}]" if limit else split
+    source["split"] = f"{split}[:{limit}]" if limit else split
     return source | ({"subset": entry["subset"]} if entry.get("subset") else {})
 
 
@@ -423,7 +430,7 @@ def _source(r: Reading, entry: dict[str, Any], folder: str) -> dict[str, Any]:
         source["data_files"] = entry["file_name"]
     elif "file_name" in entry:
         source["path"] = f"{folder}/{entry['file_name']}"
-        _limit_file(r, Path(source["path"]))
+        _limit_file(r, source["path"])
     elif "hf_hub_url" in entry:
         source = _of_hub(r, entry)
     else:
@@ -467,21 +474,21 @@ def _columns(columns: dict[str, str], tags: dict[str, str], *, is_chat: bool) ->
     }
 
 
-def _limit_file(r: Reading, file: Path) -> None:
+def _limit_file(r: Reading, path: str) -> None:
     """Refuse max_samples of a file that has more records: ftkit has no such bound for files."""
-    limit = r["max_samples"]
-    if limit is None or not file.is_file():
+    limit, file = r["max_samples"], trainer.existing(path)
+    if limit is None or file is None or not file.is_file():
         return
     text = file.read_text("utf-8", "replace")
     records = text.count("\n") if file.suffix == ".jsonl" else _array_length(text)
-    if records > int(limit):
+    if records > limit:
         r.refuse("max_samples", "the first records of a file")
 
 
 def _array_length(text: str) -> int:
     try:
         return len(json.loads(text))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return len(re.findall(r"^\s*\{", text, re.MULTILINE))
 
 

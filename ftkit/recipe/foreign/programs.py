@@ -72,7 +72,7 @@ def translated(
             f"{file} is no file of {_listed([p.name for p in PROGRAMS])}: it has none of the keys "
             "by which these are known. If it is one, name the program: --tool axolotl."
         )
-    translation = translate(found, values, without=terms.without, ranks=terms.devices)
+    translation = translate(found, values, file=file, without=terms.without, ranks=terms.devices)
     translation.check(file)
     return translation
 

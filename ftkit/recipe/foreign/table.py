@@ -6,12 +6,15 @@ rows of these keys name in words.
 """
 
 import dataclasses
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ftkit.errors import UserError
+from ftkit.recipe.foreign.value_types import Accepts, typed
+from ftkit.redaction import is_secret
+from ftkit.utils.json_values import value_text
 from ftkit.utils.names import nearest
 from ftkit.utils.remote.urls import is_url
 
@@ -27,6 +30,8 @@ class Row:
 
     key: str
     kind: Kind
+    accepts: Accepts = "any"
+    """Type of its value, see `ftkit.recipe.foreign.value_types`; of a key that becomes ours."""
     ours: tuple[str, ...] = ()
     """Keys of ours that it decides, alone or with others."""
     default: Any = None
@@ -39,21 +44,22 @@ class Row:
     """Values of a key that is not there with which nothing is missing."""
 
 
-def same(key: str, ours: str, default: Any, note: str = "", *, value: Any = None) -> Row:
+def same(
+    key: str, accepts: Accepts, ours: str, default: Any, note: str = "", *, value: Any = None
+) -> Row:
     """A key that alone decides one of ours."""
 
     def unchanged(given: Any) -> Any:
         return given
 
-    return Row(
-        key=key, kind="ours", ours=(ours,), default=default, note=note, value=value or unchanged
-    )
+    row = part(key, accepts, ours, default, note)
+    return dataclasses.replace(row, value=value or unchanged)
 
 
-def part(key: str, ours: str | tuple[str, ...], default: Any, note: str) -> Row:
+def part(key: str, accepts: Accepts, ours: str | tuple[str, ...], default: Any, note: str) -> Row:
     """A key that decides ours together with others."""
     keys = (ours,) if isinstance(ours, str) else ours
-    return Row(key=key, kind="ours", ours=keys, default=default, note=note)
+    return Row(key=key, kind="ours", accepts=accepts, ours=keys, default=default, note=note)
 
 
 def idle(note: str, *keys: str) -> list[Row]:
@@ -83,6 +89,7 @@ class Reading:
 
     rows: Mapping[str, Row]
     values: Mapping[str, Any]
+    """Those of the file that are not empty, of the types of their rows."""
     without: frozenset[str]
     ranks: int
     """Devices that train, which multiply the batch of one."""
@@ -94,12 +101,11 @@ class Reading:
 
     def __getitem__(self, key: str) -> Any:
         """Value of a key, or what the program does without it."""
-        value = self.values.get(key)
-        return self.rows[key].default if value is None else value
+        return self.values.get(key, self.rows[key].default)
 
     def has(self, key: str) -> bool:
         """Return whether the file gives a key a value."""
-        return self.values.get(key) is not None
+        return key in self.values
 
     def set(self, **keys: Any) -> None:
         """Set keys of ours that are not None; dots are written as two underscores."""
@@ -161,7 +167,9 @@ class Translation:
         if not self.refused:
             return
         lines = [
-            f"  {refused.key}: {_shown(refused.value)}: {refused.why}" for refused in self.refused
+            f"  {one.key}: {value_text(one.value, one.key)}: {one.why}"
+            + _instead(one.key) * is_secret(one.key, one.value)
+            for one in self.refused
         ]
         heads = dict.fromkeys(refused.key.partition(".")[0] for refused in self.refused)
         options = " ".join(f"--without {key}" for key in heads)
@@ -173,27 +181,39 @@ class Translation:
 
 
 def translate(
-    program: Program, values: Mapping[str, Any], *, without: Iterable[str] = (), ranks: int = 1
+    program: Program,
+    values: Mapping[Any, Any],
+    *,
+    file: str,
+    without: Iterable[str] = (),
+    ranks: int = 1,
 ) -> Translation:
     """Translate a file of a program.
 
     Args:
         program: whose file it is.
         values: its keys and values.
+        file: its name, for messages.
         without: keys whose difference is accepted.
         ranks: devices that train.
 
     Raises:
-        UserError: `without` names a key that the file does not have.
+        UserError: a value has another type than its row, or `without` names a key that the file
+            does not have.
     """
     accepted = frozenset(without)
-    for key in accepted - values.keys():
-        close = nearest(key, list(values))
+    given = {str(key): value for key, value in values.items()}
+    for key in accepted - given.keys():
+        close = nearest(key, list(given))
         hint = f" Did you mean {close}?" if close else ""
         raise UserError(f"--without names {key}, which the file does not have.{hint}")
-    reading = Reading(rows=program.rows, values=values, without=accepted, ranks=ranks)
+    types = {row.key: row.accepts for row in program.rows.values()}
+    read = typed(given, types, f"{file}, a file of {program.name},")
+    reading = Reading(rows=program.rows, values=read, without=accepted, ranks=ranks)
     became = []
-    for key, value in values.items():
+    for key, value in given.items():
+        if is_secret(key, value):
+            reading.tell(f"{key}: the secret is neither used nor written{_instead(key)}")
         row = program.rows.get(key)
         if row is not None:
             became.append((key, value, row))
@@ -203,9 +223,9 @@ def translate(
             reading.refuse(key, f"a key that ftkit does not know of {program.name}")
     for row in program.rows.values():
         if row.kind == "ours" and row.value is not None:
-            given = reading[row.key]
-            if given is not None:
-                reading.recipe[row.ours[0]] = row.value(given)
+            theirs = reading[row.key]
+            if theirs is not None:
+                reading.recipe[row.ours[0]] = row.value(theirs)
     program.finish(reading)
     if is_url(str(reading.recipe.get("out_dir", ""))):  # copies would leave this machine
         reading.recipe.pop("out_dir")
@@ -216,8 +236,22 @@ def translate(
         became=tuple(became),
         accepted=tuple(sorted(accepted)),
         differs=tuple(reading.differs),
-        refused=tuple(dict.fromkeys(map(_hashable, reading.refused))),
+        refused=tuple({(one.key, one.why): one for one in reading.refused}.values()),
     )
+
+
+def _instead(key: str) -> str:
+    """From where ftkit reads what a secret of a file is for."""
+    found = next((name for words, name in _VARIABLES if re.search(words, key, re.IGNORECASE)), None)
+    return "" if found is None else f"; ftkit reads ${found} from the environment"
+
+
+_VARIABLES = (
+    ("wandb", "WANDB_API_KEY"),
+    ("mlflow", "MLFLOW_TRACKING_TOKEN"),
+    ("(^|_)(hf|hub|huggingface|access|auth)(_|$)", "HF_TOKEN"),
+)
+"""Variables of the environment by the keys of secrets, as regular expressions."""
 
 
 def rows_by_key(*groups: Row | Iterable[Row]) -> dict[str, Row]:
@@ -234,12 +268,3 @@ def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
         return not value
     return any(value == other and isinstance(value, bool) == isinstance(other, bool)
                for other in values)  # fmt: skip
-
-
-def _hashable(refused: Refused) -> Refused:
-    return dataclasses.replace(refused, value=_shown(refused.value))
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -82,74 +82,70 @@ def adapt(reading: Reading, names: Any) -> None:
         reading.set(lora_skip_missing=True)
 
 
-def listed(names: Any) -> list[str]:
-    """Names of a list, or of a text with commas."""
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else names or []
-
-
-def train_layers(reading: Reading, key: str, layers: int, modules: Any, extra: Any) -> None:
+def train_layers(
+    reading: Reading, key: str, layers: int, modules: list[str], extra: list[str] | None
+) -> None:
     """Train a part of the model as LLaMA-Factory's freeze tuning chooses it.
 
     Args:
         reading: the file.
         key: of the file that asks for it.
         layers: as many of the last layers; negative: of the first.
-        modules: parts of these layers, in a list or a text with commas; all: everything.
+        modules: parts of these layers; all: everything.
         extra: modules outside of the layers.
     """
     if layers == 0:
         reading.refuse(key, "training of no layer")
-    parts, beside = listed(modules), listed(extra)
     which = f"last {layers}" if layers > 0 else f"first {-layers}"
-    inside = "" if "all" in parts else f"(?:{'|'.join(map(re.escape, parts))})"
+    inside = "" if "all" in modules else f"(?:{'|'.join(map(re.escape, modules))})"
     # The first number in a name is that of a layer; others may be those of experts.
-    chosen = [rf"^\D*[.]{{{which}}}[.]{inside}", *map(re.escape, beside)]
+    chosen = [rf"^\D*[.]{{{which}}}[.]{inside}", *map(re.escape, extra or ())]
     reading.set(train__only="|".join(chosen))
 
 
-def number(value: Any) -> Any:
-    """A number that YAML has read as a text, such as 2e-5."""
-    return float(value) if isinstance(value, str) else value
-
-
 ROWS: list[Row] = [
-    part("learning_rate", "optimizer.lr", 5e-5, ""),
-    part("weight_decay", ("optimizer.weight_decay", "train.decay_norms_and_biases"), 0.0,
+    part("learning_rate", "number>=0", "optimizer.lr", 5e-5, ""),
+    part("weight_decay", "number>=0", ("optimizer.weight_decay", "train.decay_norms_and_biases"),
+         0.0,
          "norms and biases do not decay"),
-    part("adam_beta1", "optimizer.betas", 0.9, ""),
-    part("adam_beta2", "optimizer.betas", 0.999, ""),
-    part("adam_epsilon", "optimizer.eps", 1e-8, ""),
-    part("optim", "optimizer", "adamw_torch_fused", "by name"),
-    part("lr_scheduler_type", ("train.lr_schedule", "train.lr_ends", "train.min_lr"), "linear",
+    part("adam_beta1", "number>=0<1", "optimizer.betas", 0.9, ""),
+    part("adam_beta2", "number>=0<1", "optimizer.betas", 0.999, ""),
+    part("adam_epsilon", "number>=0", "optimizer.eps", 1e-8, ""),
+    part("optim", "text", "optimizer", "adamw_torch_fused", "by name"),
+    part("lr_scheduler_type", "text", ("train.lr_schedule", "train.lr_ends", "train.min_lr"),
+         "linear",
          "with lr_ends around, the rates of transformers step by step"),
-    part("warmup_steps", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), 0,
+    part("warmup_steps", "number>=0", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), 0,
          "below 1 a share of the run"),
-    part("warmup_ratio", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"), None,
+    part("warmup_ratio", "number>=0<=1", ("train.lr_warmup_steps", "train.lr_warmup_run_fraction"),
+         None,
          "a share of all steps of the run, not of an epoch"),
-    part("per_device_train_batch_size", ("train.global_batch_size", "train.micro_batch_size"), 8,
+    part("per_device_train_batch_size", "whole>=1",
+         ("train.global_batch_size", "train.micro_batch_size"), 8,
          "times gradient_accumulation_steps and devices"),
-    part("gradient_accumulation_steps", "train.global_batch_size", 1,
+    part("gradient_accumulation_steps", "whole>=1", "train.global_batch_size", 1,
          "samples of a step = this x per_device_train_batch_size x devices"),
-    part("num_train_epochs", "train.epochs", 3.0, "whole numbers"),
-    part("max_steps", "train.max_steps", -1, "in the place of epochs"),
-    same("max_grad_norm", "train.max_norm", 1.0, "0: no clipping",
-         value=lambda x: number(x) or None),
-    same("seed", "seed", 42),
-    same("neftune_noise_alpha", "train.neftune_noise_alpha", None),
-    same("label_smoothing_factor", "train.label_smoothing", 0.0, value=number),
-    same("torch_compile", "compile", False),
-    part("gradient_checkpointing", "memory.activation_checkpointing", False, ""),
-    part("bf16", "precision", False, ""),
-    part("fp16", "precision", False, ""),
-    same("output_dir", "out_dir", "trainer_output"),
-    part("save_steps", ("train.save_interval", "train.save_interval_epochs"), 500, ""),
-    part("save_strategy", ("train.save_interval", "train.save_interval_epochs"), "steps", ""),
-    same("save_total_limit", "checkpoint.keep_last", None, "ftkit keeps 3 by default",
-         value=lambda x: max(1, int(x))),
-    part("eval_steps", ("eval.interval", "eval.interval_epochs"), None, ""),
-    part("eval_strategy", ("eval.interval", "eval.final_validation"), "no", ""),
-    same("eval_on_start", "eval.initial_validation", False),
-    part("load_best_model_at_end", "checkpoint.result", False, "best or last"),
+    part("num_train_epochs", "number>0", "train.epochs", 3.0, "whole numbers"),
+    part("max_steps", "whole", "train.max_steps", -1, "in the place of epochs"),
+    same("max_grad_norm", "number>=0", "train.max_norm", 1.0, "0: no clipping",
+         value=lambda x: x or None),
+    same("seed", "whole>=0", "seed", 42),
+    same("neftune_noise_alpha", "number>=0", "train.neftune_noise_alpha", None),
+    same("label_smoothing_factor", "number>=0<1", "train.label_smoothing", 0.0),
+    same("torch_compile", "flag", "compile", False),
+    part("gradient_checkpointing", "flag", "memory.activation_checkpointing", False, ""),
+    part("bf16", "flag", "precision", False, ""),
+    part("fp16", "flag", "precision", False, ""),
+    same("output_dir", "text", "out_dir", "trainer_output"),
+    part("save_steps", "number>=0", ("train.save_interval", "train.save_interval_epochs"), 500, ""),
+    part("save_strategy", "text|false", ("train.save_interval", "train.save_interval_epochs"),
+         "steps", ""),
+    same("save_total_limit", "whole", "checkpoint.keep_last", None, "ftkit keeps 3 by default",
+         value=lambda x: max(1, x)),
+    part("eval_steps", "number>=0", ("eval.interval", "eval.interval_epochs"), None, ""),
+    part("eval_strategy", "text|false", ("eval.interval", "eval.final_validation"), "no", ""),
+    same("eval_on_start", "flag", "eval.initial_validation", False),
+    part("load_best_model_at_end", "flag", "checkpoint.result", False, "best or last"),
     *idle("the result is the one with the lowest validation loss", "metric_for_best_model",
           "greater_is_better"),
     *idle(SERVICE, "report_to", "run_name", "project", "trackio_space_id", "logging_dir",
@@ -208,8 +204,8 @@ def schedule(reading: Reading, kind: str, *, name: str = "lr_scheduler_type") ->
 
 def warm_up(reading: Reading, kind: str) -> None:
     """Set the warm-up from warmup_steps and warmup_ratio."""
-    given = reading["warmup_steps"] or reading["warmup_ratio"] or 0
-    share, steps = number(given), reading.recipe.get("train.max_steps")
+    share = reading["warmup_steps"] or reading["warmup_ratio"] or 0
+    steps = reading.recipe.get("train.max_steps")
     if kind == "constant":
         share = 0  # it has no warm-up, whatever the file says
     if share >= 1 or share == 0:
@@ -222,9 +218,9 @@ def warm_up(reading: Reading, kind: str) -> None:
 
 def length(reading: Reading, epochs_key: str = "num_train_epochs") -> None:
     """Set epochs or steps."""
-    steps, epochs = number(reading["max_steps"]), number(reading[epochs_key])
+    steps, epochs = reading["max_steps"], reading[epochs_key]
     if steps is not None and steps > 0:
-        reading.set(train__max_steps=int(steps))
+        reading.set(train__max_steps=steps)
         reading.empty("train.epochs")
         return
     if epochs != int(epochs):
@@ -259,12 +255,12 @@ def optimizer(
     class_path = OPTIMIZERS.get(name, "torch.optim.AdamW")
     rate = reading["learning_rate"] if learning_rate is None else learning_rate
     arguments: dict[str, Any] = {
-        "lr": number(rate),
-        "weight_decay": number(reading["weight_decay"]),
+        "lr": rate,
+        "weight_decay": reading["weight_decay"],
     }
     if "Adam" in class_path:
-        betas = [number(reading["adam_beta1"] or 0.9), number(reading["adam_beta2"] or 0.999)]
-        arguments |= {"betas": betas, "eps": number(reading["adam_epsilon"] or 1e-8)}
+        betas = [reading["adam_beta1"], reading["adam_beta2"]]
+        arguments |= {"betas": betas, "eps": reading["adam_epsilon"]}
     if class_path.startswith("torchao."):
         arguments["block_size"] = 256  # the Trainer's, also with 4 bits
     reading.recipe["optimizer"] = {"class_path": class_path, "init_args": arguments}
@@ -290,7 +286,7 @@ def muon(
     """
     if is_adapter:
         reading.refuse(key, "Muon for adapters")
-    given = {"lr": number(rate), "weight_decay": number(decay)} | arguments
+    given = {"lr": rate, "weight_decay": decay} | arguments
     reading.recipe["optimizer"] = {"class_path": "torch.optim.Muon", "init_args": given}
     reading.set(train__decay_norms_and_biases=True)
 
@@ -310,44 +306,52 @@ def of_version(reading: Reading, key: str, name: str) -> str:
     """Name a base model with its version, which a key of the file may say."""
     version = reading[key]
     # Programs take a directory as it is.
-    if version in (None, "main") or name.count("/") != 1 or Path(name).is_dir():
+    if version in (None, "main") or name.count("/") != 1 or existing(name):
         return name
-    if not re.fullmatch(r"\w[\w.-]*", str(version)):
+    if not re.fullmatch(r"\w[\w.-]*", version):
         reading.refuse(key, "a version of a hub model whose name has a slash")
         return name
     return f"{name}@{version}"
 
 
-def local_data(path: Any) -> Any:
+def existing(path: str | None) -> Path | None:
+    """The path of a file or directory that is here; None: there is none, or no path is so long."""
+    try:
+        return Path(path) if path and Path(path).exists() else None
+    except (OSError, ValueError):
+        return None
+
+
+def local_data(path: str | None) -> str | None:
     """The only file of training data in a directory, of which other programs name the directory."""
-    folder = Path(str(path))
-    if not path or not folder.is_dir():
+    folder = existing(path)
+    if folder is None or not folder.is_dir():
         return path
     found = [file for file in sorted(folder.iterdir()) if file.suffix in _DATA_ENDINGS]
     return str(found[0]) if len(found) == 1 else path
 
 
-def first_record(path: Any) -> dict[str, Any] | None:
+def first_record(path: str | None) -> dict[str, Any] | None:
     """First record of a file of JSON objects; None: it is not one here."""
-    file = Path(str(path))
-    if file.suffix not in (".json", ".jsonl") or not file.is_file():
+    file = existing(path)
+    if file is None or file.suffix not in (".json", ".jsonl") or not file.is_file():
         return None
-    with file.open(encoding="utf-8") as stream:
+    with file.open(encoding="utf-8", errors="replace") as stream:
         text = stream.read(2**20)
     try:
         record, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return dict(record)
 
 
 def checkpoints(reading: Reading) -> None:
     """Set when to validate and to save."""
-    epochs = number(reading["num_train_epochs"]) if "num_train_epochs" in reading.rows else 1
+    epochs = reading["num_train_epochs"]
     for name, ours in (("save", "train.save_interval"), ("eval", "eval.interval")):
-        strategy = str(reading[f"{name}_strategy"]).lower()
-        steps = number(reading[f"{name}_steps"] or reading.rows["save_steps"].default)
-        if strategy in ("no", "false"):
+        strategy = reading[f"{name}_strategy"]
+        steps = reading[f"{name}_steps"] or reading.rows["save_steps"].default
+        if strategy in OFF:
             # Validation of held-out records after the last step is part of every report, and costs
             # little.
             reading.recipe[ours] = None if name == "save" else 0

@@ -5,39 +5,46 @@ from typing import Any
 from ftkit.recipe.foreign import trainer
 from ftkit.recipe.foreign.table import OFF, Program, Reading, Row, idle, missing, part, rows_by_key
 from ftkit.recipe.foreign.table import same as same_as
-from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, REMOTE_CODE, SERVICE, number
+from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, REMOTE_CODE, SERVICE
+from ftkit.recipe.foreign.value_types import Accepts
 from ftkit.recipe.recipe import PEFT_DEFAULT
 
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
 
+_DATASET: Accepts = {"path": "text", "name": "text", "split": "text"}
+"""Keys of an entry of datasets."""
+
 _SHARED: list[Row] = [
     *trainer.ROWS,
-    part("gradient_checkpointing", "memory.activation_checkpointing", True, ""),
-    part("bf16", "precision", None, "true unless fp16 is"),
-    same_as("model_name_or_path", "checkpoint_dir", None),
-    part("dtype", "precision", "float32", ""),
-    part("use_peft", "quantize", False, "whether adapters are trained, or all weights"),
-    part("lora_r", "lora_r", 16, ""),
-    part("lora_alpha", "lora_alpha", 32, ""),
-    part("lora_dropout", "lora_dropout", 0.05, ""),
-    part("lora_target_modules", ("lora_targets", "lora_skip_missing"), None,
+    part("gradient_checkpointing", "flag", "memory.activation_checkpointing", True, ""),
+    part("bf16", "flag", "precision", None, "true unless fp16 is"),
+    same_as("model_name_or_path", "text", "checkpoint_dir", None),
+    part("dtype", "text", "precision", "float32", ""),
+    part("use_peft", "flag", "quantize", False, "whether adapters are trained, or all weights"),
+    part("lora_r", "whole>=1", "lora_r", 16, ""),
+    part("lora_alpha", "number>0", "lora_alpha", 32, ""),
+    part("lora_dropout", "number>=0<1", "lora_dropout", 0.05, ""),
+    part("lora_target_modules", "text|texts", ("lora_targets", "lora_skip_missing"), None,
          "names that the model lacks are left out, with a warning; without it peft-default"),
-    part("lora_modules_to_save", "lora_modules_to_save", None, ""),
-    part("use_dora", "lora_variant", False, ""),
-    part("use_rslora", "lora_variant", False, ""),
-    part("load_in_4bit", "quantize", False, ""),
-    part("load_in_8bit", "quantize", False, "bnb.int8"),
-    part("bnb_4bit_quant_type", "quantize", "nf4", ""),
-    part("use_bnb_nested_quant", "quantize", False, "-dq"),
-    part("dataset_name", "data.path", None, ""),
-    part("dataset_config", "data.subset", None, ""),
-    part("dataset_train_split", "data.split", "train", ""),
-    part("datasets", "data.sources", None, ""),
-    part("test_split_size", ("data.val_split_fraction", "eval.final_validation"), None, ""),
-    same_as("max_length", "train.max_seq_length", 1024),
-    part("truncation_mode", "data.overlong", "keep_start", "truncate"),
-    part("chat_template_path", "data.chat_template", None, "a file; the model's own without it"),
-    part("router_aux_loss_coef", "router_aux_loss_coef", 0.001, "for models that have one"),
+    part("lora_modules_to_save", "names", "lora_modules_to_save", None, ""),
+    part("use_dora", "flag", "lora_variant", False, ""),
+    part("use_rslora", "flag", "lora_variant", False, ""),
+    part("load_in_4bit", "flag", "quantize", False, ""),
+    part("load_in_8bit", "flag", "quantize", False, "bnb.int8"),
+    part("bnb_4bit_quant_type", "fp4|nf4", "quantize", "nf4", ""),
+    part("use_bnb_nested_quant", "flag", "quantize", False, "-dq"),
+    part("dataset_name", "text", "data.path", None, ""),
+    part("dataset_config", "text", "data.subset", None, ""),
+    part("dataset_train_split", "text", "data.split", "train", ""),
+    part("datasets", [_DATASET], "data.sources", None, ""),
+    part("test_split_size", "number>0", ("data.val_split_fraction", "eval.final_validation"), None,
+         ""),
+    same_as("max_length", "whole>=1", "train.max_seq_length", 1024),
+    part("truncation_mode", "text", "data.overlong", "keep_start", "truncate"),
+    part("chat_template_path", "text", "data.chat_template", None,
+         "a file; the model's own without it"),
+    part("router_aux_loss_coef", "number>=0", "router_aux_loss_coef", 0.001,
+         "for models that have one"),
     *idle("the split val, validation, dev or test is used for validation", "dataset_test_split"),
     *idle(COST, "dataset_num_proc", "pad_to_multiple_of", "padding_free", "pad_token",
           "bnb_4bit_quant_storage", "use_reentrant"),
@@ -47,18 +54,18 @@ _SHARED: list[Row] = [
     *idle(SERVICE, "gradient_checkpointing_use_reentrant"),
     *missing("streaming data", "dataset_streaming", "streaming"),
     *missing("settings of the model's class", "model_init_kwargs"),
-    part("model_revision", "checkpoint_dir", "main", "behind the name and @"),
+    part("model_revision", "text", "checkpoint_dir", "main", "behind the name and @"),
     *missing("LoRA for parameters by name", "lora_target_parameters"),
 ]  # fmt: skip
 
 SFT_ROWS = rows_by_key(
     _SHARED,
-    part("learning_rate", "optimizer.lr", 2e-5, ""),
-    part("packing", ("train.global_batch_tokens", "train.micro_batch_tokens"), False, ""),
-    part("packing_strategy", "train.global_batch_tokens", "bfd", ""),
-    part("assistant_only_loss", "data.train_on", False, "assistant, or all tokens"),
-    part("completion_only_loss", "data.train_on", None, "for prompts with completions"),
-    part("loss_type", "objective", None, "nll, dft"),
+    part("learning_rate", "number>=0", "optimizer.lr", 2e-5, ""),
+    part("packing", "flag", ("train.global_batch_tokens", "train.micro_batch_tokens"), False, ""),
+    part("packing_strategy", "text", "train.global_batch_tokens", "bfd", ""),
+    part("assistant_only_loss", "flag", "data.train_on", False, "assistant, or all tokens"),
+    part("completion_only_loss", "flag", "data.train_on", None, "for prompts with completions"),
+    part("loss_type", "text", "objective", None, "nll, dft"),
     *idle("ftkit shuffles every epoch, as the Trainer does", "shuffle_dataset"),
     *idle(COST, "eval_packing"),
     *missing("another end of texts", "eos_token"),
@@ -67,11 +74,11 @@ SFT_ROWS = rows_by_key(
 )
 DPO_ROWS = rows_by_key(
     _SHARED,
-    part("learning_rate", "optimizer.lr", 1e-6, ""),
-    part("beta", "objective.beta", 0.1, ""),
-    part("loss_type", "objective.loss", ["sigmoid"], "sigmoid, hinge, ipo, robust"),
-    part("label_smoothing", "objective.label_noise", 0.0, "loss: conservative"),
-    part("disable_dropout", "lora_dropout", True, "0"),
+    part("learning_rate", "number>=0", "optimizer.lr", 1e-6, ""),
+    part("beta", "number>0", "objective.beta", 0.1, ""),
+    part("loss_type", "names", "objective.loss", ["sigmoid"], "sigmoid, hinge, ipo, robust"),
+    part("label_smoothing", "number>=0<1", "objective.label_noise", 0.0, "loss: conservative"),
+    part("disable_dropout", "flag", "lora_dropout", True, "0"),
     *idle("ftkit computes them before the first step, or below the adapter",
           "precompute_ref_log_probs", "precompute_ref_batch_size"),
     *missing("several losses of DPO", "loss_weights"),
@@ -108,9 +115,9 @@ def _finish_sft(r: Reading) -> None:
     elif loss not in (None, "nll", "chunked_nll"):
         r.refuse("loss_type", f"the loss {loss}")
     if r["packing"]:
-        row = int(r["max_length"])
-        micro = int(r["per_device_train_batch_size"])
-        steps = int(r["gradient_accumulation_steps"])
+        row = r["max_length"]
+        micro = r["per_device_train_batch_size"]
+        steps = r["gradient_accumulation_steps"]
         trainer.packing(r, micro, steps, row)
         if r["packing_strategy"] == "wrapped":
             r.refuse("packing_strategy", "samples that go on in the next row")
@@ -128,17 +135,16 @@ def _finish_dpo(r: Reading) -> None:
         "conversations: TRL also compares what the template has behind the end of an answer, such "
         "as a line end; ftkit ends with the answer"
     )
-    losses = r["loss_type"]
-    names = [losses] if isinstance(losses, str) else list(losses)
-    if len(names) > 1:
+    losses, noise = r["loss_type"], r["label_smoothing"]
+    if len(losses) != 1:
         r.refuse("loss_type", "several losses of DPO")
-    loss, noise = names[0], number(r["label_smoothing"])
+    loss = losses[0] if losses else "sigmoid"
     if loss not in _LOSSES:
         r.refuse("loss_type", f"the preference loss {loss}")
     kind = _LOSSES.get(loss, "sigmoid")
     if kind == "sigmoid" and noise:
         kind = "conservative"
-    arguments = {"loss": kind, "beta": number(r["beta"]), "label_noise": noise}
+    arguments = {"loss": kind, "beta": r["beta"], "label_noise": noise}
     r.recipe["objective"] = {"class_path": "dpo", "init_args": arguments}
     if r["disable_dropout"] and "lora_dropout" in r.recipe:
         r.set(lora_dropout=0.0)
@@ -146,12 +152,12 @@ def _finish_dpo(r: Reading) -> None:
 
 def _shared(r: Reading) -> None:
     if r.has("model_name_or_path"):
-        name = str(r["model_name_or_path"])
+        name = r["model_name_or_path"]
         r.set(checkpoint_dir=trainer.of_version(r, "model_revision", name))
     is_lora = bool(r["use_peft"])
     if is_lora:
         r.set(lora_r=r["lora_r"], lora_alpha=r["lora_alpha"])
-        r.set(lora_dropout=number(r["lora_dropout"]))
+        r.set(lora_dropout=r["lora_dropout"])
         trainer.adapt(r, r["lora_target_modules"] or PEFT_DEFAULT)
         r.set(lora_modules_to_save=r["lora_modules_to_save"])
         r.set(lora_variant="dora" if r["use_dora"] else "rslora" if r["use_rslora"] else "lora")
@@ -162,9 +168,9 @@ def _shared(r: Reading) -> None:
             r.set(quantize="bnb.int8")
     trainer.length(r)
     micro, accumulation = r["per_device_train_batch_size"], r["gradient_accumulation_steps"]
-    trainer.batch(r, int(micro), int(accumulation))
-    trainer.optimizer(r, str(r["optim"]))
-    kind = str(r["lr_scheduler_type"])
+    trainer.batch(r, micro, accumulation)
+    trainer.optimizer(r, r["optim"])
+    kind = r["lr_scheduler_type"]
     trainer.schedule(r, kind)
     trainer.warm_up(r, kind)
     trainer.checkpoints(r)
@@ -191,7 +197,7 @@ def _data(r: Reading) -> dict[str, Any]:
             options["subset"] = r["dataset_config"]
     else:
         r.refuse("dataset_name", "no dataset")
-    share = number(r["test_split_size"])
+    share = r["test_split_size"]
     has_split = r["eval_strategy"] not in OFF
     options["val_split_fraction"] = share if share else None if has_split else 0.0
     trainer.held_out(r, "test_split_size", share, others=has_split)

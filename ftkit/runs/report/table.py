@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ftkit.models.architectures.checks import published_text
 from ftkit.recipe.peft_types import method_text
+from ftkit.redaction import shown
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import AnsweredExample, score_text
 from ftkit.runs.report.report import (
@@ -42,7 +43,6 @@ from ftkit.utils.console.formatting import (
     loss_text,
     number_text,
     percent_text,
-    printable,
     shortened,
     shortened_within,
 )
@@ -74,7 +74,7 @@ def render(report: Report, out_dir: Path | None = None) -> Group:
         *((label, _Parts(value)) for label, value in measured_rows(report) if value),
         *summary_rows(report, out_dir),
     ]
-    title = Text(printable(_title(report)), "bold")
+    title = Text(shown(_title(report)), "bold")
     # No box characters: the table reads the same in a log file and without colour.
     line = Rule(title, characters="-", align="left", style="dim")
     return Group(line, labelled_grid(rows))
@@ -107,7 +107,7 @@ class _Parts:
     """A text that wraps after its commas and colons, and between words where that is too long."""
 
     def __init__(self, text: str) -> None:
-        self._text = printable(text)
+        self._text = shown(text)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # Splits after the sign, which stays with the part before it.

@@ -21,13 +21,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.redaction import redacted
+from ftkit.redaction import shown
 from ftkit.utils.console.formatting import (
     clock_text,
     duration_text,
     loss_text,
     number_text,
-    printable,
     utc_now,
 )
 from ftkit.utils.console.terminal import LastingStream, plain_text, print_directly, terminal_of
@@ -308,11 +307,11 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a text, of one line or several."""
-        self._write(redacted(printable(text)), is_shown=not self._is_quiet)
+        self._write(shown(text), is_shown=not self._is_quiet)
 
     def warning(self, text: str) -> None:
         """Show a warning on one line, the first time it is given."""
-        text = " ".join(redacted(printable(text)).split())
+        text = " ".join(shown(text).split())
         if text not in self._warnings:
             self._warnings.append(text)
             self._write(f"warning: {text}", style="yellow")
@@ -320,7 +319,7 @@ class Display:
     def show_text(self, text: str) -> None:
         """Show a text that is a result, of one line or several, so that it can be copied."""
         # The terminal wraps it and not rich, so that a long line is copied as one.
-        self._write(redacted(printable(text)), wraps=False)
+        self._write(shown(text), wraps=False)
 
     def notice(self, renderable: RenderableType) -> None:
         """Show a table or another rich renderable that --quiet leaves out."""
@@ -347,7 +346,7 @@ class Display:
             brief: leave no line behind, unless it takes long or is cut short. Without a live line
                 and a log, one line says after a while that it is still running.
         """
-        phase = Phase(redacted(printable(title)), write=self._write_progress, clock=self._clock)
+        phase = Phase(shown(title), write=self._write_progress, clock=self._clock)
         if not brief:
             self._log_lines(phase.start_line)
         verb = "stopped after "

@@ -5,31 +5,18 @@ import time
 from collections.abc import Callable
 
 from ftkit.errors import UserError
-
-
-def printable(text: str) -> str:
-    """The text without terminal escape sequences and control characters, except line feeds.
-
-    Answers of a model and records of a data set can hold anything.
-    """
-    # Tabs are control characters, but separate words: they become spaces.
-    return _UNPRINTABLE.sub("", text.expandtabs(4))
-
-
-# CSI sequences, then control characters except for the line feed: they could move the cursor or
-# change the title of a terminal.
-_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+from ftkit.redaction import shown
 
 
 def shortened(text: str, limit: int = 240) -> str:
     """The text on one line, cut to the limit."""
-    line = " ".join(printable(text).split())
+    line = " ".join(shown(text).split())
     return line if len(line) <= limit else line[: limit - 4].rstrip() + " ..."
 
 
 def shortened_within(text: str, limit: int = 240) -> str:
     """The text on one line, with both its ends where it is longer than the limit."""
-    line = " ".join(printable(text).split())
+    line = " ".join(shown(text).split())
     kept = (limit - 5) // 2
     return line if len(line) <= limit else f"{line[:kept].rstrip()} ... {line[-kept:].lstrip()}"
 

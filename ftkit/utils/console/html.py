@@ -8,7 +8,7 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
-from ftkit.utils.console.formatting import printable
+from ftkit.redaction import shown
 
 GOOD = "#0b8457"
 _NEUTRAL = "#888888"
@@ -40,7 +40,7 @@ def whole_page(title: str, body: str, style: str) -> str:
 # be one more language.
 def escaped(text: str) -> str:
     """Escape a text for HTML, without control characters."""
-    return html.escape(printable(text))
+    return html.escape(shown(text))
 
 
 def styled(text: str, style: str) -> str:

@@ -4,17 +4,18 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType, RenderResult
 from rich.file_proxy import FileProxy
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.utils.console.formatting import printable
+from ftkit.redaction import shown
 from ftkit.utils.streams import discard
 
 REPORT_WIDTH = 80
@@ -71,7 +72,18 @@ class LastingStream:
                 self._on_failure(error)
 
 
-class _Terminal(Console):
+class SafeConsole(Console):
+    """A console that removes escapes and secrets of foreign text, but not its own styles."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Segments of a renderable, and of each of its parts."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=shown(segment.text))
+
+
+class _Terminal(SafeConsole):
     """A console as wide as its own stream, which leaves the cursor visible.
 
     A killed process could not show the cursor again. Rich measures descriptors 0 to 2, none of
@@ -108,7 +120,7 @@ def terminal_of(stream: TextIO | LastingStream) -> Console | None:
 def plain_text(renderable: RenderableType, width: int = REPORT_WIDTH) -> str:
     """The renderable as text without escape sequences, at most `width` columns wide."""
     file = io.StringIO()
-    console = Console(
+    console = SafeConsole(
         file=file,
         width=width,
         force_terminal=False,
@@ -155,7 +167,7 @@ class Value:
     """A text whose lines break between words, but not between a number and its unit."""
 
     def __init__(self, text: str) -> None:
-        self._text = printable(text)
+        self._text = shown(text)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         joined = Text(_BEFORE_UNIT.sub(_JOINT, self._text))

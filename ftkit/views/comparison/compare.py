@@ -12,7 +12,8 @@ from ftkit.errors import UserError
 from ftkit.recipe.options import CompareOptions
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text
-from ftkit.utils.progress import OnProgress, print_notice
+from ftkit.utils.process import print_line
+from ftkit.utils.progress import OnProgress, print_notice, print_shown
 from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison import table
 from ftkit.views.comparison.columns import in_order
@@ -130,9 +131,9 @@ def compare_runs(options: CompareOptions) -> int:
 
 def _show(comparison: Comparison, options: CompareOptions) -> None:
     for item in comparison.left_out:
-        print(f"ftkit: {display_path(item.path)} {item.reason}: left out", file=sys.stderr)
+        print_line(f"ftkit: {display_path(item.path)} {item.reason}: left out")
     if options.format in _FORMATS:
-        print(_FORMATS[options.format](comparison))
+        print_shown(_FORMATS[options.format](comparison))
     else:
         with Display(None) as display:
             display.show(comparison.table())

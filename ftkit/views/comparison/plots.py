@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ftkit import __version__
 from ftkit.errors import UserError
+from ftkit.redaction import shown
 from ftkit.runs.report.report import ENDED_WELL
-from ftkit.utils.console.formatting import bytes_text, printable
+from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.console.html import whole_page
 from ftkit.utils.files import write_durably
 from ftkit.views.comparison.columns import number_columns
@@ -374,7 +375,7 @@ def _look(i: int) -> tuple[str, Dash]:
 
 def _name(run: ComparedRun) -> str:
     """Name of a run, cut to fit a picture."""
-    name = printable(run.name)
+    name = shown(run.name)
     # The end of a path tells most.
     return name if len(name) <= _NAME else f"...{name[-_NAME + 3 :]}"
 

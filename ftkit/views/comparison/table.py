@@ -13,9 +13,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ftkit.redaction import shown
 from ftkit.runs.report.report import ENDED_WELL
 from ftkit.runs.report.table import STYLE_OF_OUTCOME
-from ftkit.utils.console.formatting import printable, shortened
+from ftkit.utils.console.formatting import shortened
 from ftkit.utils.console.html import GOOD
 from ftkit.utils.remote.urls import display_path
 from ftkit.views.comparison.columns import (
@@ -96,7 +97,7 @@ def notes(runs: list[ComparedRun]) -> list[str]:
                 f"{run.name}: time, speed and memory are of its last session, "
                 f"from step {resumed.from_step:,}"
             )
-    return [printable(line) for line in lines]
+    return [shown(line) for line in lines]
 
 
 def as_markdown(runs: list[ComparedRun]) -> str:
@@ -175,7 +176,7 @@ def comparison_as_html(runs: list[ComparedRun]) -> str:
 
 
 def _html_cell(tag: str, column: Column, text: str, *, best: bool = False, title: str = "") -> str:
-    escaped = html.escape(printable(text))
+    escaped = html.escape(shown(text))
     align = "right" if column.is_numeric else "left"
     wrap = ";white-space:nowrap" if column.is_numeric and tag == "td" else ""
     content = f'<b title="best" style="color:{GOOD}">{escaped}</b>' if best else escaped

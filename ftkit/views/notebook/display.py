@@ -25,6 +25,7 @@ from ftkit.strategies.step_memory import CATEGORIES, Breakdown, Category, StepMe
 from ftkit.utils import progress
 from ftkit.utils.console.formatting import bytes_text, duration_text, percent_text
 from ftkit.utils.console.html import as_image, block, curve_picture, escaped, grid, labelled, styled
+from ftkit.utils.progress import print_shown
 from ftkit.views.comparison.plots import PART_COLORS
 from ftkit.views.watch import Lines, RunSnapshot, means, snapshot_as_html
 
@@ -128,7 +129,7 @@ class Terminal:
 
     def say(self, text: str) -> None:
         if text and text != self._said:
-            print(text, flush=True)
+            print_shown(text)
             self._said = text
 
     def show(self, snapshot: RunSnapshot) -> None:
@@ -138,7 +139,7 @@ class Terminal:
         """Do nothing: the last line has said it."""
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        print_shown(text)
 
 
 MEASURED = "measured here"
