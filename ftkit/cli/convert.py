@@ -23,7 +23,7 @@ def print_converted(options: ConvertOptions) -> int:
     Raises:
         UserError: no other program reads the file, or ftkit would learn something else.
     """
-    translation, _ = convert(str(options.file), options.terms, options.tool)
+    translation, _ = convert(str(options.file), options.terms)
     for line in explained(str(options.file), translation, options.terms):
         for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ") or [""]:
             print_shown(f"# {part}".rstrip())

@@ -20,7 +20,9 @@ from ftkit.utils.console.formatting import SIZE_UNITS, parse_size
 
 OutputFormat = Literal["table", "json"]
 Storage = Quantization | Literal["none"]
-Tool = Literal["axolotl", "llama-factory", "llama-factory-v1", "trl-sft", "trl-dpo"]
+Tool = Literal[
+    "axolotl", "llama-factory", "llama-factory-v1", "trl-sft", "trl-dpo", "trl-kto", "trl-reward"
+]
 Dtype = Literal["float32", "bfloat16", "float16"]
 GgufNumbers = Literal["f32", "f16", "bf16", "q8_0"]
 
@@ -117,10 +119,13 @@ class ForeignOptions:
     """Of such a file: the devices, over all machines, that trained with it there. Its batch is that
     of one device, and is multiplied by them."""
 
+    tool: Tool | None = None
+    """Whose file it is. Default: known by its keys; commands of TRL share many of theirs."""
+
     @property
     def terms(self) -> Terms:
-        """Both, for the reader of recipes."""
-        return Terms(without=self.without, devices=self.from_devices)
+        """All of them, for the reader of recipes."""
+        return Terms(without=self.without, devices=self.from_devices, tool=self.tool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +133,7 @@ class ConvertOptions(ForeignOptions, CommonOptions):
     """Options of ftkit convert."""
 
     file: Path = word("FILE.yml", ask="which file to convert?")
-    """A configuration file of axolotl or LLaMA-Factory, or one of trl sft or trl dpo."""
-    tool: Tool | None = None
-    """Whose file it is. Default: known by its keys."""
+    """A configuration file of axolotl or LLaMA-Factory, or of trl sft, dpo, kto or reward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,9 @@ import yaml
 
 from ftkit.errors import UserError
 from ftkit.recipe.foreign.programs import (
-    BY_SHORT_NAME,
     NO_TERMS,
     Terms,
-    program_of,
+    programs_of,
     translated,
 )
 from ftkit.recipe.foreign.table import Translation
@@ -104,14 +103,15 @@ def read_recipe(
     """
     merged: dict[str, Any] = {}
     is_foreign = False
-    for file in files:
+    for place, file in enumerate(files):
         path = local_path(file)
         if is_url(file):
             # The file may have changed since it was fetched.
             path.unlink(missing_ok=True)
             fetch_missing(path.parent, [path.name])
         values = load_yaml(path, "--config ")
-        if program_of(values) is None:
+        is_named = terms.tool is not None and place == 0  # further files may be recipes
+        if not is_named and not programs_of(values):
             for key, value in flatten(values):
                 _assign(merged, key, value)
             continue
@@ -121,25 +121,23 @@ def read_recipe(
         for key, value in translation.recipe.items():
             _assign(merged, key, value)
     if terms != NO_TERMS and not is_foreign:
-        option = f"without {terms.without[0]}" if terms.without else f"from_devices {terms.devices}"
         raise UserError(
-            f"--{option} is for a file of another program, but there is none among the recipes. "
-            "Leave it out."
+            f"{' '.join(terms.words[:2])} is for a file of another program, but there is "
+            "none among the recipes. Leave it out."
         )
     if is_foreign and method == "lora" and not LORA_KEYS & merged.keys():
         method = None
     return _overridden(merged, overrides, method)
 
 
-def convert(file: str, terms: Terms, tool: str | None = None) -> tuple[Translation, Recipe]:
+def convert(file: str, terms: Terms) -> tuple[Translation, Recipe]:
     """Translate a file of another program, and check the recipe that it becomes.
 
     Raises:
         UserError: see `read_recipe`, or it is no such file.
     """
     values = load_yaml(Path(file))
-    program = None if tool is None else BY_SHORT_NAME[tool]
-    translation = translated(values, file, terms=terms, program=program)
+    translation = translated(values, file, terms=terms)
     merged: dict[str, Any] = {}
     for key, value in translation.recipe.items():
         _assign(merged, key, value)

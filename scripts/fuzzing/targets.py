@@ -18,6 +18,8 @@ from object_servers import Bucket, Proxy
 from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama, make_records
 
+from ftkit.recipe.foreign.programs import BY_SHORT_NAME
+
 Run = Callable[[Sequence[str], Path], None]
 """Runs a command that has to succeed, in a directory."""
 
@@ -272,7 +274,92 @@ def _foreign_target(name: str) -> Target:
     )
 
 
+_TRL = {"model_name_or_path": "base", "dataset_name": "data.json"}
+_CHAT = {"path": "data.json", "type": "chat_template"}
+_CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "axolotl": {
+        "base_model": "base", "datasets": [{"path": "data.json", "type": "alpaca"}],
+        "adapter": "qlora", "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"],
+        "learning_rate": 2e-4, "cosine_min_lr_ratio": 0.1, "max_steps": 9, "warmup_ratio": 0.1,
+        "val_set_size": 0.1, "evals_per_epoch": 2, "saves_per_epoch": 2, "sample_packing": True,
+        "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}, "special_tokens": {"pad_token": "p"},
+        "model_config": {"output_router_logits": True},
+    },
+    "axolotl, pairs": {
+        "base_model": "base", "datasets": [_CHAT | {"type": "chatml.default"}], "rl": "simpo",
+        "cpo_alpha": 0, "simpo_gamma": 0.5, "trl": {"beta": 0.2}, "num_epochs": 2,
+        "qat": {"weight_dtype": "int4", "activation_dtype": "int8"},
+    },
+    "axolotl, conversations": {
+        "base_model": "base", "num_epochs": 1, "warmup_steps": 0.1, "save_steps": 0.5,
+        "datasets": [_CHAT | {"message_property_mappings": {"role": "who"}, "split": "train",
+                              "roles_to_train": ["assistant"], "train_on_eos": "turn"},
+                     {"path": "data.json", "type": {"format": "{instruction} {input}",
+                                                    "field_input": "input"}}],
+    },
+    "llama-factory": {
+        "model_name_or_path": "base", "finetuning_type": "lora", "stage": "dpo",
+        "pref_loss": "simpo", "dataset": "own", "dataset_dir": ".", "template": "llama3",
+        "lora_target": "q_proj,v_proj", "max_steps": 9, "save_steps": 0.5, "max_samples": 99,
+        "quantization_bit": 4, "warmup_ratio": 0.1,
+    },
+    "llama-factory-v1": {
+        "model": "base", "train_dataset": "sets.yaml", "max_steps": 9,
+        "peft_config": {"name": "lora", "r": 4}, "quant_config": {"name": "bnb"},
+    },
+    "llama-factory-v1, muon": {
+        "model": "base", "train_dataset": "data.json", "batching_strategy": "dynamic_batching",
+        "optim_config": {"name": "muon", "lr": 1e-3}, "num_train_epochs": 1,
+    },
+    "trl-sft": _TRL | {"packing": True, "use_peft": True, "load_in_4bit": True, "max_steps": 9,
+                       "lora_target_modules": ["q_proj"], "warmup_steps": 0.1},
+    "trl-dpo": _TRL | {"beta": 0.2, "loss_type": ["sigmoid"], "label_smoothing": 0.1},
+    "trl-kto": _TRL | {"desirable_weight": 1.5, "use_peft": True, "eval_strategy": "epoch"},
+    "trl-reward": _TRL | {"center_rewards_coefficient": 0.01, "datasets": [{"path": "data.json"}]},
+}  # fmt: skip
+"""Files of other programs, by the program as `--tool` names it."""
+
+
+def _make_configuration(name: str) -> Callable[[Path, Run], None]:
+    program = BY_SHORT_NAME[name.partition(",")[0]]
+
+    def make(directory: Path, _: Run) -> None:
+        make_data(directory / "data.json", 40)
+        own = {"own": {"file_name": "data.json", "columns": {"prompt": "instruction"}}}
+        (directory / "dataset_info.json").write_text(json.dumps(own))
+        sets = {"own": {"path": "data.json", "source": "local", "converter": "alpaca"}}
+        (directory / "sets.yaml").write_text(json.dumps(sets))
+        # Every key of the program has a place, so that it can be given a value.
+        values = dict.fromkeys(program.rows) | _CONFIGURATIONS[name]
+        (directory / "their.yaml").write_text(json.dumps(values))
+
+    return make
+
+
+def _configuration_target(name: str) -> Target:
+    tool = name.partition(",")[0]
+    accepted = (
+        "dataset",
+        "datasets",
+        "optim_config",
+        "packing",
+        "pref_loss",
+        "stage",
+        "train_dataset",
+    )
+    without = [key for key in accepted if key in _CONFIGURATIONS[name]]
+    return Target(
+        name=f"configuration: {name}",
+        make=_make_configuration(name),
+        files=("their.yaml", "their.yaml", "dataset_info.json", "sets.yaml"),
+        command=("convert", "their.yaml", "--tool", tool,
+                 *(word for key in without for word in ("--without", key))),
+        share=6,
+    )  # fmt: skip
+
+
 TARGETS: tuple[Target, ...] = (
+    *map(_configuration_target, _CONFIGURATIONS),
     Target(
         name="recipe",
         make=_make_recipe,

@@ -164,7 +164,7 @@ ROWS = rows_by_key(
     same("noisy_embedding_alpha", "number>=0", "train.neftune_noise_alpha", None,
          "older name of neftune_noise_alpha"),
     same("output_dir", "text", "out_dir", "./model-out"),
-    part("adapter", "text|false", "quantize", None, "lora, qlora, or none: full fine-tuning"),
+    part("adapter", "text|no", "quantize", None, "lora, qlora, or none: full fine-tuning"),
     part("load_in_4bit", "flag", "quantize", False, "bnb.nf4-dq"),
     part("load_in_8bit", "flag", "quantize", False, "bnb.int8"),
     part("quantize_moe_experts", "flag", "quantize", False,
@@ -199,13 +199,13 @@ ROWS = rows_by_key(
          "1 / this, in steps rounded up"),
     part("eval_steps", "number>=0", "eval.interval", None, ""),
     part("save_steps", "number>=0", "train.save_interval", None, ""),
-    part("eval_strategy", "text|false", "eval.interval", None, ""),
-    part("evaluation_strategy", "text|false", "eval.interval", None, "older name of eval_strategy"),
-    part("save_strategy", "text|false", "train.save_interval", None, ""),
+    part("eval_strategy", "text|no", "eval.interval", None, ""),
+    part("evaluation_strategy", "text|no", "eval.interval", None, "older name of eval_strategy"),
+    part("save_strategy", "text|no", "train.save_interval", None, ""),
     same("save_total_limit", "whole", "checkpoint.keep_last", 4, value=lambda x: max(1, x)),
     same("early_stopping_patience", "whole>=1", "eval.patience", None),
     part("load_best_model_at_end", "flag", "checkpoint.result", False, ""),
-    part("rl", "text|false", "objective", None, "dpo, ipo, orpo, kto, simpo"),
+    part("rl", "text|no", "objective", None, "dpo, ipo, orpo, kto, simpo"),
     part("rl_beta", "number>0", ("objective.beta", "objective.weight"), 0.1, ""),
     part("trl", {"beta": "number>0"}, "objective.beta", None, "its beta, in the place of rl_beta"),
     part("orpo_alpha", "number>0", ("objective.weight", "objective.beta"), None, "without rl_beta"),
@@ -931,7 +931,7 @@ def _intervals(r: Reading) -> None:
         # axolotl validates only where a key says when, and records are held out.
         is_asked = (times or steps or strategy) and r["val_set_size"]
         is_off = name == "eval" and not is_asked
-        if strategy in ("no", False) or is_off:
+        if strategy == "no" or is_off:
             r.recipe[ours] = None if name == "save" else 0
         elif share is not None and total:
             r.recipe[ours] = max(1, math.ceil(share / epochs * total))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 from ftkit.recipe.foreign import trainer
@@ -408,7 +407,8 @@ def _info(r: Reading, folder: str) -> dict[str, Any] | None:
             from huggingface_hub import hf_hub_download
 
             file = hf_hub_download(hub, "dataset_info.json", repo_type="dataset")
-        info = json.loads(Path(file).read_text("utf-8"))
+        found = trainer.existing(file)
+        info = json.loads(found.read_text("utf-8")) if found and found.is_file() else None
     except (OSError, ValueError, RecursionError):  # those of the hub are the first two
         return None
     return typed({"": info}, {"": _INFO}, file).get("")

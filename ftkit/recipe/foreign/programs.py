@@ -9,10 +9,9 @@ from ftkit.recipe.foreign.axolotl import AXOLOTL
 from ftkit.recipe.foreign.llama_factory import LLAMA_FACTORY
 from ftkit.recipe.foreign.llama_factory_v1 import LLAMA_FACTORY_V1
 from ftkit.recipe.foreign.table import Kind, Program, Row, Translation, translate
-from ftkit.recipe.foreign.trl import TRL_DPO, TRL_SFT
+from ftkit.recipe.foreign.trl import TRL_DPO, TRL_KTO, TRL_REWARD, TRL_SFT
 
-# Those with more marks come first: a file of trl dpo has all that one of trl sft has.
-PROGRAMS = (TRL_DPO, TRL_SFT, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL)
+PROGRAMS = (TRL_SFT, TRL_DPO, TRL_KTO, TRL_REWARD, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL)
 BY_SHORT_NAME = {program.short: program for program in PROGRAMS}
 
 
@@ -24,6 +23,8 @@ class Terms:
     """Keys whose difference is accepted."""
     devices: int = 1
     """Devices that trained with such a file, which multiply its batch of one device."""
+    tool: str | None = None
+    """Short name of the program whose file it is; None: known by its keys."""
 
     @property
     def batch_text(self) -> str:
@@ -36,43 +37,55 @@ class Terms:
     def words(self) -> list[str]:
         """Options of a command line that say the same."""
         devices = [] if self.devices == 1 else ["--from_devices", str(self.devices)]
-        return [*(word for key in self.without for word in ("--without", key)), *devices]
+        tool = [] if self.tool is None else ["--tool", self.tool]
+        return [*(word for key in self.without for word in ("--without", key)), *devices, *tool]
 
 
 NO_TERMS = Terms()
 
 
-def program_of(values: Mapping[str, Any]) -> Program | None:
-    """Return the program whose file has these keys; None: it is a recipe."""
+def programs_of(values: Mapping[Any, Any]) -> tuple[Program, ...]:
+    """Programs whose file may have these keys.
+
+    None: it is a recipe. Several: commands of one program, between which the file does not decide.
+    """
     given = {key for key, value in values.items() if value is not None}
-    return next((p for p in PROGRAMS if any(mark <= given for mark in p.marks)), None)
+    found = [p for p in PROGRAMS if any(mark <= given for mark in p.marks)]
+    rivals = [p for p in found if p is found[0] or (p.family and p.family == found[0].family)]
+    if len(rivals) < 2:
+        return tuple(rivals)
+    known = {p.short: len(given & p.rows.keys()) for p in rivals}
+    rivals = [p for p in rivals if known[p.short] == max(known.values())]
+    possible = tuple(p for p in rivals if p.may_be(values))
+    return possible or tuple(rivals)
 
 
-def translated(
-    values: Mapping[str, Any],
-    file: str,
-    *,
-    terms: Terms,
-    program: Program | None = None,
-) -> Translation:
+def translated(values: Mapping[Any, Any], file: str, *, terms: Terms) -> Translation:
     """Translate the keys and values of a file of another program.
 
     Args:
         values: its content.
         file: its name, for messages.
         terms: of the command.
-        program: whose file it is; None: known by its keys.
 
     Raises:
-        UserError: none of these programs reads the file, or ftkit would learn something else.
+        UserError: none of these programs reads the file, it does not say of which command it is, or
+            ftkit would learn something else.
     """
-    found = program or program_of(values)
-    if found is None:
+    found = programs_of(values) if terms.tool is None else (BY_SHORT_NAME[terms.tool],)
+    if not found:
         raise UserError(
             f"{file} is no file of {_listed([p.name for p in PROGRAMS])}: it has none of the keys "
             "by which these are known. If it is one, name the program: --tool axolotl."
         )
-    translation = translate(found, values, file=file, without=terms.without, ranks=terms.devices)
+    if len(found) > 1:
+        options = _listed([f"--tool {p.short}" for p in found])
+        raise UserError(
+            f"{file} is a file of {found[0].family}, but its keys do not say of which command: "
+            f"{_listed([p.name for p in found])}. Add {options}."
+        )
+    (program,) = found
+    translation = translate(program, values, file=file, without=terms.without, ranks=terms.devices)
     translation.check(file)
     return translation
 

@@ -140,6 +140,10 @@ class Program:
     rows: Mapping[str, Row]
     finish: Callable[[Reading], None]
     """Decides what several keys decide together."""
+    family: str = ""
+    """The program of which this is a command, if its commands share their keys."""
+    may_be: Callable[[Mapping[str, Any]], bool] = lambda values: True
+    """Whether the values, or the data that they name, may be those of this command."""
     covers: tuple[str, ...] = ()
     """Beginnings of keys that its files may have without a row, because another key decides."""
 

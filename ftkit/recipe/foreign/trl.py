@@ -1,5 +1,9 @@
-"""Configuration files of `trl sft` and `trl dpo`. Defaults are those of TRL 1.16."""
+"""Configuration files of `trl sft`, `dpo`, `kto` and `reward`. Defaults are those of TRL 1.16.
 
+A file does not name its command, and the commands share most keys: see `programs_of`.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ftkit.recipe.foreign import trainer
@@ -40,14 +44,9 @@ _SHARED: list[Row] = [
     part("test_split_size", "number>0", ("data.val_split_fraction", "eval.final_validation"), None,
          ""),
     same_as("max_length", "whole>=1", "train.max_seq_length", 1024),
-    part("truncation_mode", "text", "data.overlong", "keep_start", "truncate"),
-    part("chat_template_path", "text", "data.chat_template", None,
-         "a file; the model's own without it"),
-    part("router_aux_loss_coef", "number>=0", "router_aux_loss_coef", 0.001,
-         "for models that have one"),
     *idle("the split val, validation, dev or test is used for validation", "dataset_test_split"),
-    *idle(COST, "dataset_num_proc", "pad_to_multiple_of", "padding_free", "pad_token",
-          "bnb_4bit_quant_storage", "use_reentrant"),
+    *idle(COST, "dataset_num_proc", "pad_to_multiple_of", "bnb_4bit_quant_storage",
+          "use_reentrant"),
     *idle(LAYOUT, "ignore_bias_buffers", "env"),
     *idle(REMOTE_CODE, "trust_remote_code"),
     *idle(FILES, "lora_task_type"),
@@ -58,8 +57,24 @@ _SHARED: list[Row] = [
     *missing("LoRA for parameters by name", "lora_target_parameters"),
 ]  # fmt: skip
 
+_TRUNCATION = part("truncation_mode", "text", "data.overlong", "keep_start", "truncate")
+_TEMPLATE = part("chat_template_path", "text", "data.chat_template", None,
+                 "a file; the model's own without it")  # fmt: skip
+_ROUTER = part("router_aux_loss_coef", "number>=0", "router_aux_loss_coef", 0.001,
+               "for models that have one")  # fmt: skip
+_NO_DROPOUT = part("disable_dropout", "flag", "lora_dropout", True, "0")
+_REFERENCE = [
+    *idle("ftkit computes them before the first step, or below the adapter",
+          "precompute_ref_log_probs", "precompute_ref_batch_size"),
+    *missing("a reference that follows the model", "sync_ref_model"),
+    *idle("only with the key that switches it on", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+]  # fmt: skip
+
 SFT_ROWS = rows_by_key(
     _SHARED,
+    _TRUNCATION,
+    _TEMPLATE,
+    _ROUTER,
     part("learning_rate", "number>=0", "optimizer.lr", 2e-5, ""),
     part("packing", "flag", ("train.global_batch_tokens", "train.micro_batch_tokens"), False, ""),
     part("packing_strategy", "text", "train.global_batch_tokens", "bfd", ""),
@@ -67,28 +82,49 @@ SFT_ROWS = rows_by_key(
     part("completion_only_loss", "flag", "data.train_on", None, "for prompts with completions"),
     part("loss_type", "text", "objective", None, "nll, dft"),
     *idle("ftkit shuffles every epoch, as the Trainer does", "shuffle_dataset"),
-    *idle(COST, "eval_packing"),
+    *idle(COST, "eval_packing", "padding_free", "pad_token"),
     *missing("another end of texts", "eos_token"),
     *missing("names of the texts' key", "dataset_text_field", harmless=("text",)),
     *missing("settings of the data's preparation", "dataset_kwargs"),
 )
 DPO_ROWS = rows_by_key(
     _SHARED,
+    _TRUNCATION,
+    _ROUTER,
+    _NO_DROPOUT,
+    _REFERENCE,
     part("learning_rate", "number>=0", "optimizer.lr", 1e-6, ""),
     part("beta", "number>0", "objective.beta", 0.1, ""),
     part("loss_type", "names", "objective.loss", ["sigmoid"], "sigmoid, hinge, ipo, robust"),
     part("label_smoothing", "number>=0<1", "objective.label_noise", 0.0, "loss: conservative"),
-    part("disable_dropout", "flag", "lora_dropout", True, "0"),
-    *idle("ftkit computes them before the first step, or below the adapter",
-          "precompute_ref_log_probs", "precompute_ref_batch_size"),
+    *idle(COST, "padding_free", "pad_token"),
     *missing("several losses of DPO", "loss_weights"),
     *missing("log-probabilities that weigh the length", "ld_alpha"),
     *missing("another divergence", "f_divergence_type", harmless=("reverse_kl",)),
     *missing("weights of sequences in DPO", "use_weighting"),
-    *missing("a reference that follows the model", "sync_ref_model"),
-    *idle("only with the key that switches it on", "f_alpha_divergence_coef", "discopop_tau",
-          "ref_model_mixup_alpha", "ref_model_sync_steps"),
+    *idle("only with the key that switches it on", "f_alpha_divergence_coef", "discopop_tau"),
 )  # fmt: skip
+KTO_ROWS = rows_by_key(
+    _SHARED,
+    _ROUTER,
+    _NO_DROPOUT,
+    _REFERENCE,
+    part("learning_rate", "number>=0", "optimizer.lr", 1e-6, ""),
+    part("beta", "number>0", "objective.beta", 0.1, ""),
+    part("desirable_weight", "number>=0", "objective.desirable_weight", 1.0, ""),
+    part("undesirable_weight", "number>=0", "objective.undesirable_weight", 1.0, ""),
+    part("loss_type", "text", "objective", "kto", "kto"),
+    *missing("another order of samples", "train_sampling_strategy", harmless=("sequential",)),
+)
+REWARD_ROWS = rows_by_key(
+    _SHARED,
+    _TEMPLATE,
+    _NO_DROPOUT,
+    part("learning_rate", "number>=0", "optimizer.lr", 1e-4, ""),
+    part("center_rewards_coefficient", "number>=0", "objective.center_weight", None, ""),
+    *idle(COST, "pad_token"),
+    *missing("another end of texts", "eos_token"),
+)
 
 
 def _finish_sft(r: Reading) -> None:
@@ -146,6 +182,51 @@ def _finish_dpo(r: Reading) -> None:
         kind = "conservative"
     arguments = {"loss": kind, "beta": r["beta"], "label_noise": noise}
     r.recipe["objective"] = {"class_path": "dpo", "init_args": arguments}
+    _drop_nothing(r)
+
+
+def _finish_kto(r: Reading) -> None:
+    _shared(r)
+    _data(r)["overlong"] = "truncate"
+    if r["loss_type"] != "kto":
+        r.refuse("loss_type", f"the preference loss {r['loss_type']}")
+    arguments = {key: r[key] for key in ("beta", "desirable_weight", "undesirable_weight")}
+    r.recipe["objective"] = {"class_path": "kto", "init_args": arguments}
+    if not r["use_peft"]:
+        r.set(reference=r.recipe.get("checkpoint_dir"))
+    _drop_nothing(r)
+    r.tell("train_sampling_strategy: trl kto trains in the order of the file; ftkit shuffles")
+    r.tell(
+        "per_device_train_batch_size: TRL has a reference point for each batch of a device, ftkit "
+        "one for the step"
+    )
+    r.tell(
+        "max_length: TRL leaves out samples whose prompt alone is as long; ftkit cuts them, and "
+        "counts them among the samples of a step"
+    )
+
+
+def _finish_reward(r: Reading) -> None:
+    _shared(r)
+    _data(r)["overlong"] = "drop"
+    weight = r["center_rewards_coefficient"]
+    arguments = {} if weight is None else {"center_weight": weight}
+    r.recipe["objective"] = {"class_path": "reward", "init_args": arguments}
+    _drop_nothing(r)
+    if r["use_peft"]:
+        beside = [name for name in r["lora_modules_to_save"] or () if name != "score"]
+        r.recipe.pop("lora_modules_to_save", None)
+        r.set(lora_modules_to_save=beside or None)
+        is_trained = "score" in (r["lora_modules_to_save"] or ())
+        if not is_trained and r.values.get("lora_task_type") != "SEQ_CLS":
+            r.tell(
+                "lora_modules_to_save: without score or lora_task_type SEQ_CLS, TRL leaves the new "
+                "head as it begins; ftkit trains it"
+            )
+
+
+def _drop_nothing(r: Reading) -> None:
+    """Train without dropout, as preferences are trained by default."""
     if r["disable_dropout"] and "lora_dropout" in r.recipe:
         r.set(lora_dropout=0.0)
 
@@ -227,22 +308,49 @@ def _shape(options: dict[str, Any]) -> str | None:
     return next((name for name in ("completion", "messages", "text") if name in record), None)
 
 
-TRL_SFT = Program(
-    name="TRL (trl sft)",
-    short="trl-sft",
-    marks=(frozenset({"model_name_or_path", "dataset_name"}),),
-    rows=SFT_ROWS,
-    finish=_finish_sft,
-)
+_LOSSES_OF = {
+    "sft": ("nll", "chunked_nll", "dft"),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "dpo": ("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
+            "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+}  # fmt: skip
+"""Values of loss_type by command."""
+
+
+def _command(name: str, rows: dict[str, Row], finish: Callable[[Reading], None]) -> Program:
+    def may_be(values: Mapping[str, Any]) -> bool:
+        losses = values.get("loss_type")
+        if losses is not None and name in _LOSSES_OF:
+            given = losses if isinstance(losses, list) else [losses]
+            if not all(loss in _LOSSES_OF[name] for loss in given):
+                return False
+        path = values.get("dataset_name")
+        record = trainer.first_record(trainer.local_data(path) if isinstance(path, str) else None)
+        if record is None:
+            return True
+        # Pairs are no samples of sft; labels may stand beside them, and pairs become labelled ones.
+        if "chosen" in record:
+            return name != "sft"
+        return name == "sft" or (name == "kto" and "label" in record)
+
+    return Program(
+        name=f"TRL (trl {name})",
+        short=f"trl-{name}",
+        family="TRL",
+        marks=tuple(
+            frozenset({"model_name_or_path", data}) for data in ("dataset_name", "datasets")
+        ),
+        rows=rows,
+        finish=finish,
+        may_be=may_be,
+    )
+
+
+TRL_SFT = _command("sft", SFT_ROWS, _finish_sft)
 """`trl sft`."""
-TRL_DPO = Program(
-    name="TRL (trl dpo)",
-    short="trl-dpo",
-    marks=tuple(
-        frozenset({"model_name_or_path", "dataset_name", key})
-        for key in ("beta", "precompute_ref_log_probs", "f_divergence_type", "disable_dropout")
-    ),
-    rows=DPO_ROWS,
-    finish=_finish_dpo,
-)
+TRL_DPO = _command("dpo", DPO_ROWS, _finish_dpo)
 """`trl dpo`."""
+TRL_KTO = _command("kto", KTO_ROWS, _finish_kto)
+"""`trl kto`."""
+TRL_REWARD = _command("reward", REWARD_ROWS, _finish_reward)
+"""`trl reward`."""

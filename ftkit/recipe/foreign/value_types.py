@@ -110,11 +110,11 @@ def _converted(value: Any, kind: str) -> Any:
         if all(isinstance(item, str) for item in value):
             return value
         raise _Other
-    # Any other kind is a word itself, which YAML may have read as true or false.
+    # Any other kind is a word itself. YAML 1.1 reads `no` as false.
     if isinstance(value, str) and kind in ("text", value):
         return value
-    if isinstance(value, bool) and kind == str(value).lower():
-        return value
+    if value is False and kind == "no":
+        return kind
     raise _Other
 
 

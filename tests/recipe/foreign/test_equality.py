@@ -32,10 +32,10 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def ours(values: dict[str, Any]) -> dict[str, Any]:
+def ours(values: dict[str, Any], tool: str | None) -> dict[str, Any]:
     """What ftkit trains in each step of the recipe that a file becomes."""
     Path("their.yml").write_text(yaml.safe_dump(values))
-    _, recipe = convert("their.yml", Terms())
+    _, recipe = convert("their.yml", Terms(tool=tool))
     tokenizer = Tokenizer(Path(recipe.checkpoint_dir))
     assert recipe.train.max_seq_length is not None
     data = load_data(
@@ -84,7 +84,8 @@ def test_a_translated_file_trains_what_its_program_trains(
 ) -> None:
     theirs = json.loads((RECORDED / f"{program}.json").read_text())[name]
     monkeypatch.chdir(there)
-    found = ours(EXAMPLES[program][name])
+    tool = f"trl-{'dpo' if name == 'dpo' else 'sft'}" if program == "trl" else None
+    found = ours(EXAMPLES[program][name], tool)
     # axolotl chooses the samples of a row by how well they fill it.
     if name not in ("packed", "pretraining"):
         assert found["sizes"] == theirs["sizes"]

@@ -1,5 +1,6 @@
 """Files of axolotl, LLaMA-Factory and TRL as recipes: what becomes of keys, and what is refused."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from messages import key_words, says
 
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
-from ftkit.recipe.foreign.programs import PROGRAMS, Terms, program_of, translated
+from ftkit.recipe.foreign.programs import PROGRAMS, Terms, programs_of, translated
 from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.parsing import convert, read_recipe
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -33,8 +34,11 @@ FACTORY: dict[str, Any] = {
     "dataset": "own",
 }
 FACTORY_V1: dict[str, Any] = {"model": "org/base", "train_dataset": "sets.yaml"}
-SFT: dict[str, Any] = {"model_name_or_path": "org/base", "dataset_name": "org/data"}
-DPO: dict[str, Any] = {**SFT, "beta": 0.2}
+TRL: dict[str, Any] = {"model_name_or_path": "org/base", "dataset_name": "org/data"}
+SFT: dict[str, Any] = {**TRL, "packing": False}
+DPO: dict[str, Any] = {**TRL, "beta": 0.2, "label_smoothing": 0.0}
+KTO: dict[str, Any] = {**TRL, "desirable_weight": 1.5}
+REWARD: dict[str, Any] = {**TRL, "center_rewards_coefficient": 0.01}
 QAT = {"activation_dtype": "int8", "weight_dtype": "int4"}
 FILES = {
     "axolotl": AXOLOTL,
@@ -42,6 +46,8 @@ FILES = {
     "llama-factory-v1": FACTORY_V1,
     "trl-sft": SFT,
     "trl-dpo": DPO,
+    "trl-kto": KTO,
+    "trl-reward": REWARD,
 }
 
 
@@ -112,14 +118,154 @@ def test_an_adapter_of_no_layer_is_refused() -> None:
     assert says(refusal(AXOLOTL, lora_target_linear=...), "adapter", "no layer")
 
 
+VALUES_OF_NO_KEY: tuple[Any, ...] = (
+    "fast", "", -3, 10**30, 10**400, 1e308, float("inf"), float("nan"), True, [], [[]], [3],
+    ["x"], [{}], {}, {"a": [None]}, "2020-01-01", "\0", "9" * 5000, "(",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_value_of_any_key_ends_in_an_error_of_python(name: str) -> None:
+    (program,) = programs_of(FILES[name])
+    for row in [row for row in program.rows.values() if row.kind == "ours"]:
+        parts = row.accepts[0] if isinstance(row.accepts, list) else row.accepts
+        inner = parts if isinstance(parts, dict) else {}
+        for value in VALUES_OF_NO_KEY:
+            nested = [{key: value} for key in inner]
+            given = [[one] for one in nested] if isinstance(row.accepts, list) else nested
+            for odd in (value, *given):
+                with contextlib.suppress(UserError):
+                    translated(FILES[name] | {row.key: odd}, "their.yml", terms=Terms(tool=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "allowed"),
+    [
+        ("axolotl", {"learning_rate": "fast"}, "learning_rate: fast ... number of at least 0"),
+        ("axolotl", {"datasets": "x"}, "datasets: x ... list of entries"),
+        ("axolotl", {"special_tokens": True}, "special_tokens: true ... keys"),
+        ("axolotl", {"datasets": [{"path": 3}]}, "datasets[0].path: 3 ... text"),
+        ("axolotl", {"micro_batch_size": 1.5}, "micro_batch_size: 1.5 ... whole number"),
+        ("axolotl", {"bf16": "perhaps"}, "bf16 ... true or false or auto or full"),
+        ("llama-factory", {"lora_rank": 0}, "lora_rank: 0 ... at least 1"),
+        ("llama-factory", {"packing": "neat"}, "packing: neat ... true or false"),
+        ("llama-factory-v1", {"peft_config": {"r": [8]}}, "peft_config.r: [8] ... whole number"),
+        ("trl-sft", {"warmup_ratio": 2}, "warmup_ratio: 2 ... at least 0 and of at most 1"),
+        ("trl-dpo", {"beta": float("nan")}, "beta: NaN ... above 0"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_what_is_allowed(
+    name: str, keys: dict[str, Any], allowed: str
+) -> None:
+    assert says(refusal(FILES[name], **keys), f"their.yml ... {allowed}")
+
+
+def test_all_values_of_another_type_are_named_together() -> None:
+    message = refusal(AXOLOTL, learning_rate="fast", num_epochs="many", seed=-1)
+    assert says(message, "learning_rate", "num_epochs", "seed")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "same"),
+    [
+        ("axolotl", {"learning_rate": "2e-4", "num_epochs": "1"}, {"learning_rate": 2e-4}),
+        ("axolotl", {"val_set_size": "0", "adapter": "none"}, {"adapter": False}),
+        ("axolotl", {"sample_packing": "true", "micro_batch_size": "2"},
+         {"sample_packing": True, "micro_batch_size": 2}),
+        ("axolotl", {"num_epochs": 2.0, "max_steps": -1}, {"num_epochs": 2}),
+        ("axolotl", {"save_strategy": False}, {"save_strategy": "no"}),
+        ("llama-factory", {"lora_target": ["q_proj", "v_proj"]}, {"lora_target": "q_proj, v_proj"}),
+        ("trl-dpo", {"loss_type": "ipo"}, {"loss_type": ["ipo"]}),
+        ("trl-sft", {"warmup_steps": "0.1", "bf16": "no"}, {"warmup_steps": 0.1, "bf16": False}),
+    ],
+)  # fmt: skip
+def test_values_that_the_program_takes_in_another_form_mean_the_same(
+    name: str, keys: dict[str, Any], same: dict[str, Any]
+) -> None:
+    assert keys_of(FILES[name], **keys) == keys_of(FILES[name], **same)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "place"),
+    [
+        ("data/dataset_info.json", {"own": {"file_name": 3}}, "own.file_name: 3"),
+        ("data/dataset_info.json", {"own": "x"}, "own: x"),
+        ("data/dataset_info.json", {"own": {"file_name": "x", "columns": ["a"]}}, "own.columns"),
+        ("sets.yaml", {"own": 3}, "own: 3"),
+        ("sets.yaml", {"own": {"path": ["a"]}}, "own.path"),
+    ],
+)
+def test_files_that_a_file_names_have_types_too(file: str, content: Any, place: str) -> None:
+    Path(file).write_text(json.dumps(content))
+    name = FACTORY if file.endswith("json") else FACTORY_V1
+    assert says(refusal(name), f"{file} ... {place}")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{", b"[" * 100_000, b'{"a":', b""])
+def test_a_damaged_data_file_does_not_keep_a_file_from_being_read(content: bytes) -> None:
+    Path("d.json").write_bytes(content)
+    keys_of(SFT, dataset_name="d.json")
+    keys_of(AXOLOTL, rl="dpo", datasets=[{"path": "d.json", "type": "chatml.default"}])
+
+
 def test_no_limit_of_gradients_is_written_out() -> None:
     assert keys_of(AXOLOTL, max_grad_norm=0)["train.max_norm"] is None
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_known_by_its_keys(name: str) -> None:
-    program = program_of(FILES[name])
-    assert program is not None and program.short == name
+    assert [program.short for program in programs_of(FILES[name])] == [name]
+
+
+@pytest.mark.parametrize(
+    ("keys", "records", "commands"),
+    [
+        ({}, None, ["sft", "dpo", "kto", "reward"]),
+        ({"beta": 0.2}, None, ["dpo", "kto"]),
+        ({"disable_dropout": True}, None, ["dpo", "kto", "reward"]),
+        ({"undesirable_weight": 1.0}, None, ["kto"]),
+        ({"beta": 0.2, "loss_type": "kto"}, None, ["kto"]),
+        ({"beta": 0.2, "loss_type": ["ipo"]}, None, ["dpo"]),
+        ({"loss_type": "nll"}, None, ["sft"]),
+        ({}, {"chosen": "a", "rejected": "b"}, ["dpo", "kto", "reward"]),
+        ({}, {"prompt": "a", "completion": "b", "label": True}, ["sft", "kto"]),
+        ({}, {"text": "a"}, ["sft"]),
+    ],
+)
+def test_a_file_of_trl_is_of_the_commands_that_have_its_keys_and_data(
+    keys: dict[str, Any], records: dict[str, Any] | None, commands: list[str]
+) -> None:
+    file = TRL | keys
+    if records is not None:
+        Path("records.json").write_text(json.dumps([records]))
+        file["dataset_name"] = "records.json"
+    assert [program.short for program in programs_of(file)] == [f"trl-{name}" for name in commands]
+
+
+def test_a_file_of_several_commands_is_asked_for_and_an_option_answers() -> None:
+    assert says(refusal(TRL, beta=0.2), "TRL ... --tool trl-dpo ... --tool trl-kto")
+    file = write(TRL | {"beta": 0.2})
+    recipe = read_recipe([file], terms=Terms(tool="trl-kto"))
+    assert recipe.objective is not None and recipe.objective["class_path"] == "kto"
+    plain = read_recipe([file, write({"seed": 7}, "more.yml")], terms=Terms(tool="trl-dpo"))
+    assert plain.seed == 7
+
+
+def test_kto_and_reward_of_trl_have_its_numbers() -> None:
+    kto = keys_of(KTO)
+    assert kto["objective"] == {
+        "class_path": "kto",
+        "init_args": {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 1.0},
+    }
+    assert kto["reference"] == "org/base" and "reference" not in keys_of(KTO, use_peft=True)
+    assert keys_of(KTO, use_peft=True)["lora_dropout"] == 0
+    assert says(refusal(KTO, loss_type="apo_zero_unpaired"), "loss_type ... apo_zero_unpaired")
+    reward = keys_of(REWARD, use_peft=True, lora_modules_to_save=["score"])
+    assert reward["objective"] == {"class_path": "reward", "init_args": {"center_weight": 0.01}}
+    assert reward["data"]["init_args"]["overlong"] == "drop"
+    assert "lora_modules_to_save" not in reward
+    for name in ("trl-kto", "trl-reward"):
+        read_recipe([write(FILES[name])])
 
 
 @pytest.mark.parametrize(
@@ -130,7 +276,7 @@ def test_a_file_is_known_by_its_keys(name: str) -> None:
     ],
 )
 def test_a_recipe_of_litgpt_is_ours(recipe: str) -> None:
-    assert program_of(yaml.safe_load(recipe)) is None
+    assert programs_of(yaml.safe_load(recipe)) == ()
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.short)
@@ -178,6 +324,8 @@ def test_a_recipe_says_every_default_of_the_other_program(name: str) -> None:
         ("trl-sft", {"train.global_batch_size": 8, "train.max_seq_length": 1024,
                      "train.lr_schedule": "linear", "memory.activation_checkpointing": True}),
         ("trl-dpo", {"train.global_batch_size": 8, "train.max_seq_length": 1024}),
+        ("trl-kto", {"train.global_batch_size": 8, "train.max_seq_length": 1024}),
+        ("trl-reward", {"train.global_batch_size": 8, "train.max_seq_length": 1024}),
     ],
 )  # fmt: skip
 def test_absent_keys_have_the_other_programs_defaults(name: str, defaults: dict[str, Any]) -> None:
@@ -187,7 +335,14 @@ def test_absent_keys_have_the_other_programs_defaults(name: str, defaults: dict[
 
 @pytest.mark.parametrize(
     ("name", "lr"),
-    [("llama-factory", 5e-5), ("llama-factory-v1", 1e-4), ("trl-sft", 2e-5), ("trl-dpo", 1e-6)],
+    [
+        ("llama-factory", 5e-5),
+        ("llama-factory-v1", 1e-4),
+        ("trl-sft", 2e-5),
+        ("trl-dpo", 1e-6),
+        ("trl-kto", 1e-6),
+        ("trl-reward", 1e-4),
+    ],
 )
 def test_a_default_rate_is_the_other_programs(name: str, lr: float) -> None:
     assert keys_of(FILES[name])["optimizer"]["init_args"]["lr"] == lr

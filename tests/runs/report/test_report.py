@@ -55,7 +55,6 @@ from ftkit.utils.console.formatting import (
     duration_text,
     number_text,
     percent_text,
-    printable,
     shortened,
     shortened_within,
 )
@@ -815,9 +814,6 @@ class TestWords:
     )
     def test_percentages(self, fraction: float, text: str) -> None:
         assert percent_text(fraction) == text
-
-    def test_printable_text_keeps_its_lines(self) -> None:
-        assert printable("a\x1b[1;31mb\r\nc\td\x07") == "ab\nc   d"
 
     def test_shortened_text_is_one_line_within_the_limit(self) -> None:
         assert shortened("a\n  b") == "a b"
