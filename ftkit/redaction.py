@@ -88,7 +88,7 @@ def printable(text: str) -> str:
     """
     # Tabs are control characters, but separate words: they become spaces.
     text = _UNPRINTABLE.sub("", text.expandtabs(4))
-    return _SURROGATE.sub("\ufffd", text)
+    return _SURROGATE.sub("?", text)
 
 
 def shown(text: str) -> str:

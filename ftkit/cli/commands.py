@@ -259,8 +259,8 @@ FTKIT = Group(
         Command(
             name="convert",
             summary="print the recipe that a file of axolotl, LLaMA-Factory or TRL becomes",
-            text="Print the recipe that a configuration file of axolotl, LLaMA-Factory, trl sft or "
-            "trl dpo becomes, and an explanation of each key; ftkit finetune FILE.yml trains it "
+            text="Print the recipe that a configuration file of axolotl, LLaMA-Factory or "
+            "TRL becomes, and an explanation of each key; ftkit finetune FILE.yml trains it "
             "directly. A key that is absent has that program's default. A file with which ftkit "
             "would learn something else is refused, and the message names the keys; --without KEY "
             "accepts the difference. Nothing is downloaded.",

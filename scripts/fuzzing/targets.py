@@ -338,16 +338,8 @@ def _make_configuration(name: str) -> Callable[[Path, Run], None]:
 
 def _configuration_target(name: str) -> Target:
     tool = name.partition(",")[0]
-    accepted = (
-        "dataset",
-        "datasets",
-        "optim_config",
-        "packing",
-        "pref_loss",
-        "stage",
-        "train_dataset",
-    )
-    without = [key for key in accepted if key in _CONFIGURATIONS[name]]
+    accepted = {"dataset", "datasets", "optim_config", "packing", "pref_loss", "stage"}
+    without = sorted((accepted | {"train_dataset"}) & _CONFIGURATIONS[name].keys())
     return Target(
         name=f"configuration: {name}",
         make=_make_configuration(name),

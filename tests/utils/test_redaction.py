@@ -8,17 +8,21 @@ from pathlib import Path
 import httpx
 import pytest
 from command import command_environment, command_line
+from rich.table import Table
+from rich.text import Text
 
 from ftkit.errors import DoesNotFit, UserError
-from ftkit.redaction import redacted, redacted_output
+from ftkit.redaction import is_secret, redacted, redacted_output, shown
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import RankError
 from ftkit.utils.console.display import Display
+from ftkit.utils.console.terminal import SafeConsole, labelled_grid
 from ftkit.utils.damaged_files import DamagedFile, reading, traceback_log
 from ftkit.utils.json_values import for_json, without_tokens
 from ftkit.utils.process import print_line
-from ftkit.utils.progress import print_notice
+from ftkit.utils.progress import print_next, print_notice
 from ftkit.utils.remote.providers import describe_error
+from ftkit.utils.yaml_files import dump_yaml, parse_yaml
 
 SECRET = "p4ssw0rd"
 SECRETS = {
@@ -69,6 +73,109 @@ HARMLESS = [
 everywhere = pytest.mark.parametrize("text", SECRETS.values(), ids=SECRETS)
 
 
+NAMES_OF_SECRETS = (
+    "wandb_api_key", "hf_token", "hub_token", "HF_TOKEN", "swanlab_lark_secret", "db.password",
+    "client_secret", "aws_secret_access_key", "github_token", "apiKey", "lark_webhook_url",
+)  # fmt: skip
+NO_SECRETS = (
+    "pad_token", "eos_token", "bos_token", "max_tokens", "max_new_tokens", "add_tokens", "tokens",
+    "train.label_tokens", "image_token", "tokenizer", "key", "secrets", "sort_key", "eot_token",
+    "user_token", "token",
+)  # fmt: skip
+TOKENS = (
+    f"hf_{'aB3' * 11}", f"sk-proj-{'aB3' * 9}", f"ghp_{'aB3' * 12}", f"glpat-{'aB3' * 7}",
+    f"xoxb-{'123' * 5}", f"wandb_v1_{'aB3' * 8}", f"eyJ{'aB3' * 5}.eyJ{'aB3' * 5}.{'aB3' * 5}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES_OF_SECRETS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{name}: {secret}", "  - {name}: two words {secret}", '{{"{name}": "{secret}"}}',
+        "{name}={secret}", "--{name}={secret}", "{{'{name}': 'two {secret}', 'b': 1}}",
+        "{name} is '{secret}', but must be a list",
+        # as PyYAML shows the line with an error
+        'while scanning\n    {name}: "two {secret}\n    ^',
+    ],
+)  # fmt: skip
+def test_a_secret_is_known_by_the_name_in_front_of_it(name: str, form: str) -> None:
+    text = form.format(name=name, secret=SECRET)
+    assert SECRET not in redacted(text) and name in redacted(text)
+    assert is_secret(name.rpartition(".")[2], SECRET)
+
+
+@pytest.mark.parametrize("name", NO_SECRETS)
+def test_names_of_tokens_of_a_vocabulary_are_no_secrets(name: str) -> None:
+    for text in (f"{name}: </s>", f"{name}='</s>'", f'{{"{name}": "word"}}', f"{name} is 'x'"):
+        assert redacted(text) == text
+    assert not is_secret(name, "</s>")
+
+
+def test_flags_and_numbers_are_no_secrets() -> None:
+    assert not is_secret("hf_use_auth_token", True) and not is_secret("api_key", None)
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_a_token_is_known_by_its_form(token: str) -> None:
+    assert redacted(f"datasets: {token} and more") == "datasets: *** and more"
+
+
+def test_a_commit_is_no_key_of_weights_and_biases() -> None:
+    digits = "0123456789abcdef" * 2 + "01234567"
+    assert redacted(f"org/base@{digits}") == f"org/base@{digits}"
+    assert is_secret("wandb_key", digits) and not is_secret("model_revision", digits)
+
+
+ESCAPES = {
+    "colour": "\x1b[31m", "cursor": "\x1b[2J\x1b[H", "title": "\x1b]0;owned\x07",
+    "link": "\x1b]8;;http://evil.example\x1b\\", "device": "\x1bPq#0\x1b\\", "reset": "\x1bc",
+    "C1 colour": "\x9b31m", "C1 title": "\x9d0;owned\x9c", "bell": "\x07", "backspace": "\x08\x08",
+    "return": "\r", "override": "\u202e", "isolate": "\u2066", "mark": "\u200f", "line": "\u2028",
+    "half a character": "\ud800",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
+def test_an_escape_is_taken_out_with_its_content(escape: str) -> None:
+    for text in (str(UserError(f"a{escape}b")), shown(f"a{escape}b")):
+        assert text.replace("?", "") == "ab"
+    broken = f"hf_{'aB3' * 6}{escape}{'aB3' * 6}"
+    if escape != "\ud800":
+        assert shown(broken) == "***"
+
+
+@pytest.mark.parametrize("escape", ["colour", "title", "override"])
+def test_foreign_text_moves_nothing_on_a_terminal(
+    escape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"x{ESCAPES[escape]}y"
+    table = Table(text, title=text)
+    table.add_row(text)
+    with Display(tmp_path) as display:
+        display.message(text)
+        display.warning(text)
+        display.show_text(text)
+        display.show(table)
+        display.notice(labelled_grid([(text, text)]))
+    print_line(text)
+    print_notice(text)
+    print_next(text)
+    captured = capsys.readouterr()
+    for said in (captured.out, captured.err, (tmp_path / "run.log").read_text()):
+        assert "xy" in said and ESCAPES[escape] not in said
+    dumped = dump_yaml({text: text})
+    assert dumped.isascii() and parse_yaml(dumped) == {text: text}
+
+
+def test_a_table_on_a_terminal_keeps_its_own_colours_alone() -> None:
+    stream = io.StringIO()
+    SafeConsole(file=stream, force_terminal=True, color_system="standard").print(
+        Text("a\x1b]0;owned\x07b", "red")
+    )
+    assert stream.getvalue() == "\x1b[31mab\x1b[0m\n"
+
+
 @everywhere
 def test_a_secret_is_taken_out_of_a_text_and_the_rest_stays(text: str) -> None:
     assert SECRET not in redacted(text)
@@ -88,7 +195,9 @@ def test_other_texts_stay_as_they_are(text: str) -> None:
     assert redacted(text) == kept
 
 
-@pytest.mark.parametrize("unit", ["a:", "http://", "a:b@", "?token", "?a-", "x@", "://a:"])
+@pytest.mark.parametrize(
+    "unit", ["a:", "a_key: ", "\x1b]", "hf_", "http://", "a:b@", "?token", "?a-", "x@", "://a:"]
+)
 def test_the_time_is_linear_in_the_text(unit: str) -> None:
     text = unit * (400_000 // len(unit)) + "@h:1"
     assert len(redacted(text)) <= len(text)  # minutes if it were not linear
