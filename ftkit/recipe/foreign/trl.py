@@ -200,10 +200,7 @@ def _finish_kto(r: Reading) -> None:
         "per_device_train_batch_size: TRL has a reference point for each batch of a device, ftkit "
         "one for the step"
     )
-    r.tell(
-        "max_length: TRL leaves out samples whose prompt alone is as long; ftkit cuts them, and "
-        "counts them among the samples of a step"
-    )
+    r.tell("max_length: TRL leaves out samples whose prompt alone is as long, ftkit cuts them")
 
 
 def _finish_reward(r: Reading) -> None:
