@@ -104,12 +104,14 @@ def is_secret(name: str, value: object = "") -> bool:
 
     Args:
         name: of the key, without its group.
-        value: of the key.
+        value: of the key, a text or nothing.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         return False
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).replace("-", "_")
-    if re.search(r"(?:^|_)(?:key|wandb|token)$", name, re.IGNORECASE) and _HEX.fullmatch(value):
+    if re.search(r"(?:^|_)(?:key|wandb|token)$", name, re.IGNORECASE) and _HEX.fullmatch(
+        value or ""
+    ):
         return True
     return _SECRET.fullmatch(name) is not None
 

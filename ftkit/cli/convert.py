@@ -9,8 +9,7 @@ from ftkit.recipe.foreign.table import Row, Translation
 from ftkit.recipe.options import ConvertOptions
 from ftkit.recipe.parsing import convert
 from ftkit.redaction import REMOVED
-from ftkit.utils.json_values import with_secrets_hidden
-from ftkit.utils.names import leaves
+from ftkit.utils.json_values import secret_keys, with_secrets_hidden
 from ftkit.utils.progress import print_shown
 from ftkit.utils.yaml_files import dump_yaml
 
@@ -57,9 +56,7 @@ def explained(file: str, translation: Translation, terms: Terms) -> Iterator[str
     if translation.differs:
         yield "What differs:"
         yield from (f"  {text}" for text in translation.differs)
-    recipe = nested(translation)
-    hidden = dict(leaves(with_secrets_hidden(recipe)))
-    if secret := [key for key, value in leaves(recipe) if hidden[key] != value]:
+    if secret := secret_keys(nested(translation)):
         options = " ".join(f"--{key.replace('.init_args.', '.')}" for key in secret)
         yield f"Hold a secret, which is not written ({REMOVED}); give it as {options}"
     yield f"All other keys of the recipe are defaults of {name}."

@@ -31,12 +31,13 @@ from ftkit.recipe.lora_layers import adapted_text, names_no_layers
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
-from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_yaml
+from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_dict, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.plan import Plan, check_kernels_installed, check_loggers_installed, make_plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Recipe
+from ftkit.redaction import REMOVED
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
@@ -60,12 +61,12 @@ from ftkit.runs.sync.session import mirrored, require_unclaimed
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.files import make_reserve, write_durably
-from ftkit.utils.json_values import without_tokens
+from ftkit.utils.json_values import secret_keys, with_secrets_hidden, without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
 from ftkit.utils.progress import is_quiet, print_notice, print_shown
 from ftkit.utils.remote.providers import require_provider
 from ftkit.utils.remote.urls import display_path, url_of
-from ftkit.utils.yaml_files import STANDARD_INPUT
+from ftkit.utils.yaml_files import STANDARD_INPUT, dump_yaml
 
 
 def run_finetuning(options: FinetuneOptions) -> int:
@@ -88,7 +89,10 @@ def run_finetuning(options: FinetuneOptions) -> int:
             "Try ftkit finetune, or ftkit finetune_full."
         )
     if options.print_config:
-        print(to_yaml(recipe), end="")
+        values = to_dict(recipe)
+        print(dump_yaml(with_secrets_hidden(values)), end="")
+        if secret := secret_keys(values):
+            print_notice(f"ftkit: {REMOVED} is a secret in {', '.join(secret)}", sys.stderr)
         return 0
     metrics = own_metrics(options.metric)
     # Without answers there is nothing to score.

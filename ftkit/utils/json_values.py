@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ftkit.redaction import REMOVED, is_secret, redacted, shown
+from ftkit.utils.names import leaves
 
 _FLAG = re.compile(r"--[\w.-]+")
 
@@ -47,6 +48,12 @@ def with_secrets_hidden(value: Any) -> Any:
     if isinstance(value, list):
         return [with_secrets_hidden(item) for item in value]
     return redacted(value) if isinstance(value, str) else value
+
+
+def secret_keys(values: dict[str, Any]) -> list[str]:
+    """Dotted keys of nested values that hold a secret."""
+    hidden = dict(leaves(with_secrets_hidden(values)))
+    return [key for key, value in leaves(values) if hidden[key] != value]
 
 
 def without_tokens(argv: Sequence[str]) -> list[str]:

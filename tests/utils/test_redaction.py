@@ -113,7 +113,7 @@ def test_names_of_tokens_of_a_vocabulary_are_no_secrets(name: str) -> None:
 
 
 def test_flags_and_numbers_are_no_secrets() -> None:
-    assert not is_secret("hf_use_auth_token", True) and not is_secret("api_key", None)
+    assert not is_secret("hf_use_auth_token", True) and not is_secret("api_key", 0)
 
 
 @pytest.mark.parametrize("token", TOKENS)
@@ -266,3 +266,7 @@ def test_a_command_that_cannot_reach_the_hub_prints_no_password(
     assert ended.returncode == 2, ended.stderr
     assert SECRET not in ended.stdout + ended.stderr
     assert "cannot be reached" in ended.stderr
+
+
+def test_line_ends_stay_and_tabs_become_spaces() -> None:
+    assert shown("a\x1b[1;31mb\r\nc\td\x07") == "ab\nc   d"

@@ -216,7 +216,7 @@ def translate(
     reading = Reading(rows=program.rows, values=read, without=accepted, ranks=ranks)
     became = []
     for key, value in given.items():
-        if is_secret(key, value):
+        if value is not None and is_secret(key, value):
             reading.tell(f"{key}: the secret is neither used nor written{_instead(key)}")
         row = program.rows.get(key)
         if row is not None:
