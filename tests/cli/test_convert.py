@@ -99,7 +99,7 @@ def test_a_variable_is_named_in_the_place_of_a_secret(
     file = tmp_path / "their.yml"
     keys = {k: v for k, v in KEYS.items() if k != "lisa_n_layers"}
     file.write_text(yaml.safe_dump(keys | {"wandb_api_key": "supersecret1", "hf_token": "x y"}))
-    with pytest.raises(UserError, match=key_words("WANDB_API_KEY ... HF_TOKEN")):
+    with pytest.raises(UserError, match=key_words("HF_TOKEN ... WANDB_API_KEY")):
         run(["convert", str(file)])
     words = [*("--without", "wandb_api_key"), *("--without", "hf_token")]
     assert run(["convert", str(file), *words]) == 0
@@ -120,4 +120,4 @@ def test_keys_and_values_of_a_file_move_nothing_on_a_terminal(
     file.write_text(yaml.safe_dump(keys | {odd: odd}))
     with pytest.raises(UserError) as caught:
         run(["convert", str(file)])
-    assert says(str(caught.value), "ab: ab ...") and "owned" not in str(caught.value)
+    assert "ab: ab:" in str(caught.value) and "owned" not in str(caught.value)

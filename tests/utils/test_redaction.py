@@ -171,7 +171,7 @@ def test_foreign_text_moves_nothing_on_a_terminal(
 def test_a_table_on_a_terminal_keeps_its_own_colours_alone() -> None:
     stream = io.StringIO()
     SafeConsole(file=stream, force_terminal=True, color_system="standard").print(
-        Text("a\x1b]0;owned\x07b", "red")
+        Text("a\x1b[2Jb", "red")
     )
     assert stream.getvalue() == "\x1b[31mab\x1b[0m\n"
 
