@@ -3,13 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.records.record import Record
-from ftkit.data.rendering import Example, Rendered, Renderer, Rendering
+from ftkit.data.rendering import (
+    Example,
+    Rendered,
+    Renderer,
+    Rendering,
+    up_to_end,
+    without_end,
+)
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.span_weights import with_span_weights
@@ -23,7 +30,7 @@ from ftkit.models.chat_templates.turns import (
 )
 
 LOST = "no token lies in a turn of the assistant"
-"""Reason for a conversation without sample: its answer is only inside tokens that begin earlier."""
+"""Reason for a conversation without sample: the tokenizer makes no token of its answer."""
 OTHERS_SAID = "what another message says would carry loss"
 """Reason for a refusal: a token holds both an answer and what another message says."""
 
@@ -51,13 +58,34 @@ class _ChatTokenizer(Protocol):
 
     def encode_all_rendered(self, texts: Sequence[str]) -> Sequence[_EncodedText]: ...
 
+    def token_text(self, token_id: int) -> str: ...
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a text with their character spans."""
+
+    ids: list[int]
+    offsets: list[Span]
+
+
+class _Made(NamedTuple):
+    """Samples of a text."""
+
+    samples: list[Rendered]
+    holds_others: bool
+    """Whether a token that carries loss holds what another message says."""
+    is_divided: bool
+    """Whether the whole text has other tokens than a prompt and the answer behind it."""
+
 
 class ChatRenderer(Renderer):
     """Renders conversations; a token of the whole text carries loss if it lies in a trained turn.
 
-    White space behind the turn may belong to its last token. Each sample is checked once it is made
-    of tokens: if one that carries loss holds a character that another message says, the record is
-    refused.
+    A turn is learned behind the tokens of its prompt, as the model gets them when it answers: where
+    the whole text has others, because one would hold the end of the prompt and the start of the
+    answer, both are encoded apart, in a sample of this turn. White space behind a turn may belong
+    to its last token. Each sample is checked once it is made of tokens: if one that carries loss
+    holds a character that another message says, the record is refused.
     """
 
     is_python_bound = True
@@ -92,6 +120,14 @@ class ChatRenderer(Renderer):
     def stop_ids(self) -> frozenset[int]:
         """EOS, and the last token of each turn where it is one of its own."""
         assert self._tokenizer is not None
+        # A template may end turns with another token than EOS (<|im_end|>), and the model learns to
+        # write that one.
+        of_its_own = self._last_tokens & {*self._tokenizer.added_tokens.values()}
+        return of_its_own | {self._tokenizer.eos_id}
+
+    @cached_property
+    def _last_tokens(self) -> frozenset[int]:
+        """Tokens with which turns end."""
         finder = self._turns("assistant", "split")
         written: list[Written] = []
         for record in TYPICAL.values():
@@ -99,11 +135,16 @@ class ChatRenderer(Renderer):
                 written += finder.written(record)
             except TemplateRefusal:  # it has no tools
                 continue
-        samples = filter(None, self._tokens(written))
-        # A template may end turns with another token than EOS (<|im_end|>), and the model learns to
-        # write that one.
-        last = {sample.ids[end - 1] for sample in samples for _, end in sample.trained}
-        return frozenset(last & {*self._tokenizer.added_tokens.values()} | {self._tokenizer.eos_id})
+        samples = [sample for made in self._tokens(written) for sample in made.samples]
+        return frozenset(sample.ids[end - 1] for sample in samples for _, end in sample.trained)
+
+    @cached_property
+    def _end(self) -> str:
+        """Text of the token with which the template ends every turn; "": there is no such one."""
+        assert self._tokenizer is not None
+        (last, *others) = self._last_tokens or [-1]
+        is_one = not others and last in self._tokenizer.added_tokens.values()
+        return self._tokenizer.token_text(last) if is_one else ""
 
     def _turns(self, train_on: TrainOn, reasoning: Reasoning) -> TurnFinder:
         tokenizer = self._tokenizer
@@ -117,51 +158,69 @@ class ChatRenderer(Renderer):
             return ""
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+        records = [self._without_ends(record) for record in records]
         each = zip(records, self._finder.written_each(records), strict=True)
         found = [self._with_span_weights(record, written) for record, written in each]
         texts = [sample for written in found if not isinstance(written, str) for sample in written]
-        samples = self._tokens(texts)
+        tokens = self._tokens(texts, of_all=self._learns_all)
         for written in found:
             if isinstance(written, str):
                 yield Rendering(refused=written)
                 continue
-            made = [next(samples) for _ in written]
-            if None in made:
+            made = [next(tokens) for _ in written]
+            if any(one.holds_others for one in made):
                 yield Rendering(refused=OTHERS_SAID)
                 continue
-            kept = tuple(sample for sample in made if sample and sample.trained)
+            kept = tuple(sample for one in made for sample in one.samples if sample.trained)
             omits_reasoning = any(sample.omits_reasoning for sample in written)
-            yield Rendering(kept, None if kept else LOST, omits_reasoning)
+            is_divided = any(one.is_divided for one in made)
+            yield Rendering(kept, None if kept else LOST, omits_reasoning, is_divided)
 
     def example(self, record: Record) -> Example:
+        record = self._without_ends(record)
         messages, tools = plain_messages(record["messages"]), record.get("tools")
         said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         last = said[-1] if said else len(messages)
         template = self._template.with_arguments(record.get(ARGUMENTS))
         prompt = template.render(messages[:last], tools=tools, add_generation_prompt=True)
-        assert self._tokenizer is not None
+        ids = self._encoded(prompt).ids
         return Example(
-            prompt=self._tokenizer.encode_all_rendered([prompt])[0].ids,
-            expected=self._expected(record | {"messages": messages[: last + 1]}) if said else "",
+            prompt=ids,
+            expected=self._expected(record, messages[: last + 1], len(ids)) if said else [],
             stop_ids=self.stop_ids,
             record=record,
             instruction=_shown(messages[:last]),
         )
 
-    def _expected(self, record: Record) -> str:
-        """The text of the last message; where it has none, how its tool calls are written."""
-        said = str(record["messages"][-1]["content"])
-        if said.strip():
-            return said
+    def _expected(
+        self, record: Record, messages: Sequence[dict[str, Any]], prompt_tokens: int
+    ) -> list[int]:
+        """The last message as it is trained behind its prompt, without its end."""
+        *before, answer = messages
         try:
-            (written,) = self._answers.written(record)
+            (written,) = self._answers.written(
+                record | {"messages": [*before, answer | {"train": True}]}
+            )
         except TemplateRefusal:
-            return ""
-        text = "".join(written.whole[first:end] for first, end in written.trained)
-        assert self._tokenizer is not None
-        # The token that ends the turn belongs to no expected answer.
-        ends = (token for token in self._tokenizer.added_tokens if text.endswith(token))
-        return text.removesuffix(max(ends, key=len, default="")).strip()
+            return self._encoded(answer["content"]).ids
+        ((sample, *_),) = (made.samples for made in self._tokens([written]))
+        end = sample.trained[-1][1] if sample.trained else prompt_tokens
+        return up_to_end(sample.ids[prompt_tokens:end], self.stop_ids)
+
+    def _without_ends(self, record: Record) -> Record:
+        """Remove the end from answers that have the one that the template writes behind them."""
+        messages = [
+            message | {"content": without_end(message["content"], self._end)}
+            if self._has_end(message)
+            else message
+            for message in record["messages"]
+        ]
+        return record | {"messages": messages}
+
+    def _has_end(self, message: Mapping[str, Any]) -> bool:
+        # Where its parts have weights, these count characters of the content.
+        is_answer = message["role"] == "assistant" and "spans" not in message
+        return is_answer and self._end in message["content"] and bool(self._end)
 
     def _with_span_weights(
         self, record: Record, written: list[Written] | str
@@ -174,33 +233,104 @@ class ChatRenderer(Renderer):
         except TemplateRefusal as refusal:
             return str(refusal)
 
-    def _tokens(self, written: Sequence[Written]) -> Iterator[Rendered | None]:
-        """Tokens of texts; None: some that carry loss hold what another message says."""
+    def _tokens(self, written: Sequence[Written], *, of_all: bool = False) -> Iterator[_Made]:
+        """Samples of texts; where all is learned, each text is one."""
         assert self._tokenizer is not None
         encodings = self._tokenizer.encode_all_rendered([sample.whole for sample in written])
         for sample, encoded in zip(written, encodings, strict=True):
-            ids, offsets = self._divided(sample, encoded)
-            trained = _token_spans(offsets, sample)
-            if _hold(offsets, trained, sample.others):
-                yield None
-            else:
-                yield _weighted(Rendered(ids, trained), offsets, sample.weights)
+            tokens, divided = _Tokens(encoded.ids, encoded.offsets), []
+            for start in sample.starts:
+                if (found := self._divided(sample.whole, tokens, start)) is not None:
+                    divided.append(start)
+                    tokens = found if of_all else tokens
+            parts = [(sample, tokens)]
+            if divided and not of_all:
+                # Each behind its own prompt, in which earlier answers have the tokens of the whole.
+                parts = [(_without_turns(sample, divided), tokens)]
+                for start in divided:
+                    turn = _turn_alone(sample, start)
+                    alone = self._encoded(turn.text)
+                    parts.append((turn, self._divided(turn.text, alone, start) or alone))
+            made = [
+                (Rendered(tokens.ids, _token_spans(tokens.offsets, part)), tokens.offsets, part)
+                for part, tokens in parts
+                if part.trained
+            ]
+            yield _Made(
+                [_weighted(one, offsets, part.weights) for one, offsets, part in made],
+                any(_hold(offsets, one.trained, part.others) for one, offsets, part in made),
+                bool(divided),
+            )
 
-    def _divided(self, sample: Written, encoded: _EncodedText) -> tuple[list[int], list[Span]]:
-        """Tokens of a sample and their characters, so that it begins with those of its prompt."""
-        end = sample.prompt_end
-        if not end:
-            return encoded.ids, encoded.offsets
+    def _divided(self, text: str, tokens: _Tokens, start: int) -> _Tokens | None:
+        """Tokens of a prompt and of what follows it; None: those of the whole text are the same.
+
+        Args:
+            text: the whole.
+            tokens: of it.
+            start: characters of the prompt.
+        """
         assert self._tokenizer is not None
-        prompt, answer = self._tokenizer.encode_all_rendered(
-            [sample.whole[:end], sample.whole[end:]]
+        ids, offsets = tokens
+        first = int(np.searchsorted(_begins(offsets), start))
+        # What stands behind an added token is encoded for itself: only the end of a prompt, which
+        # is the same in most, has to be compared.
+        added = {*self._tokenizer.added_tokens.values()}
+        last = next((i for i in range(first - 1, 0, -1) if ids[i] in added), 0)
+        begin = offsets[last][0] if last else 0
+        prompt = self._encoded(text[begin:start])
+        if ids[last:first] == prompt.ids:
+            return None
+        behind = _Tokens(ids[first:], offsets[first:])
+        if any(end > start for _, end in offsets[last:first]):
+            behind = self._encoded_behind(text[start:], start)
+        return _Tokens(
+            [*ids[:last], *prompt.ids, *behind.ids],
+            [*offsets[:last], *_moved(prompt.offsets, begin), *behind.offsets],
         )
-        if encoded.ids[: len(prompt.ids)] == prompt.ids:
-            return encoded.ids, encoded.offsets
-        # A token would hold the end of the prompt and the start of the answer, as two line breaks
-        # in one. The model reads the prompt alone when it answers, and begins a token behind it.
-        moved = [(first + end, last + end) for first, last in answer.offsets]
-        return [*prompt.ids, *answer.ids], [*prompt.offsets, *moved]
+
+    def _encoded_behind(self, text: str, start: int) -> _Tokens:
+        """Encode a text that stands behind another one, of which no token holds a character."""
+        # Some tokenizers put a space before a text, which is not in the whole: a line break shows
+        # what its tokens are further behind.
+        marked = self._encoded("\n" + text)
+        first = sum(begin < 1 for begin, _ in marked.offsets)
+        if all(end <= 1 for _, end in marked.offsets[:first]):
+            return _Tokens(marked.ids[first:], _moved(marked.offsets[first:], start - 1))
+        alone = self._encoded(text)
+        return _Tokens(alone.ids, _moved(alone.offsets, start))
+
+    def _encoded(self, text: str) -> _Tokens:
+        assert self._tokenizer is not None
+        (encoded,) = self._tokenizer.encode_all_rendered([text])
+        return _Tokens(encoded.ids, encoded.offsets)
+
+
+def _moved(offsets: Sequence[Span], by: int) -> list[Span]:
+    return [(first + by, end + by) for first, end in offsets]
+
+
+def _turn_of(sample: Written, first: int) -> int:
+    """Start of the turn that a trained character belongs to."""
+    return max(start for start in sample.starts if start <= first)
+
+
+def _without_turns(sample: Written, starts: Sequence[int]) -> Written:
+    trained = [span for span in sample.trained if _turn_of(sample, span[0]) not in starts]
+    return sample._replace(trained=trained)
+
+
+def _turn_alone(sample: Written, start: int) -> Written:
+    """The text up to the end of a turn, with the white space behind it."""
+    trained = [span for span in sample.trained if _turn_of(sample, span[0]) == start]
+    end = trained[-1][1] if trained else start
+    end = len(sample.whole) - len(sample.whole[end:].lstrip())
+    return sample._replace(
+        text=sample.whole[:end],
+        stop="",
+        trained=trained,
+        others=[span for span in sample.others if span[1] <= end],
+    )
 
 
 def _weighted(

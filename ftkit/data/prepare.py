@@ -90,9 +90,13 @@ class Counts:
     split: int = 0
     """Samples that were too long and became several."""
     split_by_turn: int = 0
-    """Conversations that became a sample for each turn, since the template changes earlier ones."""
+    """Conversations that became several samples: the template changes earlier turns, or the tokens
+    of a turn's prompt are others within the conversation."""
     without_reasoning: int = 0
     """Records that became samples, with a turn that is trained without the reasoning it has."""
+    divided: int = 0
+    """Records that became samples, with an answer that is encoded apart from its prompt: the whole
+    text has other tokens where they meet."""
     tokens: int = 0
     """Input tokens of the samples: all but the last of each."""
     label_tokens: int = 0
@@ -202,6 +206,7 @@ class _Preparation:
                 if rendering.omits_reasoning:
                     counts.without_reasoning += 1
                     self._note_example(NO_REASONING, record)
+                counts.divided += rendering.is_divided
                 self.used.append(record)
                 self.rows.extend(parts)
                 counts.used += 1

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import compress, groupby
+from itertools import compress, groupby, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -49,6 +49,8 @@ class Rendering(NamedTuple):
     refused: str | None = None
     omits_reasoning: bool = False
     """Whether a turn that carries loss has reasoning that the template does not write."""
+    is_divided: bool = False
+    """Whether an answer is encoded apart from its prompt: the whole text has other tokens there."""
 
 
 class Example(NamedTuple):
@@ -56,8 +58,8 @@ class Example(NamedTuple):
 
     prompt: list[int]
     """Token ids of what the model is given."""
-    expected: str
-    """Expected answer."""
+    expected: list[int]
+    """Token ids of the expected answer, as they are trained, without the one that ends it."""
     stop_ids: frozenset[int]
     """Tokens that end its answer."""
     record: Record
@@ -66,6 +68,24 @@ class Example(NamedTuple):
     """Question, for people."""
     input: str = ""
     """Input of the question, where the record has one."""
+    is_whole: bool = True
+    """Whether the answer ends behind the expected tokens; else they are its beginning."""
+
+
+def without_end(text: str, end: str) -> str:
+    """Remove the text of an end token, which is added to every answer, from the end of an answer.
+
+    Returns:
+        The rest; "" if that is white space alone.
+    """
+    while (bare := text.rstrip()).endswith(end):
+        text = bare.removesuffix(end)
+    return text if text.strip() else ""
+
+
+def up_to_end(ids: Sequence[int], stop_ids: frozenset[int]) -> list[int]:
+    """Return the tokens before the first one that ends an answer."""
+    return list(takewhile(lambda token: token not in stop_ids, ids))
 
 
 class Renderer(ABC):
@@ -113,7 +133,10 @@ def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
 
 
 class PromptedRenderer(Renderer):
-    """Renders prompt, answer and end; ids and labels are those of litgpt.data.SFTDataset."""
+    """Renders prompt, answer and end; ids and labels are those of litgpt.data.SFTDataset.
+
+    But for texts that begin or end with BOS or EOS themselves: those keep what they have, once.
+    """
 
     def __init__(self, tokenizer: "Tokenizer | None", *, mask_prompt: bool) -> None:
         """Set the rules of rendering.
@@ -143,21 +166,38 @@ class PromptedRenderer(Renderer):
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         assert self._tokenizer is not None
-        answered = [record for record in records if self.answer(record).strip()]
-        prompts = iter(_encode(self._tokenizer, [self.prompt(record) for record in answered]))
+        end = self._tokenizer.token_text(self._tokenizer.eos_id)
+        answers = [without_end(self.answer(record), end) for record in records]
+        answered = [(record, text) for record, text in zip(records, answers, strict=True) if text]
         # Texts are encoded in two batches, not one by one: the tokenizer then uses all cores.
-        answers = iter(
-            _encode(self._tokenizer, [self.answer(record) for record in answered], answer=True)
+        encoded = zip(
+            self._tokenizer.encode_all([self.prompt(record) for record, _ in answered]),
+            self._tokenizer.encode_all([text for _, text in answered], bos=False, eos=True),
+            strict=True,
         )
-        for record in records:
-            if not self.answer(record).strip():
+        for text in answers:
+            if not text:
                 yield Rendering(refused=NO_OUTPUT)
                 continue
-            prompt, answer = next(prompts), next(answers)
-            first = len(prompt) if self._mask_prompt else 0
             # Encoded apart, as LitGPT does: no token holds characters of both.
+            prompt, answer = next(encoded)
+            first = len(prompt) if self._mask_prompt else 0
             ids = prompt + answer
             yield Rendering((Rendered(ids, ((first, len(ids)),)),))
+
+    def _example(self, record: Record, instruction: str, further: str = "") -> Example:
+        assert self._tokenizer is not None
+        end = self._tokenizer.token_text(self._tokenizer.eos_id)
+        (prompt,) = self._tokenizer.encode_all([self.prompt(record)])
+        (answer,) = self._tokenizer.encode_all([without_end(self.answer(record), end)], bos=False)
+        return Example(
+            prompt=prompt,
+            expected=up_to_end(answer, self.stop_ids),
+            stop_ids=self.stop_ids,
+            record=record,
+            instruction=instruction,
+            input=further,
+        )
 
 
 class InstructionRenderer(PromptedRenderer):
@@ -188,15 +228,7 @@ class InstructionRenderer(PromptedRenderer):
         return record["output"]
 
     def example(self, record: Record) -> Example:
-        assert self._tokenizer is not None
-        return Example(
-            prompt=self._tokenizer.encode(self.prompt(record)).tolist(),
-            expected=record["output"],
-            stop_ids=self.stop_ids,
-            record=record,
-            instruction=record["instruction"],
-            input=record.get("input", ""),
-        )
+        return self._example(record, record["instruction"], record.get("input", ""))
 
 
 class CompletionRenderer(PromptedRenderer):
@@ -214,45 +246,7 @@ class CompletionRenderer(PromptedRenderer):
         return record["completion"]
 
     def example(self, record: Record) -> Example:
-        assert self._tokenizer is not None
-        prompt = record["prompt"]
-        return Example(
-            prompt=self._tokenizer.encode(prompt).tolist(),
-            expected=record["completion"],
-            stop_ids=self.stop_ids,
-            record=record,
-            instruction=prompt,
-        )
-
-
-def _encode(tokenizer: "Tokenizer", texts: list[str], *, answer: bool = False) -> list[list[int]]:
-    """Encode texts like litgpt.Tokenizer.encode, many at once where that is safe."""
-    bos = False if answer else None
-    if tokenizer.processor.padding is not None:
-        # A batch would be padded to its longest text.
-        return [tokenizer.encode(text, bos=bos, eos=answer).tolist() for text in texts]
-    # fast: without offsets, which nothing here reads.
-    encodings = tokenizer.processor.encode_batch_fast(texts)
-    return [
-        _mark_ends(encoding.ids, tokenizer, bos=tokenizer.use_bos and not answer, eos=answer)
-        for encoding in encodings
-    ]
-
-
-def _mark_ends(ids: list[int], tokenizer: "Tokenizer", *, bos: bool, eos: bool) -> list[int]:
-    """Add start and end token by the rules of litgpt.Tokenizer.encode, odd ones included.
-
-    An end token that is already there is removed, whether or not one is requested.
-    """
-    if bos:
-        assert tokenizer.bos_id is not None, "texts that begin with BOS have one"
-        if not ids or ids[0] != tokenizer.bos_id:
-            ids = [tokenizer.bos_id, *ids]
-    elif ids and ids[0] == tokenizer.bos_id:
-        ids = ids[1:]
-    if ids and ids[-1] == tokenizer.eos_id:
-        return ids[:-1]
-    return [*ids, tokenizer.eos_id] if eos else ids
+        return self._example(record, record["prompt"])
 
 
 NO_TEXT = "no text"
@@ -300,13 +294,15 @@ class TextRenderer(Renderer):
         assert self._tokenizer is not None
         ids = self._tokenizer.encode(record["text"]).tolist()
         given = ids[: min(_SHOWN, len(ids) // 2 + 1)]
-        expected = ids[len(given) : len(given) + _SHOWN]
+        rest = ids[len(given) :]
+        expected = up_to_end(rest[:_SHOWN], self.stop_ids)
         return Example(
             prompt=given,
-            expected=self._tokenizer.decode(torch.tensor(expected)) if expected else "",
+            expected=expected,
             stop_ids=self.stop_ids,
             record=record,
             instruction=self._tokenizer.decode(torch.tensor(given)),
+            is_whole=len(rest) <= _SHOWN or len(expected) < _SHOWN,
         )
 
 
@@ -360,12 +356,14 @@ class TokensRenderer(Renderer):
         ids = record["input_ids"]
         *_, (first, end, _) = _weighted_spans([float(weight > 0) for weight in record["weights"]])
         first = first if first > 1 else len(ids) // 2 + 1
+        expected = up_to_end(ids[first:end], self.stop_ids)
         return Example(
             prompt=ids[:first],
-            expected=self._tokenizer.decode(torch.tensor(ids[first:end])) if first < end else "",
+            expected=expected,
             stop_ids=self.stop_ids,
             record=record,
             instruction=self._tokenizer.decode(torch.tensor(ids[:first])),
+            is_whole=len(expected) < end - first,
         )
 
 
@@ -413,7 +411,11 @@ class PairRenderer(Renderer):
             if refused is None and len(samples) != self.per_sample:
                 refused = ANSWERED_IN_PARTS
             omits = chosen.omits_reasoning or rejected.omits_reasoning
-            yield Rendering(refused=refused) if refused else Rendering(samples, None, omits)
+            is_divided = chosen.is_divided or rejected.is_divided
+            if refused:
+                yield Rendering(refused=refused)
+            else:
+                yield Rendering(samples, None, omits, is_divided)
 
     def example(self, record: Record) -> Example:
         return self._of_answers.example(record["chosen"])

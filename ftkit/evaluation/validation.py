@@ -251,10 +251,11 @@ def answer_scores(
     Returns:
         The scores; None if it was stopped early.
     """
-    expected = [question.expected.strip() for question in questions]
-    exact = [_letters(text) for text in expected[: scoring.exact_match]]
+    expected = [plain_text(tokenizer, question.expected).strip() for question in questions]
+    exact = [exact_text(tokenizer, one.expected) for one in questions[: scoring.exact_match]]
+    beginnings = [_letters(text) for text in exact]
     # One token more than the expected text has, so that a longer answer shows as one.
-    longest = max((len(tokenizer.encode(text)) for text in expected[: len(exact)]), default=-1) + 1
+    longest = max((len(one.expected) for one in questions[: len(exact)]), default=-1) + 1
     most = scoring.max_new_tokens
     values: list[list[float]] = [[] for _ in scoring.metrics]
     for start in range(0, len(questions), batch_size):
@@ -267,7 +268,7 @@ def answer_scores(
                 return True
             if place >= len(exact) or len(ids) > longest:
                 return False
-            return exact[place].startswith(_letters(tokenizer.decode(torch.tensor(ids))))
+            return beginnings[place].startswith(_letters(exact_text(tokenizer, ids)))
 
         chunk = questions[start : start + batch_size]
         answers = answer_records(
@@ -279,16 +280,33 @@ def answer_scores(
             goes_on=of_interest,
         )
         for place, (question, answer) in enumerate(zip(chunk, answers, strict=True), start):
+            ids = answer.tolist()
             for metric, of_metric in zip(scoring.metrics, values, strict=True):
-                if place < metric.records:
-                    looked_at = answer[: longest if metric.is_exact_match else most]
-                    text = tokenizer.decode(looked_at).strip()
-                    of_metric.append(metric.score(text, expected[place], question.record, place))
+                if place >= metric.records:
+                    continue
+                if metric.is_exact_match:
+                    looked_at = ids[: longest if question.is_whole else len(question.expected)]
+                    texts = exact_text(tokenizer, looked_at), exact[place]
+                else:
+                    texts = plain_text(tokenizer, ids[:most]).strip(), expected[place]
+                of_metric.append(metric.score(*texts, question.record, place))
         progress(min(start + batch_size, len(questions)), len(questions))
     return [
         Score(metric, sum(of_metric) / len(of_metric), len(of_metric))
         for metric, of_metric in zip(scoring.metrics, values, strict=True)
     ]
+
+
+def exact_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of an answer, or of what is expected, in which special tokens and spaces count."""
+    if tokenizer.backend == "sentencepiece":
+        return str(tokenizer.processor.decode(list(ids)))
+    return str(tokenizer.processor.decode(list(ids), skip_special_tokens=False))
+
+
+def plain_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The same without special tokens, as `ftkit generate` shows answers."""
+    return str(tokenizer.processor.decode(list(ids)))
 
 
 def _letters(text: str) -> str:

@@ -15,6 +15,7 @@ from ftkit.evaluation.tasks import find_tasks
 from ftkit.evaluation.validation import (
     answer_records,
     answer_scores,
+    exact_text,
     validation_loss,
 )
 from ftkit.objectives.objective import checked_amounts
@@ -32,7 +33,7 @@ from ftkit.strategies.distributed import rank
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup, result_stop_ids, result_template
-from ftkit.utils.console.formatting import number_text, percent_text
+from ftkit.utils.console.formatting import marked, number_text, percent_text
 from ftkit.utils.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -309,14 +310,14 @@ class Evaluator:
                 max_new_tokens=self._settings.max_new_tokens or 0,
                 context=self._setup.strategy.precision.forward_context,
             )
-        answer = self._setup.base.tokenizer.decode(tokens).strip()
+        answer = exact_text(self._setup.base.tokenizer, tokens.tolist())
         asked = " ".join(filter(None, (example.instruction, example.input)))
-        self._journal.display.message(f"sample: {asked}\nanswer: {answer}")
+        self._journal.display.message(f"sample: {asked}\nanswer: {marked(answer)}")
         known = self._journal.recorder.report.examples or [
             AnsweredExample(
                 instruction=example.instruction,
                 input=example.input,
-                expected=example.expected,
+                expected=exact_text(self._setup.base.tokenizer, example.expected),
             )
         ]
         shown = (

@@ -178,13 +178,10 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
     if is_free or not whole or any(ends & _trained(sample) for sample in whole):
         return None
     end = " or ".join(evidence.tokenizer.token_text(i) for i in sorted(ends))
-    if part.part.shape == "instruction":
-        advice = f"Remove {end} from the end of the outputs: ftkit adds it."
-    else:
-        advice = "Try --data.chat_template zephyr, which ends turns with EOS"
-        if part.renderer.template.marks_generation:
-            advice += ", or put the end of the turn inside {% generation %} in the template"
-        advice += "."
+    advice = "Try --data.chat_template zephyr, which ends turns with EOS"
+    if part.renderer.template.marks_generation:
+        advice += ", or put the end of the turn inside {% generation %} in the template"
+    advice += "."
     return Finding(
         kind="no_end_of_turn",
         severity="warning",
@@ -371,6 +368,23 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
     )
 
 
+def prompt_divided(evidence: Evidence, part: LoadedPart) -> Finding | None:
+    """Prompts end in characters that belong to the first token of an answer in other texts."""
+    counts = part.splits["train"].counts
+    if not counts.divided:
+        return None
+    return Finding(
+        kind="prompt_divided",
+        severity="notice",
+        text=f"In {counts.divided:,} of {counts.records:,} records{evidence.of(part)} one token of "
+        "the whole text would hold the end of a prompt and the beginning of its answer, or the "
+        "prompt alone has other tokens. There, prompt and answer are tokenised apart, as at "
+        "inference, and each such turn of a conversation is a sample.",
+        advice="If all prompts end in a space or a line break, remove it from the generation "
+        "prompt of the template: a word is mostly one token with the space before it.",
+    )
+
+
 def equal_answers(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Pairs have the same answer twice."""
     samples = part.splits["train"].samples
@@ -437,6 +451,7 @@ _PART_CHECKS: Sequence[Callable[[Evidence, LoadedPart], Finding | None]] = (
     reasoning_dropped,
     system_message_dropped,
     many_cut,
+    prompt_divided,
     equal_answers,
     end_of_turn_not_known,
     template_not_used,

@@ -16,6 +16,7 @@ FindingKind = Literal[
     "system_message_dropped",
     "many_cut",
     "train_in_validation",
+    "prompt_divided",
     "equal_answers",
     "one_label",
     "template_not_used",
@@ -107,7 +108,8 @@ class SplitNumbers:
     split: int
     """Samples that are too long and become several."""
     split_by_turn: int
-    """Conversations that become a sample for each turn: the template changes earlier ones."""
+    """Conversations that become several samples: the template changes earlier turns, or the tokens
+    of a turn's prompt are others within the conversation."""
     tokens: int
     """Input tokens of the samples."""
     trained_tokens: int

@@ -61,9 +61,9 @@ class Written(NamedTuple):
     """Weights of characters whose weight is not 1, rising and apart from each other."""
     stop: str = ""
     """Token behind the text that ends its last turn, if it begins the message that would follow."""
-    prompt_end: int = 0
-    """Characters of the prompt in a text that the template does not write as one, but as a prompt
-    and what is put behind it; 0: the template writes all of it."""
+    starts: Sequence[int] = ()
+    """Characters of the prompt of each turn that carries loss, rising: the text up to there is what
+    the model gets when it answers. Where every token is learned, a turn may have none."""
 
     @property
     def whole(self) -> str:
@@ -144,7 +144,12 @@ class TurnFinder:
             spans = _between([turn for turn in turns if turn], length)
             # Earlier turns may well be written without their thoughts: nothing is split here.
             sample = conversation.written(spans, stop, learned=chosen[-1:], others=masked)
-            return [sample._replace(weights=_weights(record, weighted, of_weighted))]
+            return [
+                sample._replace(
+                    weights=_weights(record, weighted, of_weighted),
+                    starts=self._starts(conversation, chosen),
+                )
+            ]
         # All turns in one sample, if later ones leave earlier ones as they were; else one sample
         # each.
         turns = [self._turn(conversation, i) for i in chosen]
@@ -153,7 +158,8 @@ class TurnFinder:
             others = {*range(count)}.difference(chosen)
             stop = self._stop(conversation, count - 1) if chosen[-1] == count - 1 else ""
             sample = conversation.written(spans, stop, learned=chosen, others=others)
-            samples = [sample._replace(weights=_weights(record, chosen, turns))]
+            starts = [turn.start for turn in turns if turn and turn.generated]
+            samples = [sample._replace(weights=_weights(record, chosen, turns), starts=starts)]
         elif self._reasoning == "refuse" and not (
             chosen == [count - 1] and conversation.said(count - 1).is_put_together
         ):
@@ -223,6 +229,15 @@ class TurnFinder:
                 return _found(start, end, marks, text + stop, whole)
         return None
 
+    def _starts(self, conversation: "_Conversation", numbers: Sequence[int]) -> list[int]:
+        """Ends of the prompts of turns, of those that the conversation has behind their prompt."""
+        starts = []
+        for number in numbers:
+            with suppress(TemplateRefusal):
+                turn = self._turn(conversation, number)
+                starts += [turn.start] if turn else []
+        return starts
+
     def _alone(self, conversation: "_Conversation", record: dict[str, Any], index: int) -> Written:
         """Return the conversation up to a turn; only that turn is trained on."""
         start, text, marks, _ = conversation.said(index)
@@ -230,7 +245,7 @@ class TurnFinder:
         end = next(self._ends(text, start, stop))
         turn = _found(start, end, marks, text + stop, text + stop)
         sample = conversation.written_until(index, turn.generated, stop)
-        return sample._replace(weights=_weights(record, [index], [turn]))
+        return sample._replace(weights=_weights(record, [index], [turn]), starts=[start])
 
     def _stop(self, conversation: "_Conversation", index: int) -> str:
         """The token that ends a turn from the message behind it; "" if it has one of its own."""
@@ -365,7 +380,6 @@ class _Conversation:
             places,
             self._omits_reasoning(index),
             stop=stop,
-            prompt_end=start if is_put_together else 0,
         )
 
     def _places(

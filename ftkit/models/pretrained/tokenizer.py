@@ -231,8 +231,6 @@ class Tokenizer:
     ) -> "torch.Tensor":
         """Tokenize a text: [length], int32.
 
-        Unlike LitGPT's, removes no BOS or EOS that the text itself begins or ends with.
-
         Args:
             string: the text.
             device: of the result.
@@ -243,21 +241,35 @@ class Tokenizer:
         Raises:
             UserError: ``bos`` is requested and the tokenizer has none.
         """
-        # BOS and EOS are added below, by our rules.
-        tokens = self.processor.encode(string, add_special_tokens=False).ids
-        if self.use_bos if bos is None else bos:
-            if self.bos_id is None:
-                raise UserError(f"The tokenizer of {self.model_name} has no begin-of-text token.")
-            if tokens[:1] != [self.bos_id]:
-                tokens = [self.bos_id, *tokens]
-        if eos and tokens[-1:] != [self.eos_id]:
-            tokens = [*tokens, self.eos_id]
+        (tokens,) = self.encode_all([string], bos=bos, eos=eos)
         # Last, so that BOS and EOS count too.
         if max_length > 0:
             tokens = tokens[:max_length]
         import torch  # the supervisor, which compares vocabularies, does without
 
         return torch.tensor(tokens, dtype=torch.int, device=device)
+
+    def encode_all(
+        self, texts: Sequence[str], *, bos: bool | None = None, eos: bool = False
+    ) -> list[list[int]]:
+        """Tokenize many texts as `encode` does, in less time.
+
+        Special tokens that a text contains are those tokens, and stay. Unlike LitGPT's, removes no
+        BOS or EOS.
+        """
+        bos_id = self.bos_id if (self.use_bos if bos is None else bos) else None
+        if bos and bos_id is None:
+            raise UserError(f"The tokenizer of {self.model_name} has no begin-of-text token.")
+        # Without the tokens that the file's own rules add: ours are those of every text.
+        # fast: without offsets, which nothing here reads.
+        encodings = self.processor.encode_batch_fast(list(texts), add_special_tokens=False)
+        found: list[list[int]] = [encoding.ids for encoding in encodings]
+        for tokens in found:
+            if bos_id is not None and tokens[:1] != [bos_id]:
+                tokens.insert(0, bos_id)
+            if eos and tokens[-1:] != [self.eos_id]:
+                tokens.append(self.eos_id)
+        return found
 
     def encode_rendered(self, text: str) -> Encoded:
         """Tokenize a text from a chat template, as transformers does.

@@ -56,9 +56,9 @@ class AnsweredExample:
     input: str = ""
     """Further input of the record."""
     expected: str = ""
-    """The answer in the data."""
+    """The answer in the data, as it is trained: compared with the model's by exact match."""
     before: str | None = None
-    """The model's answer before training."""
+    """The model's answer before training, with the white space and special tokens it has."""
     after: str | None = None
     """The model's answer after training."""
 

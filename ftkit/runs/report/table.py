@@ -41,6 +41,7 @@ from ftkit.utils.console.formatting import (
     duration_text,
     from_to_text,
     loss_text,
+    marked,
     number_text,
     percent_text,
     shortened,
@@ -448,7 +449,7 @@ def _example_rows(example: AnsweredExample) -> Iterator[tuple[str, str]]:
     yield "example", shortened_within(question)
     for label, answer in answers:
         if answer is not None:
-            yield f"  {label}", shortened(answer) or "(empty)"
+            yield f"  {label}", shortened(marked(answer)) or "(empty)"
 
 
 def summary_text(resolved: Resolved, method: str) -> str:
@@ -520,7 +521,7 @@ def losses_of_data_text(counts: DataCounts) -> str:
             counts.short and f"{counts.short:,} dropped (fewer tokens than data.min_tokens)",
             counts.split and f"{counts.split:,} cut into several samples",
             counts.split_by_turn
-            and f"{counts.split_by_turn:,} split by turn (the template changes earlier turns)",
+            and f"{counts.split_by_turn:,} split by turn (text or tokens before a turn change behind it)",
         )
     )
     return losses and f"of {count_text(counts.records, 'record')}: {losses}"

@@ -21,6 +21,19 @@ def shortened_within(text: str, limit: int = 240) -> str:
     return line if len(line) <= limit else f"{line[:kept].rstrip()} ... {line[-kept:].lstrip()}"
 
 
+def marked(text: str) -> str:
+    """The text on one line, with marks for the white space that readers would not see.
+
+    Line ends are ↵ (after a carriage return ␍), tabs ⇥; white space at an end of a line, and behind
+    other white space, is ␣.
+    """
+    lines = printable(text.replace("\t", "⇥").replace("\r", "␍")).split("\n")
+    return "↵".join(_UNSEEN.sub(lambda found: "␣" * len(found[0]), line) for line in lines)
+
+
+_UNSEEN = re.compile(r"^\s+|\s+$|(?<=\s)\s+")
+
+
 def duration_text(seconds: float) -> str:
     """412 ms, 3.2 s, 2 min 10 s, 58 min, 1 h 02 min."""
     # Compared after rounding, so that 0.9996 s is "1.0 s" and not "1000 ms".
