@@ -240,9 +240,9 @@ class ChatRenderer(Renderer):
         for sample, encoded in zip(written, encodings, strict=True):
             tokens, divided = _Tokens(encoded.ids, encoded.offsets), []
             for start in sample.starts:
-                if (found := self._divided(sample.whole, tokens, start)) is not None:
-                    divided.append(start)
-                    tokens = found if of_all else tokens
+                found, is_divided = self._behind_prompt(sample.whole, tokens, start)
+                divided += [start] * is_divided
+                tokens = tokens if is_divided and not of_all else found
             parts = [(sample, tokens)]
             if divided and not of_all:
                 # Each behind its own prompt, in which earlier answers have the tokens of the whole.
@@ -250,7 +250,7 @@ class ChatRenderer(Renderer):
                 for start in divided:
                     turn = _turn_alone(sample, start)
                     alone = self._encoded(turn.text)
-                    parts.append((turn, self._divided(turn.text, alone, start) or alone))
+                    parts.append((turn, self._behind_prompt(turn.text, alone, start)[0]))
             made = [
                 (Rendered(tokens.ids, _token_spans(tokens.offsets, part)), tokens.offsets, part)
                 for part, tokens in parts
@@ -262,8 +262,8 @@ class ChatRenderer(Renderer):
                 bool(divided),
             )
 
-    def _divided(self, text: str, tokens: _Tokens, start: int) -> _Tokens | None:
-        """Tokens of a prompt and of what follows it; None: those of the whole text are the same.
+    def _behind_prompt(self, text: str, tokens: _Tokens, start: int) -> tuple[_Tokens, bool]:
+        """Tokens that begin with those of a prompt, and whether the whole text has others.
 
         Args:
             text: the whole.
@@ -279,15 +279,19 @@ class ChatRenderer(Renderer):
         last = next((i for i in range(first - 1, 0, -1) if ids[i] in added), 0)
         begin = offsets[last][0] if last else 0
         prompt = self._encoded(text[begin:start])
-        if ids[last:first] == prompt.ids:
-            return None
-        behind = _Tokens(ids[first:], offsets[first:])
-        if any(end > start for _, end in offsets[last:first]):
+        end = last + len(prompt.ids)
+        is_divided = ids[last:end] != prompt.ids
+        if not is_divided:
+            behind = _Tokens(ids[end:], offsets[end:])
+        elif any(end > start for _, end in offsets[last:first]):
             behind = self._encoded_behind(text[start:], start)
-        return _Tokens(
-            [*ids[:last], *prompt.ids, *behind.ids],
-            [*offsets[:last], *_moved(prompt.offsets, begin), *behind.offsets],
-        )
+        else:
+            behind = _Tokens(ids[first:], offsets[first:])
+        of_prompt = [*offsets[:last], *_moved(prompt.offsets, begin)]
+        if of_prompt:  # white space that is in no token belongs to the prompt, too
+            of_prompt[-1] = (of_prompt[-1][0], start)
+        made = _Tokens([*ids[:last], *prompt.ids, *behind.ids], [*of_prompt, *behind.offsets])
+        return made, is_divided
 
     def _encoded_behind(self, text: str, start: int) -> _Tokens:
         """Encode a text that stands behind another one, of which no token holds a character."""

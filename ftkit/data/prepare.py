@@ -384,6 +384,7 @@ class _NoTokenizer:
     """Stand-in for a tokenizer where a prompt style only renders text."""
 
     use_bos = False
+    bos_gap = ""
     special_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 
 

@@ -15,6 +15,7 @@ from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.prompt_styles import (
     PROMPT_STYLE,
     AnyStyle,
+    is_of_style,
     prompt_style_file,
     resolve_prompt_style,
     style_of_model,
@@ -171,6 +172,18 @@ class Prompting:
         ids = (tokenizer.token_id(stop) for stop in stops)
         return found | {token for token in ids if token is not None}
 
+    def puts_bos(self, tokenizer: Tokenizer) -> bool:
+        """Whether other programs have to put BOS before a text themselves."""
+        if not tokenizer.use_bos or self.origin != "trained":
+            return tokenizer.use_bos
+        # A model that was trained in a template without BOS has seen none.
+        message = {"role": "user", "content": "a"}
+        bos = self.template.special_tokens.get("bos_token", "")
+        try:
+            return self.template.render([message], add_generation_prompt=True).startswith(bos)
+        except TemplateRefusal:  # it wants a system message
+            return True
+
     def files(self, base: BaseModel) -> Mapping[str, bytes]:
         """Files beside the weights that hold it, for ftkit, transformers and LitGPT."""
         files = {} if self.style is None else prompt_style_file(self.style)
@@ -260,7 +273,7 @@ def _old_style(result: Result) -> AnyStyle | None:
 def _style_of(template: ChatTemplate, result: Result, base: BaseModel) -> AnyStyle | None:
     """Prompt style that a template was made from; None: it was made from no known style."""
     style = _old_style(result)
-    if style is None or template_of_style(style, base.tokenizer).source != template.source:
+    if style is None or not is_of_style(template.source, style, base.tokenizer):
         return None
     return style
 

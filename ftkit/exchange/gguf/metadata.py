@@ -232,6 +232,7 @@ def vocabulary_metadata(
     name: str,
     template: str | None,
     end_ids: Sequence[int],
+    puts_bos: bool,
 ) -> GgufMetadata:
     """Metadata of a tokenizer by llama.cpp's keys.
 
@@ -242,6 +243,7 @@ def vocabulary_metadata(
         name: of the model, for messages.
         template: for conversations; None: the model has none.
         end_ids: tokens that end an answer; EOS is one of them, or not.
+        puts_bos: whether llama.cpp puts BOS before a text that does not begin with it.
 
     Raises:
         UserError: llama.cpp has no tokenizer that cuts texts as this one does.
@@ -273,8 +275,12 @@ def vocabulary_metadata(
         if not _begins_with_space(tokenizer):
             found["tokenizer.ggml.add_space_prefix"] = False
     found |= _special_tokens(tokenizer, files, settings, end_ids)
+    found["tokenizer.ggml.add_bos_token"] = puts_bos
+    found["tokenizer.ggml.add_eos_token"] = False
     if template is not None:
-        found["tokenizer.chat_template"] = template
+        # llama.cpp puts a space before a text behind BOS, whatever the tokenizer does there.
+        gap = f"bos_token ~ '{tokenizer.bos_gap}'"
+        found["tokenizer.chat_template"] = template.replace(gap, "bos_token")
     _check(found, tokenizer, name)
     return found
 
@@ -402,7 +408,7 @@ def _special_tokens(
     settings: Mapping[str, Any],
     end_ids: Sequence[int],
 ) -> GgufMetadata:
-    """Ids by GGUF's names, and what is put around a text."""
+    """Ids by GGUF's names."""
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
     named = json.loads(files.get("tokenizer_config.json", b"{}"))
     for theirs, ours in _OTHER_SPECIALS.items():
@@ -414,14 +420,10 @@ def _special_tokens(
     others = set(end_ids) - {tokenizer.eos_id}
     if len(others) == 1:  # of several, llama.cpp finds the well-known ones by their texts
         ids["eot"] = others.pop()
-    metadata: GgufMetadata = {
+    return {
         f"tokenizer.ggml.{key}_token_id": number
         for key, number in ids.items()
         if isinstance(number, int) and 0 <= number < settings["vocab_size"]
-    }
-    return metadata | {
-        "tokenizer.ggml.add_bos_token": tokenizer.use_bos,
-        "tokenizer.ggml.add_eos_token": False,
     }
 
 

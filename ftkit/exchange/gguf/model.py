@@ -90,6 +90,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
             name=base.name,
             template=template,
             end_ids=sorted(prompting.end_ids),
+            puts_bos=prompting.puts_bos(base.tokenizer),
         ),
     }
     check_space(out, file_bytes(planned))
@@ -241,7 +242,13 @@ def base_problem(result: Result, checkpoint_dir: str | None) -> str | None:
     files, settings = dict(companions(base)), _settings_for_gguf(base)
     try:
         vocabulary_metadata(
-            base.tokenizer, files, settings, name=base.name, template=None, end_ids=()
+            base.tokenizer,
+            files,
+            settings,
+            name=base.name,
+            template=None,
+            end_ids=(),
+            puts_bos=base.tokenizer.use_bos,
         )
     except UserError as error:
         return str(error)

@@ -106,7 +106,7 @@ def _template_lines(base: BaseModel, prompting: Prompting) -> list[str]:
     tokenizer = base.tokenizer
     bos = tokenizer.special_tokens.get("bos_token", "")
     ends = [tokenizer.token_text(token) for token in prompting.end_ids]
-    turns = _turns_of(prompting.template, bos, ends, puts_bos=tokenizer.use_bos)
+    turns = _turns_of(prompting.template, bos, ends, puts_bos=prompting.puts_bos(tokenizer))
     if turns is not None:
         return [f"TEMPLATE {_QUOTES}{turns.as_go()}{_QUOTES}"]
     return [

@@ -466,6 +466,9 @@ class SpecialTokens(Protocol):
     def use_bos(self) -> bool: ...
 
     @property
+    def bos_gap(self) -> str: ...
+
+    @property
     def special_tokens(self) -> Mapping[str, str]: ...
 
 
@@ -511,16 +514,26 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
     # Some styles write BOS themselves, such as Llama 3's.
     bos = tokenizer.special_tokens.get("bos_token", "")
     begins = tokenizer.use_bos and not bare.plain.startswith(bos)
+    begin = f"bos_token ~ {_quoted(tokenizer.bos_gap)}" if tokenizer.bos_gap else "bos_token"
+    # A style may begin with a text that is given, which may have BOS itself.
+    first_text = {
+        _SYSTEM_MARK: "(system or message.content)",
+        _INSTRUCTION_MARK: "message.content",
+    }.get(full.plain[:1])
     system = "system | trim" if _trims(style) else "system"
     lines = [
         # Every tag trims the white space around it: the lines of this source are in no prompt.
-        "{{- bos_token -}}" if begins else "",
+        f"{{{{- {begin} -}}}}" if begins and not first_text else "",
         # A namespace, because jinja drops other assignments of a loop after each iteration.
         "{%- set turn = namespace(system='', first=true) -%}",
         "{%- for message in messages -%}",
         "{%- if message.role == 'system' -%}{%- set turn.system = message.content -%}",
         "{%- elif message.role == 'user' -%}",
         "{%- set system = turn.system -%}",
+        f"{{%- if turn.first and not {first_text}.startswith(bos_token) -%}}"
+        f"{{{{- {begin} -}}}}{{%- endif -%}}"
+        if begins and first_text
+        else "",
         f"{{%- if turn.first -%}}{_choice(full, bare, system)}",
         f"{{%- else -%}}{_choice(later_full, later_bare, system)}{{%- endif -%}}",
         "{%- set turn.first = false -%}",
@@ -532,6 +545,16 @@ def template_of_style(style: AnyStyle, tokenizer: SpecialTokens) -> "ChatTemplat
     ]
     source = "\n".join(line for line in lines if line) + "\n"
     return ChatTemplate(source, _name(style), dict(tokenizer.special_tokens))
+
+
+def is_of_style(source: str, style: AnyStyle, tokenizer: SpecialTokens) -> bool:
+    """Return whether a style was written as this template, here or by an earlier version."""
+
+    def lines(text: str) -> list[str]:
+        # Earlier versions write BOS otherwise.
+        return [line for line in text.splitlines() if "bos_token" not in line]
+
+    return lines(template_of_style(style, tokenizer).source) == lines(source)
 
 
 def _prompts(style: AnyStyle, system: str | None) -> _Prompts:

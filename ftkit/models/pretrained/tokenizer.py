@@ -306,6 +306,16 @@ class Tokenizer:
         return texts
 
     @cached_property
+    def bos_gap(self) -> str:
+        """What stands between BOS and a text in a template, for the tokens that `encode` makes."""
+        if self.bos_id is None:
+            return ""
+        # SentencePiece puts a space before a text, but some tokenizers not behind a special token.
+        bos, wanted = self.token_text(self.bos_id), self.encode_rendered("a").ids
+        behind = {gap: self.encode_rendered(f"{bos}{gap}a").ids[1:] for gap in ("", " ")}
+        return " " if behind[""] != wanted == behind[" "] else ""
+
+    @cached_property
     def named_bos_id(self) -> int | None:
         """Id of BOS if the tokenizer names it; the model's settings may name one too."""
         found: int | None = self._built.bos_token_id

@@ -521,7 +521,7 @@ def losses_of_data_text(counts: DataCounts) -> str:
             counts.short and f"{counts.short:,} dropped (fewer tokens than data.min_tokens)",
             counts.split and f"{counts.split:,} cut into several samples",
             counts.split_by_turn
-            and f"{counts.split_by_turn:,} split by turn (text or tokens before a turn change behind it)",
+            and f"{counts.split_by_turn:,} split by turn (text or tokens before it change)",
         )
     )
     return losses and f"of {count_text(counts.records, 'record')}: {losses}"

@@ -54,6 +54,7 @@ RECORDS = [
 
 class Texts:
     use_bos = True
+    bos_gap = ""
     special_tokens: ClassVar[Mapping[str, str]] = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
