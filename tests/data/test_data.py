@@ -11,7 +11,7 @@ import torch
 from messages import key_words, message_of, says
 from orders import make_elastic_order
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.records.read import read_records
@@ -24,34 +24,25 @@ from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils import embedded
 
 litgpt_data = pytest.importorskip("litgpt.data", reason="the data are compared with LitGPT's")
-from litgpt.tokenizer import Tokenizer as LitGPTTokenizer  # noqa: E402
+from litgpt.tokenizer import Tokenizer as LitgptTokenizer  # noqa: E402
 
 RECORDS = [
     {"instruction": "Name a colour.", "input": "", "output": "Blue."},
     {"instruction": "Add.", "input": "1 and 2", "output": "The sum is 3."},
     {"instruction": "Grüße übersetzen — 早上好 🎉", "output": "Greetings\n\tto all\u2028of you"},
     {"instruction": "Repeat: " + "the words " * 30, "input": "", "output": "many words " * 20},
-    {"instruction": "<s>Starts and ends marked</s>", "output": "<s>So does the answer</s>"},
     {"instruction": "Null input.", "input": None, "output": "x"},
     {"instruction": "Own system.", "sys_prompt": "You are terse.\n", "output": "Yes.", "id": 7},
 ]
 
 
-class Tokenizer(LitGPTTokenizer):  # type: ignore[misc]  # it is not typed
-    """LitGPT's, with what ftkit asks of its own."""
-
-    def require_embedded(self, *_: object) -> None:
-        """It knows no model."""
-
-
-def write_tokenizer(
-    directory: Path, *, bos: bool = False, padding: bool = False, adds_bos: bool = False
-) -> Tokenizer:
+def write_tokenizer(directory: Path, *, bos: bool = False, padding: bool = False) -> Tokenizer:
     """A byte-level BPE of a few hundred tokens, in the files LitGPT reads."""
     processor = HFTokenizer(models.BPE())
     processor.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -65,10 +56,6 @@ def write_tokenizer(
     processor.train_from_iterator(["### Instruction: the words of an answer"], trainer)
     if padding:
         processor.enable_padding()
-    if adds_bos:
-        processor.post_processor = processors.TemplateProcessing(
-            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-        )
     directory.mkdir(exist_ok=True)
     processor.save(str(directory / "tokenizer.json"))
     config = {
@@ -127,9 +114,7 @@ class TestTokens:
             ("llama3", 300, True),
         ],
     )
-    @pytest.mark.parametrize(
-        "kind", [{}, {"bos": True}, {"adds_bos": True}, {"bos": True, "padding": True}]
-    )
+    @pytest.mark.parametrize("kind", [{}, {"bos": True}, {"bos": True, "padding": True}])
     def test_ids_and_labels_are_those_of_litgpt(
         self,
         tmp_path: Path,
@@ -146,7 +131,11 @@ class TestTokens:
         )
         ours = load_data(data, tokenizer, max_seq_length)
         theirs = litgpt_data.SFTDataset(
-            RECORDS, tokenizer, prompt_style, max_seq_length, mask_prompt=mask_prompt
+            RECORDS,
+            LitgptTokenizer(tmp_path / "tokenizer"),
+            prompt_style,
+            max_seq_length,
+            mask_prompt=mask_prompt,
         )
         expected = [(item["input_ids"].tolist(), item["labels"].tolist()) for item in theirs]
         expected = [pair for pair in expected if any(label != -100 for label in pair[1][1:])]
@@ -190,6 +179,7 @@ class TestTokens:
             "split": 0,
             "split_by_turn": 0,
             "without_reasoning": 0,
+            "divided": 0,
         }
         assert [question.instruction for question in loaded.questions] == ["a", "e"]
         assert len(loaded.train) == 2
@@ -683,7 +673,9 @@ class TestCollate:
         assert collate(samples, divisors={"label_tokens": 40})["sequence_lengths"] is None
 
     def test_the_labels_are_those_that_litgpt_shifts(self, tokenizer: Tokenizer) -> None:
-        theirs = litgpt_data.SFTDataset(RECORDS, tokenizer, "alpaca", 200, mask_prompt=True)
+        theirs = litgpt_data.SFTDataset(
+            RECORDS, LitgptTokenizer(tokenizer.directory), "alpaca", 200, mask_prompt=True
+        )
         kept = [item for item in theirs if (item["labels"][1:] != -100).any()]
         batch = collate(
             [

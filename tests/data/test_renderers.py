@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from chats import CONVERSATIONS, TURNS, marked, said, write_chat_tokenizer
-from messages import says
 
 from ftkit.data.dataset import load_data
 from ftkit.data.prepare import make_renderer
 from ftkit.data.records.record import Record, Shape
-from ftkit.data.rendering import NO_OUTPUT, Renderer
+from ftkit.data.rendering import NO_OUTPUT, Example, Renderer
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import resolve_chat_template
@@ -42,6 +41,10 @@ def texts(renderer: Renderer, tokenizer: Tokenizer, *records: Record) -> list[li
     ]
 
 
+def decoded(example: Example, tokenizer: Tokenizer) -> str:
+    return str(tokenizer.processor.decode(example.expected, skip_special_tokens=False))
+
+
 class TestCompletions:
     def test_prompt_and_completion_are_taken_as_they_are(self, tokenizer: Tokenizer) -> None:
         record = {"prompt": " the question", "completion": " the answer\n"}
@@ -60,7 +63,7 @@ class TestCompletions:
         renderer = make_renderer(part("completion", train_on="last"), tokenizer)
         example = renderer.example({"prompt": "a", "completion": "b"})
         assert example.prompt == tokenizer.encode_rendered("<s>a").ids
-        assert (example.expected, example.instruction) == ("b", "a")
+        assert (decoded(example, tokenizer), example.instruction) == ("b", "a")
         assert example.stop_ids == renderer.stop_ids == {tokenizer.eos_id}
         messages = [said("user", "a"), said("assistant", "b")]
         assert renderer.template.render(messages) == "<s>ab</s>"
@@ -78,9 +81,9 @@ class TestDocuments:
         renderer = make_renderer(part("text", train_on="all"), tokenizer)
         text = "the answer to a question of the user"
         example = renderer.example({"text": text})
-        assert example.instruction + example.expected == text
+        assert example.instruction + decoded(example, tokenizer) == text
         assert tokenizer.decode(torch.tensor(example.prompt)) == example.instruction
-        assert renderer.example({"text": "a"}).expected == ""
+        assert renderer.example({"text": "a"}).expected == []
 
 
 class TestConversations:
@@ -94,14 +97,14 @@ class TestConversations:
         )
         assert example.prompt == tokenizer.encode_rendered(prompt).ids
         asked = "system: Be brief.\nuser: Hi\nassistant: Hello.\nuser: Bye"
-        assert (example.expected, example.instruction) == ("So long 👋", asked)
+        assert (decoded(example, tokenizer), example.instruction) == ("So long 👋", asked)
         assert example.stop_ids == {tokenizer.eos_id, tokenizer.added_tokens["<|im_end|>"]}
 
     def test_a_question_without_an_answer_is_one_too(self, tokenizer: Tokenizer) -> None:
         example = self.renderer(tokenizer).example({"messages": TURNS["messages"][1:2]})
         text = tokenizer.processor.decode(example.prompt, skip_special_tokens=False)
         assert text.endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
-        assert (example.expected, example.instruction) == ("", "Hi")
+        assert (example.expected, example.instruction) == ([], "Hi")
 
     def test_people_see_all_that_comes_before_the_answer(self, tokenizer: Tokenizer) -> None:
         shown = self.renderer(tokenizer).example(CONVERSATIONS["tools"]).instruction
@@ -110,7 +113,7 @@ class TestConversations:
     def test_an_answer_may_be_a_call(self, tokenizer: Tokenizer) -> None:
         record = CONVERSATIONS["tools"] | {"messages": CONVERSATIONS["tools"]["messages"][:2]}
         expected = '<tool_call>\n{"name": "weather", "arguments": {"at": "Bonn"}}\n</tool_call>'
-        assert self.renderer(tokenizer).example(record).expected == expected
+        assert decoded(self.renderer(tokenizer).example(record), tokenizer) == expected
 
     def test_the_longest_one_is_found_by_its_bytes(self, tokenizer: Tokenizer) -> None:
         renderer = self.renderer(tokenizer)
@@ -127,13 +130,15 @@ class TestConversations:
         assert "So long 👋<|im_end|>" in self.renderer(None, template).text(TURNS)
         assert self.renderer(None, template).text({"messages": [said("user", "a")]}) == ""
 
-    def test_a_prompt_that_swallows_its_answer_is_refused(self, tmp_path: Path) -> None:
+    def test_an_answer_that_goes_on_with_a_word_of_its_prompt_is_trained(
+        self, tmp_path: Path
+    ) -> None:
         tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
         file = tmp_path / "glued.jinja"
         file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         renderer = self.renderer(tokenizer, str(file))
-        (rendering,) = renderer.render([{"messages": [said("user", "th"), said("assistant", "e")]}])
-        assert says(rendering.refused, "no token ... assistant")
+        record = {"messages": [said("user", "th"), said("assistant", "e")]}
+        assert texts(renderer, tokenizer, record) == [["th⟦e⟧"]]
 
 
 class TestData:
@@ -192,7 +197,7 @@ class TestData:
         (question, _) = loaded.questions[:]
         prompt = tokenizer.processor.decode(question.prompt, skip_special_tokens=False)
         assert "a question" in prompt and "an answer" in prompt
-        assert question.expected == "done"
+        assert decoded(question, tokenizer) == "done"
 
     def test_a_prompt_may_be_a_text(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
         record = {"instruction": "do", "input": "", "output": "done"}

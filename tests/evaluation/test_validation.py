@@ -60,20 +60,25 @@ def answer_of(loaded: Loaded, most: int) -> tuple[torch.Tensor, int]:
 
 def means(
     loaded: Loaded,
-    expected: Sequence[str],
+    expected: Sequence[list[int]],
     stop: int,
     *,
+    is_whole: bool = True,
     batch_size: int = 2,
     own: Sequence[str] = (),
     max_new_tokens: int = 4,
     **records: int,
 ) -> dict[str, float]:
     """The scores of answers to one prompt, of which so many things are expected."""
+    decode = loaded.base.tokenizer.processor.decode
     built_in = dict.fromkeys(METRICS, 0) | records
     scores = answer_scores(
         loaded.model,
         loaded.base.tokenizer,
-        [Example(PROMPT, text, frozenset({stop}), {"expected": text}, "") for text in expected],
+        [
+            Example(PROMPT, ids, frozenset({stop}), {"expected": decode(ids)}, "", "", is_whole)
+            for ids in expected
+        ],
         Scoring(built_in, own=own_metrics(own), max_new_tokens=max_new_tokens),
         batch_size=batch_size,
         context=nullcontext,
@@ -85,22 +90,51 @@ def means(
 
 def test_an_answer_ends_where_it_can_no_longer_be_right(loaded: Loaded, lengths: list[int]) -> None:
     tokens, stop = answer_of(loaded, 9)
-    right = loaded.base.tokenizer.decode(tokens).strip()
+    right, (other,) = tokens.tolist(), loaded.base.tokenizer.encode_all(["~"], bos=False)[0]
     assert len(right) > 3
-    wanted = (right, right[:-1] + "~", "~" + right)
+    wanted = (right, [*right[:-1], other], [other, *right])
     lengths.clear()
-    shares = [means(loaded, [text], stop, exact_match=1)["exact_match"] for text in wanted]
+    shares = [means(loaded, [ids], stop, exact_match=1)["exact_match"] for ids in wanted]
     assert shares == [1, 0, 0]
     whole, late, early = lengths
     assert late <= whole == len(tokens)
     assert early == 1
 
 
+def test_white_space_and_special_tokens_count_in_an_exact_match(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = loaded.base.tokenizer
+    special, word, line = (
+        tokenizer.encode_all([text], bos=False)[0] for text in ("<s>", "a", "\n")
+    )
+    given: list[int] = []
+    monkeypatch.setattr(
+        evaluation, "answer_greedily", lambda *_, **__: [torch.tensor(given, dtype=torch.long)]
+    )
+    for expected, answer, is_right in [
+        (word, word, True),
+        (word, [*line, *word], False),
+        (word, [*line * 17, *word], False),
+        ([*line, *word], [*line, *word], True),
+        ([*special, *word], [*special, *word], True),
+        ([*special, *word], word, False),
+        (word, [*special, *word], False),
+    ]:
+        given[:] = answer
+        assert means(loaded, [expected], 9999, exact_match=1) == {"exact_match": is_right}
+    # Of a text that goes on, as many tokens are compared as are expected.
+    given[:] = [*word, *line]
+    for is_whole in (True, False):
+        found = means(loaded, [word], 9999, is_whole=is_whole, exact_match=1)
+        assert found == {"exact_match": not is_whole}
+
+
 def test_for_other_metrics_an_answer_is_made_to_its_end(loaded: Loaded, lengths: list[int]) -> None:
     tokens, stop = answer_of(loaded, 9)
     lengths.clear()
     for most in (2, len(tokens), 30):
-        found = means(loaded, ["~"], stop, exact_match=1, rouge_l=1, max_new_tokens=most)
+        found = means(loaded, [[0]], stop, exact_match=1, rouge_l=1, max_new_tokens=most)
         assert found["exact_match"] == 0
     assert lengths == [2, len(tokens), len(tokens)]
 
@@ -110,9 +144,12 @@ def test_each_metric_has_the_value_that_it_has_alone(
     loaded: Loaded, tmp_path: Path, batch_size: int
 ) -> None:
     tokens, stop = answer_of(loaded, 9)
-    decode = loaded.base.tokenizer.decode
-    right, begun = decode(tokens).strip(), decode(tokens[:2]).strip()
-    expected = [f"{begun} or not", right, f"{right} and more words", "~"]
+    decode, right = loaded.base.tokenizer.decode, tokens.tolist()
+    begun, more = (
+        decode(tokens[:2]).strip(),
+        loaded.base.tokenizer.encode_all([" more words"], bos=False)[0],
+    )
+    expected = [[*right[:2], *more], right, [*right, *more], more]
     file = tmp_path / "mine.py"
     file.write_text(
         "def length(answer, expected, record):\n"
@@ -124,7 +161,9 @@ def test_each_metric_has_the_value_that_it_has_alone(
     rouge = means(loaded, expected[:2], stop, **options, rouge_l=2)
     length = means(loaded, expected, stop, **options, own=[f"{file}:length"])
     assert exact == {"exact_match": 1 / 3}
-    assert rouge == {"rouge_l": sum(rouge_l(begun, text) for text in expected[:2]) / 2}
+    assert rouge == {
+        "rouge_l": sum(rouge_l(begun, decode(torch.tensor(ids))) for ids in expected[:2]) / 2
+    }
     assert length == {"length": len(begun)}
     together = means(
         loaded, expected, stop, **options, exact_match=3, rouge_l=2, own=[f"{file}:length"]
@@ -135,7 +174,7 @@ def test_each_metric_has_the_value_that_it_has_alone(
 def test_a_prompt_longer_than_the_samples_is_not_cut(loaded: Loaded) -> None:
     body, context_length = loaded.model.body, loaded.base.architecture.context_length
     prompts = [PROMPT * 4, PROMPT * (context_length // len(PROMPT) + 1), PROMPT]
-    questions = [Example(prompt, "", frozenset({9999}), {}, "") for prompt in prompts]
+    questions = [Example(prompt, [], frozenset({9999}), {}, "") for prompt in prompts]
 
     def answers() -> list[list[int]]:
         found = evaluation.answer_records(

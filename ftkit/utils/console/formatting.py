@@ -22,13 +22,15 @@ def shortened_within(text: str, limit: int = 240) -> str:
 
 
 def marked(text: str) -> str:
-    """The text on one line, with marks for the white space that readers would not see.
+    r"""The text on one line, with marks for the white space that readers would not see.
 
-    Line ends are ↵ (after a carriage return ␍), tabs ⇥; white space at an end of a line, and behind
-    other white space, is ␣.
+    Line ends are \n, carriage returns \r, tabs \t; white space at an end of a line, and behind other
+    white space, is \s. A backslash before one of these letters is doubled.
     """
-    lines = printable(text.replace("\t", "⇥").replace("\r", "␍")).split("\n")
-    return "↵".join(_UNSEEN.sub(lambda found: "␣" * len(found[0]), line) for line in lines)
+    text = re.sub(r"\\(?=[nrts\\])", r"\\\\", text)
+    text = printable(text.replace("\t", r"\t").replace("\r", r"\r"))
+    lines = (_UNSEEN.sub(lambda found: r"\s" * len(found[0]), line) for line in text.split("\n"))
+    return r"\n".join(lines)
 
 
 _UNSEEN = re.compile(r"^\s+|\s+$|(?<=\s)\s+")

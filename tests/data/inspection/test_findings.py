@@ -47,19 +47,10 @@ def test_nothing_is_found_in_good_data(model: Path, tmp_path: Path) -> None:
 # --- no end of turn -------------------------------------------------------------------------------
 
 
-def test_answers_that_bring_their_own_end_are_trained_without_one(
-    model: Path, tmp_path: Path
-) -> None:
-    """As in LitGPT, an end that a text has already is taken away."""
-    records = [record | {"output": record["output"] + "</s>"} for record in questions(60)]
-    found = only(look(model, write_records(tmp_path / "data.jsonl", records)), "no_end_of_turn")
-    assert found.severity == "warning"
-    assert says(found.advice, "Remove </s> ... outputs")
-
-
-def test_some_answers_without_an_end_raise_no_finding(model: Path, tmp_path: Path) -> None:
+def test_answers_may_bring_their_own_end(model: Path, tmp_path: Path) -> None:
     records = questions(60)
-    records[3]["output"] += "</s>"
+    for record in records[::2]:
+        record["output"] += "</s>"
     assert kinds(look(model, write_records(tmp_path / "data.jsonl", records))) == set()
 
 

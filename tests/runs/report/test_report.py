@@ -53,6 +53,7 @@ from ftkit.utils.console.formatting import (
     age_text,
     bytes_text,
     duration_text,
+    marked,
     number_text,
     percent_text,
     shortened,
@@ -725,6 +726,13 @@ class TestTable:
         shown = text_of(COMPLETED, width=width)
         assert re.search(r"\d *\n +(B|[KMG]iB|ms|s)\b", shown) is None
         assert re.search(r"\n +[KMG]iB, *\n", shown) is None
+
+    def test_answers_are_shown_with_the_white_space_that_counts(self) -> None:
+        example = AnsweredExample(instruction="a", expected="Take  it", after="\n\n\tTake\nit ")
+        report = dataclasses.replace(COMPLETED, examples=[example])
+        shown = text_of(report, width=100)
+        assert r"Take \sit" in shown and r"\n\n\tTake\nit\s" in shown
+        assert marked(r"a\nb") == r"a\\nb", "a backslash is no mark"
 
     def test_answers_cannot_write_to_the_terminal(self) -> None:
         report = dataclasses.replace(
