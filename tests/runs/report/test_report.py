@@ -576,7 +576,7 @@ class TestTable:
             "rouge_l 1 on 1 answer ",
             "example Name the capital of the country. France",
             "expected Paris",
-            "before The capital of the country is",
+            r"before The capital\nof the country is",
             "after Paris",
             "train data of 1,610 records: 7 left out (empty output), 3 left out (answer lies",
             "41 cut to max_seq_length",
