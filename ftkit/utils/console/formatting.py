@@ -24,8 +24,8 @@ def shortened_within(text: str, limit: int = 240) -> str:
 def marked(text: str) -> str:
     r"""The text on one line, with marks for the white space that readers would not see.
 
-    Line ends are \n, carriage returns \r, tabs \t; other white space at an end of a line, and behind
-    white space, is \s. A backslash before one of these letters is doubled.
+    Line ends are \n, carriage returns \r, tabs \t; other white space at an end of a line, and
+    behind white space, is \s. A backslash before one of these letters is doubled.
     """
     text = re.sub(r"\\(?=[nrts\\])", r"\\\\", text)
     text = printable(text.replace("\t", r"\t").replace("\r", r"\r"))
