@@ -161,9 +161,9 @@ def identities(
             f"data: these are not the training samples that the checkpoint of step {start.step} "
             f"has learned from ({epoch:,} now, {start.data.train_samples:,} then; their "
             "text, masks or order differ). Continue with the same data and prompt style, or start "
-            "a new run with another --out_dir. If nothing was changed, the ftkit that began the run "
-            "tokenised white space at the end of prompts, or BOS and EOS in texts, otherwise: "
-            "continue with that version."
+            "a new run with another --out_dir. If nothing was changed, an earlier ftkit began the "
+            "run, which tokenised white space at the end of prompts, or BOS and EOS in texts, "
+            "otherwise: continue with that version."
         )
     return of_base, of_data
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from chats import said
 from tokenizer_kinds import KINDS, RULES, write_tokenizer_of
+from transformers import AutoTokenizer
 
 from ftkit.data.prepare import make_renderer
 from ftkit.data.records.record import Record, Shape
@@ -139,6 +140,7 @@ def test_every_answer_ends_once_and_every_prompt_begins_as_at_inference(
 ) -> None:
     tokenizer = write_tokenizer_of(tmp_path, kind, rule)
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
     completions = renderer(tokenizer, "completion", train_on="last")
     style = resolve_prompt_style("{instruction}")
     instructions = renderer(tokenizer, "instruction", prompt_style=style, train_on="last")
@@ -162,6 +164,11 @@ def test_every_answer_ends_once_and_every_prompt_begins_as_at_inference(
                 assert [*example.expected, eos] == trained
                 asked = made.template.render(talk[:1], add_generation_prompt=True)
                 assert tokenizer.encode_rendered(asked).ids == example.prompt
+                source = made.template.source
+                exported = theirs.apply_chat_template(
+                    talk[:1], add_generation_prompt=True, chat_template=source, return_dict=False
+                )
+                assert exported == example.prompt
                 if made is not chats:
                     begins = tokenizer.use_bos or bool(start)
                     assert example.prompt.count(bos) == (example.prompt[0] == bos) == begins

@@ -12,9 +12,10 @@ from gguf_models import make_gguf_model
 
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import find_result
+from ftkit.exchange.gguf.metadata import vocabulary_metadata
 from ftkit.exchange.gguf.modelfile import modelfile
 from ftkit.models.chat_templates.template import ChatTemplate
-from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.models.pretrained.base_model import BaseModel, companions, open_base
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
@@ -160,3 +161,26 @@ def test_a_template_that_ollama_cannot_express_is_left_to_the_reader(
     base: BaseModel, name: str
 ) -> None:
     assert written(base, LEFT_OUT[name])[0] == {"FROM": "./m.gguf"}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_bos_is_put_before_prompts_only_where_training_had_it(
+    base: BaseModel, begins: bool
+) -> None:
+    source = "{{ bos_token }}" * begins + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source, "of a test", base.tokenizer.special_tokens)
+    prompting = prompting_of(find_result(str(base.directory)), base)
+    trained = dataclasses.replace(prompting, template=template, origin="trained")
+    assert trained.puts_bos(base.tokenizer) is (base.tokenizer.use_bos and begins)
+    own = dataclasses.replace(trained, origin="model")
+    assert own.puts_bos(base.tokenizer) is base.tokenizer.use_bos
+    metadata = vocabulary_metadata(
+        base.tokenizer,
+        dict(companions(base)),
+        base.settings,
+        name=base.name,
+        template=source,
+        end_ids=(),
+        puts_bos=trained.puts_bos(base.tokenizer),
+    )
+    assert metadata["tokenizer.ggml.add_bos_token"] is (base.tokenizer.use_bos and begins)
