@@ -1,8 +1,10 @@
 """The renderer of conversations: which tokens of the whole text lie in trained turns."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +33,8 @@ from ftkit.models.chat_templates.turns import (
 
 LOST = "no token lies in a turn of the assistant"
 """Reason for a conversation without sample: the tokenizer makes no token of its answer."""
+_LONGEST_END = 64
+"""Characters of the end of a prompt whose tokens are kept."""
 OTHERS_SAID = "what another message says would carry loss"
 """Reason for a refusal: a token holds both an answer and what another message says."""
 
@@ -109,6 +113,8 @@ class ChatRenderer(Renderer):
         self._tokenizer, self._template = tokenizer, template
         self._finder = self._turns(train_on, reasoning)
         self._learns_all = train_on == "all"
+        # Not functools.cache: other processes get a copy of this.
+        self._ends: dict[str, _Tokens] = {}
         # For the expected answers of `example`: the last turn, whatever is trained.
         self._answers = self._turns("last", "split")
 
@@ -122,8 +128,12 @@ class ChatRenderer(Renderer):
         assert self._tokenizer is not None
         # A template may end turns with another token than EOS (<|im_end|>), and the model learns to
         # write that one.
-        of_its_own = self._last_tokens & {*self._tokenizer.added_tokens.values()}
-        return of_its_own | {self._tokenizer.eos_id}
+        return self._last_tokens & self._added_ids | {self._tokenizer.eos_id}
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        assert self._tokenizer is not None
+        return frozenset(self._tokenizer.added_tokens.values())
 
     @cached_property
     def _last_tokens(self) -> frozenset[int]:
@@ -143,7 +153,7 @@ class ChatRenderer(Renderer):
         """Text of the token with which the template ends every turn; "": there is no such one."""
         assert self._tokenizer is not None
         (last, *others) = self._last_tokens or [-1]
-        is_one = not others and last in self._tokenizer.added_tokens.values()
+        is_one = not others and last in self._added_ids
         return self._tokenizer.token_text(last) if is_one else ""
 
     def _turns(self, train_on: TrainOn, reasoning: Reasoning) -> TurnFinder:
@@ -270,20 +280,23 @@ class ChatRenderer(Renderer):
             tokens: of it.
             start: characters of the prompt.
         """
-        assert self._tokenizer is not None
         ids, offsets = tokens
-        first = int(np.searchsorted(_begins(offsets), start))
+        # The first token that ends behind the prompt.
+        first = bisect_right(offsets, start, key=itemgetter(1))
         # What stands behind an added token is encoded for itself: only the end of a prompt, which
         # is the same in most, has to be compared.
-        added = {*self._tokenizer.added_tokens.values()}
-        last = next((i for i in range(first - 1, 0, -1) if ids[i] in added), 0)
+        last = next((i for i in range(first - 1, 0, -1) if ids[i] in self._added_ids), 0)
         begin = offsets[last][0] if last else 0
-        prompt = self._encoded(text[begin:start])
+        prompt = self._encoded_end(text[begin:start])
         end = last + len(prompt.ids)
         is_divided = ids[last:end] != prompt.ids
+        if not is_divided and (not end or offsets[end - 1][1] >= start):
+            return tokens, False
+        # Some tokenizers leave white space out of the offsets of the token that holds it.
+        before = offsets[first - 1][1] if first else 0
         if not is_divided:
             behind = _Tokens(ids[end:], offsets[end:])
-        elif any(end > start for _, end in offsets[last:first]):
+        elif first < len(ids) and min(offsets[first][0], before) < start:
             behind = self._encoded_behind(text[start:], start)
         else:
             behind = _Tokens(ids[first:], offsets[first:])
@@ -303,6 +316,14 @@ class ChatRenderer(Renderer):
             return _Tokens(marked.ids[first:], _moved(marked.offsets[first:], start - 1))
         alone = self._encoded(text)
         return _Tokens(alone.ids, _moved(alone.offsets, start))
+
+    def _encoded_end(self, text: str) -> _Tokens:
+        """Encode the end of a prompt, each once where it is short."""
+        if len(text) > _LONGEST_END:
+            return self._encoded(text)
+        if text not in self._ends:
+            self._ends[text] = self._encoded(text)
+        return self._ends[text]
 
     def _encoded(self, text: str) -> _Tokens:
         assert self._tokenizer is not None
