@@ -135,7 +135,7 @@ def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
 class PromptedRenderer(Renderer):
     """Renders prompt, answer and end; ids and labels are those of litgpt.data.SFTDataset.
 
-    But for texts that begin or end with BOS or EOS themselves: those keep what they have, once.
+    Unlike there, BOS and EOS in a prompt stay, and an answer ends with EOS also if its text does.
     """
 
     def __init__(self, tokenizer: "Tokenizer | None", *, mask_prompt: bool) -> None:

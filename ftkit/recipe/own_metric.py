@@ -135,7 +135,7 @@ class LoadedMetric:
 
         Args:
             answer: of the model.
-            expected: text of the record.
+            expected: text that is trained for the record.
             record: the function gets a copy of it.
             place: index among the answered records, from 0.
 

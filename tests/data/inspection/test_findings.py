@@ -80,6 +80,24 @@ def test_an_end_outside_the_vocabulary_ends_nothing(model: Path, tmp_path: Path)
     assert kinds(look_again(model, data, found)) == set()
 
 
+# --- where prompts end ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", [" ", ""])
+def test_a_prompt_that_ends_in_a_space_is_a_finding(model: Path, tmp_path: Path, end: str) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ':" + end + "' + m.content + '</s>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:" + end + "' }}{% endif %}"
+    )
+    data = write_records(tmp_path / "data.jsonl", chats(40))
+    seen = look(model, data, data__chat_template=template)
+    assert ("prompt_divided" in kinds(seen)) is bool(end)
+    if end:
+        found = only(seen, "prompt_divided")
+        assert says(found.text, "38 of 38 records ... apart, as at inference")
+        assert says(found.advice, "end in a space ... template")
+
+
 # --- BOS twice ------------------------------------------------------------------------------------
 
 
