@@ -89,7 +89,11 @@ def test_a_prompt_that_ends_in_a_space_is_a_finding(model: Path, tmp_path: Path,
         "{% for m in messages %}{{ m.role + ':" + end + "' + m.content + '</s>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant:" + end + "' }}{% endif %}"
     )
-    data = write_records(tmp_path / "data.jsonl", chats(40))
+    records = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "red"}]}
+        for i in range(40)
+    ]
+    data = write_records(tmp_path / "data.jsonl", records)
     seen = look(model, data, data__chat_template=template)
     assert ("prompt_divided" in kinds(seen)) is bool(end)
     if end:
