@@ -384,7 +384,8 @@ def test_an_end_token_unknown_to_the_base_model_is_a_finding(tmp_path: Path) -> 
 
 def test_each_source_is_named_where_there_are_several(model: Path, tmp_path: Path) -> None:
     write_records(tmp_path / "good.jsonl", questions(40))
-    bad = [record | {"output": ""} if i % 4 else record for i, record in enumerate(questions(40))]
+    bad = questions(90)[50:]
+    bad[3]["output"] = ""
     write_records(tmp_path / "bad.jsonl", bad)
     sources = [{"path": str(tmp_path / name)} for name in ("good.jsonl", "bad.jsonl")]
     overrides = [("checkpoint_dir", str(model)), ("data", "JSON"), ("data.sources", str(sources))]
@@ -392,7 +393,7 @@ def test_each_source_is_named_where_there_are_several(model: Path, tmp_path: Pat
     assert [source.train.records for source in seen.sources] == [38, 38]
     assert says(only(seen, "nothing_trained").text, "records of bad ... contain nothing")
     assert {sample.source for sample in seen.samples} == {source.name for source in seen.sources}
-    assert [sample.number for sample in seen.samples] == [0, 19, 0, 19]
+    assert [sample.number for sample in seen.samples] == [0, 19, 0, 18]
 
 
 def pairs(count: int, equal: int, system: str = "") -> list[dict[str, Any]]:
