@@ -299,8 +299,6 @@ def answer_scores(
 
 def exact_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of an answer, or of what is expected, in which special tokens and spaces count."""
-    if tokenizer.backend == "sentencepiece":
-        return str(tokenizer.processor.decode(list(ids)))
     return str(tokenizer.processor.decode(list(ids), skip_special_tokens=False))
 
 
