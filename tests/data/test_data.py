@@ -240,22 +240,22 @@ class TestTokens:
     @pytest.mark.parametrize(
         ("options", "max_seq_length", "expected"),
         [
-            ({}, 4096, "76f8f03ef334b2061faf63112a638b92dffdff44074a52683ae705bacb34569d"),
-            ({}, 200, "f24365dbd0598c388f3a2ad79f8d880dc78bb5ea8df47d0f99b3668328e63c4a"),
+            ({}, 4096, "b89525089f8c694808af21ebf2b75b2eda8b4ae7ce6091c5345a6c67aa127922"),
+            ({}, 200, "3668d1bfda0602a29c95005c8768d2492d21a5ae394d0370333b51a9ffc3f5e6"),
             (
                 {"mask_prompt": True},
                 200,
-                "506d8b912fa05d83d559c85f3d3d9d5e1a9b4184f884de375f4e9eec20287a56",
+                "31711139277f3bb4edb1bcb105e203703c37c0820e6b7f16cd92ab62f101b653",
             ),
             (
                 {"prompt_style": "llama3", "mask_prompt": True},
                 4096,
-                "1d4fc9e66c77080b22561395c0a650aa2e4e625130ed28364f8277f327792b55",
+                "15d022e358d6fb4c0c0ace05fd2b7453763d4ba59dc357c1b199dae03b83dd75",
             ),
             (
                 {"prompt_style": "phi-2"},
                 200,
-                "accc486fe38565145c365c8c46e051937dbfb2d97458982ba6773e9b00c80aea",
+                "16d90b2a27b5b32317f6e2be4cfaa7fa2e89139b4c528ba2320c1c91617c5c82",
             ),
         ],
     )
