@@ -5,7 +5,7 @@ FSDP and ZeRO alike, the part of a parameter on a rank is a range of its numbers
 communication between ranks, and loading reads the ranges that the current layout needs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -133,7 +133,7 @@ def _read(part: StatePart, stored: StoredState, name: str) -> None:
     part.scales.copy_(exact[1])
 
 
-def check_kinds(kinds: Mapping[str, bool], stored: StoredState, optimizer: str) -> None:
+def check_kinds(kinds: Collection[str], stored: StoredState, optimizer: str) -> None:
     """Refuse an optimizer whose kinds of state differ from those in a checkpoint.
 
     Args:
@@ -146,7 +146,7 @@ def check_kinds(kinds: Mapping[str, bool], stored: StoredState, optimizer: str) 
     """
     # An average may come or go on resume: the optimizer does not need it.
     known = {name.partition("/")[0] for name in stored.names()} - {PARAMETER, AVERAGE}
-    if known != kinds.keys():
+    if known != set(kinds):
         raise UserError(
             f"optimizer {optimizer} with the arguments in the recipe keeps "
             f"{', '.join(sorted(kinds)) or 'no state'}, but the checkpoint has "

@@ -15,6 +15,7 @@ from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import OBJECTIVES
+from ftkit.recipe.optimizers import BITSANDBYTES, TORCH, TORCHAO
 from ftkit.recipe.parsing import add_recipe_keys
 from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.plugin import plugin_in_use
@@ -26,7 +27,7 @@ from ftkit.recipe.recipe_keys import (
     field_texts,
     placeholder_of,
 )
-from ftkit.recipe.strategies import RULES, STRATEGIES, TORCHAO
+from ftkit.recipe.strategies import RULES, STRATEGIES
 from ftkit.utils.imports import quick_imports, silence_libraries
 from ftkit.utils.names import nearest
 
@@ -296,10 +297,10 @@ def _known_names(component: str) -> list[str]:
     if component == "peft":
         return list(PEFT_TYPES)
     others = []
-    for package in ("bitsandbytes.optim", TORCHAO):
+    for package in (BITSANDBYTES, TORCHAO):
         with suppress(ImportError):
             others += [f"{package}.{name}" for name in _optimizers(package)]
-    return [*_optimizers("torch.optim"), *others]
+    return [*_optimizers(TORCH), *others]
 
 
 def _component_class(component: str, name: str) -> type:

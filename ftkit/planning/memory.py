@@ -11,9 +11,11 @@ from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate, simulate_alone
 from ftkit.recipe.objectives import model_beside, objective_rules
+from ftkit.recipe.optimizers import is_paged
 from ftkit.recipe.plan import Plan, has_liger
 from ftkit.recipe.recipe import Kernels, LoraRecipe
-from ftkit.strategies.state import bytes_per_number, state_kinds
+from ftkit.strategies.optimizers import MuonWithAdamW
+from ftkit.strategies.state import bytes_per_number
 from ftkit.strategies.step_memory import (
     CATEGORIES,
     Breakdown,
@@ -21,6 +23,7 @@ from ftkit.strategies.step_memory import (
     HeaviestStep,
     MicroBatchSize,
     PredictedStep,
+    Sizes,
     StepMemory,
 )
 from ftkit.strategies.strategy import Strategy, make_strategy, parameter_dtype, updated_dtype
@@ -122,7 +125,7 @@ def predict(
         breakdown["temporaries"] += _workspace_bytes(plan)
     peak_bytes = sum(breakdown.values())
     trained = simulation.sizes.trained
-    number_bytes = _number_bytes(strategy, simulation.sizes.hidden / trained)
+    number_bytes = _number_bytes(strategy, simulation.sizes)
     saved_bytes = round(trained * number_bytes)
     on_cpu = plan.accelerator == HOST_KIND
     process_bytes = _CPU_PROCESS_BYTES if on_cpu else _PROCESS_BYTES
@@ -197,7 +200,7 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
 def _kept_in_host_bytes(plan: Plan, offloaded: dict[Category, int]) -> int:
     """Bytes that are certainly in host memory; a paged optimizer state may stay on the device."""
     kept: list[Category] = ["parameters", "gradients"]
-    if not plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
+    if not is_paged(plan.recipe.optimizer["class_path"]):
         kept.append("optimizer_state")
     return sum(offloaded.get(category, 0) for category in kept)
 
@@ -315,10 +318,10 @@ def _device_bytes(peak_bytes: int, plan: Plan) -> tuple[int, int, int]:
     )
 
 
-def _number_bytes(strategy: Strategy, hidden_fraction: float) -> float:
+def _number_bytes(strategy: Strategy, sizes: Sizes) -> float:
     """Bytes in a checkpoint for each trained number."""
     optimizer_class, arguments = strategy.optimizer_of()
-    kinds = state_kinds(optimizer_class, arguments, CPU)
-    dtype = updated_dtype(strategy.plan)
-    of_state = bytes_per_number(kinds, optimizer_class, arguments, dtype, hidden_fraction)
+    matrices = sizes.hidden if optimizer_class is MuonWithAdamW else sizes.matrices
+    share, dtype = matrices / sizes.trained, updated_dtype(strategy.plan)
+    of_state = bytes_per_number(optimizer_class, arguments, dtype, CPU, share)
     return of_state + strategy.average_bytes

@@ -39,7 +39,7 @@ from ftkit.planning.memory import (
     predict_alone,
 )
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
-from ftkit.planning.simulate import largest_micro_batch
+from ftkit.planning.simulate import CPU, largest_micro_batch
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
 from ftkit.recipe.foreign.programs import NO_TERMS, Terms
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
@@ -59,7 +59,7 @@ from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import CountedSteps, make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
-from ftkit.strategies.strategy import compute_dtype, parameter_dtype
+from ftkit.strategies.strategy import compute_dtype, make_strategy, parameter_dtype
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.console.formatting import bytes_text
 
@@ -377,6 +377,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         made = make_plan(recipe, place.devices)
     except UserError as error:
         raise (_with_advice(error, recipe) if place.is_here else error) from None
+    make_strategy(made).check_optimizer(CPU)  # refuses what the run would refuse
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(with_added_tokens(found, recipe.added_tokens), recipe.objective)

@@ -329,6 +329,7 @@ def _sizes(
         parameters=0 if model is None else parameter_count(model),
         parameter_bytes=bytes_of(parameters),
         trained=sum(p.numel() for p in trained),
+        matrices=sum(p.numel() for p in trained if p.ndim > 1),
         hidden=0 if model is None else sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
         small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),

@@ -9,6 +9,7 @@ from ftkit.errors import UserError
 from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
 from ftkit.recipe.foreign.programs import Terms
+from ftkit.recipe.optimizers import BITSANDBYTES, strategies_of
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.peft_types import peft_type
 from ftkit.recipe.plugin import plugin_in_use
@@ -114,14 +115,16 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         keys = (("train.optimizer_in_backward", "true"),)
         yield _Step("updates in the backward pass", keys)
     optimizer = recipe.optimizer
-    if optimizer["class_path"] in _ADAMS and plan.rules.bnb_optimizers:
-        name = optimizer["class_path"].rpartition(".")[2]
+    name = optimizer["class_path"].rpartition(".")[2]
+    if optimizer["class_path"] in _ADAMS and plan.strategy in strategies_of(
+        f"{BITSANDBYTES}.{name}8bit"
+    ):
         # Learning rate, betas and the like have the same names and meanings in both packages.
         kept = {k: v for k, v in optimizer["init_args"].items() if k not in _IMPLEMENTATION}
         yield _Step(
             "8-bit optimizer state",
             (
-                ("optimizer", f"bitsandbytes.optim.{name}8bit"),
+                ("optimizer", f"{BITSANDBYTES}.{name}8bit"),
                 # Set again, because another class starts from its own defaults.
                 *((f"optimizer.{key}", json.dumps(value)) for key, value in kept.items()),
             ),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from ftkit.recipe.objectives import OBJECTIVES
+from ftkit.recipe.optimizers import family_of
 from ftkit.recipe.parsing import to_dict
 from ftkit.recipe.peft_types import peft_options
 from ftkit.recipe.recipe import Recipe
@@ -146,24 +147,6 @@ _DATA_DEFAULTS: dict[str, Any] = {
 _PROMPT_STYLES = {"FLAN": "flan", "LongForm": "longform"}
 """Default prompt styles of LitGPT's data modules; alpaca for all others."""
 
-_ADAM = {
-    "torch.optim.Adam",
-    "torch.optim.AdamW",
-    "deepspeed.ops.adam.DeepSpeedCPUAdam",
-    *(
-        f"bitsandbytes.optim.{paged}{name}{bits}"
-        for paged in ("", "Paged")
-        for name in ("Adam", "AdamW")
-        for bits in ("", "8bit", "32bit")
-    ),
-    *(
-        f"torchao.optim.{name}{bits}"
-        for name in ("Adam", "AdamW")
-        for bits in ("4bit", "8bit", "Fp8")
-    ),
-}
-"""Optimizers with the same two moments; one's state becomes another's by changing the format."""
-
 
 def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
     """Differences between the recipe of a resumed run and that of its checkpoint.
@@ -206,16 +189,7 @@ def carries_over(saved: str, now: str) -> bool:
         saved: class path of the checkpoint's.
         now: class path in the resumed run.
     """
-    return _family(saved) == _family(now)
-
-
-def _family(optimizer: str) -> str:
-    if optimizer in _ADAM:
-        return "adam"
-    package, _, name = optimizer.rpartition(".")
-    if package == "bitsandbytes.optim":
-        name = name.removeprefix("Paged").removesuffix("8bit").removesuffix("32bit")
-    return f"{package}.{name}"
+    return family_of(saved) == family_of(now)
 
 
 def _kind(key: str) -> Kind:

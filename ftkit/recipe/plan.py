@@ -14,6 +14,7 @@ from importlib import metadata
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
+from ftkit.recipe.optimizers import BITSANDBYTES, TORCHAO, check_optimizer
 from ftkit.recipe.peft_types import check_peft
 from ftkit.recipe.recipe import (
     ALL_LINEAR,
@@ -32,7 +33,6 @@ from ftkit.recipe.recipe import (
 )
 from ftkit.recipe.strategies import (
     RULES,
-    TORCHAO,
     StrategyName,
     StrategyOptions,
     StrategyRules,
@@ -209,6 +209,8 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     notices += [devices.notice] * bool(devices.notice)
     notices += _check_kind(devices, strategy, count, nodes, trains=trains)
     RULES[strategy].check(recipe, precision, devices)
+    if trains:
+        check_optimizer(recipe, strategy, RULES[strategy].shares)
     shards = RULES[strategy].shards(options, count, nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
@@ -651,7 +653,7 @@ def _check_kernels(recipe: Recipe, accelerator: str, strategy: StrategyName) -> 
     if not kind.has_few_bits:
         optimizer = recipe.optimizer["class_path"]
         unusable = {"quantize": ("null", getattr(recipe, "quantize", None))}
-        if optimizer.startswith(("bitsandbytes.", f"{TORCHAO}.")):
+        if optimizer.startswith((f"{BITSANDBYTES}.", f"{TORCHAO}.")):
             unusable["optimizer"] = ("AdamW", optimizer)
         for key, (other, value) in unusable.items():
             if value is not None:

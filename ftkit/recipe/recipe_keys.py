@@ -13,6 +13,7 @@ import yaml
 
 from ftkit.errors import UserError
 from ftkit.recipe.foreign.programs import foreign_key
+from ftkit.recipe.optimizers import PACKAGES
 from ftkit.recipe.plugin import own_name
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, LoraRecipe, Method, Recipe
 from ftkit.utils.names import leaves, nearest
@@ -29,7 +30,7 @@ COMPONENTS = {
 
 ALLOWED_PACKAGES = {
     "data": ("litgpt.data", "ftkit.data"),
-    "optimizer": ("torch.optim", "bitsandbytes.optim", "torchao.optim", "deepspeed.ops.adam"),
+    "optimizer": PACKAGES,
 }
 """Packages of class paths. A recipe never makes ftkit import anything else."""
 

@@ -1,22 +1,15 @@
 """Strategies without torch: names, options, rules, and the choice of strategy and precision."""
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices, has_deepspeed
+from ftkit.recipe.optimizers import strategies_of
 from ftkit.recipe.recipe import LoraRecipe, Precision, Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, device_kind
 
 StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
-
-MUON = "torch.optim.Muon"
-"""Class path of Muon in recipes."""
-TORCHAO = "torchao.optim"
-"""Package of torchao's optimizers in recipes."""
-WHOLE_NORM_OPTIMIZERS = ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit")
-"""Optimizers of bitsandbytes whose update of a number depends on its whole parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +70,8 @@ class StrategyRules:
     """Whether it trains with quantize: bnb.int8."""
     compiles: ClassVar[bool] = True
     """Whether blocks may be compiled."""
-    bnb_optimizers: ClassVar[bool] = True
-    """Whether it supports the optimizers of bitsandbytes."""
+    shares: ClassVar[str] = ""
+    """Why an update does not see whole parameters, in words; empty: it does."""
 
     def sharding(self, options: Any) -> str:
         """Return which state is sharded over the ranks, in words."""
@@ -102,14 +95,6 @@ class StrategyRules:
 
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         """Refuse what the strategy cannot run, with what to use instead."""
-        optimizer = recipe.optimizer["class_path"]
-        if optimizer.rpartition(".")[0] == "deepspeed.ops.adam":
-            raise UserError(
-                f"optimizer is {optimizer}, but the strategy is {self.name}. "
-                "Try --optimizer AdamW, or --strategy deepspeed."
-            )
-        _check_muon(recipe)
-        _check_torchao(self, recipe)
         _check_8bit_base(self, recipe)
 
     def check_installed(self) -> None:
@@ -141,6 +126,7 @@ class FsdpRules(StrategyRules):
 
     name = "fsdp"
     options = FsdpOptions
+    shares = "with fsdp a rank only has some rows of each"
     scales_loss = False
     trains_8bit_base = False
 
@@ -171,19 +157,13 @@ class FsdpRules(StrategyRules):
     def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
         if precision == "16-mixed":
             other = "bf16-mixed" if devices.bf16_native else "32-true"
-            suits = devices.deepspeed and suits_deepspeed(recipe)
+            able = strategies_of(recipe.optimizer["class_path"])
+            suits = devices.deepspeed and "deepspeed" in able
             raise UserError(
                 "precision is 16-mixed, but fsdp has no loss scaling in ftkit. Try --precision "
                 f"{other}, or --strategy {'deepspeed' if suits else 'ddp'}."
             )
         super().check(recipe, precision, devices)
-        package, _, optimizer = recipe.optimizer["class_path"].rpartition(".")
-        if package == "bitsandbytes.optim" and optimizer in WHOLE_NORM_OPTIMIZERS:
-            raise UserError(
-                f"optimizer is {package}.{optimizer}, but it scales by the norm of whole "
-                "parameters, while with fsdp a rank only has some of their rows. Try --optimizer "
-                "bitsandbytes.optim.AdamW8bit, or --strategy ddp."
-            )
 
 
 class DeepSpeedRules(StrategyRules):
@@ -194,7 +174,7 @@ class DeepSpeedRules(StrategyRules):
     keeps_masters = True
     trains_8bit_base = False
     compiles = False  # it gathers the parameters of each layer in hooks inside a block
-    bnb_optimizers = False
+    shares = "DeepSpeed updates slices of them, which have no shape"
 
     def sharding(self, options: DeepSpeedOptions) -> str:
         parts = ("optimizer state", "gradients", "parameters")[: options.stage]
@@ -218,16 +198,6 @@ class DeepSpeedRules(StrategyRules):
     def needs_all_gradients(self, options: DeepSpeedOptions) -> str:
         return "updates slices of all parameters at once. Try --strategy fsdp"
 
-    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
-        _check_muon(recipe)
-        if not suits_deepspeed(recipe):
-            raise UserError(
-                f"optimizer is {recipe.optimizer['class_path']}, but DeepSpeed keeps its own "
-                "optimizer state, for slices of parameters. Try --optimizer AdamW, or "
-                "--strategy fsdp."
-            )
-        _check_8bit_base(self, recipe)
-
     def check_installed(self) -> None:
         if not has_deepspeed():
             raise UserError(
@@ -245,50 +215,6 @@ RULES: dict[str, StrategyRules] = {
     rules.name: rules for rules in (SingleRules(), DdpRules(), FsdpRules(), DeepSpeedRules())
 }
 STRATEGIES = ("auto", *RULES)
-
-
-def suits_deepspeed(recipe: Recipe) -> bool:
-    """Return whether DeepSpeed can update with the recipe's optimizer."""
-    optimizer = recipe.optimizer["class_path"]
-    own_state = ("bitsandbytes.optim", TORCHAO)
-    return optimizer != MUON and optimizer.rpartition(".")[0] not in own_state
-
-
-def _check_muon(recipe: Recipe) -> None:
-    if recipe.optimizer["class_path"] == MUON and recipe.method == "lora":
-        raise UserError(
-            f"optimizer is {MUON}, which orthogonalises updates of whole matrices, but "
-            "LoRA trains two factors of each. Try --optimizer AdamW, or ftkit finetune_full."
-        )
-
-
-def _check_torchao(rules: StrategyRules, recipe: Recipe) -> None:
-    optimizer, arguments = recipe.optimizer["class_path"], recipe.optimizer["init_args"]
-    if not optimizer.startswith(f"{TORCHAO}."):
-        return
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError(
-            f"optimizer is {optimizer}, but torchao is not installed. Try pip install "
-            "'ftkit[torchao]', or --optimizer bitsandbytes.optim.AdamW8bit."
-        )
-    block = arguments.get("block_size", 256)
-    if not (type(block) is int and block > 0 and block % 2 == 0):
-        raise UserError(
-            f"optimizer.block_size is {block!r}, but must be an even number of at least 2, because "
-            f"a byte has two codes of 4 bits. Try --optimizer.block_size 256."
-        )
-    if arguments.get("amsgrad"):
-        raise UserError(
-            f"optimizer.amsgrad is true, but {optimizer} cannot compare quantised moments. Try "
-            "--optimizer.amsgrad false, or --optimizer AdamW."
-        )
-    has_copies = rules.name == "ddp" or "HYBRID_SHARD" in recipe.strategy["init_args"].values()
-    if arguments.get("bf16_stochastic_round") and has_copies:
-        raise UserError(
-            "optimizer.bf16_stochastic_round is true, but several ranks have copies of the same "
-            "weights, which each would round by chance. Try --optimizer.bf16_stochastic_round "
-            "false, or --strategy fsdp --strategy.sharding FULL_SHARD."
-        )
 
 
 def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
@@ -316,7 +242,7 @@ def resolve_strategy(
     why = f"{strategy} has no loss scaling for 16-mixed"
     if not devices.bf16_native:
         why = f"{_name(devices)} has no bfloat16 hardware, and {why}"
-    suits = suits_deepspeed(recipe)
+    suits = "deepspeed" in strategies_of(recipe.optimizer["class_path"])
     # Options such as strategy.sharding also show that a strategy was chosen.
     nothing_given = recipe.strategy["class_path"] == "auto" and not recipe.strategy["init_args"]
     if nothing_given and devices.deepspeed and suits:

@@ -44,6 +44,7 @@ from ftkit.strategies.state import (
     is_scalar_state,
     state_kinds,
     whole_part,
+    without_place,
 )
 from ftkit.strategies.step_memory import (
     Category,
@@ -154,7 +155,7 @@ class DeepSpeed(Strategy):
         return _BuiltPrecision(self.plan.precision)
 
     def prepare(self, phase: ShowPhase) -> None:
-        if self._options.offload_optimizer:
+        if self.optimizer_of()[0].__name__ == "DeepSpeedCPUAdam":
             with phase("preparing DeepSpeed's CPU optimizer (compiled once, about a minute)"):
                 compile_cpu_optimizer()
 
@@ -503,8 +504,11 @@ class ZeroState:
         flat = self.partitions()[0]
         state = self._inner.state.get(flat, {})
         # Moments have the shape of the partition; counts of steps are scalars.
-        same = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == flat.shape}
-        return same.keys()
+        moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
+        for kind, moment in moments.items():
+            if moment.shape != flat.shape:
+                raise without_place(self._inner, kind)
+        return moments.keys()
 
     def partitions(self) -> list[Tensor]:
         """This rank's numbers of every parameter group, flat."""

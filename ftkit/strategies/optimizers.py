@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
 from ftkit.recipe.foreign.trainer import OPTIMIZERS
+from ftkit.recipe.optimizers import MUON
 from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
-from ftkit.recipe.strategies import MUON, TORCHAO
-from ftkit.strategies.torchao import in_pieces
+from ftkit.strategies.torchao import in_pieces, is_quantised
 from ftkit.utils.imports import dtensor
 from ftkit.utils.names import nearest
 
@@ -160,7 +160,7 @@ def resolve_optimizer(
         arguments["betas"] = tuple(arguments["betas"])
     if class_path == MUON:
         return MuonWithAdamW, arguments | {"fused": may_fuse}
-    if class_path.startswith(f"{TORCHAO}."):
+    if is_quantised(optimizer_class):
         return in_pieces(optimizer_class), arguments
     # Fused steps are faster and need no temporary copy of the parameters.
     implementation = {"fused", "foreach", "capturable", "differentiable"}
@@ -176,17 +176,19 @@ def _optimizer_class(class_path: str) -> type[Optimizer]:
         return of_plugin
     package, _, name = class_path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(package), name, None)
+        found: Any = getattr(importlib.import_module(package), name, None)
     except ImportError as error:
         raise UserError(f"optimizer {class_path} needs a package: {error}.") from None
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+    is_class = isinstance(found, type) and issubclass(found, Optimizer)
+    if not is_class or found is Optimizer:
         known = [n for n in dir(torch.optim) if n[:1].isupper()] + own_names("optimizer")
         close = OPTIMIZERS.get(name) or nearest(name, known)
         raise UserError(
             f"optimizer is {class_path!r}, but there is no such optimizer. "
             f"Try --optimizer {close or 'AdamW'}, or --plugin FILE.py for one of your own."
         )
-    return found
+    of_package: type[Optimizer] = found
+    return of_package
 
 
 # Gradient clipping by the global norm, also of sharded gradients

@@ -133,23 +133,22 @@ class TorchState:
         for key, value in state.items():
             if not is_tensor_state(key, value, parameter):
                 continue
-            values = self.local_values(value)
             kind = canonical_kind(self._optimizer, key)
-            if values.numel() != whole.values.numel():  # such as a factored second moment
+            values, rows = self.local_values(value), self.local_values(parameter)
+            scales, code = _table_of(state, key, "absmax"), _table_of(state, key, "qmap")
+            if values.shape == rows.shape:
+                yield _of_range(whole, kind, values, scales, code)
+            elif count := numbers_for_each(values.shape, rows.shape):
+                # Several numbers for each of the parameter, as in [2, *shape]: as many ranges.
+                place = replace(whole, shape=torch.Size([count, *parameter.shape]))
+                for index, some in enumerate(values):
+                    start = whole.start + index * parameter.numel()
+                    own = None if scales is None else scales[index]
+                    yield _of_range(replace(place, start=start), kind, some, own, code)
+            elif whole.replicated:  # such as a factored second moment
                 yield self.local(value, kind)
-                continue
-            if (part := torchao_part(values, kind, whole)) is None:
-                number = key.removeprefix("state")
-                part = replace(
-                    whole,
-                    kind=kind,
-                    values=values.detach().view(-1),
-                    scales=state.get(f"absmax{number}"),
-                    code=state.get(f"qmap{number}"),
-                )
-                if part.code is not None:
-                    part = replace(part, quantize=partial(_quantize_as_bitsandbytes, part))
-            yield part
+            else:
+                raise without_place(self._optimizer, kind)
 
     def scalars(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -221,6 +220,42 @@ class TorchState:
                     state[key] = torch.tensor(value, dtype=torch.float32, device=device)
 
 
+def _table_of(state: Mapping[str, Any], key: str, table: str) -> Tensor | None:
+    """Table of bitsandbytes for a state: scales of its blocks (absmax), values of codes (qmap)."""
+    found: Tensor | None = state.get(f"{table}{key.removeprefix('state')}")
+    return found
+
+
+def _of_range(
+    place: StatePart, kind: str, values: Tensor, scales: Tensor | None, code: Tensor | None
+) -> StatePart:
+    """A state with a number for each number of a range.
+
+    Args:
+        place: the range, with other values.
+        kind: of the state.
+        values: of the state.
+        scales: of bitsandbytes' codes, if the values are these.
+        code: values of the codes.
+    """
+    if (part := torchao_part(values, kind, place)) is not None:
+        return part
+    flat = values.detach().view(-1)
+    part = replace(place, kind=kind, values=flat, scales=scales, code=code)
+    if code is not None:
+        part = replace(part, quantize=partial(_quantize_as_bitsandbytes, part))
+    return part
+
+
+def without_place(optimizer: Optimizer, kind: str) -> UserError:
+    """The error for a state of which a rank has parts that are no ranges of the whole."""
+    return UserError(
+        f"The optimizer {type(optimizer).__name__} keeps a {kind} of another shape than the "
+        "parameter, which ranks that share parameters cannot save. Try --optimizer AdamW, or "
+        "--strategy ddp."
+    )
+
+
 def torchao_part(values: Tensor, kind: str, whole: StatePart) -> StatePart | None:
     """A part of a parameter's range as torchao quantises it; None: it does not.
 
@@ -274,11 +309,18 @@ def shapes_like(model: LanguageModel, optimizer_class: type[Optimizer]) -> Shape
         model: outlined or filled.
         optimizer_class: that updates it.
     """
-    trained = trainable(model)
-    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    matrices = updated_as_matrices(model, optimizer_class)
+    has_others = len(trainable(model)) > len(matrices)
+    return [_MATRIX] * bool(matrices) + [_VECTOR] * has_others
+
+
+def updated_as_matrices(
+    model: LanguageModel, optimizer_class: type[Optimizer]
+) -> list[nn.Parameter]:
+    """Trained parameters that an optimizer updates as matrices."""
     if optimizer_class is MuonWithAdamW:  # an embedding is updated as a vector is
-        matrices = hidden_matrices(model)
-    return [_MATRIX] * bool(matrices) + [_VECTOR] * (len(trained) > len(matrices))
+        return hidden_matrices(model)
+    return [parameter for parameter in trainable(model) if parameter.ndim > 1]
 
 
 def state_kinds(
@@ -286,7 +328,7 @@ def state_kinds(
     arguments: dict[str, Any],
     device: torch.device,
     shapes: Shapes = (_MATRIX, _VECTOR),
-) -> dict[str, bool]:
+) -> dict[str, int]:
     """Kinds of tensors that an optimizer keeps, learned from a step with small parameters.
 
     Args:
@@ -296,13 +338,14 @@ def state_kinds(
         shapes: of the small parameters.
 
     Returns:
-        For each kind, whether it has the parameter's shape.
+        For each kind, how many numbers it has for each number of a parameter; 0: its shape is
+        another one.
 
     Raises:
         UserError: the optimizer cannot step, or keeps state that checkpoints cannot hold.
     """
     if optimizer_class.__module__.startswith("deepspeed."):  # takes a second to construct
-        return {"exp_avg": True, "exp_avg_sq": True}
+        return {"exp_avg": 1, "exp_avg_sq": 1}
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     for parameter in parameters:
         # Zeros are enough: state is created for every parameter that has a gradient.
@@ -317,14 +360,14 @@ def state_kinds(
             f"optimizer {optimizer_class.__name__} cannot fine-tune: {error}. "
             "Try --optimizer AdamW."
         ) from None
-    kinds: dict[str, bool] = {}
+    kinds: dict[str, int] = {}
     for parameter in parameters:
         for key, value in optimizer.state[parameter].items():
             if is_tensor_state(key, value, parameter):
                 kind = canonical_kind(optimizer, key)
-                # False as soon as one parameter keeps it in another shape, such as a factored
-                # moment.
-                kinds[kind] = kinds.get(kind, True) and value.shape == parameter.shape
+                count = numbers_for_each(value.shape, parameter.shape)
+                # 0 as soon as one parameter keeps it in another shape, such as a factored moment.
+                kinds[kind] = min(kinds.get(kind, count), count)
             elif not (is_scalar_state(value) or _is_bitsandbytes_table(key) or value is None):
                 raise UserError(
                     f"optimizer {optimizer_class.__name__} keeps a {key} that checkpoints cannot "
@@ -334,26 +377,27 @@ def state_kinds(
 
 
 def bytes_per_number(
-    kinds: Mapping[str, bool],
     optimizer_class: type[Optimizer],
-    arguments: Mapping[str, Any],
+    arguments: dict[str, Any],
     dtype: torch.dtype,
-    hidden_fraction: float,
+    device: torch.device,
+    matrix_fraction: float,
 ) -> float:
     """Bytes in a checkpoint for each trained number: itself and its optimizer state.
 
     Args:
-        kinds: from `state_kinds`.
         optimizer_class: of the recipe.
         arguments: of the optimizer.
         dtype: of the numbers that the optimizer updates.
-        hidden_fraction: share of these numbers that are in matrices of the blocks.
+        device: of these numbers.
+        matrix_fraction: share of these numbers that the optimizer updates in matrices.
     """
-    # Only kinds of the parameter's shape: factored ones are small.
-    states: float = sum(kinds.values())
-    if optimizer_class is MuonWithAdamW:
-        # One momentum for the hidden matrices, and AdamW's two moments for everything else.
-        states = 2 - hidden_fraction
+    # Without kinds of other shapes than the parameter's: factored ones are small.
+    of_matrix, of_vector = (
+        sum(state_kinds(optimizer_class, arguments, device, [shape]).values())
+        for shape in (_MATRIX, _VECTOR)
+    )
+    states = matrix_fraction * of_matrix + (1 - matrix_fraction) * of_vector
     state_bytes: float = dtype.itemsize
     if issubclass(optimizer_class, InPieces):
         state_bytes = optimizer_class.bytes_per_number(arguments)
@@ -363,6 +407,13 @@ def bytes_per_number(
     elif optimizer_class.__module__.startswith("bitsandbytes"):
         state_bytes = 4
     return dtype.itemsize + state_bytes * states
+
+
+def numbers_for_each(state: torch.Size, parameter: torch.Size) -> int:
+    """How many numbers a state has for each number of its parameter; 0: it has another shape."""
+    if state == parameter:
+        return 1
+    return state[0] if state[1:] == parameter else 0
 
 
 def is_scalar_state(value: object) -> bool:

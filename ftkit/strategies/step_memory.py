@@ -217,6 +217,8 @@ class Sizes:
     """Bytes of all parameters, without the scales of quantised ones."""
     trained: int
     """Numbers that the optimizer updates."""
+    matrices: int
+    """Numbers that the optimizer updates in matrices."""
     hidden: int
     """Numbers in trained matrices of the blocks."""
     elements: int

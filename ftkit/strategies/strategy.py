@@ -31,9 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ftkit.models.language_model import LanguageModel, output_of, trainable
 from ftkit.models.load_weights import Sharding, Whole
 from ftkit.models.loss import HeadOutput
+from ftkit.recipe.optimizers import OPTIMIZERS, is_paged
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.distributed import make_device
+from ftkit.strategies.optimizer_trial import try_optimizer
 from ftkit.strategies.optimizers import (
     OptimizerInBackward,
     clip_gradients,
@@ -218,6 +220,19 @@ class Strategy(ABC):
         """
         chosen = self.plan.recipe.optimizer
         return resolve_optimizer(chosen, may_fuse=self._may_fuse(chosen["class_path"]))
+
+    def check_optimizer(self, device: torch.device) -> None:
+        """Refuse an optimizer that does not exist, or that would learn something else here.
+
+        Args:
+            device: for a trial of an optimizer that ftkit does not know.
+
+        Raises:
+            UserError: names what works.
+        """
+        optimizer_class, arguments = self.optimizer_of()
+        if self.plan.recipe.optimizer["class_path"] not in OPTIMIZERS:
+            try_optimizer(optimizer_class, arguments, self.plan, device)
 
     def _may_fuse(self, class_path: str) -> bool:
         """Whether torch's fused implementation may be used, if the optimizer has one."""
@@ -436,7 +451,7 @@ class Strategy(ABC):
     def on_device(self, simulation: Simulation) -> OnDevice:
         """Split the memory of a simulated step between device and host."""
         kinds: list[Category] = []
-        if self.plan.recipe.optimizer["class_path"].rpartition(".")[2].startswith("Paged"):
+        if is_paged(self.plan.recipe.optimizer["class_path"]):
             kinds = ["optimizer_state"]  # the driver moves it to the host when memory is short
         return simulation.without(kinds if self.plan.kind.pages_optimizer_state else [])
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
 
-from ftkit.errors import UserError
-from ftkit.recipe.strategies import TORCHAO
+from ftkit.recipe.optimizers import TORCHAO
 from ftkit.utils.accelerators.kinds import device_kind
 from ftkit.utils.imports import dtensor
 
@@ -120,20 +119,18 @@ class InPieces(Optimizer):
             yield slice(first, min(first + size, numel))
 
 
-def in_pieces(optimizer_class: type[Optimizer]) -> type[Optimizer]:
-    """Derive an optimizer of torchao that updates in pieces.
-
-    Raises:
-        UserError: it is none of torchao's quantised ones.
-    """
+def is_quantised(optimizer_class: type[Optimizer]) -> bool:
+    """Return whether an optimizer is one of torchao's, whose state has few bits."""
+    if not optimizer_class.__module__.startswith(f"{TORCHAO}."):
+        return False
     from torchao.optim.adam import _AdamBase
 
+    return issubclass(optimizer_class, _AdamBase)
+
+
+def in_pieces(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Derive an optimizer of torchao that updates in pieces."""
     name = optimizer_class.__name__
-    if not issubclass(optimizer_class, _AdamBase) or name.startswith("_"):
-        raise UserError(
-            f"optimizer is {TORCHAO}.{name}, which keeps no quantised state. "
-            f"Try --optimizer {TORCHAO}.AdamW8bit, or --optimizer AdamW."
-        )
     content = {"is_packed": name.endswith("4bit")}
     # Under the same name, which messages show and `canonical_kind` goes by.
     derived: Any = type(name, (InPieces, optimizer_class), content)

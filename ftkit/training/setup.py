@@ -80,7 +80,7 @@ from ftkit.runs.report.report import Resolved
 from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.frozen import bytes_on_rank, outline_frozen
-from ftkit.strategies.optimizers import base_learning_rate, hidden_matrices
+from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import (
     CountedSteps,
     Schedule,
@@ -88,7 +88,12 @@ from ftkit.strategies.schedule import (
     make_schedule,
     sample_budget,
 )
-from ftkit.strategies.state import bytes_per_number, shapes_like, state_kinds
+from ftkit.strategies.state import (
+    bytes_per_number,
+    shapes_like,
+    state_kinds,
+    updated_as_matrices,
+)
 from ftkit.strategies.strategy import (
     Strategy,
     compute_dtype,
@@ -274,7 +279,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
 
     objective = make_objective(recipe.objective)
     strategy = make_strategy(plan)
-    strategy.optimizer_of()  # an optimizer that does not exist is refused before data are read
+    strategy.check_optimizer(strategy.device)  # refused before data are read
 
     with display.phase("reading data") as phase:
         loading: dict[str, Any] = {
@@ -550,9 +555,9 @@ def _check_checkpoints(setup: Setup, existing_bytes: int) -> None:
     if not setup.is_saved or rank() > 0:
         return
     trained = sum(p.numel() for p in trainable(setup.model))
-    hidden = sum(p.numel() for p in hidden_matrices(setup.model))
+    matrices = sum(p.numel() for p in updated_as_matrices(setup.model, optimizer_class))
     number_bytes = strategy.average_bytes + bytes_per_number(
-        kinds, optimizer_class, arguments, updated_dtype(plan), hidden / trained
+        optimizer_class, arguments, updated_dtype(plan), strategy.device, matrices / trained
     )
     itemsize = parameter_dtype(plan).itemsize
     held = list(kept_parameters(setup.model).values())

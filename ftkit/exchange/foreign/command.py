@@ -417,7 +417,7 @@ def _begun(recipe: Recipe, state: ForeignState, run: ForeignRun) -> list[str]:
     kinds = state_kinds(chosen, arguments, torch.device("cpu"))
     if state.moments is None:
         # Zeros have the shape of the parameter, which not all kinds of state have.
-        if not all(kinds.values()):
+        if any(count != 1 for count in kinds.values()):
             raise UserError(
                 f"{run.directory} has no optimizer state, and that of "
                 f"{recipe.optimizer['class_path']} cannot be begun at a step of a run. Try "

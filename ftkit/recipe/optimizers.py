@@ -1,0 +1,214 @@
+"""Optimizers without torch: what their state is of, and which strategies run them.
+
+Strategies that shard update parts of a parameter, so an update has to be that of each number by
+itself, or the strategy gathers what it needs. `tests/strategies/test_optimizers.py` compares every
+row of the table with the optimizer itself. An optimizer without a row, such as one of a plugin or
+of a newer library, is tried before anything is loaded (`ftkit/strategies/optimizer_trial.py`).
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal
+
+from ftkit.errors import UserError
+from ftkit.recipe.recipe import Recipe
+
+TORCH, BITSANDBYTES = "torch.optim", "bitsandbytes.optim"
+TORCHAO, DEEPSPEED = "torchao.optim", "deepspeed.ops.adam"
+PACKAGES = (TORCH, BITSANDBYTES, TORCHAO, DEEPSPEED)
+"""Packages whose optimizers a recipe may name."""
+MUON = f"{TORCH}.Muon"
+
+State = Literal["number", "numbers", "factors"]
+"""What a tensor of state has: a number for each number of the parameter, several for each, as in
+[2, *shape], or one for each row and for each column."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerTraits:
+    """What is known of an optimizer; by default it updates each number by itself."""
+
+    state: State = "number"
+    family: str = ""
+    """Optimizers of one family keep the same state; empty: this one is alone."""
+    whole: str = ""
+    """What it needs whole parameters for; empty: it does not need them."""
+    gathered_by: tuple[str, ...] = ()
+    """Strategies that shard and gather whole parameters for it."""
+    unusable: str = ""
+    """Why it cannot fine-tune, and what to use instead; empty: it can."""
+
+
+_ADAM = OptimizerTraits(family="Adam")
+_ADEMAMIX = OptimizerTraits(family="AdEMAMix", state="numbers")
+_BY_NORMS = "scales its updates by the norms of whole parameters"
+_ADEMAMIX_32 = OptimizerTraits(
+    unusable="for which bitsandbytes allocates half of its state. Try --optimizer "
+    f"{BITSANDBYTES}.AdEMAMix, which keeps 32 bits too"
+)
+_NOT_QUANTISED = OptimizerTraits(
+    unusable=f"which keeps no quantised state. Try --optimizer {TORCHAO}.AdamW8bit, or "
+    "--optimizer AdamW"
+)
+_OF_ZENFLOW = OptimizerTraits(unusable="a part of DeepSpeed's ZenFlow. Try --optimizer AdamW")
+_BITS = ("", "8bit", "32bit")
+
+OPTIMIZERS: dict[str, OptimizerTraits] = {
+    **{
+        f"{TORCH}.{name}": OptimizerTraits()
+        for name in (
+            *("ASGD", "Adadelta", "Adagrad", "Adamax", "NAdam", "RAdam"),
+            *("RMSprop", "Rprop", "SGD"),
+        )
+    },
+    f"{TORCH}.Adam": _ADAM,
+    f"{TORCH}.AdamW": _ADAM,
+    f"{TORCH}.Adafactor": OptimizerTraits(
+        state="factors", whole=f"has factors of rows and columns, and {_BY_NORMS}"
+    ),
+    MUON: OptimizerTraits(whole="orthogonalises updates of whole matrices", gathered_by=("fsdp",)),
+    f"{TORCH}.LBFGS": OptimizerTraits(
+        unusable="which computes the loss of a step several times. Try --optimizer AdamW"
+    ),
+    f"{TORCH}.SparseAdam": OptimizerTraits(
+        unusable="which needs sparse gradients, and those of these models are dense. Try "
+        "--optimizer AdamW"
+    ),
+    **{
+        f"{BITSANDBYTES}.{paged}{name}{bits}": traits
+        for name, traits in (
+            *(("Adam", _ADAM), ("AdamW", _ADAM), ("AdEMAMix", _ADEMAMIX)),
+            ("Lion", OptimizerTraits(family="Lion")),
+        )
+        for paged in ("", "Paged")
+        for bits in _BITS
+    },
+    **{
+        f"{BITSANDBYTES}.{name}{bits}": OptimizerTraits(
+            family=f"{BITSANDBYTES}.{name}", whole=_BY_NORMS if name in ("LAMB", "LARS") else ""
+        )
+        for name in ("Adagrad", "LAMB", "LARS", "RMSprop", "SGD")
+        for bits in _BITS
+    },
+    f"{BITSANDBYTES}.AdEMAMix32bit": _ADEMAMIX_32,
+    f"{BITSANDBYTES}.PagedAdEMAMix32bit": _ADEMAMIX_32,
+    f"{BITSANDBYTES}.PytorchLARS": OptimizerTraits(whole=_BY_NORMS),
+    **{
+        f"{TORCHAO}.{name}{bits}": _ADAM
+        for name in ("Adam", "AdamW")
+        for bits in ("4bit", "8bit", "Fp8")
+    },
+    f"{TORCHAO}._AdamW": _NOT_QUANTISED,
+    f"{TORCHAO}.CPUOffloadOptimizer": _NOT_QUANTISED,
+    f"{DEEPSPEED}.DeepSpeedCPUAdam": _ADAM,
+    f"{DEEPSPEED}.FusedAdam": _ADAM,
+    f"{DEEPSPEED}.ZenFlowCPUAdam": _OF_ZENFLOW,
+    f"{DEEPSPEED}.ZenFlowSelectiveAdamW": _OF_ZENFLOW,
+    f"{DEEPSPEED}.ZenFlowSelectiveAdamW_stage3": _OF_ZENFLOW,
+}
+"""Optimizers by their class path."""
+
+_WITH_WHOLE = ("single", "ddp")
+"""Strategies in which every rank has whole parameters."""
+_OF_PACKAGE = {
+    # DeepSpeed keeps state of its own, for slices of parameters.
+    BITSANDBYTES: (*_WITH_WHOLE, "fsdp"),
+    TORCHAO: (*_WITH_WHOLE, "fsdp"),
+    DEEPSPEED: ("deepspeed",),
+}
+
+
+def strategies_of(class_path: str) -> tuple[str, ...]:
+    """Strategies that run an optimizer; those that could, if it has no row."""
+    traits = OPTIMIZERS.get(class_path, OptimizerTraits())
+    able = _OF_PACKAGE.get(class_path.rpartition(".")[0], (*_WITH_WHOLE, "fsdp", "deepspeed"))
+    if traits.whole:
+        able = tuple(name for name in able if name in (*_WITH_WHOLE, *traits.gathered_by))
+    return () if traits.unusable else able
+
+
+def family_of(class_path: str) -> str:
+    """Family of an optimizer: one of its members continues the state of another."""
+    traits = OPTIMIZERS.get(class_path)
+    return (traits.family if traits else "") or class_path
+
+
+def is_paged(class_path: str) -> bool:
+    """Whether the driver may move the state of an optimizer between device and host."""
+    return class_path.rpartition(".")[2].startswith("Paged")
+
+
+def check_optimizer(recipe: Recipe, strategy: str, shares: str) -> None:
+    """Refuse an optimizer that cannot fine-tune, or not under a strategy.
+
+    Args:
+        recipe: that names it.
+        strategy: that the plan has.
+        shares: what a rank has of a parameter, for messages; empty: all of it.
+
+    Raises:
+        UserError: names an optimizer or a strategy that works.
+    """
+    class_path = recipe.optimizer["class_path"]
+    traits = OPTIMIZERS.get(class_path, OptimizerTraits())
+    if traits.unusable:
+        raise UserError(f"optimizer is {class_path}, {traits.unusable}.")
+    if class_path == MUON and recipe.method == "lora":
+        raise UserError(
+            f"optimizer is {MUON}, which {traits.whole}, but LoRA trains two factors of each. Try "
+            "--optimizer AdamW, or ftkit finetune_full."
+        )
+    able = strategies_of(class_path)
+    if strategy not in able:
+        why = f"which {traits.whole}, but {shares}"
+        if not traits.whole:
+            why = "but DeepSpeed keeps its own optimizer state, for slices of parameters"
+        if class_path.startswith(f"{DEEPSPEED}."):
+            why = f"but the strategy is {strategy}"
+        raise refused(class_path, strategy, why, able)
+    if class_path.startswith(f"{TORCHAO}."):
+        _check_torchao(recipe, strategy)
+
+
+def refused(class_path: str, strategy: str, why: str, able: tuple[str, ...]) -> UserError:
+    """The error for an optimizer that the strategy of a run does not suit.
+
+    Args:
+        class_path: of the optimizer.
+        strategy: of the run.
+        why: continues "optimizer is NAME, ".
+        able: strategies that suit it.
+    """
+    other = f"{BITSANDBYTES}.AdamW8bit"
+    if not class_path.endswith("8bit") or strategy not in strategies_of(other):
+        other = "AdamW"
+    return UserError(
+        f"optimizer is {class_path}, {why}. Try --optimizer {other}, or --strategy {able[-1]}."
+    )
+
+
+def _check_torchao(recipe: Recipe, strategy: str) -> None:
+    optimizer, arguments = recipe.optimizer["class_path"], recipe.optimizer["init_args"]
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            f"optimizer is {optimizer}, but torchao is not installed. Try pip install "
+            "'ftkit[torchao]', or --optimizer bitsandbytes.optim.AdamW8bit."
+        )
+    block = arguments.get("block_size", 256)
+    if not (type(block) is int and block > 0 and block % 2 == 0):
+        raise UserError(
+            f"optimizer.block_size is {block!r}, but must be an even number of at least 2, because "
+            f"a byte has two codes of 4 bits. Try --optimizer.block_size 256."
+        )
+    if arguments.get("amsgrad"):
+        raise UserError(
+            f"optimizer.amsgrad is true, but {optimizer} cannot compare quantised moments. Try "
+            "--optimizer.amsgrad false, or --optimizer AdamW."
+        )
+    has_copies = strategy == "ddp" or "HYBRID_SHARD" in recipe.strategy["init_args"].values()
+    if arguments.get("bf16_stochastic_round") and has_copies:
+        raise UserError(
+            "optimizer.bf16_stochastic_round is true, but several ranks have copies of the same "
+            "weights, which each would round by chance. Try --optimizer.bf16_stochastic_round "
+            "false, or --strategy fsdp --strategy.sharding FULL_SHARD."
+        )
