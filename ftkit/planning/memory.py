@@ -200,7 +200,7 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
 def _kept_in_host_bytes(plan: Plan, offloaded: dict[Category, int]) -> int:
     """Bytes that are certainly in host memory; a paged optimizer state may stay on the device."""
     kept: list[Category] = ["parameters", "gradients"]
-    if not is_paged(plan.recipe.optimizer["class_path"]):
+    if not is_paged(plan.recipe.optimizer):
         kept.append("optimizer_state")
     return sum(offloaded.get(category, 0) for category in kept)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.recipe import Component, Recipe
+from ftkit.utils.accelerators.kinds import DeviceKind
 
 TORCH, BITSANDBYTES = "torch.optim", "bitsandbytes.optim"
 TORCHAO, DEEPSPEED = "torchao.optim", "deepspeed.ops.adam"
@@ -133,16 +134,18 @@ def family_of(class_path: str) -> str:
     return (traits.family if traits else "") or class_path
 
 
-def is_paged(class_path: str) -> bool:
-    """Whether the driver may move the state of an optimizer between device and host."""
-    return class_path.rpartition(".")[2].startswith("Paged")
+def is_paged(optimizer: Component) -> bool:
+    """Whether the driver may move the state of a recipe's optimizer between device and host."""
+    name = optimizer["class_path"].rpartition(".")[2]
+    return name.startswith("Paged") or optimizer["init_args"].get("is_paged") is True
 
 
-def check_optimizer(recipe: Recipe, strategy: str, shares: str) -> None:
-    """Refuse an optimizer that cannot fine-tune, or not under a strategy.
+def check_optimizer(recipe: Recipe, kind: DeviceKind, strategy: str, shares: str) -> None:
+    """Refuse an optimizer that cannot fine-tune, or not on a kind of device or under a strategy.
 
     Args:
         recipe: that names it.
+        kind: of the devices.
         strategy: that the plan has.
         shares: what a rank has of a parameter, for messages; empty: all of it.
 
@@ -153,6 +156,15 @@ def check_optimizer(recipe: Recipe, strategy: str, shares: str) -> None:
     traits = OPTIMIZERS.get(class_path, OptimizerTraits())
     if traits.unusable:
         raise UserError(f"optimizer is {class_path}, {traits.unusable}.")
+    pages = is_paged(recipe.optimizer) and not kind.pages_optimizer_state
+    if traits is _ADEMAMIX and pages and kind.has_few_bits:
+        instead = "--optimizer.is_paged false"
+        if "Paged" in class_path:
+            instead = f"--optimizer {class_path.replace('Paged', '')}"
+        raise UserError(
+            f"optimizer is {class_path} with paged state, but accelerator is {kind.name}, on which "
+            f"bitsandbytes cannot allocate it. Try {instead}."
+        )
     if class_path == MUON and recipe.method == "lora":
         raise UserError(
             f"optimizer is {MUON}, which {traits.whole}, but LoRA trains two factors of each. Try "

@@ -209,8 +209,9 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     notices += [devices.notice] * bool(devices.notice)
     notices += _check_kind(devices, strategy, count, nodes, trains=trains)
     RULES[strategy].check(recipe, precision, devices)
+    kind = device_kind(devices.accelerator)
     if trains:
-        check_optimizer(recipe, strategy, RULES[strategy].shares)
+        check_optimizer(recipe, kind, strategy, RULES[strategy].shares)
     shards = RULES[strategy].shards(options, count, nodes)
     if trains and precision == "16-true" and not RULES[strategy].keeps_masters:
         raise untrainable_float16(strategy, devices)
@@ -222,7 +223,6 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         notices += _check_offloading(recipe.memory, devices.accelerator)
     if trains and recipe.memory.shard_model_beside:
         notices += _check_sharding_beside(recipe, strategy, shards, count * nodes)
-    kind = device_kind(devices.accelerator)
     if trains:
         check_shapes(recipe.train, kind)
     size, tokens = _micro_batch(recipe.train, notices)

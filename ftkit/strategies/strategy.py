@@ -451,7 +451,7 @@ class Strategy(ABC):
     def on_device(self, simulation: Simulation) -> OnDevice:
         """Split the memory of a simulated step between device and host."""
         kinds: list[Category] = []
-        if is_paged(self.plan.recipe.optimizer["class_path"]):
+        if is_paged(self.plan.recipe.optimizer):
             kinds = ["optimizer_state"]  # the driver moves it to the host when memory is short
         return simulation.without(kinds if self.plan.kind.pages_optimizer_state else [])
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
 
+from ftkit.recipe.optimizers import DEEPSPEED, OPTIMIZERS, strategies_of
+
 CUT = 4
 """Steps of the first session, of 9."""
 
@@ -23,6 +25,9 @@ ADAM_8_BIT: Changes = (
 PAGED: Changes = (("optimizer", "bitsandbytes.optim.PagedAdamW8bit"), *ADAM_8_BIT[1:])
 ADAM_32_BIT: Changes = (("optimizer", "bitsandbytes.optim.AdamW32bit"), *ADAM_8_BIT[1:])
 LION: Changes = (("optimizer", "bitsandbytes.optim.Lion8bit"), ("optimizer.lr", 3e-4))
+ADEMAMIX: Changes = (("optimizer", "bitsandbytes.optim.AdEMAMix"), ("optimizer.lr", 1e-3))
+ADEMAMIX_8_BIT: Changes = (("optimizer", "bitsandbytes.optim.AdEMAMix8bit"), *ADEMAMIX[1:])
+LAMB: Changes = (("optimizer", "bitsandbytes.optim.LAMB"), ("optimizer.lr", 1e-3))
 ADAMW: Changes = (("optimizer", "AdamW"), *ADAM_8_BIT[1:])
 DROPOUT: Changes = (("lora_dropout", 0.2),)
 QLORA: Changes = (("quantize", "bnb.nf4-dq"),)
@@ -159,6 +164,13 @@ MOVES = {
     "average, 4 bits of torchao, fsdp x2": same(
         Case("fsdp", "full", changes=(*TORCHAO_4_BIT, *AVERAGED)), 2
     ),
+    "two moments in one tensor, fsdp x2 to single": move(
+        ("fsdp", 2, ADEMAMIX), ("single", 1, ADEMAMIX)
+    ),
+    "two moments in one tensor, 8 bits, single to fsdp x2": move(
+        ("single", 1, ADEMAMIX_8_BIT), ("fsdp", 2, ADEMAMIX_8_BIT)
+    ),
+    "norms of parameters, ddp x2 to single": move(("ddp", 2, LAMB), ("single", 1, LAMB)),
     "Lion, single to ddp x2": move(("single", 1, LION), ("ddp", 2, LION)),
     "ZeRO-1 to single": move(("deepspeed", 2, STAGE_1), ("single", 1, ())),
     "single to ZeRO-1": move(("single", 1, ()), ("deepspeed", 2, STAGE_1)),
@@ -198,6 +210,33 @@ MOVES = {
         Case("fsdp", "full", tied=True), 2, Case("deepspeed", "full", tied=True), 2
     ),
 }
+
+
+def changes_of(class_path: str) -> Changes:
+    """A recipe with an optimizer; with momentum, without which some refuse to update."""
+    rate = 0.05 if class_path.rpartition(".")[2].startswith("SGD") else 1e-3
+    changes: Changes = (("optimizer", class_path), ("optimizer.lr", rate))
+    needs_momentum = any(name in class_path for name in (".SGD", "LARS", "RMSprop"))
+    return (*changes, ("optimizer.momentum", 0.9)) if needs_momentum else changes
+
+
+def within_of(class_path: str) -> float:
+    """Largest difference where blocks of few bits begin elsewhere, or small numbers have signs."""
+    return 1e-3 if class_path.endswith(("bit", "Fp8")) else 1e-5
+
+
+MOVES |= {
+    # All names, under all strategies that run them, beginning elsewhere.
+    f"{name}, {strategy} x2": move(
+        ("single" if strategy != "single" else "ddp", 1 if strategy != "single" else 2, changes),
+        (strategy, 1 if strategy == "single" else 2, changes),
+        within=within_of(name),
+    )
+    for name, traits in OPTIMIZERS.items()
+    for changes in [changes_of(name)]
+    for strategy in strategies_of(name)
+    if not name.startswith(DEEPSPEED) and not (traits.family == "AdEMAMix" and "Paged" in name)
+}
 QUICK = {
     "AdamW, single, to a session that saves nothing",
     "dropout, single",
@@ -213,6 +252,9 @@ ONE_OF_EACH_KIND = {
     "dropout, deepspeed x2",
     "bf16-true, fsdp x2",
     "Adafactor, single to ddp x2",
+    "two moments in one tensor, fsdp x2 to single",
+    "two moments in one tensor, 8 bits, single to fsdp x2",
+    "norms of parameters, ddp x2 to single",
     "8 bits of torchao, single to fsdp x2",
     "4 bits of torchao, fsdp x3 to single",
     "FP8 of torchao, ddp x2",
