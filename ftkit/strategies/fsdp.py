@@ -29,6 +29,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ftkit.models.load_weights import Rows, Sharding
+from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import FsdpOptions
 from ftkit.strategies.distributed import make_device
@@ -40,6 +41,8 @@ from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 
 _FUSED = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.Muon")
 """Only these have fused steps over DTensors in torch; with Muon, AdamW beside it."""
+_NOT_OVER_DTENSORS = ("torch.optim.Rprop",)
+"""Optimizers with operations that DTensor does not have."""
 
 
 class Fsdp(Strategy):
@@ -87,8 +90,11 @@ class Fsdp(Strategy):
     ) -> type[torch.optim.Optimizer]:
         if optimizer_class is MuonWithAdamW:
             return GatheringMuonWithAdamW
-        is_bnb = optimizer_class.__module__.startswith("bitsandbytes.")
-        return over_local_rows(optimizer_class) if is_bnb else optimizer_class
+        if optimizer_class.__module__.startswith("bitsandbytes."):
+            return over_local_rows(optimizer_class)
+        class_path = self.plan.recipe.optimizer["class_path"]
+        takes_dtensors = class_path in OPTIMIZERS and class_path not in _NOT_OVER_DTENSORS
+        return optimizer_class if takes_dtensors else over_plain_rows(optimizer_class)
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.keeps_whole_gradients(self._model, is_last=is_last)
@@ -435,6 +441,51 @@ class GatheringMuonWithAdamW(MuonWithAdamW):
     """Muon, which gathers the matrices of hidden layers, and AdamW for everything else."""
 
     muon = _GatheringMuon
+
+
+# Other optimizers
+
+
+class _OverPlainRows(torch.optim.Optimizer):
+    """Mixin that updates this rank's rows of DTensors as plain tensors, for any operation."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        whole = [group["params"] for group in self.param_groups]
+        # In place, because an optimizer may keep something in a group.
+        for group, parameters in zip(self.param_groups, whole, strict=True):
+            group["params"] = [self._rows(p) for p in parameters if _has_rows(p)]
+        try:
+            super().step()
+        finally:
+            for group, parameters in zip(self.param_groups, whole, strict=True):
+                updated = [p for p in parameters if _has_rows(p)]
+                for parameter, rows in zip(updated, group["params"], strict=True):
+                    self.state[parameter] = self.state.pop(rows)
+                group["params"] = parameters
+
+    def _rows(self, parameter: Any) -> Tensor:
+        """This rank's rows with their gradient and state; they share the parameter's memory."""
+        rows: Tensor = parameter.to_local().detach()
+        rows.grad = parameter.grad.to_local()
+        state = self.state[parameter]
+        # That of a checkpoint is sharded as the parameter is.
+        for key, value in state.items():
+            state[key] = value.to_local() if isinstance(value, DTensor) else value
+        self.state[rows] = state
+        return rows
+
+
+def _has_rows(parameter: Any) -> bool:
+    """Return whether there is a gradient of rows of this rank; it may have none of a parameter."""
+    return parameter.grad is not None and bool(parameter.to_local().numel())
+
+
+def over_plain_rows(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Derive an optimizer whose updates are those of each number by itself, for sharded ones."""
+    # Under the same name, which messages show and `canonical_kind` goes by.
+    return type(optimizer_class.__name__, (_OverPlainRows, optimizer_class), {})
 
 
 # bitsandbytes

@@ -6,12 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from command import command_environment
+from rank_jobs import needs_deepspeed
 from runs import wait_for
 
+from ftkit.recipe.devices import Devices
+from ftkit.recipe.parsing import read_recipe
+from ftkit.recipe.plan import make_plan
+from ftkit.strategies import deepspeed
 from ftkit.strategies.deepspeed import STALE_S, sole_builder
 
 BUILDER = """
@@ -69,6 +75,35 @@ def test_a_builder_at_work_is_waited_for(builder: subprocess.Popen[bytes], tmp_p
             assert not (tmp_path / "lock").exists()
         finally:
             second.kill()
+
+
+@pytest.mark.parametrize(
+    ("keys", "compiles"),
+    [
+        ({"optimizer": "SGD"}, False),
+        ({"optimizer": "NAdam"}, False),
+        pytest.param({"optimizer": "AdamW"}, True, marks=[pytest.mark.slow, needs_deepspeed]),
+        ({"optimizer": "AdamW", "strategy.offload_optimizer": "false"}, False),
+        pytest.param(
+            {
+                "optimizer": "deepspeed.ops.adam.DeepSpeedCPUAdam",
+                "strategy.offload_optimizer": "false",
+            },
+            True,
+            marks=[pytest.mark.slow, needs_deepspeed],
+        ),
+    ],
+)
+def test_the_cpu_optimizer_is_compiled_for_those_that_use_it(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], compiles: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(deepspeed, "compile_cpu_optimizer", lambda: calls.append(True))
+    settings = {"checkpoint_dir": "base", "strategy": "deepspeed", **keys}
+    recipe = read_recipe([], list(settings.items()), method="full")
+    plan = make_plan(recipe, Devices(accelerator="cpu", count=1, deepspeed=True))
+    deepspeed.DeepSpeed(plan).prepare(lambda _: nullcontext())
+    assert bool(calls) == compiles
 
 
 def test_the_lock_of_another_program_is_left_to_torch_unless_it_is_old(tmp_path: Path) -> None:

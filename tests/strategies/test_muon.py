@@ -82,8 +82,8 @@ def test_the_size_of_its_state_is_known(base: Path) -> None:
     hidden = sum(parameter.numel() for parameter in hidden_matrices(model))
     held = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
     kinds = state_kinds(MuonWithAdamW, arguments, CPU)
-    assert kinds == {"momentum_buffer": True, "exp_avg": True, "exp_avg_sq": True}
-    per_number = bytes_per_number(kinds, MuonWithAdamW, arguments, torch.float32, hidden / numbers)
+    assert kinds == {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 1}
+    per_number = bytes_per_number(MuonWithAdamW, arguments, torch.float32, CPU, hidden / numbers)
     assert numbers * per_number == pytest.approx(4 * (numbers + sum(v.numel() for v in held)))
 
 

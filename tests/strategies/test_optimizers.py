@@ -121,7 +121,7 @@ def test_several_numbers_in_one_tensor_are_as_many_ranges(name: str) -> None:
     assert all(part.numel == numbers for part in parts)
     assert all((part.scales is not None) == name.endswith("8bit") for part in parts)
     other_model, other = trained(f"bitsandbytes.optim.{name}", steps=0)
-    other_view = TorchState(other_model, other)  # type: ignore[arg-type]
+    other_view = TorchState(other_model, other)
     shapes = {part.kind: part.shape for part in parts}
     other_view.allocate({"weight": shapes | {"state2": model.weight.shape}}, view.scalars())
     pairs = zip(view.parts(model.weight), other_view.parts(other_model.weight), strict=True)
