@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.errors import UserError
 from ftkit.models.bodies.attention import attention_kernel
@@ -77,6 +78,7 @@ from ftkit.strategies.strategy import (
     tensors_in,
 )
 from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.imports import dtensor
 from ftkit.utils.own_code import line_in
 
 CPU = torch.device("cpu")
@@ -547,6 +549,8 @@ class _Step:
         if hasattr(optimizer, "update_step"):  # of bitsandbytes, which takes a second to import
             # Kernels of bitsandbytes read pointers, which fake tensors do not have.
             optimizer.update_step = _nothing
+        # In place of the method, because updates in the backward pass call it too.
+        optimizer.step = _AnyNumber.during(optimizer.step)  # type: ignore[assignment,method-assign]
         return optimizer
 
     def _first_step(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -693,6 +697,32 @@ def _keep_highest(found: Peaks, stretches: Iterable[Stretch]) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Stand-in for messages, and for bitsandbytes' kernels, which take no memory of their own."""
+
+
+class _AnyNumber(TorchDispatchMode):
+    """Gives a number to an optimizer that reads one, such as the norm by which Adafactor scales.
+
+    Neither 0 nor 1, because NAdam divides by 1 minus a product that it keeps.
+    """
+
+    @classmethod
+    def during(cls, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the step of an optimizer."""
+
+        def stepping() -> Any:
+            with cls():
+                return step()
+
+        return stepping
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.5 if args[0].is_floating_point() else 1
+        if dtensor() in types:
+            return NotImplemented  # its operations on local tensors come here again
+        return func(*args, **(kwargs or {}))
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
