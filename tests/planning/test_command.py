@@ -213,6 +213,21 @@ def test_each_setting_saves_memory_in_its_category(
     assert after[part] <= factor * before[part]  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "share"),
+    [
+        ("NAdam", 1.0),
+        ("bitsandbytes.optim.AdEMAMix", 1.5),
+        ("bitsandbytes.optim.Lion", 0.5),
+        ("Adafactor", 0.0),
+    ],
+)
+def test_the_state_of_each_kind_of_optimizer_is_counted(optimizer: str, share: float) -> None:
+    of_adamw = planned(precision="32-true").memory.breakdown_bytes["optimizer_state"]
+    made = planned(precision="32-true", optimizer=optimizer).memory.breakdown_bytes
+    assert made["optimizer_state"] / of_adamw == pytest.approx(share, abs=0.03)
+
+
 def test_micro_batch_tokens_are_planned_as_a_row_of_that_length_or_of_the_longest() -> None:
     def of_tokens(tokens: int) -> Planned:
         return planned(train__micro_batch_tokens=tokens)
