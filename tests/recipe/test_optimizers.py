@@ -103,7 +103,7 @@ def test_paged_state_that_a_cpu_cannot_hold_is_refused(keys: dict[str, str], rem
     recipe = read_recipe([], [("checkpoint_dir", "base"), *keys.items()], method="full")
     make_plan(recipe, MACHINE)
     message = message_of(make_plan, recipe, Devices(accelerator="cpu", count=1))
-    assert says(message, "AdEMAMix ... paged ... cpu", remedy)
+    assert says(message, "optimizer ... paged ... cpu", remedy)
 
 
 def test_muon_is_gathered_by_fsdp_and_trains_no_adapter() -> None:
