@@ -147,7 +147,7 @@ class Saver:
             held = list(pieces)
         work = threading.Thread(
             target=self._write,
-            args=(metadata, held, companions, started, asynchronous),
+            args=(metadata, held, companions, started, asynchronous, wait),
             # A rank that fails ends at once: a partial checkpoint does no harm.
             daemon=True,
         )
@@ -200,11 +200,15 @@ class Saver:
         companions: Callable[[Path], list[Path]] | None,
         started: float,
         asynchronous: bool,
+        ends: bool,
     ) -> None:
         """Write this rank's files and, on rank 0, commit; runs in the thread."""
         step = metadata.step
         partial = self.store.partial(step)
         error = None
+        # Not when the newest one was complete: the loss that its weights give might have been
+        # infinite or NaN. Now a step has been computed from it.
+        note = self._prune() if self._rank == 0 else None
         files: dict[str, FileEntry] = {}
         try:
             # Here and not in `save`: the device still copies while training continues.
@@ -231,13 +235,12 @@ class Saver:
             _leave_receipt(self._receipts[self._rank], step, files, error)
             return
         entries: dict[str, FileEntry] = {}
-        note = None
         try:
             error, entries = self._collect(step, files, error)
             if error is None:
                 self.store.commit(dataclasses.replace(metadata, files=entries))
-                # Only now: until the commit, an older one may be the only complete checkpoint.
-                note = self._prune()
+                if ends:  # no further save will do it
+                    note = self._prune()
         except Exception as failure:
             error = _describe_error(failure)
         ended = time.perf_counter()

@@ -27,6 +27,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.recipe import Checkpoint
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.files import free_disk_bytes, remove, sync, write_durably
+from ftkit.utils.finite_numbers import finite
 from ftkit.utils.progress import OnProgress
 from ftkit.utils.remote.ranges import lies_elsewhere
 
@@ -346,7 +347,7 @@ class Store:
         sound = [step for step in steps if step not in damaged]
         losses = {step: self.metadata(step).validation_loss for step in sound} if keep_best else {}
         # Of equal losses the newer step sorts first.
-        measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
+        measured = [(loss, -s) for s, its in losses.items() if (loss := finite(its)) is not None]
         return {
             *damaged,
             *sound[max(len(sound) - keep_last, 0) :],
@@ -444,11 +445,12 @@ def best_checkpoint(
     Returns:
         The step and the index of its store, or -1 for the current state; None: no loss is known.
     """
-    candidates = [] if now is None else [(now[0], -now[1], -1)]
+    # None that is NaN: a sort would leave it in front of any other.
+    candidates = [] if now is None or finite(now[0]) is None else [(now[0], -now[1], -1)]
     for index, (store, last_step) in enumerate(places):
         for step in store.steps():
             try:
-                loss = store.metadata(step).validation_loss
+                loss = finite(store.metadata(step).validation_loss)
             except CheckpointError:
                 continue
             if loss is not None and step <= last_step:

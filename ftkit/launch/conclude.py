@@ -119,7 +119,11 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
                 shortage_text(report.shortage, job.plan.accelerator, report.exit_reason)
             )
         if report.outcome != "completed":
-            display.show_text(exit_summary(out_dir, job.recipe.method, max(steps, job.start_step)))
+            done = max(steps, job.start_step)
+            remedy = "" if error is None else error.remedy
+            display.show_text(
+                exit_summary(out_dir, job.recipe.method, done, remedy, report.diverged_from)
+            )
         elif gives_advice() and (commands := next_commands(run, job.recipe)):
             display.show_text(next_text(commands))
     return report.exit_code
@@ -253,4 +257,6 @@ def _with_outcome(
             exit_code=EXIT_OUT_OF_MEMORY,
             exit_reason=error.message,
         )
-    return dataclasses.replace(report, exit_reason=error.message)
+    return dataclasses.replace(
+        report, exit_reason=error.message, diverged_from=error.computed_from or None
+    )

@@ -251,6 +251,10 @@ class RankError:
     """Seconds since the epoch; of several ranks the first error is the cause."""
     file: str | None = None
     """For `damaged`: name of the checkpoint's directory, and of the file in it."""
+    remedy: str = ""
+    """Options with which the run is worth continuing, if its numbers became infinite or NaN."""
+    computed_from: int | None = None
+    """Step whose weights alone gave such a number; see `Report.diverged_from`."""
 
     def to_text(self) -> str:
         """Content of its file."""

@@ -73,34 +73,47 @@ class DamagedCheckpoint(UserError):
         self.checkpoint, self.why = checkpoint, why
 
 
-def continue_command(out_dir: Path, method: Method) -> str:
-    """The command that continues the run in out_dir."""
+def continue_command(out_dir: Path, method: Method, options: str = "--resume auto") -> str:
+    """The command that continues the run in out_dir, or one with other options."""
     name = "finetune" if method == "lora" else "finetune_full"
     run = RunDirectory(out_dir)
-    command = f"ftkit {name} --config {shlex.quote(display_path(run.recipe))} --resume auto"
+    command = f"ftkit {name} --config {shlex.quote(display_path(run.recipe))} {options}"
     if not run.plugin.exists():
         return command
     return f"{command} --plugin {shlex.quote(display_path(run.plugin))}"
 
 
-def exit_summary(out_dir: Path, method: Method, steps: int) -> str:
+def exit_summary(
+    out_dir: Path,
+    method: Method,
+    steps: int,
+    remedy: str = "",
+    diverged_from: int | None = None,
+) -> str:
     """Summary of a run that ended before it was complete: what is saved, and how to continue.
 
     Args:
         out_dir: of the run.
         method: of the run.
         steps: optimizer steps done.
+        remedy: options with which it is worth continuing; empty: none are needed, or none help.
+        diverged_from: see `Report`.
     """
     store = RunDirectory(out_dir).store
-    newest = store.newest()
+    newest = max((step for step in store.steps() if step != diverged_from), default=None)
     stopped = f"stopped after step {steps:,}" if steps else "stopped before the first step"
+    if newest is None and remedy:
+        again = continue_command(out_dir, method, f"--overwrite {remedy}")
+        return (
+            f"{stopped}; nothing was saved that training can go on from\nstart again with: {again}"
+        )
     if newest is None:
         return f"{stopped}; nothing was saved"
     saved = "saved to" if newest == steps else f"the newest checkpoint is of step {newest:,}:"
     separator = ", " if newest == steps else "; "
     return (
         f"{stopped}{separator}{saved} {display_path(store.path(newest))}\n"
-        f"continue with: {continue_command(out_dir, method)}"
+        f"continue with: {continue_command(out_dir, method)}{remedy and f' {remedy}'}"
     )
 
 
@@ -245,8 +258,12 @@ def _report(run: RunDirectory) -> Report | None:
 def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
     newest = run.store.newest()
     if newest is not None:
+        checkpoint, report = run.store.path(newest), _report(run)
         try:
-            start = _start(recipe, run.store.path(newest), in_place=True)
+            if report is not None and report.diverged_from == newest:
+                # Any rate gives the same loss again: it is computed with these weights.
+                raise _damaged(checkpoint, [report.exit_reason], recipe.resume, in_place=True)
+            start = _start(recipe, checkpoint, in_place=True)
         except DamagedCheckpoint as damaged:
             return _start_before(recipe, damaged)
         _refuse_completed(recipe, start)

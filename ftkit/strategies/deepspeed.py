@@ -11,6 +11,7 @@ partitions, `_get_fp32_opt_state_partition`, `_hp_optimizer_states_linked`,
 (`_CATEGORIES`); of Fabric's strategy `model`, and `setup_environment` of its parent.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -231,9 +232,18 @@ class DeepSpeed(Strategy):
     def gradient_norm(self) -> float:
         return float(self._engine.get_global_grad_norm())
 
-    def update(self) -> None:
-        self._engine.step()  # also clips before, and frees the gradients after
-        self.average(self._state().partitions())
+    @property
+    def scales_loss(self) -> bool:
+        return self.plan.precision.startswith("16")
+
+    def update(self) -> float:
+        # It also clips before, and frees the gradients after; in every precision it leaves the
+        # update out if the norm is not finite.
+        self._engine.step()
+        norm = self.gradient_norm()
+        if math.isfinite(norm) or self.scales_loss:
+            self.average(self._state().partitions())
+        return norm
 
     @torch.no_grad()
     def take_averages(self) -> Callable[[], None]:
@@ -285,14 +295,14 @@ class DeepSpeed(Strategy):
         return self._state()
 
     def loss_scale(self) -> dict[str, float]:
-        if not self.plan.precision.startswith("16"):
+        if not self.scales_loss:
             return {}
         return {LOSS_SCALE: float(self._zero.cur_scale), LOSS_SCALE_AGE: 0.0}
 
     def restore_loss_scale(self, scalars: dict[str, float]) -> None:
         # Removed in any precision: what is left in `scalars` becomes state of the optimizer.
         scale, _ = scalars.pop(LOSS_SCALE, None), scalars.pop(LOSS_SCALE_AGE, None)
-        if scale is not None and self.plan.precision.startswith("16"):
+        if scale is not None and self.scales_loss:
             self._zero.cur_scale = scale
 
     def parameter_memory(self, parameter: Tensor) -> Iterator[Tensor]:

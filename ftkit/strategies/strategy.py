@@ -6,6 +6,7 @@ have a module of their own (`fsdp`, `deepspeed`). Facts about strategies that ne
 """
 
 import inspect
+import math
 import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -345,13 +346,29 @@ class Strategy(ABC):
         assert self._norm is not None
         return self._norm.item()
 
-    def update(self) -> None:
-        """Update the trained parameters, then free the gradients."""
-        if self._in_backward is None:  # otherwise already done
-            self._stepper.step()
+    @property
+    def scales_loss(self) -> bool:
+        """Whether an infinite gradient leaves the update out and lowers the loss scale."""
+        return getattr(self.precision, "scaler", None) is not None
+
+    def update(self) -> float:
+        """Update the trained parameters if the norm is finite, then free the gradients.
+
+        With updates in the backward pass, they are done already.
+
+        Returns:
+            The norm, as `gradient_norm`.
+        """
+        norm = self.gradient_norm()
+        is_usable = math.isfinite(norm) or self.scales_loss
+        if self._in_backward is None:
+            if is_usable:
+                self._stepper.step()
             # Freed now, so that they never exist beside the activations of the next step.
             self.optimizer.zero_grad(set_to_none=True)
-        self.average(self._trained)
+        if is_usable:
+            self.average(self._trained)
+        return norm
 
     # Averages of the weights
 

@@ -9,7 +9,6 @@ counted in a plan; NEFTune works inside the forward pass.
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ftkit.runs.report.meters import StepRecord
 from ftkit.strategies.distributed import broadcast_text, max_over_ranks, rank, world_size
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
+from ftkit.utils.console.formatting import loss_text
 from ftkit.utils.safetensors_files import save_tensors
 
 FILE_NAME = "callbacks.safetensors"
@@ -177,10 +177,11 @@ class Patience(Callback):
 
     def _look(self, run: RunView) -> None:
         loss = self._recorder.report.loss
+        # There is a best one: a validation that is not finite ends the run.
         if loss is not None and loss.has_exhausted(self._patience):
             run.stop(
                 f"eval.patience of {self._patience} reached: no validation loss below "
-                f"{loss.validation_best or math.nan:.4f}, of step {loss.validation_best_step}"
+                f"{loss_text(loss.validation_best)}, of step {loss.validation_best_step}"
             )
 
 

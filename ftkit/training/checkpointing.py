@@ -38,6 +38,7 @@ from ftkit.runs.report.metrics import loss_columns, read_validation
 from ftkit.runs.report.report import ChosenResult
 from ftkit.strategies.distributed import broadcast_ints, rank
 from ftkit.training.callbacks import CallbackState
+from ftkit.training.finite import diverged, first_not_finite, kept_numbers
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
 from ftkit.utils.console.formatting import bytes_text, duration_text, parse_duration, utc_now
@@ -132,6 +133,9 @@ class Checkpointing:
             validation_loss: if it was measured at this step.
             callbacks: their state.
             wait: return only when the checkpoint is complete.
+
+        Raises:
+            NotFinite: a number to be saved is not finite; nothing is saved or deleted.
         """
         if step != self._saved_step:
             # Everything from here on counts as waiting, until the saver lets training continue.
@@ -139,8 +143,10 @@ class Checkpointing:
             setup = self._setup
             # After an evaluation FSDP may still hold gathered parameters, which are no shards.
             setup.strategy.sharding.reshard(setup.model)
+            pieces = list(capture(setup.model, self._state, rank(), setup.plan.world_size))
+            if name := first_not_finite(kept_numbers(setup, pieces)):
+                raise diverged(setup, f"After step {step}, {name} has a number that is not finite")
             companions = self._companion_writer(callbacks)
-            pieces = capture(setup.model, self._state, rank(), setup.plan.world_size)
             metadata = self._metadata(step, validation_loss)
             self._saver.save(metadata, pieces, companions, wait=wait, started=started)
             self._saved_at, self._saved_step = time.monotonic(), step

@@ -1,6 +1,7 @@
 """Evaluation during training: validation loss, scores of answers, and a sample answer."""
 
 import dataclasses
+import math
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ from ftkit.runs.report.answers import (
 from ftkit.runs.report.metrics import loss_column, perplexity, term_column
 from ftkit.runs.report.table import term_text
 from ftkit.strategies.distributed import rank
+from ftkit.training.finite import diverged
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup, result_stop_ids, result_template
@@ -97,6 +99,9 @@ class Evaluator:
 
         Returns:
             Values of the validation, as `Callback.on_validation` gets them; None: there was none.
+
+        Raises:
+            NotFinite: a validation loss is not finite; it is reported.
         """
         with self._weights.in_place():
             return self._evaluate(step, validation=validation, scores=scores, example=example)
@@ -164,6 +169,10 @@ class Evaluator:
         parts += [f"{name} {of_set:.4f}" for name, of_set in of_sets.items()]
         self._journal.display.message(", ".join(parts))
         losses = {f"loss/{name}": its for name, its in of_sources.items() if its is not None}
+        for name, value in {"the validation records": loss, **of_sources}.items():
+            if value is not None and not math.isfinite(value):
+                fact = f"After step {step}, the validation loss on {name} is {value}"
+                raise diverged(self._setup, fact, computed_from=step)
         return {"loss": loss, **found.terms, **losses}
 
     def _losses_of_sets(self, progress: OnProgress) -> dict[str, float] | None:

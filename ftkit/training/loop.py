@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from enum import IntEnum
 from types import FrameType
 
+from ftkit.checkpoint.state import capture
 from ftkit.data.samples.loader import train_batches
 from ftkit.errors import EXIT_BY_SIGNAL
 from ftkit.objectives.step_loss import StepLoss
@@ -18,6 +19,13 @@ from ftkit.strategies.distributed import broadcast_ints, max_over_ranks, rank
 from ftkit.training.callbacks import Callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
+from ftkit.training.finite import (
+    NotFinite,
+    diverged,
+    first_not_finite,
+    kept_numbers,
+    own_weights,
+)
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup
@@ -74,10 +82,6 @@ class LoopEvent(IntEnum):
     OUT_OF_TIME = 1
     SESSION_ENDS = 2
     CHECKPOINT_OVERDUE = 3
-
-
-class NonFiniteLoss(Exception):
-    """Training cannot continue: the loss is not finite."""
 
 
 class Training:
@@ -139,14 +143,25 @@ class Training:
             ) as self._progress:
                 self._run()
         except BaseException as exception:
+            if isinstance(exception, NotFinite):
+                self._finish_saving()
             self._meter.on_exception(exception)
             self._loggers.finalize("failed")
             raise
         self._loggers.finalize("success")
         self._stop.wait_for_step = False
 
+    def _finish_saving(self) -> None:
+        """Complete the checkpoint that is being written: the run continues from it."""
+        try:
+            if self._checkpointing is not None:
+                self._checkpointing.finish()
+        finally:
+            max_over_ranks(0)  # a rank that ended before would take the others with it
+
     def _run(self) -> None:
         first, end = self._start.step, self._order.total_steps
+        self._require_finite_start()
         self._callbacks.on_begin()
         if first == end:  # the session before stopped between the last step and the end
             self.exit_reason = self._completed_reason()
@@ -193,6 +208,24 @@ class Training:
             ends = self._between_steps(record.step)
         self._end()
 
+    def _require_finite_start(self) -> None:
+        """Test what is trained before it is trained, as of a checkpoint of an earlier version.
+
+        Raises:
+            NotFinite: it holds numbers that are not finite.
+        """
+        step, setup = self._start.step, self._setup
+        tensors = own_weights(setup)
+        if step:
+            state = setup.strategy.state_view()
+            pieces = capture(setup.model, state, rank(), setup.plan.world_size)
+            tensors = kept_numbers(setup, pieces)
+        if name := first_not_finite(tensors):
+            where = f"The checkpoint of step {step} has" if step else "The base model has"
+            raise diverged(
+                setup, f"{where} a number that is not finite ({name})", computed_from=step
+            )
+
     def _begin(self) -> None:
         """Evaluate before the first step of a session."""
         self._stop.wait_for_step = True
@@ -217,7 +250,7 @@ class Training:
         """Report, show and log a step.
 
         Raises:
-            NonFiniteLoss: its loss is not finite.
+            NotFinite: its loss or the norm of its gradients is not finite.
         """
         several, mixed = self._setup.plan.world_size > 1, len(self._setup.data.parts) > 1
         self._recorder.on_step(
@@ -226,18 +259,14 @@ class Training:
             follows_memory=self._meter.follows(record.step - 1),
             of_sources=self._order.sources(record.step - 1).tolist() if mixed else (),
         )
+        step, norm = record.step, record.gradient_norm
         if not math.isfinite(record.loss):
-            if record.step == 1:  # computed with the base model's own weights
-                raise NonFiniteLoss(
-                    f"The loss of step 1 is {record.loss}, before anything was learned: the base "
-                    "model's weights contain values that are not finite, or too large for "
-                    f"{self._setup.plan.precision}. Try --precision 32-true, or fetch the base "
-                    "model again."
-                )
-            raise NonFiniteLoss(
-                f"The loss of step {record.step} is {record.loss}. Try a lower learning rate, "
-                "--train.max_norm 1.0, or --precision 32-true."
-            )
+            fact = f"The loss of step {step} is {record.loss}"
+            raise diverged(self._setup, fact, computed_from=step - 1)
+        # Where the loss is scaled, such a step is left out and the scale lowered.
+        if not (math.isfinite(norm) or self._setup.strategy.scales_loss):
+            fact = f"The norm of the gradients of step {step} is {norm}"
+            raise diverged(self._setup, fact, computed_from=step - 1)
         tokens_per_s = record.tokens / record.duration_s
         self._progress.step(
             record.step,
@@ -349,6 +378,10 @@ class Training:
             # Averages stay in place of the weights: answers and result are then of the same
             # numbers.
             self._setup.evaluated_weights.keep()
+            if name := first_not_finite(own_weights(self._setup)):
+                raise diverged(
+                    self._setup, f"After step {step}, {name} has a number that is not finite"
+                )
             self._evaluate(step, validation=validates, scores=True, example=wanted)
             self.signal_number = self._stop.requested() or None
             if self._checkpointing is not None:

@@ -52,9 +52,10 @@ from ftkit.strategies.strategy import set_arithmetic
 from ftkit.training.callbacks import make_callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
+from ftkit.training.finite import NotFinite
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers, make_loggers, own_loggers
-from ftkit.training.loop import Interrupted, NonFiniteLoss, StopRequest, Training
+from ftkit.training.loop import Interrupted, StopRequest, Training
 from ftkit.training.recorder import Recorder
 from ftkit.training.setup import Setup, set_up
 from ftkit.training.start import StartingPoint, open_start
@@ -307,8 +308,16 @@ def _explain(exception: BaseException) -> RankError:
             message = f"{type(exception).__name__}: {line}"  # without advice on debugging kernels
         message = message or type(exception).__name__
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
-    # The messages of these two are written for users; others need the name of the exception.
-    if not isinstance(exception, NonFiniteLoss | SavingFailed):
+    if isinstance(exception, NotFinite):
+        return RankError(
+            kind="failed",
+            message=message,
+            happened_at_s=now,
+            remedy=exception.remedy,
+            computed_from=exception.computed_from,
+        )
+    # This message is written for users; others need the name of the exception.
+    if not isinstance(exception, SavingFailed):
         message = f"{type(exception).__name__}: {message}"
     if (place := place_in_plugin(exception)) is not None:
         message = f"{message} ({place})"

@@ -1,9 +1,10 @@
 """The optimizer step: its micro-batches, its update, and measurements of it."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -77,6 +78,16 @@ class StepClock:
         return event
 
 
+class _Totals(NamedTuple):
+    """Numbers of a step over all ranks."""
+
+    terms: dict[str, float]
+    samples: int
+    tokens: int
+    label_tokens: int
+    padded_tokens: int
+
+
 class TrainStep:
     """Makes optimizer steps, and measures each of them."""
 
@@ -134,6 +145,8 @@ class TrainStep:
     def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
         """Train on the micro-batches of one step, and update once.
 
+        Without an update if the loss is not finite, or the norm of the gradients.
+
         Args:
             step: optimizer steps already done.
             batches: the next one is the first of this step.
@@ -160,9 +173,15 @@ class TrainStep:
             ):
                 self.micro_step(batch)
             counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
-        self.update()
+        self.clip()
         self._clock.mark("optimizer")
-        return self._record(step, counts, len(of_step), began)
+        # Read before the update, so that one which would spoil the weights is not made.
+        totals = self._totals(counts)
+        self._clock.mark("other")
+        loss = self._step_loss.objective.loss_of(totals.terms)
+        norm = self.update() if math.isfinite(loss) else math.nan
+        self._clock.mark("optimizer")
+        return self._record(step, totals, loss, norm, len(of_step), began)
 
     def _seed_step(self, step: int) -> None:
         torch.manual_seed(seed_of_step(self._seed, step, rank()))
@@ -198,39 +217,55 @@ class TrainStep:
         self._meter.after_backward()
         self._clock.mark("backward")
 
-    def update(self) -> None:
-        """Clip the gradients, update the parameters, and free the gradients."""
+    def clip(self) -> None:
+        """Measure the norm of the gradients, and clip them."""
         if not self._in_backward:
             self._before_update()
         self._strategy.clip_gradients(self._max_norm)
-        self._strategy.update()
-        self._meter.end_step()
 
-    def _record(self, step: int, counts: list[int], micro_steps: int, began: float) -> StepRecord:
+    def update(self) -> float:
+        """Update the parameters if the norm of the gradients is finite, and free the gradients.
+
+        Returns:
+            The norm before clipping.
+        """
+        norm = self._strategy.update()
+        self._meter.end_step()
+        return norm
+
+    def _totals(self, counts: list[int]) -> _Totals:
         # One collective for all numbers of the step.
         kind = sum_dtype(self._device)
         sums = torch.cat([self._shares, torch.tensor(counts, dtype=kind, device=self._device)])
         values = sum_over_ranks(sums).tolist()
-        names, objective = self._step_loss.names, self._step_loss.objective
-        terms = dict(zip(names, values, strict=False))
-        samples, tokens, label_tokens, padded_tokens = map(int, values[len(names) :])
-        gradient_norm = self._strategy.gradient_norm()
-        self._clock.mark("other")
+        names = self._step_loss.names
+        return _Totals(dict(zip(names, values, strict=False)), *map(int, values[len(names) :]))
+
+    def _record(
+        self,
+        step: int,
+        totals: _Totals,
+        loss: float,
+        norm: float,
+        micro_steps: int,
+        began: float,
+    ) -> StepRecord:
+        terms, objective = totals.terms, self._step_loss.objective
         if self._device.type != HOST_KIND:
             # Otherwise the duration of a step would leave out kernels that are still queued.
             torch.accelerator.synchronize()
         return StepRecord(
             step=step + 1,
-            samples=samples,
-            tokens=tokens,
-            label_tokens=label_tokens,
-            padded_tokens=padded_tokens,
+            samples=totals.samples,
+            tokens=totals.tokens,
+            label_tokens=totals.label_tokens,
+            padded_tokens=totals.padded_tokens,
             micro_steps=micro_steps,
-            loss=objective.loss_of(terms),
+            loss=loss,
             terms={term.name: terms[term.name] for term in objective.reported},
             router_aux_loss=terms.get(ROUTER_LOSS),
             learning_rate=self._learning_rate * self._schedule.share(step),
-            gradient_norm=gradient_norm,
+            gradient_norm=norm,
             duration_s=time.perf_counter() - began,
             parts_s=self._clock.take(),
             compiled_graphs=self._new_graphs(),

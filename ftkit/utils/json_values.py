@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ftkit.redaction import REMOVED, is_secret, redacted, shown
+from ftkit.utils.finite_numbers import finite
 from ftkit.utils.names import leaves
 
 _FLAG = re.compile(r"--[\w.-]+")
@@ -76,7 +76,7 @@ def for_json(value: Any) -> Any:
         return [for_json(item) for item in value]
     if isinstance(value, float):
         # JSON has neither NaN nor infinity.
-        return value if math.isfinite(value) else None
+        return finite(value)
     if isinstance(value, str | Path):
         return redacted(str(value))
     return value

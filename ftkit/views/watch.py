@@ -39,6 +39,7 @@ from ftkit.utils.console.formatting import (
 )
 from ftkit.utils.console.html import bar, block, curve_picture, escaped, labelled, styled
 from ftkit.utils.console.terminal import labelled_grid, terminal_of
+from ftkit.utils.finite_numbers import finite
 from ftkit.utils.process import Interrupts
 from ftkit.utils.progress import print_shown
 from ftkit.utils.remote.urls import display_path, url_of
@@ -339,7 +340,9 @@ def _line(snapshot: RunSnapshot) -> str:
 def _rows_of(snapshot: RunSnapshot) -> list[tuple[str, str]]:
     """Label and text of each measurement; the text is empty if there is none."""
     losses = snapshot.losses
-    validations = [v for row in snapshot.validations if (v := row["val_loss"]) is not None]
+    validations = [
+        loss for row in snapshot.validations if (loss := finite(row["val_loss"])) is not None
+    ]
     report, speed, step_s = snapshot.report, snapshot.tokens_per_s, snapshot.step_s
     return [
         ("loss", _from_to(losses)),
@@ -366,7 +369,7 @@ def _rows_of(snapshot: RunSnapshot) -> list[tuple[str, str]]:
 def _losses_by_source(validations: list[Row]) -> list[tuple[str, list[float]]]:
     """Names of sources and sets with their validation losses."""
     return [
-        (name, [loss for row in validations if (loss := row[column]) is not None])
+        (name, [loss for row in validations if (loss := finite(row[column])) is not None])
         for name, column in loss_columns(validations)
     ]
 

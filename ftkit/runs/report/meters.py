@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from ftkit.runs.report.report import Source, StepTimes, Throughput
+from ftkit.utils.finite_numbers import lowest
 from ftkit.utils.json_values import from_json
 
 _Sums = dict[str, float]
@@ -201,7 +202,7 @@ class SourceMeter:
                 source,
                 validation_first=loss if is_first else source.validation_first,
                 validation_last=loss,
-                validation_best=loss if best is None else min(best, loss),
+                validation_best=lowest(best, loss),
             )
 
     @property

@@ -31,6 +31,7 @@ from ftkit.utils.console.formatting import (
     number_text,
     percent_text,
 )
+from ftkit.utils.finite_numbers import finite
 
 Better = Literal["lower", "higher"]
 LAST = 99
@@ -80,17 +81,16 @@ class ReportNumber:
     """Tables that are too narrow keep the columns of the lowest priorities."""
 
     def of(self, report: Report) -> float | None:
-        """Value in a report; None: it was not reached."""
+        """Value in a report; None: it was not reached, or is not finite."""
         if self.value is not None:
-            return self.value(report)
+            return finite(self.value(report))
         if not self.path:
-            return report.numbers.get(self.key)
+            return finite(report.numbers.get(self.key))
         found: Any = report
         for name in self.path.split("."):
             # A section that was not reached is None, which has no such field.
             found = getattr(found, name, None)
-        value: float | None = found
-        return value
+        return finite(found)
 
     def text_in(self, report: Report) -> str:
         """Text of its value in a report; empty: it was not reached."""

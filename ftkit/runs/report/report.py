@@ -11,7 +11,6 @@ step. Everything else, such as times, tokens and throughput, covers the last ses
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from ftkit.runs.report.metrics import perplexity
 from ftkit.strategies.step_memory import Shortage, StepMemory
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_durably
+from ftkit.utils.finite_numbers import lowest
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.json_values import for_json, from_json
 
@@ -408,15 +408,14 @@ class Loss:
 
     def with_validation(self, step: int, loss: float, *, is_cross_entropy: bool = True) -> Self:
         """Return the losses after one more validation, done after so many steps."""
-        # NaN compares as false with everything: it must not become the best loss.
-        best, is_number = self.validation_best, math.isfinite(loss)
         # Of equal losses the earlier validation stays the best.
-        is_best = is_number and (best is None or loss < best)
+        best = lowest(self.validation_best, loss)
+        is_best = best != self.validation_best
         return dataclasses.replace(
             self,
             validation_first=loss if step == 0 else self.validation_first,
             validation_last=loss,
-            validation_best=loss if is_best else best,
+            validation_best=best,
             validation_best_step=step if is_best else self.validation_best_step,
             validations_since_best=0 if is_best else self.validations_since_best + 1,
             perplexity=perplexity(loss) if is_cross_entropy else None,
@@ -616,6 +615,9 @@ class Report:
     """Memory of a step by what it holds."""
     shortage: Shortage | None = None
     """Missing memory, if it ran out."""
+    diverged_from: int | None = None
+    """Step whose weights gave a loss or gradient that is infinite or not a number, which ended the
+    run: --resume auto passes over its checkpoint. None: none did."""
     loss: Loss | None = None
     """Loss of training and validation."""
     terms: dict[str, TermValues] = field(default_factory=dict)
@@ -679,7 +681,8 @@ def read_report(path: Path) -> Report:
         ) from error
     advice = "Name another run, or continue this one: --resume auto."
     with reading(file, "a report, as a run of ftkit leaves it", advice=advice):
-        content = json.loads(text)
+        # Python's json also reads NaN and Infinity, which no comparison may get.
+        content = json.loads(text, parse_constant=lambda _: None)
         # Before any field: those of another version may mean something else.
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version is None:

@@ -400,7 +400,11 @@ def _loss_rows(loss: Loss) -> Iterator[tuple[str, str]]:
     yield "loss", from_to_text(loss.first, loss.last, loss_text)
     if loss.router_aux_loss is not None:
         yield "router loss", f"{loss_text(loss.router_aux_loss)} in the last step"
-    if validation := _validation_text(loss, of_start=loss.is_of_start):
+    validation = _validation_text(loss, of_start=loss.is_of_start)
+    if loss.validations_since_best and loss.validation_last is None:
+        # There was one, but JSON has no word for such a number.
+        validation = " -> ".join(filter(None, (validation, "not finite")))
+    if validation:
         best, step, perplexity = loss.validation_best, loss.validation_best_step, loss.perplexity
         at = "" if step is None else f" (step {step:,})"
         parts = (

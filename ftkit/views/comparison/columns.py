@@ -17,6 +17,7 @@ from ftkit.runs.report.report import ENDED_WELL, Report
 from ftkit.runs.report.table import term_title
 from ftkit.runs.state import AT_WORK
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
+from ftkit.utils.finite_numbers import finite
 from ftkit.utils.names import column_name, nearest
 from ftkit.views.comparison.runs import ComparedRun, differing_settings
 
@@ -245,7 +246,7 @@ def _validated(report: Report) -> str:
 
 
 def _default_order(run: ComparedRun) -> tuple[int, float, float, str]:
-    loss = run.report.validation_loss
+    loss = finite(run.report.validation_loss)
     speed = run.report.throughput.tokens_per_s if run.report.throughput else 0.0
     group = 0 if run.state in ENDED_WELL else 1 if run.state in AT_WORK else 2
     # Losses are shown with four digits.
