@@ -181,8 +181,8 @@ def _cause(run: RunDirectory, world_size: int) -> tuple[int, RankError | None]:
         return 0, None
     # A rank that died is noticed late: others may have failed before, because of it.
     rank, error = min(found, key=lambda item: (item[1].kind not in DIED, item[1].happened_at_s))
-    # A mistake of the user's, damage and a signal do not depend on the rank.
-    if world_size == 1 or error.kind in ("user", "damaged", "interrupted"):
+    # A mistake of the user's, damage, a signal and such numbers do not depend on the rank.
+    if world_size == 1 or error.kind in ("user", "damaged", "interrupted", "not_finite"):
         return rank, error
     return rank, dataclasses.replace(error, message=f"rank {rank}: {error.message}")
 

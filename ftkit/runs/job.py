@@ -27,7 +27,14 @@ from ftkit.utils.hardware import boot_id, hardware, versions
 from ftkit.utils.json_values import for_json, from_json
 
 ErrorKind = Literal[
-    "user", "damaged", "out_of_memory", "interrupted", "failed", "died", "died_for_memory"
+    "user",
+    "damaged",
+    "out_of_memory",
+    "interrupted",
+    "not_finite",
+    "failed",
+    "died",
+    "died_for_memory",
 ]
 """Kinds of errors. The supervisor writes the last two, for a rank that left no error file."""
 DIED: tuple[ErrorKind, ...] = ("died", "died_for_memory")
@@ -252,9 +259,9 @@ class RankError:
     file: str | None = None
     """For `damaged`: name of the checkpoint's directory, and of the file in it."""
     remedy: str = ""
-    """Options with which the run is worth continuing, if its numbers became infinite or NaN."""
+    """For `not_finite`: options with which the run is worth continuing."""
     computed_from: int | None = None
-    """Step whose weights alone gave such a number; see `Report.diverged_from`."""
+    """For `not_finite`: step whose weights alone gave the number; see `Report.diverged_from`."""
 
     def to_text(self) -> str:
         """Content of its file."""

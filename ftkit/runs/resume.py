@@ -104,9 +104,7 @@ def exit_summary(
     stopped = f"stopped after step {steps:,}" if steps else "stopped before the first step"
     if newest is None and remedy:
         again = continue_command(out_dir, method, f"--overwrite {remedy}")
-        return (
-            f"{stopped}; nothing was saved that training can go on from\nstart again with: {again}"
-        )
+        return f"{stopped}; nothing to go on from was saved\nstart again with: {again}"
     if newest is None:
         return f"{stopped}; nothing was saved"
     saved = "saved to" if newest == steps else f"the newest checkpoint is of step {newest:,}:"

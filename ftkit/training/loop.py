@@ -221,10 +221,10 @@ class Training:
             pieces = capture(setup.model, state, rank(), setup.plan.world_size)
             tensors = kept_numbers(setup, pieces)
         if name := first_not_finite(tensors):
-            where = f"The checkpoint of step {step} has" if step else "The base model has"
-            raise diverged(
-                setup, f"{where} a number that is not finite ({name})", computed_from=step
-            )
+            fact = f"{name} has a number that is not finite"
+            if step:
+                fact += f" in the checkpoint of step {step}"
+            raise diverged(setup, fact, computed_from=step)
 
     def _begin(self) -> None:
         """Evaluate before the first step of a session."""

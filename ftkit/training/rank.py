@@ -310,7 +310,7 @@ def _explain(exception: BaseException) -> RankError:
         return RankError(kind="out_of_memory", message=message, happened_at_s=now)
     if isinstance(exception, NotFinite):
         return RankError(
-            kind="failed",
+            kind="not_finite",
             message=message,
             happened_at_s=now,
             remedy=exception.remedy,

@@ -31,7 +31,7 @@ ZERO_2 = (*ZERO, "--strategy.stage", "2")
 PLACES = {"single": ONE, "ddp": DDP, "fsdp": FSDP, "ZeRO-2": ZERO_2, "ZeRO-3": ZERO}
 
 EVERY_STEP = {
-    "to_host pageable training/step.py:_record": 1,  # loss and counts
+    "to_host pageable training/step.py:_totals": 1,  # loss and counts
     "synchronize device training/step.py:_record": 1,  # before events are read
 }
 AMONG_RANKS = EVERY_STEP | {

@@ -36,7 +36,8 @@ from ftkit.strategies.optimizers import clip_gradients
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import Strategy
 from ftkit.training.journal import Journal
-from ftkit.training.loop import NonFiniteLoss, StopRequest
+from ftkit.training.finite import NotFinite
+from ftkit.training.loop import StopRequest
 from ftkit.training.rank import _explain, run_job
 from ftkit.training.recorder import Recorder
 from ftkit.training.start import identities
@@ -403,7 +404,7 @@ def test_a_sequence_longer_than_the_model_is_refused_before_loading(train: Train
 
 
 def test_a_nan_loss_ends_the_run_with_advice(train: Train) -> None:
-    with pytest.raises(NonFiniteLoss, match="lower learning rate"):
+    with pytest.raises(NotFinite, match="lower learning rate"):
         train("full", optimizer__lr=1e30, train__max_norm=None, train__lr_warmup_steps=0)
 
 
@@ -416,7 +417,7 @@ def test_nan_in_the_base_model_is_not_blamed_on_the_learning_rate(
     weights = load_file(file)
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(NonFiniteLoss, match="step 1 is nan, before anything was learned"):
+    with pytest.raises(NotFinite, match="before anything was learned: the base model"):
         train("full", checkpoint_dir=str(broken))
 
 
