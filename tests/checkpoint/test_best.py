@@ -39,6 +39,12 @@ def test_without_a_validation_there_is_none(tmp_path: Path) -> None:
     assert best_checkpoint([own], None, nothing) is None
 
 
+def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path: Path) -> None:
+    own = candidates(tmp_path, {10: 2.0})
+    for value in (float("nan"), float("inf"), -float("inf")):
+        assert best_checkpoint([own], (value, 60), nothing) == (10, 0)
+
+
 def test_a_branch_counts_earlier_checkpoints_of_its_origin_only(
     tmp_path: Path,
 ) -> None:

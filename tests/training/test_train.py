@@ -35,8 +35,8 @@ from ftkit.runs.report.report import Report
 from ftkit.strategies.optimizers import clip_gradients
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import Strategy
-from ftkit.training.journal import Journal
 from ftkit.training.finite import NotFinite
+from ftkit.training.journal import Journal
 from ftkit.training.loop import StopRequest
 from ftkit.training.rank import _explain, run_job
 from ftkit.training.recorder import Recorder
