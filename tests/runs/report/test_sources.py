@@ -90,6 +90,13 @@ def test_samples_and_losses_continue_where_an_earlier_session_ended() -> None:
     assert later.sources["b"].validation_best == 1.5
 
 
+def test_a_loss_that_is_not_a_number_is_never_the_best_of_a_source() -> None:
+    meter = SourceMeter(["a", "b"], {})
+    for loss in (float("nan"), 2.0, float("nan"), -float("inf")):
+        meter.validate({"a": loss}, is_first=False)
+    assert meter.sources["a"].validation_best == 2.0
+
+
 def test_losses_on_other_records_of_one_name_are_not_compared() -> None:
     meter = SourceMeter(["code"], {}, least=1)
     meter.prepare({"code": Source(data={"val": DataCounts(records=5, used=5)})})
