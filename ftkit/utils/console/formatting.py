@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from ftkit.errors import UserError
-from ftkit.redaction import shown
+from ftkit.redaction import printable, shown
 
 
 def shortened(text: str, limit: int = 240) -> str:

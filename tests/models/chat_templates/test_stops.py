@@ -167,7 +167,8 @@ def test_generation_stops_where_answers_end(tmp_path: Path) -> None:
     renderer = ChatRenderer(known, template, train_on="assistant")
     assert renderer.stop_ids == {known.added_tokens[stop] for stop in STOPS}
     record = {"messages": TOOLS["messages"][:2], "tools": TOOLS["tools"]}
-    assert renderer.example(record).expected == "weather"
+    example = renderer.example(record)
+    assert known.text_of(example.expected) == "weather"
 
 
 def test_the_cache_tells_samples_apart_by_these_tokens(tmp_path: Path) -> None:
