@@ -515,8 +515,35 @@ class Single(Strategy):
         return SingleDeviceStrategy(self.device)
 
 
+class _DdpWithFixedBuckets(DistributedDataParallel):
+    """torch's module with the same buckets in every step.
+
+    A bucket is summed in chunks, and where a number lies decides in which order three ranks or more
+    are added. torch makes its buckets anew after the first step, in the order in which gradients
+    came. A resumed run would do so at another step, and differ in the last bits.
+    """
+
+    # Private in torch 2.11 to 2.13: its public way to keep buckets looks for unused parameters in
+    # every step.
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Parameters in the order in which a backward pass reaches them: the last one first."""
+        parameters, are_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], are_sparse[::-1]
+
+
 class _DdpOnAnyDevice(DDPStrategy):
     """Fabric's strategy without its assumption that a device with an index is a CUDA device."""
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        # As Fabric's, with a class of ours: buckets are made on a stream of their own.
+        device_ids = self._determine_ddp_device_ids()
+        with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
+            return _DdpWithFixedBuckets(module, device_ids=device_ids, **self._ddp_kwargs)
 
     def _determine_ddp_device_ids(self) -> list[int] | None:
         return super()._determine_ddp_device_ids() if self.root_device.type == USUAL_KIND else None
