@@ -4,11 +4,12 @@ Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054; offloading: Ren et al
 https://arxiv.org/abs/2101.06840.
 
 Private parts that are used here, as they are in DeepSpeed 0.19 and Lightning 2.6:
-`deepspeed.ops.__compatible_ops__`; of a parameter `ds_tensor`, `ds_numel`, `ds_shape`,
-`ds_persist` (stage 3) and `_hp_mapping` (stages 1 and 2); of ZeRO's optimizers their flat
-partitions, `_get_fp32_opt_state_partition`, `_hp_optimizer_states_linked`,
-`_lazy_init_hp_params_optimizer_state`, `cur_scale` and parts of the names of attributes
-(`_CATEGORIES`); of Fabric's strategy `model`, and `setup_environment` of its parent.
+`deepspeed.ops.__compatible_ops__`; `ds_opt_adam` and `opt_id` of its CPU Adam; of a parameter
+`ds_tensor`, `ds_numel`, `ds_shape`, `ds_persist` (stage 3) and `_hp_mapping` (stages 1 and 2); of
+ZeRO's optimizers their flat partitions, `_get_fp32_opt_state_partition`,
+`_hp_optimizer_states_linked`, `_lazy_init_hp_params_optimizer_state`, `cur_scale` and parts of the
+names of attributes (`_CATEGORIES`); of Fabric's strategy `model`, and `setup_environment` of its
+parent.
 """
 
 import math
@@ -98,6 +99,19 @@ def _register_adapter(model: nn.Module) -> None:
             parameters.append(layer.get_base_layer().weight)
         for parameter in parameters:
             deepspeed.zero.register_external_parameter(layer, parameter)
+
+
+def _forget_powers(optimizer: Any) -> None:
+    """Let DeepSpeed's CPU Adam raise its betas to the number of the next step.
+
+    From step to step it multiplies powers that it keeps, but a resumed run begins with
+    exponentiation, whose last bits differ.
+    """
+    if hasattr(optimizer, "ds_opt_adam"):
+        # Made anew with betas of 0: for others it computes the powers. It gets rate, eps and decay
+        # with each step.
+        numbers = [0.0] * 5
+        optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *numbers, optimizer.adam_w_mode, False)
 
 
 class _OnAnyDevice(DeepSpeedStrategy):
@@ -237,6 +251,7 @@ class DeepSpeed(Strategy):
         return self.plan.precision.startswith("16")
 
     def update(self) -> float:
+        _forget_powers(self._zero.optimizer)
         # It also clips before, and frees the gradients after; in every precision it leaves the
         # update out if the norm is not finite.
         self._engine.step()

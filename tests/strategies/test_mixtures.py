@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_jobs import Case, Outcome, Run, make_run
+from rank_jobs import Case, Entries, Outcome, Run, make_run
 from tiny import make_records
 
 from ftkit.data.samples.sampler import EpochOrder
@@ -22,14 +22,7 @@ def sources(directory: Path, weight: float = 3) -> tuple[tuple[str, Any], ...]:
         {"path": str(directory / OF_RUNS[0]), "samples": 8},
         {"path": str(directory / OF_RUNS[1]), "weight": weight},
     ]
-    return (("data.json_path", None), ("data.sources", _Frozen(entries)), *SHORT)
-
-
-class _Frozen(list[Any]):
-    """A list that may be among the keys of a dictionary."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(json.dumps(self))
+    return (("data.json_path", None), ("data.sources", Entries(entries)), *SHORT)
 
 
 @pytest.fixture(scope="module")

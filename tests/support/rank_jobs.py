@@ -80,6 +80,13 @@ between them in one of the sets.
 LORA = ["lora_key", "lora_projection", "lora_mlp", "lora_head"]
 
 
+class Entries(list[Any]):
+    """A list that may be among the changes of a case, which are keys of a dictionary."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(json.dumps(self))
+
+
 @dataclass(frozen=True, order=True)
 class Case:
     """A strategy, a method, a precision, and what else differs from the recipe of all cases."""
