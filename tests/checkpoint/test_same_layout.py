@@ -22,6 +22,7 @@ CUT = 2
 """Steps of the first session, of five: the first step of a process may differ from the others."""
 KINDS: dict[str, tuple[Method, Changes]] = {
     "full": ("full", ()),
+    "averaged, 16 bits": ("full", (("precision", "bf16-mixed"), ("train.ema_decay", 0.7))),
     "mixture, LoRA": ("lora", (("data.json_path", None), ("data.sources", "SOURCES"))),
     "DPO, LoRA": (
         "lora",
