@@ -424,6 +424,11 @@ class Partitions:
             # None for packed weights: on CUDA DeepSpeed refuses integers here.
             dtype=outlined.dtype if outlined.is_floating_point() else None,
         )
+        # Behind the last number the partition of the last rank holds whatever was in memory, which
+        # must not look like a number that is not finite.
+        partition = parameter.ds_tensor  # type: ignore[attr-defined]
+        own = outlined.numel() - torch.distributed.get_rank() * partition.numel()
+        partition.data[max(own, 0) :].zero_()
         setattr(model.get_submodule(owner), leaf, parameter)
         # A tied parameter was replaced in one of its places.
         model.tie()

@@ -76,9 +76,7 @@ def test_keys_without_effect_are_ignored_and_unknown_ones_named(
 def test_nothing_that_names_a_module_or_place_reaches_peft(tmp_path: Path) -> None:
     kind, arguments = peft_arguments(adapter(tmp_path, **OF_OTHERS))
     assert kind == "LORA"
-    assert arguments == {
-        key: SOUND[key] for key in ("r", "lora_alpha", "target_modules")
-    }
+    assert arguments == {key: SOUND[key] for key in ("r", "lora_alpha", "target_modules")}
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000, b"\xff"])
