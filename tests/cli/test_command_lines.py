@@ -122,7 +122,7 @@ RECIPES: list[tuple[str, dict[str, Any]]] = [
         {
             "data": {
                 "class_path": "litgpt.data.JSON",
-                "init_args": {"path": "2026-11-20", "subset": 5},
+                "init_args": {"path": "2026-11-20", "subset": "5"},
             }
         },
     ),

@@ -174,13 +174,10 @@ def test_a_directory_that_others_may_have_made_is_not_used(
 
 @needs_namespaces
 def test_without_room_for_temporary_files_the_variable_is_named(tmp_path: Path) -> None:
-    # Mounted over, because Python tries them all.
-    places = "/tmp /var/tmp /usr/tmp"
-    prepare = f"for d in {places}; do [ -d $d ] && mount -t tmpfs -o ro none $d; done; "
-    away = tmp_path / "read-only"
-    if str(tmp_path).startswith(("/tmp", "/var/tmp")):
-        away = Path("/proc")
-    script = f'{prepare} cd {away} && exec "$@"'
+    # Read-only, because Python tries them all, and the current directory.
+    read_only = "mount --bind $d $d && mount -o remount,ro,bind $d"
+    places = f"/tmp /var/tmp /usr/tmp {tmp_path}"
+    script = f'for d in {places}; do [ -d $d ] && {read_only}; done; cd {tmp_path} && exec "$@"'
     line = ["unshare", "-Ur", "-m", "bash", "-c", script, "bash"]
     ended = subprocess.run(
         [*line, *command_line("data", "embedded:quickstart")],
