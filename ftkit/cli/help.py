@@ -237,11 +237,14 @@ def _add_option(parser: ArgumentParser, item: Declared) -> None:
     if item.is_switch:
         parser.add_argument(name, action="store_true", help=item.text)
         return
+    text = item.text
     shown: dict[str, Any] = {"metavar": item.placeholder or placeholder_of(item.kind)}
     if item.choices:
-        shown = {"choices": item.choices}
+        # Many do not fit into the line of the option.
+        text = f"{text} One of {', '.join(item.choices)}." if item.placeholder else text
+        shown = {"choices": item.choices} | (shown if item.placeholder else {})
     default = None if item.takes_several else item.default
-    parser.add_argument(name, default=default, required=item.required, help=item.text, **shown)
+    parser.add_argument(name, default=default, required=item.required, help=text, **shown)
 
 
 def _add_component_keys(parser: ArgumentParser, component: str, name: str) -> bool:

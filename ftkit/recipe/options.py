@@ -119,7 +119,7 @@ class ForeignOptions:
     """Of such a file: the devices, over all machines, that trained with it there. Its batch is that
     of one device, and is multiplied by them."""
 
-    tool: Tool | None = None
+    tool: Tool | None = option(None, placeholder="PROGRAM")
     """Whose file it is. Default: known by its keys; commands of TRL share many of theirs."""
 
     @property

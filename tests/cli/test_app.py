@@ -39,6 +39,7 @@ OWN = [
     "plugin",
     "without",
     "from_devices",
+    "tool",
 ]
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
