@@ -251,7 +251,7 @@ def test_a_directory_of_something_else_is_refused(
 # --- Real ones ----------------------------------------------------------------------------------
 
 IN_RANKS = """
-name = sys.orig_argv[-3]
+name = sys.orig_argv[-2]
 if "/memory/" in name or "/long/" in name:
     import time, torch, ftkit.training.step
     step = ftkit.training.step.TrainStep.update
