@@ -76,7 +76,7 @@ def test_below_every_adapter_is_the_untouched_base_model(adapter: str, base: Bas
     torch.testing.assert_close(with_adapter(model), expected, rtol=1e-5, atol=0)
     train(model)
     torch.testing.assert_close(below(model), expected, rtol=1e-5, atol=0)
-    assert (with_adapter(model)[:2] - expected[:2]).abs().min() > 1e-2, "the adapter is on again"
+    assert (with_adapter(model)[:2] - expected[:2]).abs().max() > 1e-2, "the adapter is on again"
     assert expected[2] == 0, "a filler has no answer"
     assert is_below_adapter(recipe)
 
