@@ -18,7 +18,7 @@ from ftkit.checkpoint.metadata import (
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
-from ftkit.data.dataset import DataSets, ValidationSets, load_data, load_sets
+from ftkit.data.dataset import DataSets, LoadedPart, ValidationSets, load_data, load_sets
 from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
@@ -32,6 +32,7 @@ from ftkit.evaluation.references import (
     samples_of_run,
 )
 from ftkit.evaluation.validation import EvaluatedWeights
+from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.attention import (
     AttentionPath,
     attention_kernel,
@@ -291,6 +292,8 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
             data, train=objective.view(data.train), val=objective.view(data.val)
         )
         sets = load_sets(recipe.data, recipe.eval.sets, base.tokenizer, max_seq_length, **loading)
+    for part in (*data.parts, *sets.parts):
+        _require_logits(part, base)
     log_data_summary(data, journal)
     log_sets_summary(sets, journal)
     if rank() == 0:
@@ -427,6 +430,27 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         display=display,
     )
     return dataclasses.replace(setup, beside=loaded)
+
+
+def _require_logits(part: LoadedPart, base: BaseModel) -> None:
+    """Refuse labels for which the model has no logits: some heads have fewer rows than embeddings.
+
+    Raises:
+        UserError: names the token.
+    """
+    architecture, tokenizer = base.architecture, base.tokenizer
+    rows = architecture.parameter_shapes(tied=False)[HEAD][0]
+    logits = min(rows, architecture.logit_count or rows)
+    if architecture.scores or tokenizer.largest_id < logits:
+        return
+    largest = max(prepared.samples.largest_label for prepared in part.splits.values())
+    if largest >= logits:
+        raise UserError(
+            f"A sample of {part.source.where} trains the token {tokenizer.token_text(largest)!r}, "
+            f"whose id is {largest:,}, but {base.name} has {logits:,} logits (ids up to "
+            f"{logits - 1:,}): the model only reads it. Leave it out of answers, or choose what "
+            "is trained with --data.train_on or --data.mask_prompt."
+        )
 
 
 def _new_weights(base: BaseModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from command import Command
 from messages import says
 from runs import options
 from tiny import make_llama
+from transformers_models import make_transformers_model
 
 from ftkit.data.dataset import load_data, load_sets
 from ftkit.errors import UserError
@@ -75,3 +76,25 @@ def test_commands_refuse_it_without_a_traceback(
     run = ftkit(command, base, *words)
     assert run.returncode == 2 and "Traceback" not in run.stderr
     assert says(run.stderr, TOKEN, ROWS)
+
+
+@pytest.mark.parametrize("name", ["inkling_text", "apertus1p5_text head"])
+def test_labels_beyond_the_rows_of_a_head_are_refused(
+    name: str, tmp_path: Path, ftkit: Command
+) -> None:
+    base = make_transformers_model(tmp_path / "base", name)
+    tokenizer = Tokenizer(base)
+    first = tokenizer.largest_id + 1
+    file = base / "tokenizer.json"
+    content = json.loads(file.read_text())
+    more = [f"<|{number}|>" for number in range(first, tokenizer.rows or 0)]
+    like = content["added_tokens"][0]
+    content["added_tokens"] += [like | {"id": first + n, "content": t} for n, t in enumerate(more)]
+    file.write_text(json.dumps(content))
+    for answer, code in (("red", 0), (f"red {more[-1]}", 2)):
+        given = data(tmp_path, answer)["init_args"]
+        words = options(data="JSON", data__path=given["path"], data__mask_prompt=True)
+        words += options(out_dir=tmp_path / answer[:5], train__max_steps=1, precision="32-true")
+        ended = ftkit("finetune_full", base, *words, "--data.val_split_fraction", "0.5")
+        assert ended.returncode == code, ended.stderr
+    assert says(ended.stderr + ended.stdout, more[-1], "logits", "--data.train_on")

@@ -238,6 +238,16 @@ class SampleSet(Samples):
     def places(self) -> IntArray:
         return np.arange(len(self))
 
+    @property
+    def largest_label(self) -> int:
+        """Largest id of a token that carries loss; -1: there is none."""
+        tokens, offsets, spans, span_offsets, *_ = self.arrays
+        ends = np.repeat(offsets[:-1], np.diff(span_offsets))[:, None] + spans
+        # Spans that begin before a token minus those that end before it.
+        within = np.bincount(ends[:, 0], minlength=len(tokens) + 1)
+        within -= np.bincount(ends[:, 1], minlength=len(tokens) + 1)
+        return int(np.max(tokens[np.cumsum(within[:-1]) > 0], initial=-1))
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of tokens, sample boundaries and masks, whatever files they came from.
