@@ -16,7 +16,7 @@ LEARNING_RATE = 2e-4
 IMPORTS = """
 import os, runpy, sys
 from contextlib import suppress
-sys.argv[1:] = ["", str(os.getppid()), "-1"]  # no terminal: it ends when it has imported
+sys.argv[1:] = [str(os.getppid()), "", "-1"]  # no terminal: it ends when it has imported
 os.environ["RANK"] = "1"  # only rank 0 shows that libraries are loading
 with suppress(ValueError):
     runpy.run_module("ftkit.training.rank", run_name="__main__", alter_sys=True)
