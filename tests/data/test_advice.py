@@ -45,6 +45,7 @@ SOURCES = {
 }
 QUESTION = said("user", "Hi")
 TWICE: Record = {"messages": [QUESTION, said("user", "th"), said("assistant", "e")]}
+JOINED: Record = {"messages": [QUESTION, said("assistant", "th"), said("user", "e answer")]}
 MASKED: Record = {
     "messages": [
         QUESTION,
@@ -85,7 +86,7 @@ def options(advice: str) -> dict[str, str]:
         ("opens a thought", TURNS, OTHER_PROMPT, {}),
         ("marks nothing", TURNS, NOT_MARKED, {}),
         ("marks in macros", TURNS, "generation ... macros", {}),
-        ("glued", TWICE, LOST, {}),
+        ("glued", JOINED, LOST, {}),
         ("system behind", TURNS, OTHERS_SAID, {}),
         ("qwen", THINKING, CHANGED, {"reasoning": "refuse"}),
         ("qwen", MASKED, CHANGED, {"train_on": "all"}),

@@ -358,6 +358,7 @@ class TestJson:
                 "instruction is a number",
             ),
             ("a.json", '[{"instruction": "", "output": "", "input": []}]', "1", "input is a list"),
+            ("a.json", '[{"instruction": "", "output": "", "input": 5}]', "1", "input is a number"),
             ("a.json", '[{"instruction": "a",\n "output" "b"}]', "line 2, column 11", "':'"),
             ("a.json", '{"instruction": "a", "output": "b"}', "a.json", "holds an object"),
             ("a.json", '{"a": "b"}\n{"a": "b"}', "line 2, column 1", "rename ... .jsonl"),

@@ -20,10 +20,11 @@ _REJECTED = ("rejected_response", "rejected_messages")
 """Keys of a rejected answer beside a whole conversation."""
 _INSTRUCTIONS = ("instruction", "question", "query")
 """Keys of a prompt that is rendered by a style or template, beside prompt, which is not."""
+ANSWER_KEYS = frozenset((*(key for names in _NAMES for key in names), *_REJECTED))
+"""Keys of the answers of a pair."""
 PAIR_KEYS = frozenset(
     (
-        *(key for names in _NAMES for key in names),
-        *(*_REJECTED, *_INSTRUCTIONS, *CONVERSATION_KEYS),
+        *(*ANSWER_KEYS, *_INSTRUCTIONS, *CONVERSATION_KEYS),
         *("prompt", "input", "system", "sys_prompt", "tools", "functions"),
     )
 )

@@ -29,7 +29,7 @@ from ftkit.data.records.keys import (
     label_of,
     record_weight,
 )
-from ftkit.data.records.pairs import PAIR_KEYS, pair_rows
+from ftkit.data.records.pairs import ANSWER_KEYS, PAIR_KEYS, pair_rows
 from ftkit.data.records.record import (
     Misfit,
     Record,
@@ -435,7 +435,7 @@ class RecordReader:
     def _decisive(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row without the keys that only stand in it because a table has such a column."""
         kept = {k: item for k, item in row.items() if k not in self._empty or not is_empty(item)}
-        return kept if kept.keys() & (_DECIDING | PAIR_KEYS) else row
+        return kept if kept.keys() & (_DECIDING | ANSWER_KEYS) else row
 
     def _renamed(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
