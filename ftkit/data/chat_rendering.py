@@ -62,8 +62,6 @@ class _ChatTokenizer(Protocol):
 
     def encode_all_rendered(self, texts: Sequence[str]) -> Sequence[_EncodedText]: ...
 
-    def token_text(self, token_id: int) -> str: ...
-
 
 class _Tokens(NamedTuple):
     """Tokens of a text with their character spans."""
@@ -128,7 +126,8 @@ class ChatRenderer(Renderer):
         assert self._tokenizer is not None
         # A template may end turns with another token than EOS (<|im_end|>), and the model learns to
         # write that one.
-        return self._last_tokens & self._added_ids | {self._tokenizer.eos_id}
+        own = (self._tokenizer.added_tokens[text] for text in self._ends_of_turns if text)
+        return frozenset((*own, self._tokenizer.eos_id))
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:
@@ -136,8 +135,9 @@ class ChatRenderer(Renderer):
         return frozenset(self._tokenizer.added_tokens.values())
 
     @cached_property
-    def _last_tokens(self) -> frozenset[int]:
-        """Tokens with which turns end."""
+    def _ends_of_turns(self) -> frozenset[str]:
+        """Added tokens with which turns end, before white space; "" where one ends with none."""
+        assert self._tokenizer is not None
         finder = self._turns("assistant", "split")
         written: list[Written] = []
         for record in TYPICAL.values():
@@ -145,16 +145,16 @@ class ChatRenderer(Renderer):
                 written += finder.written(record)
             except TemplateRefusal:  # it has no tools
                 continue
-        samples = [sample for made in self._tokens(written) for sample in made.samples]
-        return frozenset(sample.ids[end - 1] for sample in samples for _, end in sample.trained)
+        # A template may mark the line end behind a turn as generated, too.
+        turns = [sample.whole[:end].rstrip() for sample in written for _, end in sample.trained]
+        added = sorted(self._tokenizer.added_tokens, key=len, reverse=True)
+        return frozenset(next(filter(turn.endswith, added), "") for turn in turns)
 
     @cached_property
     def _end(self) -> str:
         """Text of the token with which the template ends every turn; "": there is no such one."""
-        assert self._tokenizer is not None
-        (last, *others) = self._last_tokens or [-1]
-        is_one = not others and last in self._added_ids
-        return self._tokenizer.token_text(last) if is_one else ""
+        (end, *others) = self._ends_of_turns or [""]
+        return "" if others else end
 
     def _turns(self, train_on: TrainOn, reasoning: Reasoning) -> TurnFinder:
         tokenizer = self._tokenizer

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import said
+from chats import said, write_chat_tokenizer
 from tokenizer_kinds import KINDS, RULES, write_tokenizer_of
 from transformers import AutoTokenizer
 
@@ -172,6 +172,22 @@ def test_every_answer_ends_once_and_every_prompt_begins_as_at_inference(
                 if made is not chats:
                     begins = tokenizer.use_bos or bool(start)
                     assert example.prompt.count(bos) == (example.prompt[0] == bos) == begins
+
+
+def test_an_end_before_a_marked_line_break_ends_each_answer_once(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_chat_tokenizer(tmp_path))
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% generation %}"
+        "{{ m.content + '<|end|>\n' }}{% endgeneration %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    made = renderer(tokenizer, "messages", chat_template=source, train_on="assistant")
+    end = tokenizer.added_tokens["<|end|>"]
+    assert made.stop_ids == {end, tokenizer.eos_id}
+    talk = [said("user", "Hi"), said("assistant", "Red.<|end|>\n")]
+    (sample,) = samples_of(made, {"messages": talk})
+    ((first, last),) = sample.trained
+    assert text(tokenizer, sample.ids[first:last]) == "Red.<|end|>\n"
 
 
 @pytest.mark.parametrize("rule", RULES)

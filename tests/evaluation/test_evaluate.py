@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from evaluating import mistake, values_from
 from fixed_shapes import compile_shapes
 from messages import says
@@ -104,7 +105,8 @@ def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def every_second(_: Any, tokenizer: Any, questions: Any, **__: Any) -> Any:
-        return [q.expected if i % 2 else tokenizer.encode("no") for i, q in enumerate(questions)]
+        said = [q.expected if i % 2 else tokenizer.encode("no") for i, q in enumerate(questions)]
+        return [torch.tensor(ids) for ids in said]
 
     monkeypatch.setattr("ftkit.evaluation.validation.answer_records", every_second)
     found = values(ended["lora"].out_dir, "--micro_batch_size", 4, "--exact_match", 8)
@@ -120,7 +122,7 @@ def test_answers_are_scored_by_rouge_l_and_a_custom_function(
 ) -> None:
     def half(_: Any, __: Any, questions: Any, **options: Any) -> Any:
         assert options["max_new_tokens"] == 7
-        return [q.expected[: len(q.expected) // 2] for q in questions]
+        return [torch.tensor(q.expected[: len(q.expected) // 2]) for q in questions]
 
     file = tmp_path / "mine.py"
     file.write_text(

@@ -89,6 +89,17 @@ class DrawnTemplate:
         return self.marks is not None and (self.marks[0] > 0 or not self.headers["assistant"])
 
     @property
+    def learned_end(self) -> str:
+        """The token with which every turn ends that carries loss; "": they end otherwise."""
+        last = self.marks[1] if self.marks else len(_TURN_PARTS)
+        end = self.turn_end if last > _TURN_PARTS.index("end") else ""
+        is_marked = self.final_in_turn and last > _TURN_PARTS.index("final")
+        final = self.final if is_marked or not self.marks else ""
+        # Where turns have no end, each is learned alone, and the conversation ends behind it. Else
+        # only the last one ends so.
+        return end if final in ("", end) else final * (not end)
+
+    @property
     def source(self) -> str:
         """Jinja."""
         content = "(m.content | trim)" if self.trims else "m.content"

@@ -14,7 +14,10 @@ def test_a_run_warns_of_what_its_data_have_before_its_first_step(
 ) -> None:
     records = [row | {"instruction": f"<s><s>{row['instruction']}"} for row in questions(30)] * 2
     data = write_records(tmp_path / "records.jsonl", [row | {"source": "x"} for row in records])
-    keys: dict[str, Any] = {"data__val_split_fraction": 0.2, "data__prompt_style": "Default"}
+    keys: dict[str, Any] = {
+        "data__val_split_fraction": 0.2,
+        "data__prompt_style": "litgpt.prompts.Default",
+    }
     with start(tmp_path / "out", data__json_path=data, devices=2, **keys) as run:
         code, out, _ = run.end()
     assert code == 0

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,23 +60,46 @@ def brackets(source: str, tokenizer: Tokenizer, *messages: dict[str, Any]) -> li
 # --- templates and conversations that are drawn ---------------------------------------------------
 
 
-class Possible(NamedTuple):
-    """What a sample may be: the first messages of a conversation."""
+def as_learned(drawn: DrawnTemplate, record: Record) -> Record:
+    """A conversation without the ends that its answers have and the template writes as well."""
+    if not drawn.learned_end:
+        return record
+    ends = re.compile(rf"(?:\A\s+)?(?:{re.escape(drawn.learned_end)}\s*)+\Z")
+    messages = [
+        m | {"content": ends.sub("", m["content"])} if m["role"] == "assistant" else m
+        for m in record["messages"]
+    ]
+    return record | {"messages": messages}
 
-    count: int
-    pieces: list[Piece]
-    offsets: Sequence[Span]
+
+def places(sample: Rendered, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+    """The text of a sample, and the characters of each of its tokens.
+
+    By the bytes of the tokens and not by the encoding of a text: a prompt and its answer may be
+    encoded apart.
+    """
+    text = tokenizer.processor.decode(sample.ids, skip_special_tokens=False)
+    character_of = [i for i, character in enumerate(text) for _ in character.encode()]
+    spans: list[Span] = []
+    at = 0
+    for token in sample.ids:
+        name = tokenizer.token_text(token)
+        # The vocabulary writes each byte as a character.
+        is_added = token in tokenizer.added_tokens.values()
+        end = at + len(name.encode() if is_added else name)
+        spans.append((character_of[at], character_of[end - 1] + 1))
+        at = end
+    assert at == len(character_of)
+    return text, spans
 
 
-def possible(
-    drawn: DrawnTemplate, record: Record, sample: Rendered, tokenizer: Tokenizer
-) -> Iterator[Possible]:
-    """All beginnings of a conversation that are written as a sample is."""
+def possible(drawn: DrawnTemplate, record: Record, text: str) -> Iterator[list[Piece]]:
+    """The pieces of all beginnings of a conversation that may be written as a sample is."""
     for count in range(1, len(record["messages"]) + 1):
         pieces = list(drawn.pieces(record | {"messages": record["messages"][:count]}))
-        encoded = tokenizer.encode_rendered("".join(piece.text for piece in pieces))
-        if encoded.ids == sample.ids:
-            yield Possible(count, pieces, encoded.offsets)
+        # Where the whole has other tokens than a prompt and its answer, a sample ends behind that.
+        if "".join(piece.text for piece in pieces).startswith(text):
+            yield pieces
 
 
 def says_something(message: dict[str, Any]) -> bool:
@@ -116,39 +139,45 @@ def is_masked(piece: Piece, messages: list[dict[str, Any]]) -> bool:
     return piece.part in ("said", "end")
 
 
-def outside(
+class Learned(NamedTuple):
+    """What carries loss in a sample."""
+
+    outside: list[Span]
+    """Characters of tokens that should not; white space behind a turn may be in its last token."""
+    turns: set[int]
+    """Turns that are meant and do."""
+
+
+def learned(
     drawn: DrawnTemplate,
-    found: Possible,
+    pieces: list[Piece],
     record: Record,
     train_on: TrainOn,
-    alone: bool,
     sample: Rendered,
-) -> list[Span]:
-    """The tokens of a sample that carry loss and should not, as places in its text.
-
-    White space behind a turn may belong to its last token.
-    """
+    spans: list[Span],
+) -> Learned:
     messages = record["messages"]
     turns = turns_that_are_meant(messages, train_on)
-    if alone:
-        turns &= {found.count - 1}
     characters = [
         (
             character,
             not is_masked(piece, messages)
             if train_on == "all"
             else is_meant(drawn, piece, messages, turns),
+            piece.message,
         )
-        for piece in found.pieces
+        for piece in pieces
         for character in piece.text
     ]
     bad: list[Span] = []
+    found: set[int] = set()
     for first, end in sample.trained:
-        for start, stop in found.offsets[first:end]:
-            (_, begins_inside), *rest = characters[start:stop]
-            if not begins_inside or any(c.strip() for c, is_inside in rest if not is_inside):
+        for start, stop in spans[first:end]:
+            (_, begins_inside, message), *rest = characters[start:stop]
+            if not begins_inside or any(c.strip() for c, is_inside, _ in rest if not is_inside):
                 bad.append((start, stop))
-    return bad
+            found |= {message} & turns if message is not None else set()
+    return Learned(bad, found)
 
 
 @pytest.mark.parametrize("seed", range(TEMPLATES))
@@ -158,16 +187,22 @@ def test_no_token_outside_the_turns_that_are_meant_carries_loss(
     drawn = DrawnTemplate.drawn(seed)
     for number in range(CONVERSATIONS):
         record = drawn_conversation(seed * CONVERSATIONS + number)
+        meant = as_learned(drawn, record)
         options: tuple[TrainOn, ...] = ("assistant", "last", "all")
         for train_on in options:
             made = rendering(drawn.source, tokenizer, record, train_on)
+            turns: list[int] = []
             for sample in made.samples:
-                alone = len(made.samples) > 1
-                bad = [
-                    outside(drawn, found, record, train_on, alone, sample)
-                    for found in possible(drawn, record, sample, tokenizer)
+                text, spans = places(sample, tokenizer)
+                found = [
+                    learned(drawn, pieces, meant, train_on, sample, spans)
+                    for pieces in possible(drawn, meant, text)
                 ]
-                assert [] in bad, (drawn, record, train_on, marked(sample, tokenizer), bad)
+                fitting = [one for one in found if not one.outside]
+                assert fitting, (drawn, record, train_on, marked(sample, tokenizer), found)
+                turns += min((one.turns for one in fitting), key=len)
+            if train_on != "all":
+                assert len(turns) == len(set(turns)), "a turn is learned twice"
 
 
 @pytest.mark.parametrize("seed", MARKED)
@@ -176,7 +211,7 @@ def test_where_marks_stay_in_turns_the_mask_is_that_of_transformers(
 ) -> None:
     drawn = DrawnTemplate.drawn(seed)
     for number in range(CONVERSATIONS):
-        record = drawn_conversation(seed * CONVERSATIONS + number)
+        record = as_learned(drawn, drawn_conversation(seed * CONVERSATIONS + number))
         messages = [{k: v for k, v in m.items() if k != "train"} for m in record["messages"]]
         said_by_it = {i for i, m in enumerate(messages) if m["role"] == "assistant"}
         made = rendering(drawn.source, tokenizer, record | {"messages": messages})
@@ -196,15 +231,15 @@ def test_where_marks_stay_in_turns_the_mask_is_that_of_transformers(
         if expected["input_ids"] != sample.ids:
             continue  # it is a beginning of the conversation: others have nothing marked
         text = template(drawn.source, tokenizer).render(messages, tools=record.get("tools"))
-        places = tokenizer.encode_rendered(text).offsets
-        for i, (start, stop) in enumerate(places):
+        spans = tokenizer.encode_rendered(text).offsets
+        for i, (start, stop) in enumerate(spans):
             of_theirs = expected["assistant_masks"][i]
             if of_theirs == mask[i]:
                 continue
             # They take words that reach beyond a mark, and leave out the later bytes of the
             # character that a mark ends with.
             is_word = stop - start > 1 and sample.ids[i] not in tokenizer.added_tokens.values()
-            is_later_byte = places[i - 1] == (start, stop)
+            is_later_byte = spans[i - 1] == (start, stop)
             assert is_word if of_theirs else is_later_byte
 
 
