@@ -106,7 +106,7 @@ def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
 ) -> None:
     def every_second(_: Any, tokenizer: Any, questions: Any, **__: Any) -> Any:
         said = [q.expected if i % 2 else tokenizer.encode("no") for i, q in enumerate(questions)]
-        return [torch.tensor(ids) for ids in said]
+        return [torch.as_tensor(ids) for ids in said]
 
     monkeypatch.setattr("ftkit.evaluation.validation.answer_records", every_second)
     found = values(ended["lora"].out_dir, "--micro_batch_size", 4, "--exact_match", 8)
