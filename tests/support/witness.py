@@ -43,13 +43,14 @@ def watch(directory: Path) -> None:
 
     update = TrainStep.update
 
-    def update_and_watch(self: TrainStep) -> None:
-        update(self)
+    def update_and_watch(self: TrainStep) -> float:
+        norm = update(self)
         tell(UPDATED)
         for state in self._strategy.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     state[key] = value.as_subclass(Watched)
+        return norm
 
     Watched.tell = staticmethod(tell)
     for name in MESSAGES:

@@ -303,8 +303,8 @@ def test_all_ranks_end_if_a_gradient_of_one_is_not_finite(tmp_path: Path, strate
 def test_no_rank_saves_an_update_that_overflows(tmp_path: Path, strategy: str) -> None:
     out = tmp_path / "out"
     ended = command(
-        *(out, "--train.max_steps", 1, "--optimizer.lr", "1e39", "--devices", 2),
-        *("--strategy", strategy),
+        *(out, "--train.max_steps", 1, "--optimizer.lr", "3e38", "--devices", 2),
+        *("--optimizer.weight_decay", "1e3", "--strategy", strategy),
     )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "not finite" in read_report(out).exit_reason
