@@ -115,7 +115,19 @@ def _become(call: Mapping[str, Any], ends: list[int]) -> None:
     for number, end in enumerate(given):
         if end is not None:
             os.dup2(end, number)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a kernel has others in their place
+    # A kernel has others in their place, and those of the server know what its files were.
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, f"__{name}__")
+        new = open(  # noqa: SIM115 - as long as the program
+            number,
+            "w",
+            encoding=old.encoding,
+            errors=old.errors,
+            buffering=1 if number == 2 else -1,
+            closefd=False,
+        )
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
     kept = {0, 1, 2, *call["pass_fds"]}
     for link in list(Path("/proc/self/fd").iterdir()):
         if int(link.name) not in kept:
