@@ -436,7 +436,10 @@ def _built(directory: Path, settings: Mapping[str, Any]) -> Any:
         logging.set_verbosity_error()
         try:
             built = AutoTokenizer.from_pretrained(
-                str(directory), trust_remote_code=False, local_files_only=True
+                str(directory),
+                config=_settings_alone(directory, settings),
+                trust_remote_code=False,
+                local_files_only=True,
             )
         except ValueError as error:
             if "trust_remote_code" not in str(error):
@@ -453,6 +456,27 @@ def _built(directory: Path, settings: Mapping[str, Any]) -> Any:
             "tokenizer_config.json."
         )
     return built
+
+
+def _settings_alone(directory: Path, settings: Mapping[str, Any]) -> Any:
+    """What transformers asks a model's settings to choose a class; None: it needs all of them.
+
+    Their own class imports SymPy and torch's distributed tensors, for most of a second.
+    """
+    from transformers import PreTrainedConfig
+
+    content = read_json(directory / "config.json")
+    if not isinstance(settings.get("tokenizer_class"), str) or "auto_map" in {
+        **settings,
+        **content,
+    }:
+        return None
+    config = PreTrainedConfig()
+    config.name_or_path = str(directory)
+    for key in ("model_type", "model_name", "tokenizer_class"):
+        if isinstance(content.get(key), str):
+            setattr(config, key, content[key])
+    return config
 
 
 def _text_of(token: Any) -> str | None:
