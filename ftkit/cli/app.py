@@ -58,7 +58,7 @@ def main(verbosity: Verbosity = "full") -> None:
         else:
             raise
     except RuntimeError as error:
-        # Any key may name a file, and only ~USER shows that there is no such user.
+        # Any key may name a file, and only expanding ~USER shows that the user does not exist.
         if str(error) != "Could not determine home directory.":
             raise
         print_line("ftkit: a path begins with ~ and a user that does not exist. Write it in full.")

@@ -152,7 +152,7 @@ class ChatRenderer(Renderer):
 
     @cached_property
     def _end(self) -> str:
-        """Text of the token with which the template ends every turn; "": there is no such one."""
+        """Text of the token with which the template ends every turn; "": no single one does."""
         (end, *others) = self._ends_of_turns or [""]
         return "" if others else end
 

@@ -104,7 +104,7 @@ def compare_with_peft(
 def _obstacle(base: BaseModel) -> str | None:
     """Why transformers and PEFT cannot load the whole model here; None: they can."""
     if base.layout != "hf" or base.random:
-        return "the base model is no directory of transformers"
+        return "the base model is not in Hugging Face's layout"
     if base.form is not None:
         return "the base model is stored in a few bits"
     if base.architecture.scores:
