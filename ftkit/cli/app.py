@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftkit import __version__
-from ftkit.cli.commands import COMMANDS_ELSEWHERE, FTKIT, Command, Group
+from ftkit.cli.command import Command, Group
+from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import declared, read_options, split_line
 from ftkit.errors import UserError
 from ftkit.recipe.plugin import Plugin, open_plugin, using
@@ -100,18 +101,17 @@ def _run_member(group: Group, argv: Sequence[str]) -> int:
         print_help(group)
         return 0 if argv else UserError.exit_code
     name, rest = argv[0], argv[1:]
-    member = group.by_name.get(name)
+    member = group.find(name)
     if isinstance(member, Group):
         return _run_member(member, rest)
     if member is not None:
         return _run_command(member, rest)
     # Names of other programs come before a similar spelling: `tune` means finetune.
-    elsewhere = COMMANDS_ELSEWHERE.get(name) if group is FTKIT else None
-    close = elsewhere or nearest(name, group.by_name)
+    close = group.elsewhere.get(name) or nearest(name, group.words)
     place = f"ftkit {group.name}".strip()
     of = f" of {place}" if group.name else ""
     hint = f"Did you mean {place} {close}?" if close else f"See {place} --help."
-    raise UserError(f"{name!r} is not a command{of}. {hint} Commands: {', '.join(group.by_name)}.")
+    raise UserError(f"{name!r} is not a command{of}. {hint} Commands: {', '.join(group.words)}.")
 
 
 def _run_command(command: Command, argv: Sequence[str]) -> int:

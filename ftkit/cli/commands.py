@@ -1,8 +1,6 @@
 """The table of commands: help, options, the function that runs each, and examples."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
+from ftkit.cli.command import FIND_RESULT, Command, Group
 from ftkit.planning.gpus import GPUS
 from ftkit.recipe.options import (
     ChatOptions,
@@ -16,6 +14,7 @@ from ftkit.recipe.options import (
     DownloadOptions,
     EvaluateOptions,
     ExportOptions,
+    ExtensionsOptions,
     FinetuneOptions,
     GenerateOptions,
     ImportOptions,
@@ -26,65 +25,12 @@ from ftkit.recipe.options import (
     WatchOptions,
 )
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
+from ftkit.utils.registry import Registry
 
-# Without torch: a mistyped path is reported at once.
-FIND_RESULT = "ftkit.evaluation.result:find_result"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command, as parsing, help, completion and running need it."""
-
-    name: str
-    """The words after ftkit."""
-    summary: str
-    """One line for the list of commands."""
-    text: str = ""
-    """The description in its help; "": the summary."""
-    options: type
-    """The class of its options; see `ftkit.recipe.options`."""
-    function: str
-    """Module and function that take the options and return the exit code. The module is imported
-    only when the command is run."""
-    examples: tuple[str, ...]
-    """Examples of what follows its name."""
-    opens: str = ""
-    """A function that turns the first word into the first argument of `function`. It reports
-    mistakes in that word before the module of `function` imports torch."""
-    usage: tuple[str, ...] = ()
-    """Usage after its name; (): derived from its options."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Commands that share the first word of their names."""
-
-    name: str
-    """The word after ftkit; "": ftkit itself."""
-    summary: str
-    """One line for the list of commands."""
-    text: str
-    """The description in its help."""
-    usage: str
-    """Usage after its name."""
-    epilog: str
-    """The end of its help."""
-    members: tuple["Command | Group", ...]
-
-    @property
-    def by_name(self) -> dict[str, "Command | Group"]:
-        """Commands of the group by the last word of their names."""
-        return {member.name.rpartition(" ")[2]: member for member in self.members}
-
-    def commands(self) -> Iterator[Command]:
-        """All commands, also those of groups in it."""
-        for member in self.members:
-            if isinstance(member, Group):
-                yield from member.commands()
-            else:
-                yield member
-
-
+_ELSEWHERE = {
+    "finetune": {"train": "", "sft": "", "tune": ""},
+    "finetune_lora": {"finetune_adapter": ""},
+}
 _FINETUNE_SUMMARY = {
     "finetune": "fine-tune with LoRA or QLoRA (the same as finetune_lora)",
     "finetune_lora": "fine-tune with LoRA or QLoRA",
@@ -105,6 +51,7 @@ _FINETUNING = tuple(
             f"recipes/tiny-llama-{method}.yaml --optimizer.lr 1e-4",
             "--data.help JSON",
         ),
+        elsewhere=_ELSEWHERE.get(name, {}),
     )
     for name, method in FINETUNE.items()
 )
@@ -160,13 +107,10 @@ _CHECKPOINTS = Group(
     ),
 )
 
-FTKIT = Group(
-    name="",
-    summary="",
-    text="Fine-tune language models on the hardware you happen to have.",
-    usage="[-h] [--version] COMMAND ...",
-    epilog="ftkit COMMAND --help explains a command.",
-    members=(
+COMMANDS: Registry[Command | Group] = Registry(
+    "commands",
+    (Command, Group),
+    core=(
         *_FINETUNING,
         Command(
             name="sweep",
@@ -310,6 +254,7 @@ FTKIT = Group(
                 "out/finetune/lora --prompts questions.txt --out answers.jsonl",
                 "out/finetune/lora --prompt 'Tell me a story.' --compare_base",
             ),
+            elsewhere={"infer": "", "inference": "", "predict": ""},
         ),
         Command(
             name="chat",
@@ -337,6 +282,7 @@ FTKIT = Group(
                 "out/finetune/lora --data JSON --data.path held_out.json",
                 "out/finetune/lora --tasks arc_easy,my_task.yaml --limit 100",
             ),
+            elsewhere={"eval": "", "test": ""},
         ),
         Command(
             name="merge",
@@ -351,6 +297,7 @@ FTKIT = Group(
                 "out/finetune/lora --out out/merged",
                 "out/finetune/qlora --out out/merged --base original",
             ),
+            elsewhere={"merge_lora": ""},
         ),
         Command(
             name="export",
@@ -369,6 +316,10 @@ FTKIT = Group(
                 "out/lora --format peft --out out/adapter",
                 "out/lora --check vllm",
             ),
+            elsewhere={
+                "convert_from_litgpt": "",
+                "serve": "export RESULT --check vllm, which says how vLLM serves a result",
+            },
         ),
         Command(
             name="push",
@@ -384,27 +335,28 @@ FTKIT = Group(
                 "out/merged me/my-model --public",
                 "out/finetune/lora me/my-adapter --dry_run",
             ),
+            elsewhere={"upload": ""},
+        ),
+        Command(
+            name="extensions",
+            summary="list extensions and other packages with what they bring",
+            text="List the extensions that come with ftkit, and installed packages that extend "
+            "it: what each brings, and whether its libraries are there. A package names what it "
+            "brings by entry points; nothing of it is imported before it is used.",
+            options=ExtensionsOptions,
+            function="ftkit.cli.extensions:show_extensions",
+            examples=("", "--format json"),
         ),
     ),
 )
+"""Every command and group of commands by its first word."""
+
+FTKIT = Group(
+    name="",
+    summary="",
+    text="Fine-tune language models on the hardware you happen to have.",
+    usage="[-h] [--version] COMMAND ...",
+    epilog="ftkit COMMAND --help explains a command.",
+    members=COMMANDS,
+)
 """The whole command line."""
-
-COMMANDS_ELSEWHERE = {
-    "train": "finetune",
-    "sft": "finetune",
-    "tune": "finetune",
-    "finetune_adapter": "finetune_lora",
-    "eval": "evaluate",
-    "test": "evaluate",
-    "infer": "generate",
-    "inference": "generate",
-    "predict": "generate",
-    "convert_from_litgpt": "export",
-    "merge_lora": "merge",
-    "upload": "push",
-    "serve": "export RESULT --check vllm, which says how vLLM serves a result",
-}
-"""Names of commands in other programs, with ours."""
-
-COMMANDS = {command.name: command for command in FTKIT.commands()}
-"""Every command by its name, such as "checkpoints list"."""

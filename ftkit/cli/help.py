@@ -10,7 +10,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
-from ftkit.cli.commands import FTKIT, Command, Group
+from ftkit.cli.command import Command, Group
+from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.sources import KINDS
 from ftkit.errors import UserError
@@ -137,7 +138,8 @@ def _group_parser(group: Group) -> ArgumentParser:
 def _add_members(parser: ArgumentParser, group: Group, *, in_full: bool) -> None:
     """Give the parser of a group its commands; with their options where completion needs them."""
     commands = parser.add_subcommands(required=False)
-    for name, member in group.by_name.items():
+    for member in group.members:
+        name = member.name.rpartition(" ")[2]
         if not in_full:
             inner = ArgumentParser(prog=f"ftkit {member.name}")
         elif isinstance(member, Command):
@@ -147,6 +149,10 @@ def _add_members(parser: ArgumentParser, group: Group, *, in_full: bool) -> None
         commands.add_subcommand(name, inner, help=member.summary)
         if in_full and isinstance(member, Group):
             _add_members(inner, member, in_full=True)  # jsonargparse: once it is in its place
+    for other in group.installed:
+        inner = ArgumentParser(prog=f"ftkit {other.name}")
+        text = f"{other.summary or 'a command'} (package {other.package})"
+        commands.add_subcommand(other.name, inner, help=text.replace("%", "%%"))
 
 
 def _command_parser(command: Command) -> ArgumentParser:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.cli.commands import Command
+from ftkit.cli.command import Command
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.recipe_keys import COMPONENTS, SPELLINGS, accepted_types, describe, field_texts

@@ -357,6 +357,14 @@ class DiffOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtensionsOptions(CommonOptions):
+    """Options of ftkit extensions."""
+
+    format: OutputFormat = "table"
+    """json: print only JSON to standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResultOptions(CommonOptions):
     """Options of a command that uses a result."""
 

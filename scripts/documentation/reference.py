@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ftkit.cli.commands import FTKIT, Command, Group
+from ftkit.cli.command import Command, Group
+from ftkit.cli.commands import FTKIT
 from ftkit.cli.help import usages, value_of
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.sources import KINDS

@@ -14,11 +14,12 @@ from typing import Any
 import litgpt.data  # noqa: F401 (libraries set environment variables)
 import pytest
 from command import NO_TORCH, ROOT, Command
+from command_table import COMMANDS
 from messages import says
 
 from ftkit import __version__
 from ftkit.cli.app import main
-from ftkit.cli.commands import COMMANDS, FTKIT
+from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import components_of, declared, heads_of, parse, split_line
 from ftkit.data.own_data import OwnDataOptions
 from ftkit.recipe.parsing import read_recipe
@@ -81,7 +82,7 @@ def test_help_lists_the_commands(said: Callable[..., tuple[Any, str, str]]) -> N
     assert (code, err) == (0, "")
     assert said("-h") == (code, out, err)
     assert out.startswith("usage: ftkit ")
-    for name in FTKIT.by_name:
+    for name in FTKIT.words:
         assert re.search(rf"^    {name} ", out, re.MULTILINE)
 
 
@@ -413,7 +414,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("ftkit ", set(FTKIT.by_name)),
+        ("ftkit ", set(FTKIT.words)),
         ("ftkit down", {"download"}),
         ("ftkit finetune --lora_", {f"--{k}" for k in key_types("lora") if k[:5] == "lora_"}),
         ("ftkit finetune_full --lora_", set()),

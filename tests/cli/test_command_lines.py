@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_table import COMMANDS
 
 from ftkit.cli.app import run
-from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
 from ftkit.errors import UserError
 from ftkit.utils.names import leaves

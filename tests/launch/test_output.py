@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from command import Start, command_environment, command_line
+from command_table import COMMANDS
 from messages import says
 from runs import DEFAULT_SIGNALS, watched
 
 from ftkit.cli.app import main, run
-from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
 from ftkit.errors import UserError
 from ftkit.launch.conclude import next_commands

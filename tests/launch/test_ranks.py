@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 from command import Start, command_environment, start_up_of_ranks
+from command_table import COMMANDS
 from launchers import slurm, torchrun
 from messages import key_words, says
 from runs import DEFAULT_SIGNALS, FILES, FOREVER, TIMEOUT_S, Run, command_of, rows, watched
 from saved_runs import ended, save_run
 
-from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
 from ftkit.errors import UserError
 from ftkit.launch.launchers import ExternalRanks

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from checkpoints import save
 from command import NO_TORCH, Command
+from command_table import COMMANDS
 from messages import message_of, says
 from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
 from ftkit.checkpoint.metadata import BaseIdentity
 from ftkit.checkpoint.store import Store
-from ftkit.cli.commands import COMMANDS
 from ftkit.cli.parser import parse
 from ftkit.errors import Completed, UserError
 from ftkit.launch.conclude import conclude

@@ -1,0 +1,105 @@
+"""`ftkit extensions`: what the extensions and other packages bring, and whether they work."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from ftkit.cli.commands import COMMANDS
+from ftkit.recipe.options import ExtensionsOptions
+from ftkit.utils.progress import print_shown
+from ftkit.utils.registry import (
+    Installed,
+    Registry,
+    described,
+    extension_names,
+    installed_rows,
+)
+
+_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """An extension, as the command shows it."""
+
+    name: str
+    summary: str
+    package: str = ""
+    """Version of the package that it is; "": it comes with ftkit."""
+    brings: dict[str, list[str]] = field(default_factory=dict)
+    """Names of its rows, by registry."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Libraries that are not installed, with the command that installs each."""
+    error: str = ""
+    """Why it cannot be used; "": it can."""
+
+
+def show_extensions(options: ExtensionsOptions) -> int:
+    """List extensions and packages, with what each brings."""
+    found = [*_own(), *_of_packages()]
+    if options.format == "json":
+        print(json.dumps([asdict(one) for one in found], indent=2))
+    else:
+        for one in found:
+            print_shown("\n".join(_lines(one)))
+    return 0
+
+
+def _lines(one: Extension) -> Iterator[str]:
+    yield f"{one.name}{f' ({one.package})' if one.package else ''}: {one.summary}"
+    for registry, names in one.brings.items():
+        yield f"  {registry}: {', '.join(names)}"
+    for library, install in one.missing.items():
+        yield f"  {library} is not installed: {install}"
+    if one.error:
+        yield f"  cannot be used: {one.error}"
+
+
+def _own() -> Iterator[Extension]:
+    """Those that come with ftkit."""
+    for name in extension_names():
+        try:
+            module = importlib.import_module(f"ftkit.extensions.{name}")
+        # Whatever one of them does wrong, the others are listed.
+        except Exception as error:
+            yield Extension(name=name, summary="", error=described(error))
+            continue
+        libraries: dict[str, str] = getattr(module, "LIBRARIES", {})
+        yield Extension(
+            name=name,
+            summary=(module.__doc__ or "").partition("\n")[0],
+            brings={
+                registry.name: [row.name for row in rows]
+                for registry in _REGISTRIES
+                if (rows := registry.of_extension(name))
+            },
+            missing={
+                library: f"pip install 'ftkit[{extra}]'"
+                for library, extra in libraries.items()
+                if find_spec(library) is None
+            },
+            error=" ".join(registry.broken.get(name, "") for registry in _REGISTRIES).strip(),
+        )
+
+
+def _of_packages() -> Iterator[Extension]:
+    """Those of other packages, of which nothing is imported."""
+    by_package: dict[str, list[Installed]] = {}
+    for row in installed_rows():
+        by_package.setdefault(row.package, []).append(row)
+    used = {row for registry in _REGISTRIES for row in registry.installed}
+    for package, rows in by_package.items():
+        brings: dict[str, list[str]] = {}
+        for row in rows:
+            brings.setdefault(row.registry, []).append(row.name)
+        taken = [f"{row.registry}: {row.name}" for row in rows if row not in used]
+        yield Extension(
+            name=package,
+            summary=rows[0].summary,
+            package=f"version {rows[0].version}",
+            brings=brings,
+            error=f"ftkit has names of its own for {', '.join(taken)}." if taken else "",
+        )

@@ -1,0 +1,250 @@
+"""Extensions of ours and other packages: what they bring is used by name, and none breaks ftkit."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import command_environment, command_line
+
+from ftkit.utils.registry import Installed, Registry, installed_rows
+
+_ROWS = '''
+from dataclasses import dataclass
+
+from ftkit.cli.command import Command
+from ftkit.recipe.options import CommonOptions, word
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelloOptions(CommonOptions):
+    """Options of ftkit hello."""
+
+    whom: str = word("WHOM")
+    """Who is greeted."""
+    times: int = 1
+    """How often."""
+
+
+HELLO = Command(
+    name="hello",
+    summary="greet somebody",
+    options=HelloOptions,
+    function="greetings.hello:say",
+    examples=("you --times 2",),
+    elsewhere={"greet": ""},
+)
+'''
+_HELLO = """
+def say(options):
+    print(*[f"Hello {options.whom}."] * options.times)
+    return 4
+"""
+_METADATA = """\
+Metadata-Version: 2.1
+Name: ftkit-greetings
+Version: 0.3
+Summary: Greetings for those who fine-tune
+"""
+
+
+def make_wheel(
+    folder: Path,
+    *,
+    rows: str = _ROWS,
+    points: str = "[ftkit.commands]\nhello = greetings.rows:HELLO",
+) -> Path:
+    """A package that adds to ftkit, as a wheel."""
+    files = {
+        "greetings/__init__.py": "print('imported')",
+        "greetings/rows.py": rows,
+        "greetings/hello.py": _HELLO,
+        "ftkit_greetings-0.3.dist-info/METADATA": _METADATA,
+        "ftkit_greetings-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
+        "Tag: py3-none-any\n",
+        "ftkit_greetings-0.3.dist-info/entry_points.txt": points,
+    }
+    record = "ftkit_greetings-0.3.dist-info/RECORD"
+    wheel = folder / "ftkit_greetings-0.3-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(record, "".join(f"{name},,\n" for name in [*files, record]))
+    return wheel
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def ftkit_with(tmp_path: Path) -> Callable[..., Run]:
+    """Install a package beside ftkit, and run commands that see it."""
+
+    def install(**content: str) -> Run:
+        beside = tmp_path / "beside"
+        wheel = make_wheel(tmp_path, **content)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        subprocess.run([*pip, "--upgrade", "--target", beside, wheel], check=True)
+        environment = command_environment() | {"PYTHONPATH": str(beside)}
+
+        def run(*words: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                command_line(*words), capture_output=True, text=True, env=environment
+            )
+
+        return run
+
+    return install
+
+
+def test_a_command_of_another_package_is_one_of_ftkit(ftkit_with: Callable[..., Run]) -> None:
+    ftkit = ftkit_with()
+    listed = ftkit("--help")
+    assert "hello" in listed.stdout
+    assert "Greetings for those who fine-tune" in " ".join(listed.stdout.split())
+    assert "imported" not in listed.stdout, "nothing of it is, before it is used"
+    used = ftkit("hello", "world", "--times", "2")
+    assert (used.returncode, used.stderr) == (4, "")
+    assert used.stdout.endswith("Hello world. Hello world.\n")
+    explained = ftkit("hello", "--help")
+    assert "How often." in explained.stdout
+    wrong = ftkit("hello", "world", "--times", "often")
+    assert (wrong.returncode, wrong.stdout) == (2, "imported\n")
+    assert "--times" in wrong.stderr and "Traceback" not in wrong.stderr
+    (shown,) = [
+        one for one in json.loads(ftkit("extensions", "--format", "json").stdout)
+        if one["name"] == "ftkit-greetings"
+    ]  # fmt: skip
+    assert shown["brings"] == {"commands": ["hello"]}
+    assert (shown["package"], shown["error"]) == ("version 0.3", "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ("import a_package_that_is_not_there", "a_package_that_is_not_there"),
+        ("HELLO = 3", "is not a Command"),
+        ("", "has no attribute 'HELLO'"),
+    ],
+)
+def test_a_package_that_fails_is_named_and_the_rest_works(
+    ftkit_with: Callable[..., Run], rows: str, reason: str
+) -> None:
+    ftkit = ftkit_with(rows=rows)
+    failed = ftkit("hello", "world")
+    assert failed.returncode == 2
+    assert "ftkit-greetings 0.3" in failed.stderr and reason in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert ftkit("checkpoints", "--help").returncode == 0
+    assert "hello" in ftkit("--help").stdout
+
+
+def test_a_package_takes_no_name_of_ftkit(ftkit_with: Callable[..., Run]) -> None:
+    ftkit = ftkit_with(points="[ftkit.commands]\nplan = greetings.rows:HELLO")
+    assert "imported" not in ftkit("plan", "--help").stdout
+    (shown,) = [
+        one for one in json.loads(ftkit("extensions", "--format", "json").stdout)
+        if one["name"] == "ftkit-greetings"
+    ]  # fmt: skip
+    assert "commands: plan" in shown["error"]
+
+
+class TestEntryPoints:
+    @pytest.fixture
+    def beside(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+        """Put a package into the only directory of packages, as an installer does."""
+        monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+        packages = tmp_path / "packages"
+        packages.mkdir()
+        monkeypatch.setattr("sys.path", [str(packages), str(tmp_path / "missing")])
+
+        def add(package: str, points: str) -> None:
+            folder = packages / f"{package}-1.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Name: {package}\nVersion: 1\n")
+            (folder / "entry_points.txt").write_text(points)
+
+        return add
+
+    def test_those_of_ftkit_are_found_as_packages_come(
+        self, beside: Callable[[str, str], None]
+    ) -> None:
+        assert installed_rows() == []
+        beside("a", "[ftkit.commands]\nhello = a.b:C\n[console_scripts]\nx = a:b")
+        (found,) = installed_rows()
+        assert found == Installed("commands", "hello", "a.b:C", "a", "1", "")
+        beside("b", "[ftkit.objectives]\nnew = b:D")
+        assert [one.name for one in installed_rows()] == ["hello", "new"]
+
+    def test_they_are_read_once(
+        self, beside: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        beside("a", "[ftkit.commands]\nhello = a.b:C")
+        before = installed_rows()
+        monkeypatch.setattr("importlib.metadata.distributions", None)
+        assert installed_rows() == before
+
+    @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', "7", '{"PACKAGES": [1, 2]}'])
+    def test_a_damaged_cache_costs_only_time(
+        self, beside: Callable[[str, str], None], tmp_path: Path, text: str
+    ) -> None:
+        beside("a", "[ftkit.commands]\nhello = a.b:C")
+        before = installed_rows()
+        (file,) = (tmp_path / "cache").iterdir()
+        file.write_text(text.replace("PACKAGES", str(tmp_path / "packages")))
+        assert installed_rows() == before
+
+    def test_a_cache_that_cannot_be_written_costs_only_time(
+        self,
+        beside: Callable[[str, str], None],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        beside("a", "[ftkit.commands]\nhello = a.b:C")
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "file"))
+        assert len(installed_rows()) == 1
+
+
+class TestOwnExtensions:
+    @pytest.fixture
+    def registry(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[Installed]:
+        """A registry with one row, and extensions of which one is broken."""
+        import ftkit.extensions
+
+        for name, text in {
+            "good": "from ftkit.utils.registry import Installed\n"
+            "ROWS = [Installed('letters', 'b', '', '', '', '')]",
+            "broken": "import a_package_that_is_not_there",
+            "other": None,
+        }.items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").touch()
+            if text is not None:
+                (tmp_path / name / "letters.py").write_text(text)
+        monkeypatch.setattr("ftkit.utils.registry.EXTENSIONS", tmp_path)
+        monkeypatch.setattr(ftkit.extensions, "__path__", [str(tmp_path)])
+        for name in ("good", "broken", "other"):
+            monkeypatch.delitem(sys.modules, f"ftkit.extensions.{name}", raising=False)
+        return Registry("letters", (Installed,), [Installed("letters", "a", "", "", "", "")])
+
+    def test_a_broken_one_is_one_message_and_the_rest_works(
+        self, registry: Registry[Installed], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert registry.get("a") is not None
+        assert capsys.readouterr().err == "", "the core's rows need no extension"
+        assert registry.get("b") is not None
+        assert registry.get("c") is None
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "broken" in line and "a_package_that_is_not_there" in line
+        assert registry.names == ["a", "b"]
+        assert [row.name for row in registry.of_extension("good")] == ["b"]
+
+    def test_without_extensions_the_core_has_its_own(
+        self, registry: Registry[Installed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ftkit.utils.registry.EXTENSIONS", tmp_path / "missing")
+        assert registry.names == ["a"]
