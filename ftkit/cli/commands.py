@@ -21,7 +21,6 @@ from ftkit.recipe.options import (
     MergeOptions,
     PlanOptions,
     PushOptions,
-    SweepOptions,
     WatchOptions,
 )
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
@@ -112,30 +111,6 @@ COMMANDS: Registry[Command | Group] = Registry(
     (Command, Group),
     core=(
         *_FINETUNING,
-        Command(
-            name="sweep",
-            summary="run variations of recipes one after another, and compare them",
-            text="Run variations of recipes one after another, each in its own process and "
-            "directory, and compare them at the end. The sweep continues when a run fails or runs "
-            "out of memory. Ctrl+C saves and stops the current run and the sweep; the same command "
-            "continues the sweep: completed runs are skipped, and the stopped run is resumed. Keys "
-            "of recipes that are given as options apply to all runs. The exit code is 1 if a run "
-            "failed, 3 if all ran out of memory.",
-            options=SweepOptions,
-            function="ftkit.launch.sweep:sweep_runs",
-            usage=(
-                "SWEEP.yaml [--KEY VALUE ...]",
-                "finetune|finetune_full --config RECIPE.yaml --sweep KEY=A,B ... [--KEY VALUE ...]",
-            ),
-            examples=(
-                "recipes/sweeps/single_gpu.yaml --plot single_gpu.html",
-                "recipes/sweeps/multi_gpu.yaml --only 'a100-*'",
-                (
-                    "finetune_full --config recipes/tiny-llama-full.yaml \\\n"
-                    "    --sweep train.micro_batch_size=4,8 --sweep precision=bf16-true,32-true"
-                ),
-            ),
-        ),
         Command(
             name="plan",
             summary="predict memory, disk and steps before anything is loaded",

@@ -234,36 +234,6 @@ class ImportOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(PluginOptions, CommonOptions):
-    """Options of ftkit sweep."""
-
-    sweep_file: str = word(
-        "SWEEP.yaml",
-        ask="what to run? Name a file, such as ftkit sweep recipes/sweeps/single_gpu.yaml, "
-        "or a command, such as ftkit sweep finetune --config RECIPE.yaml --sweep seed=1,2.",
-    )
-    """List of runs, each with name, command, config (its recipe, relative to this file) and keys of
-    recipes; or a fine-tuning command, to vary keys of one recipe."""
-    config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """Recipe of the fine-tuning command; can be repeated, later ones override earlier ones."""
-    sweep: tuple[str, ...] = option((), placeholder="KEY=A,B,C")
-    """Run the command once for each value; can be repeated, for all combinations."""
-    out_dir: Path | None = None
-    """Directory in which each run gets a directory of its name. Default: out_dir of SWEEP.yaml, or
-    that of the recipe followed by -sweep."""
-    only: tuple[str, ...] = option((), placeholder="PATTERN")
-    """Run only those whose names match, such as 'a100-*'; can be repeated."""
-    plot: Path | None = option(None, placeholder="FILE")
-    """Draw the comparison into FILE.png or FILE.html."""
-    overwrite: bool = False
-    """Start all runs again, including completed ones."""
-    dry_run: bool = False
-    """Only print the command lines that would run."""
-    keys: tuple[Override, ...] = keys_beside()
-    """Keys of all runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DownloadOptions(CommonOptions):
     """Options of ftkit download."""
 

@@ -14,9 +14,10 @@ from typing import Literal
 
 from ftkit.data.sources import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
+from ftkit.extensions.sweep.commands import SweepOptions
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.objectives import objective_rules
-from ftkit.recipe.options import CompareOptions, SweepOptions
+from ftkit.recipe.options import CompareOptions
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import FINETUNE
 from ftkit.recipe.sweep import SweepRun, differences, runs_of_file, runs_of_keys
