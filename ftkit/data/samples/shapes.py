@@ -8,20 +8,29 @@ rows of that length may have. What is added is padding: it costs time and change
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ftkit.recipe.plan import Plan
 
-if TYPE_CHECKING:
-    from ftkit.data.samples.sample_set import Samples
-
 MOST_LENGTHS = 8
 """Lengths that rows are padded to: each costs a compilation of all programs of a step."""
 _MOST_CANDIDATES = 2048
 """Lengths that are tried: the search takes the square of their number, 0.4 s for these."""
+
+
+class Measured(Protocol):
+    """Samples of which sizes are known, whatever their tokens are."""
+
+    per_sample: int
+
+    def __len__(self) -> int: ...
+    @property
+    def longest(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def label_counts_by_sequence(self) -> npt.NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +49,7 @@ class FixedShapes:
     """Whether labels are added that count for nothing, so that their number is fixed too."""
 
     @classmethod
-    def of(cls, plan: Plan, sets: "Iterable[Samples]", *, pads_labels: bool) -> Self | None:
+    def of(cls, plan: Plan, sets: Iterable[Measured], *, pads_labels: bool) -> Self | None:
         """Choose the shapes of a run; None: its devices compute any shape at once.
 
         Args:
