@@ -52,12 +52,11 @@ StrategyOptions = NoOptions | FsdpOptions | DeepSpeedOptions
 
 
 class StrategyRules:
-    """Rules of a strategy, known before torch is loaded; the base class shards nothing.
-
-    Its implementation is `ftkit/strategies/NAME.py`.
-    """
+    """Rules of a strategy, known before torch is loaded; the base class shards nothing."""
 
     name: ClassVar[StrategyName]
+    class_path: ClassVar[str]
+    """Module and class that runs it: imported only where it is used, because it needs torch."""
     options: ClassVar[type[StrategyOptions]] = NoOptions
     """Its options, which are the keys below `strategy`."""
     connects_ranks: ClassVar[bool] = True
@@ -109,6 +108,7 @@ class SingleRules(StrategyRules):
     """Rules of training on one rank."""
 
     name = "single"
+    class_path = "ftkit.strategies.strategy.Single"
     connects_ranks = False
 
 
@@ -116,6 +116,7 @@ class DdpRules(StrategyRules):
     """Rules of DDP: every rank has the whole model and optimizer state."""
 
     name = "ddp"
+    class_path = "ftkit.strategies.strategy.Ddp"
 
     def needs_all_gradients(self, options: NoOptions) -> str:
         return "keeps memory for all gradients, in which ranks add them up. Try --strategy fsdp"
@@ -125,6 +126,7 @@ class FsdpRules(StrategyRules):
     """Rules of FSDP: every rank has rows of each parameter."""
 
     name = "fsdp"
+    class_path = "ftkit.strategies.fsdp.Fsdp"
     options = FsdpOptions
     shares = "with fsdp a rank only has some rows of each"
     scales_loss = False
@@ -170,6 +172,7 @@ class DeepSpeedRules(StrategyRules):
     """Rules of DeepSpeed: every rank has equal parts of what the ZeRO stage shards."""
 
     name = "deepspeed"
+    class_path = "ftkit.strategies.deepspeed.DeepSpeed"
     options = DeepSpeedOptions
     keeps_masters = True
     trains_8bit_base = False

@@ -2,20 +2,14 @@
 
 FSDP2, torch's `fully_shard`. Zhao et al. 2023, https://arxiv.org/abs/2304.11277.
 
-Private parts that are used here, as they are in torch 2.11 to 2.13: of FSDP
-`_fully_shard._fsdp_param.nn` (torch 2.11), `_get_fsdp_state()._fsdp_param_group`, its
-`fsdp_params` with `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` and
-`init_dtype_attrs`; of DTensor
-`__create_chunk_list__` and `ShardingPropagator._propagate_tensor_meta_non_cached`; `FakeStore`
-and `_disable_current_modes`; of Muon `_zeropower_via_newtonschulz` and `_adjust_lr`, because its
-public step would need parameter, gradient and momentum whole.
+Private parts that are used here, as they are in torch 2.11 to 2.13: of a parameter of FSDP
+`_unsharded_param` and `unsharded_accumulated_grad`; of Muon `_zeropower_via_newtonschulz` and
+`_adjust_lr`, because its public step would need parameter, gradient and momentum whole.
 """
 
 import atexit
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,13 +20,19 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ftkit.models.load_weights import Rows, Sharding
+from ftkit.models.load_weights import Sharding
 from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.strategies import FsdpOptions
 from ftkit.strategies.distributed import make_device
+from ftkit.strategies.fully_shard import (
+    FullyShard,
+    fsdp_parameters,
+    mesh_of_nodes,
+    one_of_many,
+    rows_here,
+)
 from ftkit.strategies.optimizers import MuonWithAdamW
 from ftkit.strategies.state import OptimizerStateView, StatePart, TorchState
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation
@@ -63,7 +63,7 @@ class Fsdp(Strategy):
         # between them.
         mesh = strategy.device_mesh["data_parallel"]
         if self.plan.shards < self.plan.world_size:
-            mesh = _mesh_of_nodes(self.plan.accelerator, self.plan.num_nodes)
+            mesh = mesh_of_nodes(self.plan.accelerator, self.plan.num_nodes)
         self.sharding = FullyShard(self.plan, mesh)
 
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
@@ -154,18 +154,6 @@ class Fsdp(Strategy):
         return OnDevice(found.peaks, host)
 
 
-@cache
-def _mesh_of_nodes(device_type: str, num_nodes: int) -> Any:
-    """Mesh of [nodes, devices of each]: copies of the model, and ranks that share one.
-
-    Making it is a collective, so it is made once.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    shape = (num_nodes, dist.get_world_size() // num_nodes)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("copies", "shards"))
-
-
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -184,195 +172,11 @@ class RowState(TorchState):
         start = 0
         if values.numel():  # there may be fewer rows than ranks
             # Whole rows in row-major order are one range of numbers.
-            start = _rows(tensor).start * (tensor.numel() // tensor.shape[0])
+            start = rows_here(tensor).start * (tensor.numel() // tensor.shape[0])
         mesh = tensor.device_mesh
         # With hybrid sharding, several copies of the model have these rows: each writes a share.
         copy = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim > 1 else (0, 1)
         return StatePart(kind=kind, shape=tensor.shape, start=start, values=values, copy=copy)
-
-
-def _rows(tensor: DTensor) -> slice:
-    """Rows of a tensor that this rank has."""
-    (box,) = tensor.__create_chunk_list__()
-    return slice(box.offsets[0], box.offsets[0] + box.sizes[0])
-
-
-@contextmanager
-def _integers_without_gradients() -> Iterator[None]:
-    """Let FSDP shard packed weights, which are integers.
-
-    torch 2.11 creates every parameter with requires_grad and clears it later, which fails for
-    integers; torch 2.13 passes the right value.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    def parameter(data: Tensor, requires_grad: bool = False) -> nn.Parameter:
-        return nn.Parameter(data, requires_grad)
-
-    module: Any = _fsdp_param
-    # Only the name in this module is replaced, and only while parameters are created.
-    module.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})
-    try:
-        yield
-    finally:
-        module.nn = nn
-
-
-def _keep_integers(model: nn.Module) -> None:
-    """Make FSDP gather packed weights uncast; torch 2.11 casts them in mixed precision."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    def uncast(parameter: Any) -> Callable[[Any], None]:
-        return lambda _: type(parameter).init_dtype_attrs(parameter, MixedPrecisionPolicy())
-
-    for parameter in fsdp_parameters(model):
-        if not parameter.sharded_param.is_floating_point():
-            parameter.init_dtype_attrs = uncast(parameter)
-
-
-def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    """Torch's FSDPParam of every parameter that FSDP shards."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            yield from group.fsdp_params if group is not None else ()
-
-
-class FullyShard:
-    """Sharding of a model by rows of every parameter, block by block.
-
-    Under another strategy, of a frozen model alone, by the default options of fsdp.
-    """
-
-    def __init__(self, plan: Plan, mesh: Any) -> None:
-        self._options = plan.options if isinstance(plan.options, FsdpOptions) else FsdpOptions()
-        # Other strategies mix by autocast, which casts what is gathered where it needs it.
-        is_mixed = plan.strategy == "fsdp" and plan.precision == "bf16-mixed"
-        self._casts = is_mixed and plan.recipe.rounding is None
-        self._mesh = mesh
-
-    def allocate(self, model: Any, device: torch.device) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-        # Rotary tables stay float32: inputs of the blocks are not cast.
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self._casts else None,
-            reduce_dtype=torch.float32,  # 16-bit gradients are summed over ranks in float32
-            cast_forward_inputs=False,
-        )
-        settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy}
-        # SHARD_GRAD_OP keeps the parameters of a block between its passes, HYBRID_SHARD frees them.
-        sharded_in_between = self._options.sharding != "SHARD_GRAD_OP"
-        if self._options.cpu_offload and device.type != "cpu":
-            # torch moves rows to the device when it gathers them, and gradients back.
-            settings["offload_policy"] = CPUOffloadPolicy()
-            device = torch.device("cpu")
-        with _integers_without_gradients():
-            for block in model.body.blocks:
-                fully_shard(block, **settings, reshard_after_forward=sharded_in_between)
-            # Not resharded after the forward pass: the backward pass begins with the head.
-            if not model.tied:  # one parameter cannot belong to two groups
-                fully_shard(model.head, **settings, reshard_after_forward=False)
-            fully_shard(model, **settings, reshard_after_forward=False)
-        _keep_integers(model)
-        if self._options.prefetch:
-            self._prefetch(model)
-        # Sharded first, on the meta device: the whole model is never allocated.
-        model.to_empty(device=device)
-        model.tie()
-
-    def _prefetch(self, model: Any) -> None:
-        """Make each part of the model gather the parameters of the following parts ahead."""
-        parts = [model, *model.body.blocks, *([] if model.tied else [model.head])]
-        ahead = self._options.prefetch
-        for index, part in enumerate(parts):
-            part.set_modules_to_forward_prefetch(parts[index + 1 : index + 1 + ahead])
-            # From index 1: the model itself stays gathered all the time.
-            part.set_modules_to_backward_prefetch(parts[max(index - ahead, 1) : index][::-1])
-
-    def put(self, model: nn.Module, name: str, value: Rows) -> None:
-        self.replace(model.get_parameter(name), value)
-
-    def replace(self, parameter: nn.Parameter, value: Rows) -> None:
-        assert isinstance(parameter, DTensor)
-        local = parameter.to_local()
-        # Only the rows of this rank are read from the file.
-        local.copy_(value[_rows(parameter)].reshape(local.shape))
-
-    def reshard(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def whole(self, parameter: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        with torch.no_grad():
-            return parameter.full_tensor()
-
-
-_MESSAGES = (
-    "all_gather_single",
-    "reduce_scatter_single",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-)
-"""Functions of torch.distributed that FSDP calls; the last two before torch 2.13."""
-
-
-def over_all_ranks(plan: Plan) -> FullyShard:
-    """Sharding over all ranks of a plan; every rank calls this."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return FullyShard(plan, init_device_mesh(plan.accelerator, (plan.world_size,)))
-
-
-@contextmanager
-def one_of_many(plan: Plan, shards: int) -> Iterator[Sharding]:
-    """Let this process act as one of the ranks that share a model, without communication.
-
-    Args:
-        plan: of the ranks.
-        shards: how many of them share it.
-    """
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    connected = dist.is_initialized()  # inside a run of the plan
-    talk = {name: getattr(dist, name) for name in _MESSAGES if hasattr(dist, name)}
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def unseen(propagator: ShardingPropagator, schema: Any) -> Any:
-        # Shapes are computed with fake tensors, which must not count as memory of the step.
-        with _disable_current_modes():
-            return propagate(propagator, schema)
-
-    propagator: Any = ShardingPropagator
-    try:
-        if not connected:
-            # torch's fake group: collectives return at once, so one process can be a rank of many.
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shards)
-        if connected and shards < plan.world_size:
-            # Inside a run with hybrid sharding, the ranks that share a model are those of a node.
-            nodes = _mesh_of_nodes(plan.accelerator, plan.num_nodes)
-            mesh = DeviceMesh.from_group(nodes.get_group("shards"), "cpu")
-        else:
-            mesh = init_device_mesh("cpu", (shards,))
-        for name in talk:
-            # A run of the plan is connected to real ranks, which would wait for these messages.
-            setattr(dist, name, lambda *_, **__: None)
-        propagator._propagate_tensor_meta_non_cached = unseen
-        yield FullyShard(plan, mesh)
-    finally:
-        propagator._propagate_tensor_meta_non_cached = propagate
-        for name, function in talk.items():
-            setattr(dist, name, function)
-        if not connected and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 # Muon
@@ -406,7 +210,7 @@ class _GatheringMuon(torch.optim.Muon):
         step = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         how = group["ns_coefficients"], group["ns_steps"], group["eps"]
         whole = _zeropower_via_newtonschulz(_whole(step, parameter), *how)
-        # Without a message: every rank has all of it. Offsets as of `_rows` need real tensors.
+        # Without a message: every rank has all of it. Offsets as of `rows_here` need real tensors.
         own = distribute_tensor(
             whole, parameter.device_mesh, parameter.placements, src_data_rank=None
         )

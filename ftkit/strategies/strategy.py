@@ -5,6 +5,7 @@ have a module of their own (`fsdp`, `deepspeed`). Facts about strategies that ne
 `ftkit.recipe.strategies`.
 """
 
+import importlib
 import inspect
 import math
 import os
@@ -114,15 +115,9 @@ def set_arithmetic(plan: Plan) -> None:
 def make_strategy(plan: Plan) -> "Strategy":
     """Create the strategy of a plan, not connected yet."""
     # Imported only when used: DeepSpeed takes seconds.
-    if plan.strategy == "fsdp":
-        from ftkit.strategies.fsdp import Fsdp
-
-        return Fsdp(plan)
-    if plan.strategy == "deepspeed":
-        from ftkit.strategies.deepspeed import DeepSpeed
-
-        return DeepSpeed(plan)
-    return Ddp(plan) if plan.strategy == "ddp" else Single(plan)
+    module, _, name = plan.rules.class_path.rpartition(".")
+    made: Strategy = getattr(importlib.import_module(module), name)(plan)
+    return made
 
 
 class Strategy(ABC):
@@ -189,7 +184,7 @@ class Strategy(ABC):
         """
         if self.plan.shards_beside == self.plan.shards:
             return self.sharding
-        from ftkit.strategies.fsdp import over_all_ranks
+        from ftkit.strategies.fully_shard import over_all_ranks
 
         return over_all_ranks(self.plan)
 
@@ -457,7 +452,7 @@ class Strategy(ABC):
         """
         if self.plan.shards_beside == self.plan.shards:
             return nullcontext(sharding)
-        from ftkit.strategies.fsdp import one_of_many
+        from ftkit.strategies.fully_shard import one_of_many
 
         return one_of_many(self.plan, self.plan.shards_beside)
 

@@ -21,7 +21,8 @@ from ftkit.objectives.supervised import Supervised
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import Plan, make_plan
-from ftkit.strategies.fsdp import Fsdp, FullyShard
+from ftkit.strategies.fsdp import Fsdp
+from ftkit.strategies.fully_shard import FullyShard
 from ftkit.strategies.strategy import Ddp, parameter_dtype
 
 LAYERS = 2

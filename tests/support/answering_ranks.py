@@ -27,7 +27,7 @@ if __name__ == "__main__":
     from ftkit.recipe.devices import Devices
     from ftkit.recipe.parsing import read_recipe
     from ftkit.recipe.plan import make_plan
-    from ftkit.strategies.fsdp import FullyShard
+    from ftkit.strategies.fully_shard import FullyShard
 
     directory, out, store, rank, eos_id = sys.argv[1], sys.argv[2], sys.argv[3], *map(
         int, sys.argv[4:]
