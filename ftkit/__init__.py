@@ -15,7 +15,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-__version__ = "0.1.0"
+from ftkit.version import __version__ as __version__
 
 _MODULE_OF = {
     "Chat": "views.notebook.results",

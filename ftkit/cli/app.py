@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ftkit import __version__
 from ftkit.cli.command import Command, Group
 from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import declared, read_options, split_line
@@ -21,6 +20,7 @@ from ftkit.utils.names import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
 from ftkit.utils.progress import Verbosity, loading_shown, set_verbosity
 from ftkit.utils.streams import failure_of, open_standard_streams, watched_output
+from ftkit.version import __version__
 
 
 def main(verbosity: Verbosity = "full") -> None:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from filelock import FileLock, Timeout
 
-import ftkit
 from ftkit.data.prepare import Counts, Prepared, make_renderer
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.record import Record
@@ -161,7 +160,7 @@ def _code_digest() -> str:
     """Digest of the modules and templates of ftkit that make samples of files."""
     digest = hashlib.sha256()
     for name in _CODE:
-        path = Path(ftkit.__file__).parent / name
+        path = Path(__file__).parents[1] / name
         for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
             if file.suffix in (".py", ".jinja"):
                 digest.update(file.read_bytes())

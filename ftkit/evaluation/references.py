@@ -16,7 +16,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from safetensors import SafetensorError
 
-import ftkit
 from ftkit.checkpoint.metadata import REFERENCE
 from ftkit.data.dataset import DataSets
 from ftkit.data.samples.layout import FILLER, IntArray, RankLayout
@@ -38,6 +37,7 @@ from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
 from ftkit.utils.accelerators.use import free_cached_memory, sum_dtype
 from ftkit.utils.console.display import Display
 from ftkit.utils.progress import OnProgress
+from ftkit.version import __version__
 
 # Each exchange sums an array over all ranks: many samples, so that they seldom wait for each other.
 _SAMPLES_AT_ONCE = 512
@@ -134,7 +134,7 @@ def reference_model(
             "precision": plan.precision,
             "parameters": str(parameter_dtype(plan)),
             "quantize": recipe.quantize if isinstance(recipe, LoraRecipe) else None,
-            "version": ftkit.__version__,
+            "version": __version__,
         }
     return ReferenceModel(
         key=key,

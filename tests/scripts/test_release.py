@@ -232,7 +232,7 @@ def test_a_version_that_is_not_ready_is_refused_with_all_that_is_missing(checkou
     said = refused(checkout, ("CHANGELOG.md", "(2026-11-30)", "(unreleased)"))
     assert f"CHANGELOG.md says (unreleased) of {version}" in said
     assert says(said, "not clean (CHANGELOG.md)")
-    said = refused(checkout, ("ftkit/__init__.py", f'"{version}"', '"99.0.0"'))
+    said = refused(checkout, ("ftkit/version.py", f'"{version}"', '"99.0.0"'))
     assert says(said, "CHANGELOG.md ... ## 99.0.0 (")
     assert f"{version} is not newer than 10.0.0" in refused(checkout, tag="v10.0.0")
     assert f"{version} is not newer than {version}" in refused(checkout, tag=f"v{version}")

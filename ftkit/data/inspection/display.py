@@ -9,7 +9,6 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.rule import Rule
 from rich.text import Text
 
-from ftkit import __version__
 from ftkit.data.inspection.inspection import (
     Bar,
     Finding,
@@ -22,6 +21,7 @@ from ftkit.data.inspection.inspection import (
 from ftkit.utils.console.formatting import percent_text, shortened
 from ftkit.utils.console.html import GOOD, escaped, labelled, styled, whole_page
 from ftkit.utils.console.terminal import labelled_grid
+from ftkit.version import __version__
 
 MOST_TOKENS = 1500
 """Tokens of a sample in a text; longer samples lose their middle."""
