@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ftkit import __version__
+from ftkit.version import __version__
 from ftkit.errors import UserError
 from ftkit.redaction import shown
 from ftkit.runs.report.report import ENDED_WELL
