@@ -16,19 +16,19 @@ from ftkit.objectives.objective import Objective as Objective
 from ftkit.objectives.objective import Term as Term
 from ftkit.training.callbacks import Callback as Callback
 from ftkit.views.comparison.compare import compare as compare
-from ftkit.views.notebook.api import Run as Run
-from ftkit.views.notebook.api import attach as attach
-from ftkit.views.notebook.experiments import Experiments as Experiments
-from ftkit.views.notebook.plans import Plans as Plans
-from ftkit.views.notebook.plans import ShownPlan
-from ftkit.views.notebook.previews import ShownInspection
-from ftkit.views.notebook.results import Chat as Chat
-from ftkit.views.notebook.results import chat as chat
-from ftkit.views.notebook.results import evaluate as evaluate
-from ftkit.views.notebook.results import export as export
-from ftkit.views.notebook.results import generate as generate
-from ftkit.views.notebook.results import merge as merge
-from ftkit.views.notebook.results import push as push
+from ftkit.extensions.notebook.api import Run as Run
+from ftkit.extensions.notebook.api import attach as attach
+from ftkit.extensions.notebook.experiments import Experiments as Experiments
+from ftkit.extensions.notebook.plans import Plans as Plans
+from ftkit.extensions.notebook.plans import ShownPlan
+from ftkit.extensions.notebook.previews import ShownInspection
+from ftkit.extensions.notebook.results import Chat as Chat
+from ftkit.extensions.notebook.results import chat as chat
+from ftkit.extensions.notebook.results import evaluate as evaluate
+from ftkit.extensions.notebook.results import export as export
+from ftkit.extensions.notebook.results import generate as generate
+from ftkit.extensions.notebook.results import merge as merge
+from ftkit.extensions.notebook.results import push as push
 
 _Path = str | os.PathLike[str]
 

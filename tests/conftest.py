@@ -62,7 +62,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 LONGEST = (
     "simulated_card/test_commands.py",
-    "views/notebook/test_notebooks.py",
+    "extensions/notebook/test_notebooks.py",
     "strategies/test_strategies.py",
     "strategies/test_training_control.py",
     "planning/test_step_memory.py",
@@ -81,7 +81,7 @@ LONGEST = (
     "planning/test_command.py",
     "launch/test_shortage.py",
     "runs/test_stop_and_resume.py",
-    "views/notebook/test_api.py",
+    "extensions/notebook/test_api.py",
     "scripts/test_release.py",
 )
 """Files that come first, so that no process is at work on a long one when all others are done."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ftkit.cli.commands import COMMANDS
+from ftkit.python_names import PYTHON_NAMES
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.utils.progress import print_shown
 from ftkit.utils.registry import (
@@ -18,7 +19,7 @@ from ftkit.utils.registry import (
     installed_rows,
 )
 
-_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS,)
+_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS, PYTHON_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from ftkit.recipe.recipe_keys import LORA_KEYS
 from ftkit.strategies.schedule import make_schedule
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.hardware import HostLimit
-from ftkit.views.notebook import plans
+from ftkit.extensions.notebook import plans
 
 MODEL = "random:pythia-14m"
 

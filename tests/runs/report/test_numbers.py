@@ -18,7 +18,7 @@ from ftkit.utils.console.formatting import number_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.views.comparison.compare import compare
 from ftkit.views.live_page import RunSnapshots
-from ftkit.views.notebook.display import ended_as_html
+from ftkit.extensions.notebook.display import ended_as_html
 from ftkit.views.watch import View, Watcher
 
 

@@ -20,7 +20,7 @@ import ftkit
 from ftkit.errors import UserError
 from ftkit.utils import progress
 from ftkit.views.comparison.plots import Picture
-from ftkit.views.notebook import commands, display, results
+from ftkit.extensions.notebook import children, display, results
 
 PROGRAM = """
 import json, sys
@@ -216,15 +216,15 @@ def test_a_command_without_output_yet_is_shown_as_running(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(commands, "LATE_S", late_s)
+    monkeypatch.setattr(children, "LATE_S", late_s)
     with TemporaryFile() as said:
         looks = iter([False, False, True])
-        commands.show_progress("ftkit merge", lambda: next(looks), said)
+        children.show_progress("ftkit merge", lambda: next(looks), said)
         assert capsys.readouterr().out == printed
         said.write(b"writing merged ... 40 % 5.0 s\n")
         said.flush()
         looks = iter([False, False, True])
-        commands.show_progress("ftkit merge", lambda: next(looks), said)
+        children.show_progress("ftkit merge", lambda: next(looks), said)
         assert capsys.readouterr().out == "writing merged ... 40 % 5.0 s\n"
 
 

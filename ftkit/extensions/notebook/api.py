@@ -30,9 +30,9 @@ from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.views.comparison.compare import compare
 from ftkit.views.comparison.plots import Picture
-from ftkit.views.notebook import display
-from ftkit.views.notebook.commands import printed, refusal
-from ftkit.views.notebook.display import short, summary_as_html
+from ftkit.extensions.notebook import display
+from ftkit.extensions.notebook.children import printed, refusal
+from ftkit.extensions.notebook.display import short, summary_as_html
 from ftkit.views.watch import Watcher, snapshot_as_html
 
 PathLike = str | os.PathLike[str]

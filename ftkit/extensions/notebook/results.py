@@ -14,8 +14,8 @@ from typing import IO, Any, overload
 
 from ftkit.errors import UserError
 from ftkit.utils.process import PassingOn, start_command
-from ftkit.views.notebook.commands import failure, option_words, output_of, printed, show_progress
-from ftkit.views.notebook.display import short
+from ftkit.extensions.notebook.children import failure, option_words, output_of, printed, show_progress
+from ftkit.extensions.notebook.display import short
 
 _POLL_S = 0.2
 

@@ -25,7 +25,7 @@ from ftkit.recipe.recipe import FINETUNE  # noqa: E402
 from ftkit.utils.accelerators.backends import refuse_idle_backend  # noqa: E402
 from ftkit.utils.console.formatting import bytes_text  # noqa: E402
 from ftkit.utils.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
-from ftkit.views.notebook import display  # noqa: E402
+from ftkit.extensions.notebook import display  # noqa: E402
 
 
 class ShownPlan(predict.Planned):

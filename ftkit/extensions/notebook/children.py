@@ -13,7 +13,7 @@ from ftkit.errors import DoesNotFit, UserError
 from ftkit.recipe.parsing import as_text
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.utils.progress import LATE_S
-from ftkit.views.notebook import display
+from ftkit.extensions.notebook import display
 
 _POLL_S = 0.2
 

@@ -15,7 +15,7 @@ import ftkit
 from ftkit.errors import UserError
 from ftkit.runs.state import RunState, look
 from ftkit.strategies.step_memory import CATEGORIES
-from ftkit.views.notebook.experiments import Difference, changed_keys, experiment_as_html
+from ftkit.extensions.notebook.experiments import Difference, changed_keys, experiment_as_html
 
 RECIPE = ROOT / "recipes/tiny-llama-full.yaml"
 LORA = ROOT / "recipes/tiny-llama-lora.yaml"

@@ -25,7 +25,7 @@ from plugins import write_documented
 from runs import DEFAULT_SIGNALS, FOREVER, rows, wait_for, watched
 
 import ftkit
-import ftkit.views.notebook.plans  # libraries set environment variables
+import ftkit.extensions.notebook.plans  # libraries set environment variables
 from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError
 from ftkit.runs.lock import Supervisor
@@ -359,7 +359,7 @@ def test_a_run_on_another_machine_is_not_stopped_from_here(tmp_path: Path) -> No
             ftkit.attach(out).stop()
 
 
-@pytest.mark.parametrize("during", ["os.kill", "ftkit.views.notebook.api.Supervisor.of"])
+@pytest.mark.parametrize("during", ["os.kill", "ftkit.extensions.notebook.api.Supervisor.of"])
 def test_a_run_that_ends_just_before_it_is_stopped_has_ended(
     during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from ftkit.data.inspection.inspection import Inspection
 from ftkit.recipe.parsing import as_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.json_values import from_json
-from ftkit.views.notebook.commands import output_of
+from ftkit.extensions.notebook.children import output_of
 
 
 class ShownInspection(Inspection):

@@ -20,9 +20,9 @@ from ftkit.strategies.step_memory import Breakdown
 from ftkit.utils.console.html import block, escaped, grid
 from ftkit.utils.names import leaves
 from ftkit.views.comparison.compare import Comparison, compare
-from ftkit.views.notebook import display
-from ftkit.views.notebook.api import PathLike, Run, ShownReport, start, switches
-from ftkit.views.notebook.display import (
+from ftkit.extensions.notebook import display
+from ftkit.extensions.notebook.api import PathLike, Run, ShownReport, start, switches
+from ftkit.extensions.notebook.display import (
     MEASURED,
     folded,
     memory_table,
@@ -30,7 +30,7 @@ from ftkit.views.notebook.display import (
     speed_texts,
     state_as_html,
 )
-from ftkit.views.notebook.plans import Plans, ShownPlan, plan
+from ftkit.extensions.notebook.plans import Plans, ShownPlan, plan
 
 
 class Experiment:

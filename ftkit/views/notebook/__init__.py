@@ -1,1 +1,0 @@
-"""The Python API, and how runs and plans show themselves in notebooks."""
