@@ -10,12 +10,6 @@ from typing import Any
 
 from ftkit.errors import DoesNotFit as DoesNotFit
 from ftkit.errors import UserError as UserError
-from ftkit.models.loss import LogProbabilities as LogProbabilities
-from ftkit.models.loss import SummedLoss as SummedLoss
-from ftkit.objectives.objective import Objective as Objective
-from ftkit.objectives.objective import Term as Term
-from ftkit.training.callbacks import Callback as Callback
-from ftkit.views.comparison.compare import compare as compare
 from ftkit.extensions.notebook.api import Run as Run
 from ftkit.extensions.notebook.api import attach as attach
 from ftkit.extensions.notebook.experiments import Experiments as Experiments
@@ -29,6 +23,12 @@ from ftkit.extensions.notebook.results import export as export
 from ftkit.extensions.notebook.results import generate as generate
 from ftkit.extensions.notebook.results import merge as merge
 from ftkit.extensions.notebook.results import push as push
+from ftkit.models.loss import LogProbabilities as LogProbabilities
+from ftkit.models.loss import SummedLoss as SummedLoss
+from ftkit.objectives.objective import Objective as Objective
+from ftkit.objectives.objective import Term as Term
+from ftkit.training.callbacks import Callback as Callback
+from ftkit.views.comparison.compare import compare as compare
 
 _Path = str | os.PathLike[str]
 

@@ -21,7 +21,6 @@ from ftkit.recipe.options import (
     MergeOptions,
     PlanOptions,
     PushOptions,
-    WatchOptions,
 )
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
 from ftkit.utils.registry import Registry
@@ -198,21 +197,6 @@ COMMANDS: Registry[Command | Group] = Registry(
                 "out/finetune/lora out/finetune/lora-2",
                 "out --sort allocated_bytes --format csv",
                 "out/* --plot comparison.html",
-            ),
-        ),
-        Command(
-            name="watch",
-            summary="follow a run from another terminal: progress, loss curve, memory, checkpoint",
-            text="Follow a running or finished run from another terminal: progress, loss curve, "
-            "speed, memory, newest checkpoint, time left, and how it ended. Only reads its files. "
-            "Exits when the run ends; Ctrl+C exits earlier and does not affect the run. --serve "
-            "shows the run, or all runs of a directory, in a browser instead.",
-            options=WatchOptions,
-            function="ftkit.views.live_page:watch_runs",
-            examples=(
-                "out/finetune/lora",
-                "out/finetune/lora --once",
-                "out --serve 8321",
             ),
         ),
         _CHECKPOINTS,

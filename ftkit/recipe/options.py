@@ -265,21 +265,6 @@ class CompareOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchOptions:
-    """Options of ftkit watch."""
-
-    out_dir: Path = word("OUT_DIR", takes_url=True)
-    """out_dir of the run: a directory, s3://, gs:// or az://."""
-    serve: int | None = option(None, placeholder="PORT", example=8321, least=0, most=65535)
-    """Show the run, or all runs of a directory, as a web page on this port of this machine; 0: any
-    free port."""
-    once: bool = False
-    """Show the current state of the run once, and exit."""
-    interval: str = option("2s", placeholder="DURATION")
-    """Time between two updates."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointsOptions(CommonOptions):
     """Options of ftkit checkpoints list."""
 

@@ -19,6 +19,7 @@ from tiny import make_labelled, make_llama, make_pairs, make_records
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
 from ftkit.errors import UserError
+from ftkit.extensions.notebook import plans
 from ftkit.models.pretrained.base_model import read_blueprint
 from ftkit.planning.gpus import GPUS, HOST, Gpu, find_gpu
 from ftkit.planning.predict import Planned, certain_micro_batch, plan_files
@@ -34,7 +35,6 @@ from ftkit.recipe.recipe_keys import LORA_KEYS
 from ftkit.strategies.schedule import make_schedule
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.hardware import HostLimit
-from ftkit.extensions.notebook import plans
 
 MODEL = "random:pythia-14m"
 

@@ -7,14 +7,14 @@ from compared_runs import make_run
 from messages import says
 from object_servers import Bucket, Fault, Proxy, s3_error
 
+from ftkit.extensions.watch.live_page import RunSnapshots
 from ftkit.utils.remote.urls import local_path
-from ftkit.views.live_page import RunSnapshots
 
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a page asks."""
-    monkeypatch.setattr("ftkit.views.live_page._LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("ftkit.extensions.watch.live_page._LOOK_INTERVAL_S", 0.0)
     monkeypatch.setattr("ftkit.runs.sync.download._LOOKS_EVERY_S", 0.0)
 
 

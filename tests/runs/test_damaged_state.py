@@ -12,6 +12,8 @@ from rich.console import Console
 from saved_runs import ended, recipe, save_run
 
 from ftkit.errors import UserError
+from ftkit.extensions.watch.live_page import RunSnapshots
+from ftkit.extensions.watch.watch import View, Watcher
 from ftkit.recipe.devices import Devices
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
@@ -23,8 +25,6 @@ from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.remote.replica import Replica
 from ftkit.utils.remote.urls import local_path
 from ftkit.views.comparison.runs import read_runs
-from ftkit.views.live_page import RunSnapshots
-from ftkit.views.watch import View, Watcher
 
 FILES = {
     "the report": "report.json",

@@ -27,11 +27,11 @@ RECIPES = sorted(
 LIGHT_PACKAGES = [
     "cli",
     "data.records",
+    "views.comparison",
     "launch",
     "recipe",
     "runs",
     "utils",
-    "views.comparison",
 ]
 LIGHT_MODULES = [
     "checkpoint.metadata",
@@ -40,16 +40,17 @@ LIGHT_MODULES = [
     "data.sources",
     "errors",
     "evaluation.result",
+    "extensions.notebook.api",
+    "extensions.notebook.display",
+    "extensions.notebook.results",
+    "extensions.sweep.sweep",
+    "extensions.watch.live_page",
+    "extensions.watch.watch",
     "models.pretrained.gguf.convert",
     "models.pretrained.hub",
     "models.pretrained.second_model",
     "models.pretrained.tokenizer",
     "strategies.schedule",
-    "views.live_page",
-    "views.notebook.api",
-    "views.notebook.display",
-    "views.notebook.results",
-    "views.watch",
 ]
 NOT_LIGHT = [
     "cli.child",

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from ftkit.errors import UserError
+from ftkit.extensions.notebook import display
+from ftkit.extensions.notebook.children import printed, refusal
+from ftkit.extensions.notebook.display import short, summary_as_html
+from ftkit.extensions.watch.watch import Watcher, snapshot_as_html
 from ftkit.recipe.parsing import Override, as_text, read_recipe
 from ftkit.recipe.recipe import FINETUNE
 from ftkit.runs.lock import Supervisor
@@ -30,10 +34,6 @@ from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.views.comparison.compare import compare
 from ftkit.views.comparison.plots import Picture
-from ftkit.extensions.notebook import display
-from ftkit.extensions.notebook.children import printed, refusal
-from ftkit.extensions.notebook.display import short, summary_as_html
-from ftkit.views.watch import Watcher, snapshot_as_html
 
 PathLike = str | os.PathLike[str]
 _POLL_S = 0.1

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from ftkit.errors import DoesNotFit, UserError
+from ftkit.extensions.notebook import display
 from ftkit.recipe.parsing import as_text
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.utils.progress import LATE_S
-from ftkit.extensions.notebook import display
 
 _POLL_S = 0.2
 

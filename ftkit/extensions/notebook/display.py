@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftkit.errors import UserError
+from ftkit.extensions.watch.watch import Lines, RunSnapshot, means, snapshot_as_html
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report import numbers
 from ftkit.runs.report.metrics import Row, read_metrics
@@ -27,7 +28,6 @@ from ftkit.utils.console.formatting import bytes_text, duration_text, percent_te
 from ftkit.utils.console.html import as_image, block, curve_picture, escaped, grid, labelled, styled
 from ftkit.utils.progress import print_shown
 from ftkit.views.comparison.plots import PART_COLORS
-from ftkit.views.watch import Lines, RunSnapshot, means, snapshot_as_html
 
 
 class OutputPlace(Protocol):

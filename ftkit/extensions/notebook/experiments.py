@@ -7,6 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.extensions.notebook import display
+from ftkit.extensions.notebook.api import PathLike, Run, ShownReport, start, switches
+from ftkit.extensions.notebook.display import (
+    MEASURED,
+    folded,
+    memory_table,
+    over_time,
+    speed_texts,
+    state_as_html,
+)
+from ftkit.extensions.notebook.plans import Plans, ShownPlan, plan
 from ftkit.planning.predict import Planned
 from ftkit.planning.table import plans_as_html, verdict
 from ftkit.recipe.parsing import to_dict
@@ -20,17 +31,6 @@ from ftkit.strategies.step_memory import Breakdown
 from ftkit.utils.console.html import block, escaped, grid
 from ftkit.utils.names import leaves
 from ftkit.views.comparison.compare import Comparison, compare
-from ftkit.extensions.notebook import display
-from ftkit.extensions.notebook.api import PathLike, Run, ShownReport, start, switches
-from ftkit.extensions.notebook.display import (
-    MEASURED,
-    folded,
-    memory_table,
-    over_time,
-    speed_texts,
-    state_as_html,
-)
-from ftkit.extensions.notebook.plans import Plans, ShownPlan, plan
 
 
 class Experiment:

@@ -10,6 +10,7 @@ from ftkit.utils.imports import silence_libraries
 silence_libraries()  # they report what they do not find when they are imported
 
 from ftkit.errors import UserError  # noqa: E402
+from ftkit.extensions.notebook import display  # noqa: E402
 from ftkit.planning import predict  # noqa: E402
 from ftkit.planning.gpus import find_gpu  # noqa: E402
 from ftkit.planning.table import (  # noqa: E402
@@ -25,7 +26,6 @@ from ftkit.recipe.recipe import FINETUNE  # noqa: E402
 from ftkit.utils.accelerators.backends import refuse_idle_backend  # noqa: E402
 from ftkit.utils.console.formatting import bytes_text  # noqa: E402
 from ftkit.utils.console.terminal import REPORT_WIDTH, plain_text  # noqa: E402
-from ftkit.extensions.notebook import display  # noqa: E402
 
 
 class ShownPlan(predict.Planned):

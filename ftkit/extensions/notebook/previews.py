@@ -9,10 +9,10 @@ from typing import Any
 
 from ftkit.data.inspection.display import InspectionText, inspection_fragment
 from ftkit.data.inspection.inspection import Inspection
+from ftkit.extensions.notebook.children import output_of
 from ftkit.recipe.parsing import as_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.json_values import from_json
-from ftkit.extensions.notebook.children import output_of
 
 
 class ShownInspection(Inspection):

@@ -11,7 +11,9 @@ _MODULES = {
 }
 
 ROWS = [
-    PythonName(name, f"ftkit.extensions.notebook.{module}", "ftkit.extensions.notebook.loading:shown")
+    PythonName(
+        name, f"ftkit.extensions.notebook.{module}", "ftkit.extensions.notebook.loading:shown"
+    )
     for module, names in _MODULES.items()
     for name in names
 ]

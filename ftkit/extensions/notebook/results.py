@@ -13,9 +13,15 @@ from types import TracebackType
 from typing import IO, Any, overload
 
 from ftkit.errors import UserError
-from ftkit.utils.process import PassingOn, start_command
-from ftkit.extensions.notebook.children import failure, option_words, output_of, printed, show_progress
+from ftkit.extensions.notebook.children import (
+    failure,
+    option_words,
+    output_of,
+    printed,
+    show_progress,
+)
 from ftkit.extensions.notebook.display import short
+from ftkit.utils.process import PassingOn, start_command
 
 _POLL_S = 0.2
 

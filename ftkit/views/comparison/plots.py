@@ -15,13 +15,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ftkit.version import __version__
 from ftkit.errors import UserError
 from ftkit.redaction import shown
 from ftkit.runs.report.report import ENDED_WELL
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.console.html import whole_page
 from ftkit.utils.files import write_durably
+from ftkit.version import __version__
 from ftkit.views.comparison.columns import number_columns
 from ftkit.views.comparison.runs import ComparedRun
 from ftkit.views.comparison.table import comparison_as_html

@@ -13,9 +13,9 @@ from plugins import write_documented
 
 import ftkit
 from ftkit.errors import UserError
+from ftkit.extensions.notebook.experiments import Difference, changed_keys, experiment_as_html
 from ftkit.runs.state import RunState, look
 from ftkit.strategies.step_memory import CATEGORIES
-from ftkit.extensions.notebook.experiments import Difference, changed_keys, experiment_as_html
 
 RECIPE = ROOT / "recipes/tiny-llama-full.yaml"
 LORA = ROOT / "recipes/tiny-llama-lora.yaml"

@@ -9,6 +9,9 @@ import pytest
 from compared_runs import GIB, at_work, make_run, note_in_ranks
 from recorders import make_recorder, train
 
+from ftkit.extensions.notebook.display import ended_as_html
+from ftkit.extensions.watch.live_page import RunSnapshots
+from ftkit.extensions.watch.watch import View, Watcher
 from ftkit.runs.report import numbers
 from ftkit.runs.report.numbers import NUMBERS, ReportNumber
 from ftkit.runs.report.report import PeakMemory, RankMemory, Report, read_report, write_report
@@ -17,9 +20,6 @@ from ftkit.runs.state import look
 from ftkit.utils.console.formatting import number_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.views.comparison.compare import compare
-from ftkit.views.live_page import RunSnapshots
-from ftkit.extensions.notebook.display import ended_as_html
-from ftkit.views.watch import View, Watcher
 
 
 def share_of_labels(report: Report) -> float | None:

@@ -27,11 +27,11 @@ from messages import key_words, says
 from ftkit.checkpoint.store import Store
 from ftkit.cli.app import run
 from ftkit.errors import UserError
+from ftkit.extensions.watch.live_page import PageServer, RunSnapshots, thinned
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
 from ftkit.runs.report.metrics import ValidationWriter
 from ftkit.runs.report.report import write_report
 from ftkit.runs.system_metrics import SystemWriter
-from ftkit.views.live_page import PageServer, RunSnapshots, thinned
 
 TOKEN = "0f" * 24
 EVIL = "<img src=x onerror=window.evil=1><script>window.evil=1</script>"
@@ -168,7 +168,7 @@ class TestWhatIsTold:
     def test_an_empty_directory_has_no_runs_until_one_begins(
         self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ftkit.views.live_page._LOOK_INTERVAL_S", 0.0)
+        monkeypatch.setattr("ftkit.extensions.watch.live_page._LOOK_INTERVAL_S", 0.0)
         assert fetched(server, "/runs.json") == {
             "runs": [], "left_out": [], "comparison": "", "losses": [],
         }  # fmt: skip
@@ -263,7 +263,7 @@ class TestWhatIsTold:
     def test_only_new_rows_of_a_running_run_are_read(
         self, server: PageServer, out: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ftkit.views.live_page._LOOK_INTERVAL_S", 0.0)
+        monkeypatch.setattr("ftkit.extensions.watch.live_page._LOOK_INTERVAL_S", 0.0)
         make_run(out / "a", "failed")
         make_run(out / "b")
         read: list[str] = []
@@ -293,7 +293,7 @@ class TestWhatIsTold:
             read.append(path.name)
             return entry_of(path)
 
-        monkeypatch.setattr("ftkit.views.live_page.entry_of", entry)
+        monkeypatch.setattr("ftkit.extensions.watch.live_page.entry_of", entry)
         save(store, 10)
         save(store, 20)
         for _ in range(2):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ftkit.views.watch import curve
+from ftkit.extensions.watch.watch import curve
 
 
 def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right() -> None:

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.recipe.options import WatchOptions
+from ftkit.extensions.watch.commands import WatchOptions
 from ftkit.recipe.peft_types import method_text
 from ftkit.redaction import shown
 from ftkit.runs.checkpoints import entry_of

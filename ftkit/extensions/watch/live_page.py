@@ -23,7 +23,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ftkit.errors import UserError
-from ftkit.recipe.options import WatchOptions
+from ftkit.extensions.watch.commands import WatchOptions
+from ftkit.extensions.watch.watch import RunSnapshot, Watcher, snapshot_as_html, watch
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import Row, loss_columns
@@ -37,7 +38,6 @@ from ftkit.utils.remote.replica import unreachable
 from ftkit.utils.remote.urls import display_path, url_of
 from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, look_at_runs, read_runs
 from ftkit.views.comparison.table import comparison_as_html
-from ftkit.views.watch import RunSnapshot, Watcher, snapshot_as_html, watch
 
 _MOST_POINTS = 400
 _MOST_COMPARED = 10
@@ -369,6 +369,7 @@ def _serve(snapshots: RunSnapshots, port: int, interval_s: float) -> None:
         server.serve_forever()
 
 
+_ASSETS = files("ftkit.extensions.watch") / "assets"
 _ADDRESS = "127.0.0.1"
 # Nothing is loaded from elsewhere, and only our own script runs. unsafe-inline is for the style
 # attributes of HTML that notebooks show as well.
@@ -468,12 +469,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, path: str, run: str, *, with_cookie: bool) -> None:
         snapshots, as_json = self.server.snapshots, partial(self._send, 200, "application/json")
         if path == "/":
-            page = (files("ftkit.views") / "assets" / "page.html").read_text(encoding="utf-8")
+            page = (files("ftkit.extensions.watch") / "assets" / "page.html").read_text(
+                encoding="utf-8"
+            )
             page = page.replace("{title}", escaped(snapshots.title))
             page = page.replace("{interval_ms}", str(round(1000 * self.server.interval_s)))
             self._send(200, "text/html", page, with_cookie=with_cookie)
         elif path in _ASSETS:
-            asset = files("ftkit.views") / "assets" / path[1:]
+            asset = _ASSETS / path[1:]
             self._send(200, _ASSETS[path], asset.read_text(encoding="utf-8"))
         elif path == "/runs.json":
             # JSON.parse of browsers refuses NaN.

@@ -24,9 +24,9 @@ from runs import FOREVER, content, wait_for
 
 from ftkit.checkpoint.store import Store
 from ftkit.cli.app import run
+from ftkit.extensions.watch.watch import Watcher
 from ftkit.runs.report.metrics import ValidationWriter
 from ftkit.runs.report.report import Report
-from ftkit.views.watch import Watcher
 
 NOW_S = 1767323105.0
 """2026-01-02T03:05:05Z, a minute after the start of `make_run`."""
@@ -38,7 +38,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     stand_in = SimpleNamespace(time=lambda: time.time() - started_s + NOW_S, sleep=time.sleep)  # type: ignore[has-type]
     started_s = time.time()
-    monkeypatch.setattr("ftkit.views.watch.time", stand_in)
+    monkeypatch.setattr("ftkit.extensions.watch.watch.time", stand_in)
     return Path("out/lora")
 
 
@@ -229,7 +229,7 @@ SHELLS_BACKGROUND = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)
 IN_A_FINALISER = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from ftkit.views import watch
+from ftkit.extensions.watch import watch
 
 class Interrupted:
     def __del__(self):

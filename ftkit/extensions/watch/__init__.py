@@ -1,0 +1,1 @@
+"""Follow a run from another terminal, or in a browser."""
