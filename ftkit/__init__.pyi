@@ -10,6 +10,7 @@ from typing import Any
 
 from ftkit.errors import DoesNotFit as DoesNotFit
 from ftkit.errors import UserError as UserError
+from ftkit.extensions.comparison.compare import compare as compare
 from ftkit.extensions.notebook.api import Run as Run
 from ftkit.extensions.notebook.api import attach as attach
 from ftkit.extensions.notebook.experiments import Experiments as Experiments
@@ -28,7 +29,6 @@ from ftkit.models.loss import SummedLoss as SummedLoss
 from ftkit.objectives.objective import Objective as Objective
 from ftkit.objectives.objective import Term as Term
 from ftkit.training.callbacks import Callback as Callback
-from ftkit.views.comparison.compare import compare as compare
 
 _Path = str | os.PathLike[str]
 

@@ -31,7 +31,6 @@ PYTHON_NAMES = Registry(
         PythonName("SummedLoss", "ftkit.models.loss"),
         PythonName("Term", "ftkit.objectives.objective"),
         PythonName("UserError", "ftkit.errors"),
-        PythonName("compare", "ftkit.views.comparison.compare"),
     ],
 )
 

@@ -7,7 +7,6 @@ from ftkit.recipe.options import (
     CheckpointOptions,
     CheckpointsOptions,
     CleanOptions,
-    CompareOptions,
     ConvertOptions,
     DataOptions,
     DiffOptions,
@@ -185,19 +184,6 @@ COMMANDS: Registry[Command | Group] = Registry(
             options=ConvertOptions,
             function="ftkit.cli.convert:print_converted",
             examples=("their.yml", "their.yml --from_devices 8 --without group_by_length"),
-        ),
-        Command(
-            name="compare",
-            summary="compare runs: settings that differ and results, as a table and as a plot",
-            text="Compare runs, finished or not: the settings that differ, outcome, loss, speed, "
-            "time and peak memory. A star marks the best value among successful runs.",
-            options=CompareOptions,
-            function="ftkit.views.comparison.compare:compare_runs",
-            examples=(
-                "out/finetune/lora out/finetune/lora-2",
-                "out --sort allocated_bytes --format csv",
-                "out/* --plot comparison.html",
-            ),
         ),
         _CHECKPOINTS,
         Command(

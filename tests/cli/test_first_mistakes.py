@@ -10,11 +10,11 @@ from messages import message_of, says
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.columns import setting_columns
+from ftkit.extensions.comparison.compare import compare
 from ftkit.models.pretrained.hub_errors import nearest_directory
 from ftkit.recipe.parsing import read_recipe
 from ftkit.strategies.schedule import make_schedule
-from ftkit.views.comparison.columns import setting_columns
-from ftkit.views.comparison.compare import compare
 
 
 def refusal_of(*words: str) -> str:

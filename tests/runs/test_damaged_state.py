@@ -12,6 +12,7 @@ from rich.console import Console
 from saved_runs import ended, recipe, save_run
 
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.runs import read_runs
 from ftkit.extensions.watch.live_page import RunSnapshots
 from ftkit.extensions.watch.watch import View, Watcher
 from ftkit.recipe.devices import Devices
@@ -24,7 +25,6 @@ from ftkit.runs.state import last_session, look, restarts_of
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.remote.replica import Replica
 from ftkit.utils.remote.urls import local_path
-from ftkit.views.comparison.runs import read_runs
 
 FILES = {
     "the report": "report.json",

@@ -17,9 +17,9 @@ from messages import says
 from runs import DEFAULT_SIGNALS, FOREVER, Run, command_of, rows, watched
 
 from ftkit.checkpoint.store import Store
+from ftkit.extensions.comparison.runs import read_runs
 from ftkit.runs.report.report import Checkpoints, Loss, Report, read_report
 from ftkit.runs.state import look
-from ftkit.views.comparison.runs import read_runs
 
 End = Callable[[Run, random.Random], None]
 

@@ -27,7 +27,7 @@ RECIPES = sorted(
 LIGHT_PACKAGES = [
     "cli",
     "data.records",
-    "views.comparison",
+    "extensions.comparison",
     "launch",
     "recipe",
     "runs",

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.compare import compare
+from ftkit.extensions.comparison.plots import Picture
 from ftkit.extensions.notebook import display
 from ftkit.extensions.notebook.children import printed, refusal
 from ftkit.extensions.notebook.display import short, summary_as_html
@@ -32,8 +34,6 @@ from ftkit.runs.state import RunState, StateName, look
 from ftkit.utils.console.formatting import exact_utc_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.process import PassingOn, start_command
-from ftkit.views.comparison.compare import compare
-from ftkit.views.comparison.plots import Picture
 
 PathLike = str | os.PathLike[str]
 _POLL_S = 0.1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.plots import PART_COLORS
 from ftkit.extensions.watch.watch import Lines, RunSnapshot, means, snapshot_as_html
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report import numbers
@@ -27,7 +28,6 @@ from ftkit.utils import progress
 from ftkit.utils.console.formatting import bytes_text, duration_text, percent_text
 from ftkit.utils.console.html import as_image, block, curve_picture, escaped, grid, labelled, styled
 from ftkit.utils.progress import print_shown
-from ftkit.views.comparison.plots import PART_COLORS
 
 
 class OutputPlace(Protocol):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.compare import Comparison, compare
 from ftkit.extensions.notebook import display
 from ftkit.extensions.notebook.api import PathLike, Run, ShownReport, start, switches
 from ftkit.extensions.notebook.display import (
@@ -30,7 +31,6 @@ from ftkit.runs.state import RunState, look
 from ftkit.strategies.step_memory import Breakdown
 from ftkit.utils.console.html import block, escaped, grid
 from ftkit.utils.names import leaves
-from ftkit.views.comparison.compare import Comparison, compare
 
 
 class Experiment:

@@ -14,10 +14,12 @@ from typing import Literal
 
 from ftkit.data.sources import check_data
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
+from ftkit.extensions.comparison.commands import CompareOptions
+from ftkit.extensions.comparison.compare import compare_runs
+from ftkit.extensions.comparison.plots import check_plot
 from ftkit.extensions.sweep.commands import SweepOptions
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.objectives import objective_rules
-from ftkit.recipe.options import CompareOptions
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import FINETUNE
 from ftkit.recipe.sweep import SweepRun, differences, runs_of_file, runs_of_keys
@@ -28,8 +30,6 @@ from ftkit.utils.console.terminal import fitted
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import PassingOn, start_command
 from ftkit.utils.progress import is_quiet, print_notice, print_shown
-from ftkit.views.comparison.compare import compare_runs
-from ftkit.views.comparison.plots import check_plot
 
 Action = Literal["start", "resume", "start again", "skip"]
 """Action for a run."""

@@ -23,6 +23,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.runs import ComparedRun, LeftOutRun, look_at_runs, read_runs
+from ftkit.extensions.comparison.table import comparison_as_html
 from ftkit.extensions.watch.commands import WatchOptions
 from ftkit.extensions.watch.watch import RunSnapshot, Watcher, snapshot_as_html, watch
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
@@ -36,8 +38,6 @@ from ftkit.utils.process import Interrupts
 from ftkit.utils.remote.objects import StorageError
 from ftkit.utils.remote.replica import unreachable
 from ftkit.utils.remote.urls import display_path, url_of
-from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, look_at_runs, read_runs
-from ftkit.views.comparison.table import comparison_as_html
 
 _MOST_POINTS = 400
 _MOST_COMPARED = 10

@@ -18,9 +18,9 @@ from messages import key_words
 
 import ftkit
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.plots import Picture
 from ftkit.extensions.notebook import children, display, results
 from ftkit.utils import progress
-from ftkit.views.comparison.plots import Picture
 
 PROGRAM = """
 import json, sys

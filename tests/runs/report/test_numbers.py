@@ -9,6 +9,7 @@ import pytest
 from compared_runs import GIB, at_work, make_run, note_in_ranks
 from recorders import make_recorder, train
 
+from ftkit.extensions.comparison.compare import compare
 from ftkit.extensions.notebook.display import ended_as_html
 from ftkit.extensions.watch.live_page import RunSnapshots
 from ftkit.extensions.watch.watch import View, Watcher
@@ -19,7 +20,6 @@ from ftkit.runs.report.table import render, report_as_html
 from ftkit.runs.state import look
 from ftkit.utils.console.formatting import number_text
 from ftkit.utils.console.terminal import plain_text
-from ftkit.views.comparison.compare import compare
 
 
 def share_of_labels(report: Report) -> float | None:

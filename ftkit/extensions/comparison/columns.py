@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.runs import ComparedRun, differing_settings
 from ftkit.recipe.recipe import METRICS
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import score_text
@@ -19,7 +20,6 @@ from ftkit.runs.state import AT_WORK
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.finite_numbers import finite
 from ftkit.utils.names import column_name, nearest
-from ftkit.views.comparison.runs import ComparedRun, differing_settings
 
 _FIRST_SETTINGS = 2
 """Settings that a narrow table keeps; others are left out first."""

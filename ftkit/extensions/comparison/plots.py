@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ftkit.errors import UserError
+from ftkit.extensions.comparison.columns import number_columns
+from ftkit.extensions.comparison.runs import ComparedRun
+from ftkit.extensions.comparison.table import comparison_as_html
 from ftkit.redaction import shown
 from ftkit.runs.report.report import ENDED_WELL
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.console.html import whole_page
 from ftkit.utils.files import write_durably
 from ftkit.version import __version__
-from ftkit.views.comparison.columns import number_columns
-from ftkit.views.comparison.runs import ComparedRun
-from ftkit.views.comparison.table import comparison_as_html
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -13,13 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.redaction import shown
-from ftkit.runs.report.report import ENDED_WELL
-from ftkit.runs.report.table import STYLE_OF_OUTCOME
-from ftkit.utils.console.formatting import shortened
-from ftkit.utils.console.html import GOOD
-from ftkit.utils.remote.urls import display_path
-from ftkit.views.comparison.columns import (
+from ftkit.extensions.comparison.columns import (
     Column,
     all_columns,
     distinct,
@@ -27,7 +21,13 @@ from ftkit.views.comparison.columns import (
     setting_columns,
     shown_columns,
 )
-from ftkit.views.comparison.runs import ComparedRun, LeftOutRun
+from ftkit.extensions.comparison.runs import ComparedRun, LeftOutRun
+from ftkit.redaction import shown
+from ftkit.runs.report.report import ENDED_WELL
+from ftkit.runs.report.table import STYLE_OF_OUTCOME
+from ftkit.utils.console.formatting import shortened
+from ftkit.utils.console.html import GOOD
+from ftkit.utils.remote.urls import display_path
 
 _GAP = 2
 _LONGEST = 28

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, overload
 
 from ftkit.errors import UserError
-from ftkit.recipe.options import CompareOptions
+from ftkit.extensions.comparison import table
+from ftkit.extensions.comparison.columns import in_order
+from ftkit.extensions.comparison.commands import CompareOptions
+from ftkit.extensions.comparison.plots import Picture, check_plot, save_plot
+from ftkit.extensions.comparison.runs import ComparedRun, LeftOutRun, read_runs
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import OnProgress, print_notice, print_shown
 from ftkit.utils.remote.urls import display_path
-from ftkit.views.comparison import table
-from ftkit.views.comparison.columns import in_order
-from ftkit.views.comparison.plots import Picture, check_plot, save_plot
-from ftkit.views.comparison.runs import ComparedRun, LeftOutRun, read_runs
 
 _WIDTH = 120
 """Characters of a line of `str(comparison)`, which has no terminal to measure."""
@@ -94,7 +94,7 @@ def compare(
 
     Args:
         paths: runs (each its out_dir), or directories that hold runs; one, or several.
-        sort: a column to sort by; see `ftkit.views.comparison.columns.in_order`.
+        sort: a column to sort by; see `ftkit.extensions.comparison.columns.in_order`.
         progress: called before each run is read.
 
     Raises:

@@ -19,12 +19,12 @@ from messages import message_of, says
 from rich.console import Console
 
 from ftkit.cli.app import run
+from ftkit.extensions.comparison import plots
+from ftkit.extensions.comparison.columns import in_order, number_columns
+from ftkit.extensions.comparison.compare import compare
 from ftkit.runs.report.answers import AnswerScore, TaskScore
 from ftkit.runs.report.report import ChosenResult, PeakMemory, Source, read_report, write_report
 from ftkit.strategies.step_memory import StepMemory
-from ftkit.views.comparison import plots
-from ftkit.views.comparison.columns import in_order, number_columns
-from ftkit.views.comparison.compare import compare
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""Views of runs: comparison, watch, live page, notebooks."""

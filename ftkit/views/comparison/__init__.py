@@ -1,1 +1,0 @@
-"""Runs side by side: their different settings, and their results."""
