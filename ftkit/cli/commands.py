@@ -16,7 +16,6 @@ from ftkit.recipe.options import (
     ExtensionsOptions,
     FinetuneOptions,
     GenerateOptions,
-    ImportOptions,
     MergeOptions,
     PlanOptions,
     PushOptions,
@@ -155,23 +154,6 @@ COMMANDS: Registry[Command | Group] = Registry(
             options=DownloadOptions,
             function="ftkit.models.pretrained.hub:download_model",
             examples=("TinyLlama/TinyLlama_v1.1",),
-        ),
-        Command(
-            name="import",
-            summary="continue training from a checkpoint of another program",
-            text="Turn a checkpoint of another program into a run: transformers' Trainer, TRL or "
-            "axolotl, DeepSpeed (ZeRO 1 to 3, any number of ranks), torch.distributed.checkpoint, "
-            "LitGPT, or a .ckpt file of Lightning. Weights and optimizer state are matched by "
-            "parameter name; step, learning rate and position in the data are kept; a message "
-            "lists what is not. No code in the checkpoint is executed. Continue the run with "
-            "--resume auto, on any hardware.",
-            options=ImportOptions,
-            function="ftkit.exchange.foreign:import_confined",
-            usage=("SOURCE --out DIR [--config RECIPE.yaml] [--KEY VALUE ...]",),
-            examples=(
-                "trl-out/checkpoint-500 --out out/imported --config RECIPE.yaml",
-                "trl-out/checkpoint-500 --out out/imported --data JSON --data.path FILE",
-            ),
         ),
         Command(
             name="convert",

@@ -217,23 +217,6 @@ class DataOptions(ForeignOptions, PluginOptions, CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions(CommonOptions):
-    """Options of ftkit import."""
-
-    source: Path = word("SOURCE", ask="which checkpoint to import?")
-    """Checkpoint of the other program: its directory or file."""
-    out: Path = option(ask="where to write the run? Try --out out/imported.", placeholder="DIR")
-    """Directory of the new run."""
-    config: tuple[str, ...] = option((), placeholder="RECIPE.yaml")
-    """Recipes with the data and everything else that the checkpoint does not contain. Later ones
-    override earlier ones, and options override all of them. -: standard input."""
-    overwrite: bool = False
-    """Replace the contents of DIR."""
-    keys: tuple[Override, ...] = keys_beside()
-    """Keys of the recipe; keys that are not set are read from the checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DownloadOptions(CommonOptions):
     """Options of ftkit download."""
 

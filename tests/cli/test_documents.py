@@ -137,7 +137,7 @@ def make_place(place: Path, tiny_base: Path) -> None:
     for name in BASES:
         shutil.copytree(tiny_base, place / "checkpoints" / name)
     shutil.copytree(tiny_base, place / "MODEL")
-    kept = ROOT / "tests/exchange/foreign/checkpoints"
+    kept = ROOT / "tests/extensions/foreign_checkpoints/checkpoints"
     shutil.copytree(kept / "gpt-neox", place / "neox")
     shutil.copytree(kept / "base", place / "neox-hf")
     make_data(place / "my.json", 20)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.shards import StoredState
 
-KEPT = Path(__file__).parents[1] / "exchange/foreign/checkpoints"
+KEPT = Path(__file__).parents[1] / "extensions/foreign_checkpoints/checkpoints"
 BASE = KEPT / "base"
 SHALLOW = KEPT / "base-shallow"
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.deepspeed import ZeroFiles, zero_directory
-from ftkit.exchange.foreign.distributed import DCP_METADATA, distributed_state
-from ftkit.exchange.foreign.state import (
+from ftkit.extensions.foreign_checkpoints.deepspeed import ZeroFiles, zero_directory
+from ftkit.extensions.foreign_checkpoints.distributed import DCP_METADATA, distributed_state
+from ftkit.extensions.foreign_checkpoints.state import (
     ForeignRun,
     ForeignState,
     ForeignTensors,
@@ -21,7 +21,12 @@ from ftkit.exchange.foreign.state import (
     note_scalar,
     plain_names,
 )
-from ftkit.exchange.foreign.unpickling import IN_LIGHTNING, held, load_torch_file, mapping_in
+from ftkit.extensions.foreign_checkpoints.unpickling import (
+    IN_LIGHTNING,
+    held,
+    load_torch_file,
+    mapping_in,
+)
 from ftkit.models.lora.adapter_files import stored_adapter
 from ftkit.models.lora.targets import TRAINED
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes

@@ -17,13 +17,18 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.command import import_run
-from ftkit.exchange.foreign.deepspeed import NeoxNames
-from ftkit.exchange.foreign.state import TrainedModel
-from ftkit.exchange.foreign.unpickling import IN_DEEPSPEED, Inert, held, load_torch_file
+from ftkit.extensions.foreign_checkpoints.command import import_run
+from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
+from ftkit.extensions.foreign_checkpoints.deepspeed import NeoxNames
+from ftkit.extensions.foreign_checkpoints.state import TrainedModel
+from ftkit.extensions.foreign_checkpoints.unpickling import (
+    IN_DEEPSPEED,
+    Inert,
+    held,
+    load_torch_file,
+)
 from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.pretrained.base_model import open_base, storage_of
-from ftkit.recipe.options import ImportOptions
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.state import (
+from ftkit.extensions.foreign_checkpoints.state import (
     ForeignRun,
     ForeignState,
     ParameterGroup,
@@ -24,7 +24,7 @@ from ftkit.exchange.foreign.state import (
     note_scalar,
     plain_names,
 )
-from ftkit.exchange.foreign.unpickling import Inert, load_metadata, load_torch_bytes
+from ftkit.extensions.foreign_checkpoints.unpickling import Inert, load_metadata, load_torch_bytes
 from ftkit.models.pretrained.weight_files import WeightTensor
 from ftkit.utils.damaged_files import reading
 

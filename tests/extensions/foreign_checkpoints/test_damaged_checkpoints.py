@@ -17,10 +17,15 @@ from messages import says
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.command import import_run
-from ftkit.exchange.foreign.distributed import _check_tiling
-from ftkit.exchange.foreign.unpickling import IN_DEEPSPEED, Inert, load_metadata, load_torch_file
-from ftkit.recipe.options import ImportOptions
+from ftkit.extensions.foreign_checkpoints.command import import_run
+from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
+from ftkit.extensions.foreign_checkpoints.distributed import _check_tiling
+from ftkit.extensions.foreign_checkpoints.unpickling import (
+    IN_DEEPSPEED,
+    Inert,
+    load_metadata,
+    load_torch_file,
+)
 
 Change = Callable[[Any], Any]
 OPTIMIZER = "optimizer.pt"
@@ -258,7 +263,7 @@ def test_ranges_of_parameters_in_a_rank_of_zero_lie_one_after_another(
             change(list(places.values())[1].state)
         return content
 
-    monkeypatch.setattr("ftkit.exchange.foreign.deepspeed.load_torch_file", loaded)
+    monkeypatch.setattr("ftkit.extensions.foreign_checkpoints.deepspeed.load_torch_file", loaded)
     said = words_of(KEPT / "deepspeed-zero1", tmp_path)
     assert re.search(words, said) and "deepspeed-zero1" in said, said
 

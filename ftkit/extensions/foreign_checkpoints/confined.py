@@ -1,17 +1,17 @@
-"""Runs that other programs began: their checkpoints, made runs that ftkit continues."""
+"""The import in a process of its own, which can be stopped."""
 
 import sys
 import tempfile
 
 from ftkit.errors import UserError
-from ftkit.recipe.options import ImportOptions
+from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
 from ftkit.utils.confinement import confined
 from ftkit.utils.files import discard_partial
 from ftkit.utils.yaml_files import STANDARD_INPUT
 
 
 def import_confined(options: ImportOptions) -> int:
-    """Run `ftkit.exchange.foreign.command.import_run` in a child; return the exit code.
+    """Run `import_run` of the module `command` in a child; return the exit code.
 
     A foreign checkpoint is read by torch and by formats of many programs, so no single check of
     ours could promise that a small file stays small.
@@ -26,7 +26,7 @@ def import_confined(options: ImportOptions) -> int:
             given.seek(0)
         try:
             code: int = confined(
-                "ftkit.exchange.foreign.command:import_in_child",
+                "ftkit.extensions.foreign_checkpoints.command:import_in_child",
                 *(str(source), str(out)),
                 *(options.config, options.overwrite, options.keys),
                 file=source,

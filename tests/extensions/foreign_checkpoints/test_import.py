@@ -1,6 +1,6 @@
 """Runs that others began: what other programs have written goes on under ftkit, step for step.
 
-The checkpoints in tests/exchange/foreign/checkpoints were written by these programs themselves
+The checkpoints in tests/extensions/foreign_checkpoints/checkpoints were written by these programs themselves
 (`scripts/make_foreign_checkpoints`), which then did one step more: its loss and weights are here.
 """
 
@@ -26,11 +26,11 @@ from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
 from ftkit.cli.app import run as run_command
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.command import import_run
-from ftkit.exchange.foreign.unpickling import held
+from ftkit.extensions.foreign_checkpoints.command import import_run
+from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
+from ftkit.extensions.foreign_checkpoints.unpickling import held
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.pretrained.base_model import open_base, storage_of
-from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import read_recipe
 
 CLOSE = 1e-5

@@ -18,22 +18,24 @@ from ftkit.checkpoint.store import Store
 from ftkit.data.dataset import load_data
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.deepspeed import DeepSpeedRun, zero_directory
-from ftkit.exchange.foreign.distributed import DCP_METADATA, DistributedRun
-from ftkit.exchange.foreign.recipe import (
+from ftkit.exchange.output_files import check_apart, check_space
+from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
+from ftkit.extensions.foreign_checkpoints.deepspeed import DeepSpeedRun, zero_directory
+from ftkit.extensions.foreign_checkpoints.distributed import DCP_METADATA, DistributedRun
+from ftkit.extensions.foreign_checkpoints.recipe import (
     ImportRecipe,
     continued_rate,
     optimizer_keys,
     position_in_data,
 )
-from ftkit.exchange.foreign.state import (
+from ftkit.extensions.foreign_checkpoints.state import (
     ForeignRun,
     ForeignState,
     ForeignTensors,
     ParameterGroup,
     TrainedModel,
 )
-from ftkit.exchange.foreign.trainers import (
+from ftkit.extensions.foreign_checkpoints.trainers import (
     LITGPT_ADAPTER,
     LITGPT_WEIGHTS,
     STATE,
@@ -42,7 +44,6 @@ from ftkit.exchange.foreign.trainers import (
     TrainerRun,
     is_sharded,
 )
-from ftkit.exchange.output_files import check_apart, check_space
 from ftkit.models.architectures.architecture import ModelLayout
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import kept_parameters
@@ -50,7 +51,6 @@ from ftkit.models.lora.adapter_files import adapter_tensors, check_adapter, unti
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base, storage_of
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.options import ImportOptions
 from ftkit.recipe.parsing import sorted_words, to_yaml
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Memory, Recipe

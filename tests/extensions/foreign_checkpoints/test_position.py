@@ -13,10 +13,10 @@ from messages import says
 
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.checkpoint.store import Store
-from ftkit.exchange.foreign.command import import_run
-from ftkit.exchange.foreign.recipe import _accumulated
-from ftkit.exchange.foreign.trainers import LitgptRun
-from ftkit.recipe.options import ImportOptions
+from ftkit.extensions.foreign_checkpoints.command import import_run
+from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
+from ftkit.extensions.foreign_checkpoints.recipe import _accumulated
+from ftkit.extensions.foreign_checkpoints.trainers import LitgptRun
 from ftkit.recipe.parsing import read_recipe
 
 

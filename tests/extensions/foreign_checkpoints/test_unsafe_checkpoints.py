@@ -12,8 +12,8 @@ from foreign_checkpoints import KEPT, recipe
 from messages import says
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.command import import_run
-from ftkit.recipe.options import ImportOptions
+from ftkit.extensions.foreign_checkpoints.command import import_run
+from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
 
 
 class Bomb:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.state import (
+from ftkit.extensions.foreign_checkpoints.state import (
     ForeignRun,
     ForeignState,
     ForeignTensors,
@@ -33,7 +33,7 @@ from ftkit.exchange.foreign.state import (
     TrainedModel,
     plain_names,
 )
-from ftkit.exchange.foreign.unpickling import (
+from ftkit.extensions.foreign_checkpoints.unpickling import (
     IN_DEEPSPEED,
     IN_LIGHTNING,
     held,

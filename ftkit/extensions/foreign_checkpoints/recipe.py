@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.exchange.foreign.state import ForeignRun, ForeignState
+from ftkit.extensions.foreign_checkpoints.state import ForeignRun, ForeignState
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import LoraRecipe, Method, Recipe

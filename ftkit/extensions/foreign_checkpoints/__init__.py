@@ -1,0 +1,1 @@
+"""Runs that other programs began: their checkpoints, made runs that ftkit continues."""
