@@ -12,13 +12,10 @@ from ftkit.recipe.options import (
     DiffOptions,
     DownloadOptions,
     EvaluateOptions,
-    ExportOptions,
     ExtensionsOptions,
     FinetuneOptions,
     GenerateOptions,
-    MergeOptions,
     PlanOptions,
-    PushOptions,
 )
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
 from ftkit.utils.registry import Registry
@@ -210,59 +207,6 @@ COMMANDS: Registry[Command | Group] = Registry(
                 "out/finetune/lora --tasks arc_easy,my_task.yaml --limit 100",
             ),
             elsewhere={"eval": "", "test": ""},
-        ),
-        Command(
-            name="merge",
-            summary="merge the adapter of a LoRA run and its base model into a Hugging Face model",
-            text="Add the trained LoRA matrices to the weights of the base model, and write a "
-            "Hugging Face model. Loads one weight file at a time, not the whole model. Compares "
-            "its logits with those of the result on a sample.",
-            options=MergeOptions,
-            opens=FIND_RESULT,
-            function="ftkit.exchange.merge:merge",
-            examples=(
-                "out/finetune/lora --out out/merged",
-                "out/finetune/qlora --out out/merged --base original",
-            ),
-            elsewhere={"merge_lora": ""},
-        ),
-        Command(
-            name="export",
-            summary="write a result for Hugging Face, LitGPT, PEFT or llama.cpp",
-            text="Write a full fine-tune, one of its checkpoints or any model for Hugging Face, "
-            "LitGPT or llama.cpp (GGUF), or the adapter of a LoRA run or checkpoint for PEFT or "
-            "llama.cpp. To write a LoRA run as a model, merge it first.",
-            options=ExportOptions,
-            opens=FIND_RESULT,
-            function="ftkit.exchange.export:export",
-            usage=("RESULT --format FORMAT --out DIR [--KEY VALUE ...]", "RESULT --check vllm"),
-            examples=(
-                "out/finetune/full --format litgpt --out out/for-litgpt",
-                "out/finetune/full --format gguf --quantization q8_0 --out out/gguf",
-                "out/full/checkpoints/step-00001500 --format hf --out out/hf",
-                "out/lora --format peft --out out/adapter",
-                "out/lora --check vllm",
-            ),
-            elsewhere={
-                "convert_from_litgpt": "",
-                "serve": "export RESULT --check vllm, which says how vLLM serves a result",
-            },
-        ),
-        Command(
-            name="push",
-            summary="upload a result with its model card to the Hugging Face hub",
-            text="Upload the adapter or model of a run, or the output of merge or export (GGUF "
-            "files too), with its model card, in one commit. A new repository is private unless "
-            "--public is given. An interrupted upload continues where it stopped. Edit README.md "
-            "beside the result, not on the hub: it is uploaded each time.",
-            options=PushOptions,
-            function="ftkit.exchange.push:push",
-            examples=(
-                "out/finetune/lora me/my-adapter",
-                "out/merged me/my-model --public",
-                "out/finetune/lora me/my-adapter --dry_run",
-            ),
-            elsewhere={"upload": ""},
         ),
         Command(
             name="extensions",

@@ -17,7 +17,7 @@ from transformers_models import make_transformers_model
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import open_adapter
 from ftkit.evaluation.result import find_result
-from ftkit.exchange.merge import Merged
+from ftkit.extensions.publish.merge import Merged
 from ftkit.models.architectures.transformers_architecture import is_router
 from ftkit.models.bodies import experts
 from ftkit.models.bodies.experts import (

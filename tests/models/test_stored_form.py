@@ -17,7 +17,7 @@ from transformers_models import make_in_mxfp4, make_transformers_model
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import load_result, open_adapter
 from ftkit.evaluation.result import find_result
-from ftkit.exchange.merge import Merged
+from ftkit.extensions.publish.merge import Merged
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.layers import unpacked_weight

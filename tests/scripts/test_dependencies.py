@@ -17,7 +17,7 @@ DISTRIBUTIONS = packages_distributions()
 """Distributions by the modules that they install."""
 NEEDS_EXTRA = {
     "ftkit/evaluation/harness.py": "tasks",
-    "ftkit/exchange/torchao_model.py": "torchao",
+    "ftkit/extensions/publish/torchao_model.py": "torchao",
     "ftkit/models/torchao_layers.py": "torchao",
 }
 """Modules that are only imported where this extra is installed."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ftkit.cli.app import run
 from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.result import find_result
-from ftkit.exchange import peft_reading
+from ftkit.extensions.publish import peft_reading
 
 
 def peft_in_process() -> AbstractContextManager[object]:

@@ -369,7 +369,7 @@ def _serve(snapshots: RunSnapshots, port: int, interval_s: float) -> None:
         server.serve_forever()
 
 
-_ASSETS = files("ftkit.extensions.watch") / "assets"
+_FOLDER = files("ftkit.extensions.watch") / "assets"
 _ADDRESS = "127.0.0.1"
 # Nothing is loaded from elsewhere, and only our own script runs. unsafe-inline is for the style
 # attributes of HTML that notebooks show as well.
@@ -476,7 +476,7 @@ class _Handler(BaseHTTPRequestHandler):
             page = page.replace("{interval_ms}", str(round(1000 * self.server.interval_s)))
             self._send(200, "text/html", page, with_cookie=with_cookie)
         elif path in _ASSETS:
-            asset = _ASSETS / path[1:]
+            asset = _FOLDER / path[1:]
             self._send(200, _ASSETS[path], asset.read_text(encoding="utf-8"))
         elif path == "/runs.json":
             # JSON.parse of browsers refuses NaN.

@@ -1,6 +1,6 @@
 """Runs that others began: what other programs have written goes on under ftkit, step for step.
 
-The checkpoints in tests/extensions/foreign_checkpoints/checkpoints were written by these programs themselves
+What lies in the folder checkpoints beside this file was written by these programs themselves
 (`scripts/make_foreign_checkpoints`), which then did one step more: its loss and weights are here.
 """
 

@@ -18,7 +18,7 @@ from computed import (
 from multimodal_models import EACH, make_multimodal_model, multimodal_model
 from torch import Tensor
 
-from ftkit.exchange.merge import base_reader, logits_of
+from ftkit.extensions.publish.merge import base_reader, logits_of
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.language_model import outline_plain
 from ftkit.models.lora.targets import our_name

@@ -29,7 +29,7 @@ from transformers_models import (
     transformers_model,
 )
 
-from ftkit.exchange.merge import base_reader, logits_of
+from ftkit.extensions.publish.merge import base_reader, logits_of
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 from ftkit.models.language_model import LanguageModel, outline, outline_plain

@@ -27,7 +27,7 @@ from messages import says
 from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
-from ftkit.exchange.push import explained_upload
+from ftkit.extensions.publish.push import explained_upload
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub import download, find_or_download, missing_files
 from ftkit.models.pretrained.hub_errors import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers_models import MODELS, make_transformers_model
 
-from ftkit.exchange.merge import logits_of
+from ftkit.extensions.publish.merge import logits_of
 from ftkit.models.architectures.architecture import HEAD, Implementation
 from ftkit.models.language_model import outline_plain
 from ftkit.models.load_weights import initial_score

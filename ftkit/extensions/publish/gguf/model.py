@@ -17,7 +17,10 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
-from ftkit.exchange.gguf.metadata import (
+from ftkit.exchange.model_card import card_files
+from ftkit.exchange.output_files import check_space, output_directory
+from ftkit.extensions.publish.commands import ExportOptions, GgufNumbers
+from ftkit.extensions.publish.gguf.metadata import (
     ARCHITECTURES,
     GgufMetadata,
     complete_settings,
@@ -25,9 +28,7 @@ from ftkit.exchange.gguf.metadata import (
     rotary_factors,
     vocabulary_metadata,
 )
-from ftkit.exchange.gguf.modelfile import MODELFILE, modelfile
-from ftkit.exchange.model_card import card_files
-from ftkit.exchange.output_files import check_space, output_directory
+from ftkit.extensions.publish.gguf.modelfile import MODELFILE, modelfile
 from ftkit.models.lora.adapter_files import stored_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -38,7 +39,6 @@ from ftkit.models.pretrained.base_model import (
 )
 from ftkit.models.pretrained.gguf.header import BLOCKS, packed_bytes
 from ftkit.models.pretrained.gguf.model import tensor_names
-from ftkit.recipe.options import ExportOptions, GgufNumbers
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
 from ftkit.utils.progress import OnProgress
 

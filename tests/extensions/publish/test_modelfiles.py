@@ -12,8 +12,8 @@ from gguf_models import make_gguf_model
 
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import find_result
-from ftkit.exchange.gguf.metadata import vocabulary_metadata
-from ftkit.exchange.gguf.modelfile import modelfile
+from ftkit.extensions.publish.gguf.metadata import vocabulary_metadata
+from ftkit.extensions.publish.gguf.modelfile import modelfile
 from ftkit.models.chat_templates.template import ChatTemplate
 from ftkit.models.pretrained.base_model import BaseModel, companions, open_base
 

@@ -26,7 +26,8 @@ from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.exchange.model_card import card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space
-from ftkit.exchange.peft_reading import PeftReading, Values, compare_with_peft
+from ftkit.extensions.publish.commands import MergeOptions
+from ftkit.extensions.publish.peft_reading import PeftReading, Values, compare_with_peft
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import PAIRS, packed_in
 from ftkit.models.language_model import LanguageModel, outline_plain
@@ -38,7 +39,6 @@ from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf
 from ftkit.recipe.objectives import Preference, objective_rules
-from ftkit.recipe.options import MergeOptions
 from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
 from ftkit.recipe.recipe import Component, Quantization
 from ftkit.utils.console.display import Display

@@ -15,16 +15,16 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result, with_extra_weights
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result, require_answers
-from ftkit.exchange.gguf.model import base_problem, write_gguf_adapter, write_gguf_model
-from ftkit.exchange.gguf.modelfile import MODELFILE
 from ftkit.exchange.model_card import CardKind, card_files
 from ftkit.exchange.output_files import as_written, check_apart, check_space, output_directory
+from ftkit.extensions.publish.commands import ExportOptions
+from ftkit.extensions.publish.gguf.model import base_problem, write_gguf_adapter, write_gguf_model
+from ftkit.extensions.publish.gguf.modelfile import MODELFILE
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
 from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt
 from ftkit.models.pretrained.save import save_hf, save_litgpt
 from ftkit.models.pretrained.tokenizer import GENERATION
-from ftkit.recipe.options import ExportOptions
 from ftkit.recipe.peft_adapter import (
     CONFIG,
     OLD_WEIGHTS,
@@ -201,7 +201,7 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     written_bytes = numbers * (dtype or first.dtype).itemsize + base.extra_weights_bytes
     packing = None
     if options.format == "torchao":
-        from ftkit.exchange.torchao_model import TorchaoWeights  # takes a second
+        from ftkit.extensions.publish.torchao_model import TorchaoWeights  # takes a second
 
         assert result.qat is not None
         packing = TorchaoWeights(base, result.qat, dtype or first.dtype)

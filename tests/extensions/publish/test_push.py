@@ -29,7 +29,7 @@ import ftkit
 from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.exchange.model_card import BaseOrigin, DataOrigin, card_metadata, card_text
-from ftkit.exchange.push import upload
+from ftkit.extensions.publish.push import upload
 from ftkit.runs.report.report import ChosenResult
 from ftkit.utils import progress
 from ftkit.utils.console.formatting import number_text

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftkit.cli.app import run
 from ftkit.evaluation.result import find_result
-from ftkit.exchange.torchao_model import TorchaoWeights
+from ftkit.extensions.publish.torchao_model import TorchaoWeights
 from ftkit.models.pretrained.base_model import open_base, weights
 from ftkit.models.pretrained.save import save_hf
 from ftkit.recipe.recipe import Qat

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.exchange.gguf import model as gguf_model
+from ftkit.extensions.publish.gguf import model as gguf_model
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.pretrained.gguf.header import read_header
 from ftkit.models.pretrained.gguf.tokenizer import tokenizer_files

@@ -23,8 +23,8 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.result import find_result
-from ftkit.exchange import peft_reading
-from ftkit.exchange.merge import Merged
+from ftkit.extensions.publish import peft_reading
+from ftkit.extensions.publish.merge import Merged
 from ftkit.models.language_model import outline
 from ftkit.models.lora.layers import merged as merged_layer
 from ftkit.models.pretrained.base_model import BaseModel, open_base
@@ -218,7 +218,7 @@ def test_a_merge_that_peft_does_not_compute_replaces_nothing(
 ) -> None:
     out = merge(ended["lora"].out_dir, tmp_path / "merged")
     before = transformers_logits(out)
-    twice = "ftkit.exchange.merge.merged"
+    twice = "ftkit.extensions.publish.merge.merged"
     monkeypatch.setattr(twice, lambda weight, a, b, *rest: merged_layer(weight, a, 2 * b, *rest))
     for free in (2**40, 2**20):
         monkeypatch.setattr(peft_reading, "available_host_bytes", lambda free=free: free)

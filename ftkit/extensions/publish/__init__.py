@@ -1,0 +1,4 @@
+"""Results for other programs: merged, exported, pushed to a hub."""
+
+LIBRARIES = {"gguf": "gguf", "torchao": "torchao"}
+"""Libraries that it uses where they are there, and the extra of ftkit that has each."""
