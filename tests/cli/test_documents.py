@@ -127,7 +127,7 @@ BEFORE = [
 """What the documents take for done: runs that their lines name."""
 OF_A_HUB = ("ftkit download", "ftkit push", "openai/gsm8k")
 SHOWN_ELSEWHERE = ("--serve", "--tasks hellaswag", "--accelerator tpu", "--accelerator cuda")
-"""One does not end, one is refused, others need devices: tests/views/test_live_page.py,
+"""One does not end, one is refused, others need devices: tests/extensions/watch/test_live_page.py,
 tests/evaluation, tests/utils/accelerators, tests/simulated_card."""
 READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
 
@@ -182,7 +182,7 @@ def test_the_command_lines_of_documents_run(
     """Every line as it stands there; what reads runs comes when there are some.
 
     Lines that need a hub are shown with one in tests/models/pretrained/test_hub.py,
-    tests/data/records/test_hub.py and tests/exchange/test_push.py.
+    tests/data/records/test_hub.py and tests/extensions/publish/test_push.py.
     """
     make_place(tmp_path, tiny_base)
     lines = [*BEFORE, *(line for file in files for line in command_lines(file.read_text()))]
