@@ -213,8 +213,6 @@ class TestOwnExtensions:
     @pytest.fixture
     def registry(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[Installed]:
         """A registry with one row, and extensions of which one is broken."""
-        import ftkit.extensions
-
         for name, text in {
             "good": "from ftkit.utils.registry import Installed\n"
             "ROWS = [Installed('letters', 'b', '', '', '', '')]",
@@ -226,7 +224,8 @@ class TestOwnExtensions:
             if text is not None:
                 (tmp_path / name / "letters.py").write_text(text)
         monkeypatch.setattr("ftkit.utils.registry.EXTENSIONS", tmp_path)
-        monkeypatch.setattr(ftkit.extensions, "__path__", [str(tmp_path)])
+        package = pytest.importorskip("ftkit.extensions")
+        monkeypatch.setattr(package, "__path__", [str(tmp_path)])
         for name in ("good", "broken", "other"):
             monkeypatch.delitem(sys.modules, f"ftkit.extensions.{name}", raising=False)
         return Registry("letters", (Installed,), [Installed("letters", "a", "", "", "", "")])

@@ -1,17 +1,13 @@
 """Mistakes of the first minutes, and the advice they get."""
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
-from compared_runs import make_run
 from messages import message_of, says
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.extensions.comparison.columns import setting_columns
-from ftkit.extensions.comparison.compare import compare
 from ftkit.models.pretrained.hub_errors import nearest_directory
 from ftkit.recipe.parsing import read_recipe
 from ftkit.strategies.schedule import make_schedule
@@ -154,18 +150,3 @@ def test_a_learning_rate_of_0_has_a_notice() -> None:
     recipe = read_recipe([], [("checkpoint_dir", "x"), ("train.lr_warmup_steps", "0")])
     (notice,) = make_schedule(recipe.train, 54, 0.0)[1]
     assert says(notice, "learning rate is 0 ... --optimizer.lr 2e-4")
-
-
-def test_a_setting_and_a_result_of_one_name_have_different_labels(tmp_path: Path) -> None:
-    make_run(tmp_path / "a", eval__exact_match=10)
-    make_run(tmp_path / "b", eval__exact_match=20)
-    labels = [column.label for column in setting_columns(compare([tmp_path]).runs)]
-    assert labels == ["eval.exact_match"]
-
-
-def test_on_a_page_results_stand_before_many_settings(tmp_path: Path) -> None:
-    for n, name in enumerate("ab", 1):
-        varied = {f"train__{key}": n for key in ("epochs", "max_seq_length", "max_norm", "min_lr")}
-        make_run(tmp_path / name, **varied)
-    labels = re.findall(r"<th[^>]*>([^<]*)", compare([tmp_path])._repr_html_())
-    assert labels.index("loss") < labels.index("epochs")

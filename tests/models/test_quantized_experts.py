@@ -17,7 +17,6 @@ from transformers_models import make_transformers_model
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import open_adapter
 from ftkit.evaluation.result import find_result
-from ftkit.extensions.publish.merge import Merged
 from ftkit.models.architectures.transformers_architecture import is_router
 from ftkit.models.bodies import experts
 from ftkit.models.bodies.experts import (
@@ -338,7 +337,8 @@ def test_a_merged_qlora_result_has_the_numbers_that_training_saw(
     adapter = export(train(build(base, recipe)), base, recipe, tmp_path / "adapter")
     result = find_result(str(adapter))
     opened = open_adapter(result, dtype=torch.float32, quantize="bnb.nf4")
-    merged, original = (Merged(opened, kind, None) for kind in ("bnb.nf4", None))
+    merge = pytest.importorskip("ftkit.extensions.publish.merge")
+    merged, original = (merge.Merged(opened, kind, None) for kind in ("bnb.nf4", None))
     trained_on = in_numbers(built(base, "bnb.nf4"))
     for name in packed(opened.model):
         ours = name.removeprefix("body.")

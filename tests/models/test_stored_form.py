@@ -17,7 +17,6 @@ from transformers_models import make_in_mxfp4, make_transformers_model
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import load_result, open_adapter
 from ftkit.evaluation.result import find_result
-from ftkit.extensions.publish.merge import Merged
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.layers import unpacked_weight
@@ -128,10 +127,11 @@ def test_dora_and_pissa_begin_at_the_weights_in_fp8(tmp_path: Path) -> None:
 
 
 def test_a_merged_result_has_the_numbers_of_the_files(base: BaseModel, tmp_path: Path) -> None:
+    merge = pytest.importorskip("ftkit.extensions.publish.merge")
     recipe = lora_recipe(base, quantize="stored")
     adapter = export(train(build(base, recipe)), base, recipe, tmp_path / "adapter")
     opened = open_adapter(find_result(str(adapter)), dtype=torch.float32, quantize="stored")
-    merged, of_base = Merged(opened, None, None), dict(weights(base))
+    merged, of_base = merge.Merged(opened, None, None), dict(weights(base))
     experts = [name for name, tensor in of_base.items() if tensor.ndim == 3]
     assert len(experts) == 4
     for name in experts:
@@ -157,7 +157,7 @@ def test_results_are_read_and_merged_with_the_base_in_fp8(
         opened = open_adapter(
             adapters[place], dtype=torch.float32, quantize=quantize, base=str(place)
         )
-        merged = Merged(opened, None, None)
+        merged = pytest.importorskip("ftkit.extensions.publish.merge").Merged(opened, None, None)
         numbers = {name: merged(name) for name in merged.shapes}
         found[place] = (logits(loaded.model), logits(whole.model), numbers)
     torch.testing.assert_close(found[packed], found[plain], rtol=0, atol=0)

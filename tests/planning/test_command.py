@@ -19,7 +19,6 @@ from tiny import make_labelled, make_llama, make_pairs, make_records
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
 from ftkit.errors import UserError
-from ftkit.extensions.notebook import plans
 from ftkit.models.pretrained.base_model import read_blueprint
 from ftkit.planning.gpus import GPUS, HOST, Gpu, find_gpu
 from ftkit.planning.predict import Planned, certain_micro_batch, plan_files
@@ -1040,17 +1039,3 @@ def test_a_quiet_plan_prints_no_next_command(capsys: pytest.CaptureFixture[str])
 def test_fit_needs_one_plan() -> None:
     with pytest.raises(UserError, match="--gpu a100-80gb --fit"):
         run(["plan", "--checkpoint_dir", MODEL, "--fit", "--sweep", "lora_r=4,8"])
-
-
-def test_in_a_notebook_a_plan_shows_itself_alone_and_among_others() -> None:
-    keys = {"checkpoint_dir": MODEL, "train.max_seq_length": 64}
-    found = plans.plan(command="finetune_full", gpu="t4", name="<b2>", **keys)
-    assert found.fits
-    alone, together = (shown._repr_html_() for shown in (found, plans.Plans([found, found])))
-    assert f"plan: full on {MODEL}" in alone and "fits" in alone
-    assert together.count("&lt;b2&gt;") == 2 and "<b2>" not in together
-    with pytest.raises(UserError, match=key_words("train.max_stepz")):
-        plans.plan(**keys, **{"train.max_stepz": 1})
-    with pytest.raises(UserError, match=key_words("command is 'full' ... finetune")):
-        plans.plan(command="full", **keys)
-    assert plans.plan(**keys).plan.recipe.method == "lora"

@@ -7,8 +7,9 @@ from compared_runs import make_run
 from messages import says
 from object_servers import Bucket, Fault, Proxy, s3_error
 
-from ftkit.extensions.watch.live_page import RunSnapshots
 from ftkit.utils.remote.urls import local_path
+
+RunSnapshots = pytest.importorskip("ftkit.extensions.watch.live_page").RunSnapshots
 
 
 @pytest.fixture(autouse=True)

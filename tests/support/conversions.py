@@ -14,11 +14,11 @@ from torch import Tensor
 from ftkit.cli.app import run
 from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.result import find_result
-from ftkit.extensions.publish import peft_reading
 
 
 def peft_in_process() -> AbstractContextManager[object]:
     """Have PEFT compute in this process: a child would import all libraries anew."""
+    from ftkit.extensions.publish import peft_reading  # which a core alone lacks
 
     def answer(exchange: IO[bytes], _: object) -> int:
         peft_reading.replace_by_logits(exchange)

@@ -18,7 +18,6 @@ from computed import (
 from multimodal_models import EACH, make_multimodal_model, multimodal_model
 from torch import Tensor
 
-from ftkit.extensions.publish.merge import base_reader, logits_of
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.language_model import outline_plain
 from ftkit.models.lora.targets import our_name
@@ -54,9 +53,10 @@ def test_logits_are_those_of_the_whole_model_on_text(directory_of: Directory, mo
         for kernel in ("cpu", "sdpa"):
             ours.kernel = kernel
             assert_close(row_logits(ours, texts()), expected)
-    layer_by_layer = logits_of(
+    merge = pytest.importorskip("ftkit.extensions.publish.merge")
+    layer_by_layer = merge.logits_of(
         outline_plain(base, torch.float32, tied=False),
-        base_reader(base),
+        merge.base_reader(base),
         [sequence.tolist() for sequence in texts()],
     )
     assert_close(layer_by_layer, expected)

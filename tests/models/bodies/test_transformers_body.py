@@ -29,7 +29,6 @@ from transformers_models import (
     transformers_model,
 )
 
-from ftkit.extensions.publish.merge import base_reader, logits_of
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import read_transformers_architecture
 from ftkit.models.language_model import LanguageModel, outline, outline_plain
@@ -101,9 +100,10 @@ def test_logits_of_tokens_that_follow_others_are_those_of_whole_sequences(
 @pytest.mark.parametrize("model", ALL)
 def test_layers_that_are_loaded_one_by_one_have_the_same_logits(tiny: Models, model: str) -> None:
     base, _ = tiny(model).ours
-    found = logits_of(
+    merge = pytest.importorskip("ftkit.extensions.publish.merge")
+    found = merge.logits_of(
         outline_plain(base, torch.float32, tied=False),
-        base_reader(base),
+        merge.base_reader(base),
         [sequence.tolist() for sequence in sequences()],
     )
     assert_close(found, tiny(model).expected_logits)

@@ -27,7 +27,6 @@ from messages import says
 from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
-from ftkit.extensions.publish.push import explained_upload
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub import download, find_or_download, missing_files
 from ftkit.models.pretrained.hub_errors import (
@@ -443,9 +442,10 @@ HTTP = http_library()
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_failures_of_the_connection_have_a_remedy(error: Exception, words: str) -> None:
+    push = pytest.importorskip("ftkit.extensions.publish.push")
     for refusal in (
         explained(error, REPOSITORY, Path("checkpoints"), str),
-        explained_upload(error, REPOSITORY),
+        push.explained_upload(error, REPOSITORY),
     ):
         assert refusal.exit_code == 2 and isinstance(error, (HTTP.HTTPError, OSError))
         assert all(word in str(refusal) for word in words.split())

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers_models import MODELS, make_transformers_model
 
-from ftkit.extensions.publish.merge import logits_of
 from ftkit.models.architectures.architecture import HEAD, Implementation
 from ftkit.models.language_model import outline_plain
 from ftkit.models.load_weights import initial_score
@@ -51,7 +50,8 @@ def scores_of(base: BaseModel) -> list[float]:
     """Of the sequences, as ftkit computes them."""
     known = dict(with_score(base)) if base.source is not None else dict(weights(base))
     model = outline_plain(base, torch.float32, tied=False)
-    outputs = logits_of(model, known.__getitem__, SEQUENCES)
+    merge = pytest.importorskip("ftkit.extensions.publish.merge")
+    outputs = merge.logits_of(model, known.__getitem__, SEQUENCES)
     ends = torch.tensor([len(one) for one in SEQUENCES]).cumsum(0) - 1
     found: list[float] = outputs[ends, 0].tolist()
     return found

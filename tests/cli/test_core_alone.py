@@ -1,0 +1,90 @@
+"""The core works without any extension: in a copy without them."""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import ROOT, command_environment, command_line
+
+_IMPORT_ALL = (
+    "import ftkit\n"
+    "import pkgutil, importlib, sys\n"
+    "left_out = []\n"
+    "for module in pkgutil.walk_packages(ftkit.__path__, 'ftkit.'):\n"
+    "    if module.name.endswith('.__main__'):\n"
+    "        continue\n"
+    "    try:\n"
+    "        importlib.import_module(module.name)\n"
+    "    except ModuleNotFoundError as error:\n"
+    "        left_out.append(error.name)\n"
+    "print(len(sys.modules), *left_out)\n"
+    "assert not any(name.startswith('ftkit.extensions') for name in sys.modules)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with ftkit and its tests, without extensions and theirs."""
+    place = tmp_path_factory.mktemp("core")
+    for name in ("ftkit", "tests"):
+        left_out = shutil.ignore_patterns("extensions", "__pycache__")
+        shutil.copytree(ROOT / name, place / name, ignore=left_out)
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and path.name not in ("ftkit", "tests"):
+            (place / path.name).symlink_to(path)
+    return place
+
+
+def variables(core: Path) -> dict[str, str]:
+    """With the copy before every other ftkit."""
+    return command_environment() | {"PYTHONPATH": os.fspath(core)}
+
+
+@pytest.mark.slow
+def test_every_module_of_the_core_imports(core: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", _IMPORT_ALL],
+        capture_output=True,
+        text=True,
+        env=variables(core),
+        cwd=core,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert not [name for name in ended.stdout.split()[1:] if name.startswith("ftkit")]
+
+
+@pytest.mark.slow
+def test_all_its_tests_are_collected(core: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", ""],
+        capture_output=True,
+        text=True,
+        env=variables(core),
+        cwd=core,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:]
+
+
+@pytest.mark.slow
+def test_the_quick_start_trains_saves_resumes_and_reports(core: Path, tmp_path: Path) -> None:
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--out_dir=out", *words)
+        return subprocess.run(
+            line, capture_output=True, text=True, env=variables(core), cwd=tmp_path
+        )
+
+    short = ("--train.max_steps=3", "--eval.exact_match=0")
+    stopped = run(*short, "--stop_after=2")
+    assert stopped.returncode == 0, stopped.stderr[-2000:]
+    resumed = run(*short, "--resume=auto")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    with (tmp_path / "out/metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3"]
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["outcome"] == "completed"
+    assert (tmp_path / "out/final").is_dir()
