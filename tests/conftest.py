@@ -28,6 +28,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # they share the cache of tokenised
     os.environ["FTKIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="ftkit-cache-")
 import warm
 from command import Command, Start, command_environment, command_line, start_up_of_ranks
+from durations import pytest_addoption, pytest_configure  # noqa: F401 - hooks of the tests
 from runs import DEFAULT_SIGNALS, TIMEOUT_S, Run, command_of, options, watched
 from runs import start as start_process
 
