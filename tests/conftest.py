@@ -28,6 +28,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # they share the cache of tokenised
     os.environ["FTKIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="ftkit-cache-")
 import warm
 from command import Command, Start, command_environment, command_line, start_up_of_ranks
+from descendants import descendants
 from durations import pytest_addoption, pytest_configure  # noqa: F401 - hooks of the tests
 from runs import DEFAULT_SIGNALS, TIMEOUT_S, Run, command_of, options, watched
 from runs import start as start_process
@@ -230,7 +231,7 @@ def _environment() -> dict[str, str]:
 def _children() -> set[psutil.Process]:
     """Processes started here that still run, except those that are kept to the end."""
     running = set()
-    for child in psutil.Process().children(recursive=True):
+    for child in descendants(os.getpid()):
         try:
             words = str(child.cmdline())
             kept = child.name().startswith("wandb-") or "multiprocessing" in words

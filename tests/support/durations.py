@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from descendants import children
 
 LONGEST = 10
 """Files, tests and fixtures shown."""
@@ -69,11 +70,9 @@ def cpu_s() -> float:
     Those that still run count as well: servers that start the processes of many tests.
     """
     seconds = sum(os.times()[:4])
-    for task in Path("/proc/self/task").glob("*/children"):
-        for child in task.read_text().split():
-            with suppress(OSError):  # it has just ended
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    for child in children(os.getpid()):
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(psutil.Process(child).cpu_times()[:4])
     return seconds
 
 
