@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import nbformat
 import psutil
 import pytest
 import websocket
 from command import ROOT
 from messages import says
-from notebook_cells import SINGLE_GPU, cells
+from notebook_cells import SINGLE_GPU, cells, read_notebook
 from remote_kernel import COLAB, Server, run_cells
 from runs import wait_for
 
@@ -171,8 +170,8 @@ def test_links_to_colab_are_the_only_change_to_notebooks(
         for notebook, link in zip(
             sorted((clone.root / "notebooks").glob("*.ipynb")), links, strict=True
         ):
-            original = (ROOT / "notebooks" / notebook.name).read_text()
-            before, now = nbformat.reads(original, 4), nbformat.read(notebook, 4)
+            before = read_notebook(ROOT / "notebooks" / notebook.name)
+            now = read_notebook(notebook)
             now_first, before_first = now.cells[0].source, before.cells[0].source
             badge = re.findall(r"^\[!\[Open in Colab\]\(.*?\)\]\((.*)\)$", now_first, re.MULTILINE)
             assert badge == [link] and owner in link

@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import warm
 import yaml
 from command import ROOT, command_environment
-from notebook_cells import SINGLE_GPU, cells
+from notebook_cells import SINGLE_GPU, cells, read_notebook
 
 GPU_SERVER = ROOT / "notebooks/0_gpu_server.ipynb"
 EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
@@ -90,7 +89,7 @@ def test_the_calls_of_python_chi_are_those_of_the_installed_one(tmp_path: Path) 
 
 
 def test_the_notebook_that_tests_cannot_execute_says_so_and_has_no_outputs() -> None:
-    notebook = nbformat.read(GPU_SERVER, as_version=4)
+    notebook = read_notebook(GPU_SERVER)
     assert "not executed" in notebook.cells[0].source
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
@@ -111,7 +110,7 @@ def test_the_notebook_uses_the_scripts_with_options_that_they_have(script: str) 
 
 @pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
 def test_what_a_notebook_shows_comes_from_one_run_from_top_to_bottom(notebook: Path) -> None:
-    read = nbformat.read(notebook, as_version=4)
+    read = read_notebook(notebook)
     code = [cell for cell in read.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     shown = [output for cell in code for output in cell.outputs]
@@ -141,7 +140,7 @@ def test_the_experiments_on_a_single_gpu_are_those_of_the_committed_sweep() -> N
 def test_a_notebook_has_goals_questions_and_exercises(
     notebook: Path,
 ) -> None:
-    read = nbformat.read(notebook, as_version=4)
+    read = read_notebook(notebook)
     first, *_, last = read.cells
     assert first.source.startswith("# ")
     assert "**What you will learn**" in first.source and "**Why it matters.**" in first.source
@@ -152,7 +151,7 @@ def test_a_notebook_has_goals_questions_and_exercises(
 
 @pytest.mark.parametrize("notebook", EXECUTED, ids=lambda notebook: notebook.stem)
 def test_what_a_notebook_shows_has_no_warning_of_a_library(notebook: Path) -> None:
-    read = nbformat.read(notebook, as_version=4)
+    read = read_notebook(notebook)
     shown = [output for cell in read.cells for output in cell.get("outputs", [])]
     assert not [output for output in shown if output.get("name") == "stderr"]
     assert not [output for output in shown if "WARNING" in str(output.get("text", ""))]
