@@ -1,5 +1,6 @@
 """Which strategies run an optimizer, and what is refused, known without torch."""
 
+import functools
 import re
 
 import pytest
@@ -20,6 +21,7 @@ BY_NORMS = [
 ]
 
 
+@functools.cache  # the same ones are suggested many times
 def plan(optimizer: str, strategy: str) -> None:
     devices = "1" if strategy == "single" else "2"
     keys = {"optimizer": optimizer, "strategy": strategy, "devices": devices}
