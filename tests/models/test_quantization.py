@@ -137,6 +137,7 @@ def assert_learns_nearly_as_whole(outcome: Outcome, single: dict[Case, Outcome])
     assert losses != single[PLAIN].losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_learn_on_a_quantised_base_what_one_learns(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome], strategy: str
@@ -146,6 +147,7 @@ def test_two_ranks_learn_on_a_quantised_base_what_one_learns(
     )
 
 
+@pytest.mark.slow
 def test_parameters_that_stay_gathered_train_and_save_the_same(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome]
 ) -> None:
@@ -156,6 +158,7 @@ def test_parameters_that_stay_gathered_train_and_save_the_same(
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_on_an_8_bit_base_what_one_learns(
     two_ranks: dict[Case, Outcome], single: dict[Case, Outcome]
 ) -> None:

@@ -332,6 +332,7 @@ def losses(out: Path) -> list[str]:
     return [row["loss"] for row in csv.DictReader((out / "metrics.csv").open())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "finetune --quantize bnb.nf4", "finetune_full"])
 def test_training_is_that_of_the_plain_model(
     method: str, tiny_base: Path, tmp_path: Path, ftkit: Command
