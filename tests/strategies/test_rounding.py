@@ -25,6 +25,10 @@ CUT = 4
 ON_TWO = [(strategy, rounding) for rounding in ROUNDINGS for strategy in ("ddp", "fsdp")]
 OFTEN = [("fsdp", "float8"), ("ddp", "float8"), ("fsdp", "int4 and int8")]
 """Outside the matrix; the others repeat them."""
+FEW = [("float8",), ("int4 and int8",)]
+"""int3 by row is int4 with other numbers: on three ranks and in micro-batches it is the matrix."""
+each_often = pytest.mark.parametrize("rounding", layouts([(name,) for name in ROUNDINGS], FEW))
+OF_MIXED = ("float8", "int4 and int8")
 on_two_ranks = pytest.mark.parametrize(("strategy", "rounding"), layouts(ON_TWO, OFTEN))
 
 
@@ -51,13 +55,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def alone(run: Run) -> dict[Case, Outcome]:
-    """Runs on one rank: without rounding, with it, and their first sessions."""
+def alone(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
+    """Runs on one rank: without rounding, with it, their first sessions, and micro-batches."""
     names = (None, *ROUNDINGS)
     whole = [case_of(name) for name in names]
-    firsts = [case_of(name, stop_after=CUT) for name in ROUNDINGS]
+    firsts = [case_of(name, stop_after=CUT) for name in names]
     others = [
-        case_of(name, "single", *some) for name in ROUNDINGS for some in MICRO_BATCHES.values()
+        case_of(params["rounding"], "single", *MICRO_BATCHES[params["micro_batches"]])
+        for params in chosen(request, test_micro_batches_do_not_change_what_is_rounded)
     ]
     return run(1, [*whole, *firsts, *others])
 
@@ -75,6 +80,34 @@ def on_two(
         )
     )
     return run(2, [*whole, *(second_of(alone, case) for case in second)])
+
+
+@pytest.fixture(scope="module")
+def on_three(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
+    """Runs on three ranks of the selected tests."""
+    selected = chosen(request, test_three_ranks_round_as_one_does)
+    return run(3, [case_of(params["rounding"], "ddp") for params in selected])
+
+
+@pytest.fixture(scope="module")
+def mixed(run: Run) -> dict[Case, Outcome]:
+    """Runs on two ranks in mixed precision."""
+    return run(2, [mixed_case(name, s) for name in OF_MIXED for s in ("ddp", "fsdp")])
+
+
+@pytest.fixture(scope="module")
+def continued(run: Run, alone: dict[Case, Outcome]) -> dict[Case, Outcome]:
+    """Second sessions on one rank, one of which begins to round."""
+    same = [second_of(alone, case_of(rounding)) for rounding in ROUNDINGS]
+    return run(1, [*same, begins_to_round(alone)])
+
+
+def mixed_case(rounding: str, strategy: str) -> Case:
+    return case_of(rounding, strategy, precision="bf16-mixed")
+
+
+def begins_to_round(alone: dict[Case, Outcome]) -> Case:
+    return case_of("int4 and int8", start=alone[case_of(None, stop_after=CUT)].out_dir)
 
 
 def second_of(firsts: dict[Case, Outcome], case: Case) -> Case:
@@ -104,15 +137,16 @@ def test_two_ranks_round_as_one_does(
     assert_same(on_two[case_of(rounding, strategy)], alone[case_of(rounding)], rounding)
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_three_ranks_round_as_one_does(run: Run, alone: dict[Case, Outcome], rounding: str) -> None:
+@each_often
+def test_three_ranks_round_as_one_does(
+    on_three: dict[Case, Outcome], alone: dict[Case, Outcome], rounding: str
+) -> None:
     """Each rank multiplies its loss by 3: other than by 2, that changes how numbers are rounded."""
-    case = case_of(rounding, "ddp")
-    assert_same(run(3, [case])[case], alone[case_of(rounding)], rounding)
+    assert_same(on_three[case_of(rounding, "ddp")], alone[case_of(rounding)], rounding)
 
 
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@each_often
 def test_micro_batches_do_not_change_what_is_rounded(
     alone: dict[Case, Outcome], rounding: str, micro_batches: str
 ) -> None:
@@ -130,19 +164,19 @@ def test_a_rounded_model_continues_under_another_strategy(
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_rounded_model_continues_on_the_same_layout_to_the_bit(
-    run: Run, alone: dict[Case, Outcome], rounding: str
+    continued: dict[Case, Outcome], alone: dict[Case, Outcome], rounding: str
 ) -> None:
-    case = second_of(alone, case_of(rounding))
-    second, expected = run(1, [case])[case], alone[case_of(rounding)]
+    second = continued[second_of(alone, case_of(rounding))]
+    expected = alone[case_of(rounding)]
     assert second.losses == expected.losses
     weights = expected.weights()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
 
 
-def test_a_run_may_begin_to_round_when_it_is_resumed(run: Run, alone: dict[Case, Outcome]) -> None:
-    first = case_of(None, stop_after=CUT)
-    case = case_of("int4 and int8", start=run(1, [first])[first].out_dir)
-    found, plain = run(1, [case])[case].losses, alone[case_of(None)].losses
+def test_a_run_may_begin_to_round_when_it_is_resumed(
+    continued: dict[Case, Outcome], alone: dict[Case, Outcome]
+) -> None:
+    found, plain = continued[begins_to_round(alone)].losses, alone[case_of(None)].losses
     assert found[:CUT] == plain[:CUT]
     assert found[CUT] != pytest.approx(plain[CUT], rel=1e-6)
     assert found == pytest.approx(plain, rel=0.1)
@@ -198,9 +232,9 @@ def test_a_result_is_evaluated_as_its_run_validated_it(
         assert base_result(base).qat is None
 
 
-@pytest.mark.parametrize("rounding", ["float8", "int4 and int8"])
-def test_in_mixed_precision_every_layout_rounds_float32_weights(run: Run, rounding: str) -> None:
-    cases = [case_of(rounding, s, precision="bf16-mixed") for s in ("ddp", "fsdp")]
-    found = run(2, cases)
-    ddp, fsdp = (found[case] for case in cases)
+@pytest.mark.parametrize("rounding", OF_MIXED)
+def test_in_mixed_precision_every_layout_rounds_float32_weights(
+    mixed: dict[Case, Outcome], rounding: str
+) -> None:
+    ddp, fsdp = (mixed[mixed_case(rounding, strategy)] for strategy in ("ddp", "fsdp"))
     assert fsdp.losses == pytest.approx(ddp.losses, rel=1e-3)
