@@ -102,6 +102,12 @@ def on_two(
     return run(2, [*whole, *(second_of(alone, case) for case in second)])
 
 
+@pytest.fixture(scope="module")
+def continued(run: Run, alone: dict[Case, Outcome]) -> dict[Case, Outcome]:
+    """Second sessions on one rank."""
+    return run(1, [second_of(alone, case_of(part, "single")) for part in PARTS])
+
+
 def second_of(firsts: dict[Case, Outcome], case: Case) -> Case:
     first = next(
         one for one in firsts if one.stop_after is not None and one.changes == case.changes
@@ -163,10 +169,10 @@ def test_a_part_continues_under_another_strategy(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_continues_on_the_same_layout_to_the_bit(
-    run: Run, alone: dict[Case, Outcome], part: str
+    continued: dict[Case, Outcome], alone: dict[Case, Outcome], part: str
 ) -> None:
-    case = second_of(alone, case_of(part, "single"))
-    second, expected = run(1, [case])[case], alone[case_of(part, "single")]
+    second = continued[second_of(alone, case_of(part, "single"))]
+    expected = alone[case_of(part, "single")]
     assert second.losses == expected.losses
     weights = expected.weights()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in second.weights().items())
