@@ -17,7 +17,7 @@ from launchers import slurm, torchrun
 from local_tasks import ALL, write_tasks
 from on_card import CARDS, OnCard, on_card
 from preloaded import Preloaded
-from rank_jobs import Outcome, needs_deepspeed, require_deepspeed
+from rank_jobs import Outcome, needs_deepspeed, repeated, require_deepspeed
 from runs import TIMEOUT_S
 from simulated_card.build import needs_card
 from simulated_card.counts import Counts
@@ -396,7 +396,7 @@ def test_validation_and_answers_are_those_of_a_cpu(machine: OnCard, place: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["card", "ddp", "fsdp", "zero"])
+@pytest.mark.parametrize("place", ["card", *repeated("ddp", "fsdp"), "zero"])
 def test_scores_of_tasks_are_those_of_a_cpu(machine: OnCard, tasks: Path, place: str) -> None:
     asked = ("--eval.tasks", f"[{tasks}]", "--eval.limit", "5")
     require_deepspeed(*PLACES[place])
