@@ -27,6 +27,7 @@ from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.recipe.devices import find_devices
+from ftkit.recipe.kernels import check_kernels_installed
 from ftkit.recipe.lora_layers import adapted_text, names_no_layers
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
@@ -34,9 +35,10 @@ from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_dict, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.peft_types import method_text
-from ftkit.recipe.plan import Plan, check_kernels_installed, check_loggers_installed, make_plan
+from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Recipe
+from ftkit.recipe.sections import check_loggers_installed
 from ftkit.redaction import REMOVED
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory

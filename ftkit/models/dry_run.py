@@ -18,7 +18,7 @@ from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.recipe.strategies import StrategyName
+from ftkit.recipe.facts import StrategyName
 
 # Different, so that shapes of one sequence do not fit the other by chance.
 _LENGTHS = (5, 3)

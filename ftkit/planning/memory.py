@@ -10,9 +10,10 @@ from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate, simulate_alone
+from ftkit.recipe.kernels import has_liger
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.optimizers import is_paged
-from ftkit.recipe.plan import Plan, has_liger
+from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Kernels, LoraRecipe
 from ftkit.strategies.optimizers import MuonWithAdamW
 from ftkit.strategies.state import bytes_per_number

@@ -53,8 +53,9 @@ from ftkit.objectives.reference import (
 )
 from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors, Stretch
+from ftkit.recipe.kernels import has_liger
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
-from ftkit.recipe.plan import Plan, has_liger
+from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.frozen import bytes_of, outline_frozen

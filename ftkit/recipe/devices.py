@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.recipe import AcceleratorKey
+from ftkit.recipe.recipe import AcceleratorKey, Recipe
 from ftkit.utils.accelerators.backends import (
     backend_environment,
     is_installed,
@@ -29,7 +29,13 @@ from ftkit.utils.accelerators.backends import (
     missing_text,
     unknown_text,
 )
-from ftkit.utils.accelerators.kinds import DEVICE_KINDS, USUAL_KIND, DeviceKind, device_kind
+from ftkit.utils.accelerators.kinds import (
+    DEVICE_KINDS,
+    HOST_KIND,
+    USUAL_KIND,
+    DeviceKind,
+    device_kind,
+)
 from ftkit.utils.hardware import hardware
 from ftkit.utils.imports import quick_imports
 from ftkit.utils.process import begin_as_child, own_program
@@ -175,6 +181,25 @@ def find_devices(
         float8_native=all(has_float8(gpu.capability) for gpu in taken),
         deepspeed=has_deepspeed(),
     )
+
+
+def ranks_of(recipe: Recipe, devices: Devices) -> tuple[int, int]:
+    """Return the number of ranks of a run on this machine, and that of machines.
+
+    Raises:
+        UserError: there are fewer devices.
+    """
+    count = devices.count if recipe.devices == "auto" else recipe.devices
+    # One process on CPUs: torch uses all of their cores in it.
+    if recipe.devices == "auto" and devices.accelerator == HOST_KIND:
+        count = 1
+    if devices.accelerator != HOST_KIND and count > devices.count:
+        noun = device_kind(devices.accelerator).noun
+        raise UserError(
+            f"devices is {count}, but this machine shows {devices.count} {noun}(s). "
+            f"Try --devices {devices.count} or --accelerator cpu."
+        )
+    return count, 1 if recipe.num_nodes == "auto" else recipe.num_nodes
 
 
 def has_float8(capability: Capability) -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.recipe import Component, Recipe
-from ftkit.utils.accelerators.kinds import DeviceKind
+from ftkit.recipe.facts import Facts
+from ftkit.recipe.recipe import Component
 
 TORCH, BITSANDBYTES = "torch.optim", "bitsandbytes.optim"
 TORCHAO, DEEPSPEED = "torchao.optim", "deepspeed.ops.adam"
@@ -140,19 +140,12 @@ def is_paged(optimizer: Component) -> bool:
     return name.startswith("Paged") or optimizer["init_args"].get("is_paged") is True
 
 
-def check_optimizer(recipe: Recipe, kind: DeviceKind, strategy: str, shares: str) -> None:
-    """Refuse an optimizer that cannot fine-tune, or not on a kind of device or under a strategy.
-
-    Args:
-        recipe: that names it.
-        kind: of the devices.
-        strategy: that the plan has.
-        shares: what a rank has of a parameter, for messages; empty: all of it.
-
-    Raises:
-        UserError: names an optimizer or a strategy that works.
-    """
+def check_optimizer(facts: Facts) -> list[str]:
+    """Refuse an optimizer that cannot fine-tune, or not on a kind of device or under a strategy."""
+    recipe, kind, strategy = facts.recipe, facts.kind, facts.strategy.name
     class_path = recipe.optimizer["class_path"]
+    if not facts.trains:
+        return []
     traits = OPTIMIZERS.get(class_path, OptimizerTraits())
     if traits.unusable:
         raise UserError(f"optimizer is {class_path}, {traits.unusable}.")
@@ -172,14 +165,15 @@ def check_optimizer(recipe: Recipe, kind: DeviceKind, strategy: str, shares: str
         )
     able = strategies_of(class_path)
     if strategy not in able:
-        why = f"which {traits.whole}, but {shares}"
+        why = f"which {traits.whole}, but {facts.strategy.shares}"
         if not traits.whole:
             why = "but DeepSpeed keeps its own optimizer state, for slices of parameters"
         if class_path.startswith(f"{DEEPSPEED}."):
             why = f"but the strategy is {strategy}"
         raise refused(class_path, strategy, why, able)
     if class_path.startswith(f"{TORCHAO}."):
-        _check_torchao(recipe, strategy)
+        _check_torchao(facts)
+    return []
 
 
 def refused(class_path: str, strategy: str, why: str, able: tuple[str, ...]) -> UserError:
@@ -199,7 +193,16 @@ def refused(class_path: str, strategy: str, why: str, able: tuple[str, ...]) -> 
     )
 
 
-def _check_torchao(recipe: Recipe, strategy: str) -> None:
+def check_optimizer_bits(facts: Facts) -> list[str]:
+    """Refuse state of 4 or 8 bits where a kind of device has no such numbers."""
+    class_path = facts.recipe.optimizer["class_path"]
+    if class_path.startswith((f"{BITSANDBYTES}.", f"{TORCHAO}.")):
+        facts.require_few_bits("optimizer", class_path, "AdamW")
+    return []
+
+
+def _check_torchao(facts: Facts) -> None:
+    recipe, strategy = facts.recipe, facts.strategy.name
     optimizer, arguments = recipe.optimizer["class_path"], recipe.optimizer["init_args"]
     if importlib.util.find_spec("torchao") is None:
         raise UserError(

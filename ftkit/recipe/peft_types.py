@@ -6,13 +6,22 @@ Keys and defaults are those of PEFT's configurations. PEFT's own layers compute 
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.facts import Facts
 from ftkit.recipe.lora_layers import NAMED_LAYERS
-from ftkit.recipe.recipe import Component, Lora, LoraRecipe
+from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.recipe import (
+    ALL_LINEAR,
+    LAYER_SWITCHES,
+    PEFT_DEFAULT,
+    Component,
+    Lora,
+    LoraRecipe,
+)
 from ftkit.recipe.recipe_keys import accepted_types, describe
 from ftkit.utils.names import nearest, unknown_option
 
@@ -107,6 +116,53 @@ class AdapterType:
     """Whether PEFT's layers take a quantised base layer."""
     of_training: tuple[str, ...] = ()
     """Options that the computed function does not depend on."""
+    refuse: Callable[[LoraRecipe], None] | None = None
+    """Refuses, by a UserError, settings of a recipe that exclude each other; None: there are none
+    of its own."""
+
+
+def _refuse_of_lora(recipe: LoraRecipe) -> None:
+    """Refuse settings of LoRA that exclude each other."""
+    if recipe.lora_r < 1:
+        raise UserError(f"lora_r is {recipe.lora_r}, but must be at least 1. Try --lora_r 8.")
+    if recipe.lora_variant == "dora" and recipe.lora_init != "default":
+        raise UserError(
+            f"lora_init is {recipe.lora_init}, but lora_variant dora starts from the lengths of "
+            "the base model's own rows. Try --lora_init default."
+        )
+    if recipe.lora_init == "loftq":
+        _check_loftq(recipe)
+    if recipe.lora_experts:
+        _check_experts(recipe)
+
+
+def _check_loftq(recipe: LoraRecipe) -> None:
+    """Refuse LoftQ where nothing is quantised, or the model below the adapter is compared with."""
+    if recipe.quantize in (None, "stored"):
+        raise UserError(
+            "lora_init is loftq, which begins with what quantisation has changed in the weights, "
+            f"but quantize is {recipe.quantize or 'not set'}. Try --quantize bnb.nf4."
+        )
+    if objective_rules(recipe.objective).needs_reference and recipe.reference is None:
+        raise UserError(
+            f"lora_init is loftq, but objective is {recipe.objective['class_path']}, which "
+            "compares with the model below the adapter, and loftq does not begin at that. Try "
+            "--lora_init default."
+        )
+
+
+def _check_experts(recipe: LoraRecipe) -> None:
+    """Refuse settings that PEFT does not have for adapters of experts."""
+    for key, value, known in (
+        ("lora_dropout", f"{recipe.lora_dropout:g}", ["0"]),
+        ("lora_variant", recipe.lora_variant, ["lora", "rslora"]),
+        ("lora_init", recipe.lora_init, ["default"]),
+    ):
+        if value not in known:
+            raise UserError(
+                f"{key} is {value}, but lora_experts is true, and a PEFT adapter of experts only "
+                f"supports {' and '.join(known)}. Try --{key} {known[0]}, or --lora_experts false."
+            )
 
 
 PEFT_TYPES = {
@@ -115,6 +171,7 @@ PEFT_TYPES = {
         summary="low-rank matrices, by the keys lora_*",
         options=LoraOptions,
         parameters=("lora_",),
+        refuse=_refuse_of_lora,
     ),
     "vera": AdapterType(
         title="VeRA",
@@ -253,15 +310,52 @@ def _is_of(kind: Any, value: Any) -> bool:
 
 
 def check_peft(recipe: LoraRecipe) -> None:
-    """Refuse settings that a recipe's type of adapter does not have.
+    """Refuse settings that adapters, or a recipe's type of them, do not have.
 
     Raises:
         UserError: names the key.
     """
     kind, name = peft_type(recipe), peft_name(recipe)
     peft_options(recipe.peft)
-    if name == LORA:
+    if name != LORA:
+        _check_no_lora(recipe)
+        check_packed(recipe)
+    for key, pattern in (("only", recipe.train.only), ("freeze", recipe.train.freeze)):
+        if pattern is not None:
+            raise UserError(
+                f"train.{key} is {pattern!r}, but LoRA freezes the whole base model. Choose the "
+                "layers that it adapts with --lora_targets, train a part of the model itself with "
+                f"ftkit finetune_full, or remove it with --train.{key} null."
+            )
+    if recipe.lora_targets == PEFT_DEFAULT and name != LORA:
+        raise UserError(
+            f"lora_targets is {PEFT_DEFAULT}, which names layers for LoRA, but peft is {name}. Try "
+            f"--lora_targets {ALL_LINEAR}."
+        )
+    if recipe.added_tokens and recipe.lora_targets is None and recipe.lora_head:
+        raise UserError(
+            "lora_head is true, but data.add_tokens trains the head itself, with rows for the new "
+            "tokens. Try --lora_head false."
+        )
+    if kind.refuse is not None:
+        kind.refuse(recipe)
+    if recipe.lora_experts:
         return
+    if recipe.lora_targets is not None:
+        if not recipe.lora_targets:
+            raise UserError(
+                "lora_targets is empty: no layer is adapted. Try --lora_targets '[q_proj, v_proj]'."
+            )
+        return
+    if not any(getattr(recipe, layer) for layer in LAYER_SWITCHES):
+        raise UserError(
+            "No layer is adapted: every one of lora_query, lora_key, lora_value, lora_projection, "
+            "lora_mlp and lora_head is false. Try --lora_query true --lora_value true."
+        )
+
+
+def _check_no_lora(recipe: LoraRecipe) -> None:
+    """Refuse keys of LoRA alone with another type."""
     defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
     # A default counts as not set, because the recipe does not know which keys were given.
     given = {
@@ -271,13 +365,23 @@ def check_peft(recipe: LoraRecipe) -> None:
     }
     if given:
         shown = ", ".join(f"{key} is {value}" for key, value in given.items())
+        kind, name = peft_type(recipe), peft_name(recipe)
         of_type = ", ".join(f"peft.{field.name}" for field in dataclasses.fields(kind.options))
         raise UserError(
             f"{shown}, but peft is {name}, which has keys of its own: {of_type}. Try "
             + " ".join(f"--{key} null" for key in given)
             + "."
         )
-    check_packed(recipe)
+
+
+def check_targets(facts: Facts) -> list[str]:
+    """Return notices about layer switches that lora_targets overrides."""
+    recipe = facts.recipe
+    if not isinstance(recipe, LoraRecipe) or recipe.lora_targets is None:
+        return []
+    defaults = {field.name: field.default for field in dataclasses.fields(recipe)}
+    ignored = [key for key in LAYER_SWITCHES if getattr(recipe, key) != defaults[key]]
+    return [f"lora_targets chooses the layers: {', '.join(ignored)} has no effect."] * bool(ignored)
 
 
 def check_packed(lora: Lora) -> None:
@@ -292,6 +396,14 @@ def check_packed(lora: Lora) -> None:
             "have the shape of the base layer's weight, which is packed. Try --quantize null, or "
             "--peft vera."
         )
+
+
+def check_quantize(facts: Facts) -> list[str]:
+    """Refuse a quantised base model on devices without such numbers."""
+    quantize = facts.recipe.quantize if isinstance(facts.recipe, LoraRecipe) else None
+    if quantize is not None:
+        facts.require_few_bits("quantize", quantize, "null")
+    return []
 
 
 def is_adapter(name: str) -> bool:

@@ -1,20 +1,14 @@
 """Strategies without torch: names, options, rules, and the choice of strategy and precision."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast, get_args, get_type_hints
+from typing import Literal, cast, get_args, get_type_hints
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices, has_deepspeed
+from ftkit.recipe.facts import Facts, NoOptions, StrategyName, StrategyRules
 from ftkit.recipe.optimizers import strategies_of
 from ftkit.recipe.recipe import LoraRecipe, Precision, Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, device_kind
-
-StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoOptions:
-    """Options of strategies that take none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,59 +43,6 @@ class DeepSpeedOptions:
 
 
 StrategyOptions = NoOptions | FsdpOptions | DeepSpeedOptions
-
-
-class StrategyRules:
-    """Rules of a strategy, known before torch is loaded; the base class shards nothing."""
-
-    name: ClassVar[StrategyName]
-    class_path: ClassVar[str]
-    """Module and class that runs it: imported only where it is used, because it needs torch."""
-    options: ClassVar[type[StrategyOptions]] = NoOptions
-    """Its options, which are the keys below `strategy`."""
-    connects_ranks: ClassVar[bool] = True
-    """Whether ranks communicate."""
-    scales_loss: ClassVar[bool] = True
-    """Whether it trains in 16-mixed, where small gradients need a loss scale."""
-    keeps_masters: ClassVar[bool] = False
-    """Whether it updates float32 copies beside weights of 16 bits, in mixed precision too."""
-    trains_8bit_base: ClassVar[bool] = True
-    """Whether it trains with quantize: bnb.int8."""
-    compiles: ClassVar[bool] = True
-    """Whether blocks may be compiled."""
-    shares: ClassVar[str] = ""
-    """Why an update does not see whole parameters, in words; empty: it does."""
-
-    def sharding(self, options: Any) -> str:
-        """Return which state is sharded over the ranks, in words."""
-        return "nothing"
-
-    def offloads(self, options: Any) -> bool:
-        """Return whether optimizer state is kept in host memory."""
-        return False
-
-    def shards(self, options: Any, devices: int, num_nodes: int) -> int:
-        """Number of ranks over which the parameters of one model are sharded.
-
-        Raises:
-            UserError: this sharding needs other numbers of devices or nodes.
-        """
-        return 1
-
-    def needs_all_gradients(self, options: Any) -> str:
-        """Return why an update needs all gradients, and an alternative; empty: it does not."""
-        return ""
-
-    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
-        """Refuse what the strategy cannot run, with what to use instead."""
-        _check_8bit_base(self, recipe)
-
-    def check_installed(self) -> None:
-        """Refuse a strategy whose library is missing."""
-
-    def environment(self, accelerator: str) -> dict[str, str]:
-        """Variables that a rank needs before its first import."""
-        return {}
 
 
 class SingleRules(StrategyRules):
@@ -140,32 +81,30 @@ class FsdpRules(StrategyRules):
         return options.cpu_offload
 
     def shards(self, options: FsdpOptions, devices: int, num_nodes: int) -> int:
-        if options.sharding != "HYBRID_SHARD":
-            return devices * num_nodes
-        # On one node it is FULL_SHARD, and with one device for each node it is DDP.
-        if min(devices, num_nodes) == 1:
-            raise UserError(
-                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
-                f"but devices is {devices} and num_nodes is {num_nodes}: both must be at least 2. "
-                "Try --strategy.sharding FULL_SHARD."
-            )
-        return devices
+        return devices if options.sharding == "HYBRID_SHARD" else devices * num_nodes
 
     def needs_all_gradients(self, options: FsdpOptions) -> str:
         if not options.cpu_offload:
             return ""
         return "keeps all gradients in host memory. Try --strategy.cpu_offload false"
 
-    def check(self, recipe: Recipe, precision: Precision, devices: Devices) -> None:
-        if precision == "16-mixed":
-            other = "bf16-mixed" if devices.bf16_native else "32-true"
-            able = strategies_of(recipe.optimizer["class_path"])
-            suits = devices.deepspeed and "deepspeed" in able
+    def refuse(self, facts: Facts) -> None:
+        if facts.precision == "16-mixed":
+            other = "bf16-mixed" if facts.devices.bf16_native else "32-true"
+            able = strategies_of(facts.recipe.optimizer["class_path"])
+            suits = facts.devices.deepspeed and "deepspeed" in able
             raise UserError(
                 "precision is 16-mixed, but fsdp has no loss scaling in ftkit. Try --precision "
                 f"{other}, or --strategy {'deepspeed' if suits else 'ddp'}."
             )
-        super().check(recipe, precision, devices)
+        # On one node it is FULL_SHARD, and with one device for each node it is DDP.
+        is_hybrid = facts.options.sharding == "HYBRID_SHARD"
+        if is_hybrid and min(facts.ranks_here, facts.num_nodes) == 1:
+            raise UserError(
+                "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
+                f"but devices is {facts.ranks_here} and num_nodes is {facts.num_nodes}: both must "
+                "be at least 2. Try --strategy.sharding FULL_SHARD."
+            )
 
 
 class DeepSpeedRules(StrategyRules):
@@ -176,7 +115,10 @@ class DeepSpeedRules(StrategyRules):
     options = DeepSpeedOptions
     keeps_masters = True
     trains_8bit_base = False
-    compiles = False  # it gathers the parameters of each layer in hooks inside a block
+    uncompiled = (
+        "gathers the parameters of each layer in the middle of a block. Try --strategy fsdp"
+    )
+    rounds = False
     shares = "DeepSpeed updates slices of them, which have no shape"
 
     def sharding(self, options: DeepSpeedOptions) -> str:
@@ -220,13 +162,42 @@ RULES: dict[str, StrategyRules] = {
 STRATEGIES = ("auto", *RULES)
 
 
-def _check_8bit_base(rules: StrategyRules, recipe: Recipe) -> None:
-    quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
-    if quantize == "bnb.int8" and not rules.trains_8bit_base:
+def check_strategy(facts: Facts) -> list[str]:
+    """Refuse a strategy that a kind of device, or what it shards, does not allow."""
+    strategy, kind = facts.strategy, facts.kind
+    if kind.strategies == ("single",) and facts.world_size > 1:
+        nodes = facts.num_nodes
+        machines = f" and num_nodes is {nodes}" if nodes > 1 else ""
+        one = " --num_nodes 1" if nodes > 1 else ""
         raise UserError(
-            f"quantize is bnb.int8, but {rules.name} shards the base model and only supports the "
-            "4-bit kinds. Try --strategy ddp, or for a new run --quantize bnb.nf4-dq."
+            f"devices is {facts.ranks_here}{machines}, but accelerator is {kind.name}, of which "
+            f"ftkit only uses one {kind.noun} in a run. Try --devices 1{one}, or --accelerator cpu."
         )
+    if strategy.name not in kind.strategies:
+        known = " or ".join(kind.strategies)
+        advice = f"--strategy {kind.strategies[-1]}"
+        if kind.strategies == ("single",):
+            advice = "--devices 1 --strategy single"
+        raise UserError(
+            f"strategy is {strategy.name}, but accelerator is {kind.name}, which only supports "
+            f"{known}. Try {advice}, or --accelerator cpu."
+        )
+    notices = []
+    if not kind.tried:
+        said = "ftkit has not been tested on such devices"
+        if kind.rehearsed_on:
+            said = f"ftkit was rehearsed on {kind.rehearsed_on}, and no {kind.noun} has run it yet"
+        notices.append(f"accelerator is {kind.name}: {said}.")
+        if facts.trains and (left_out := kind.unpredicted_memory):
+            notices.append(f"Memory of a {kind.noun} is predicted without {left_out}.")
+    strategy.refuse(facts)
+    quantize = facts.recipe.quantize if isinstance(facts.recipe, LoraRecipe) else None
+    if quantize == "bnb.int8" and not strategy.trains_8bit_base:
+        raise UserError(
+            f"quantize is bnb.int8, but {strategy.name} shards the base model and only supports "
+            "the 4-bit kinds. Try --strategy ddp, or for a new run --quantize bnb.nf4-dq."
+        )
+    return notices
 
 
 def resolve_strategy(
@@ -332,12 +303,14 @@ def _options(recipe: Recipe, strategy: StrategyName) -> StrategyOptions:
     return options_class(**given)
 
 
-def untrainable_float16(strategy: StrategyName, devices: Devices) -> UserError:
-    """The error for 16-true, in which training diverges, with what to use instead."""
-    better = "bf16-true"
-    if not devices.bf16_native:
-        better = "16-mixed" if RULES[strategy].scales_loss else "32-true"
-    return UserError(
-        f"precision is 16-true, but {strategy} would update weights in float16, in which small "
-        f"gradients and AdamW's second moments become zero. Try --precision {better}."
-    )
+def check_float16(facts: Facts) -> list[str]:
+    """Refuse 16-true, in which training diverges, with what to use instead."""
+    strategy, native = facts.strategy, facts.devices.bf16_native
+    if facts.trains and facts.precision == "16-true" and not strategy.keeps_masters:
+        better = "bf16-true" if native else "16-mixed" if strategy.scales_loss else "32-true"
+        raise UserError(
+            f"precision is 16-true, but {strategy.name} would update weights in float16, in which "
+            "small gradients and AdamW's second moments become zero. Try --precision "
+            f"{better}."
+        )
+    return []

@@ -72,8 +72,9 @@ from ftkit.objectives.objective import (
 from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.peft_types import method_text
-from ftkit.recipe.plan import Plan, check_validations
+from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe
+from ftkit.recipe.sections import check_validations
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.recipe.plan import LIGER
+from ftkit.recipe.kernels import LIGER
 
 MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800)]

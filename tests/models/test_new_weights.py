@@ -13,7 +13,7 @@ from transformers_models import make_transformers_model
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.plan import check_ranges
+from ftkit.recipe.sections import check_ranges
 
 
 def drawn(base: BaseModel, seed: int) -> dict[str, torch.Tensor]:

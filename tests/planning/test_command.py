@@ -332,7 +332,7 @@ def test_a_recipe_that_cannot_run_here_is_refused_with_how_to_plan_it_elsewhere(
 ) -> None:
     monkeypatch.setattr("ftkit.recipe.devices._asked_once", lambda: Cuda(torch="2", error="none"))
     words = [MODEL, "--train.max_seq_length", "64", *keys]
-    monkeypatch.setattr("ftkit.recipe.plan.has_liger", lambda: True)
+    monkeypatch.setattr("ftkit.recipe.kernels.has_liger", lambda: True)
     with pytest.raises(UserError, match=r"(?s)CUDA|cuda.*--gpu a100-80gb"):
         run(["plan", *words])
     assert run(["plan", *words, "--gpu", "80GiB"]) == 0

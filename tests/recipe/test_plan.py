@@ -12,10 +12,12 @@ from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.kernels import LIGER, check_kernels_installed
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.plan import LIGER, Plan, check_kernels_installed, check_validations, make_plan
+from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Eval, Method, Recipe
 from ftkit.recipe.recipe_keys import accepted_types, key_types
+from ftkit.recipe.sections import check_validations
 from ftkit.recipe.strategies import DeepSpeedOptions
 
 CPU = Devices(accelerator="cpu", count=8)
@@ -718,8 +720,8 @@ def test_kernels_that_are_missing_or_unknown_are_refused(
             raise metadata.PackageNotFoundError
         return version
 
-    monkeypatch.setattr("ftkit.recipe.plan.metadata.version", installed)
-    monkeypatch.setattr("ftkit.recipe.plan.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("ftkit.recipe.kernels.metadata.version", installed)
+    monkeypatch.setattr("ftkit.recipe.kernels.importlib.util.find_spec", lambda _: None)
     install = f"pip install '{LIGER}', or --kernels torch"
     with pytest.raises(UserError, match=key_words(f"{said} ... {install}")):
         check_kernels_installed("liger", "cuda", compiles=False)

@@ -18,9 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.plan import check_loggers_installed
 from ftkit.recipe.plugin import using
 from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.sections import check_loggers_installed
 from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers, own_loggers
 
 

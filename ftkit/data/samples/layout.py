@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.samples.shapes import FixedShapes
-from ftkit.recipe.plan import Plan, count_micro_steps
+from ftkit.recipe.batches import count_micro_steps
+from ftkit.recipe.plan import Plan
 
 IntArray = npt.NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from rank_jobs import (
     make_run,
 )
 
-from ftkit.recipe.strategies import StrategyName
+from ftkit.recipe.facts import StrategyName
 
 pytestmark = pytest.mark.slow
 

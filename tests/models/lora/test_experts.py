@@ -23,7 +23,7 @@ from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter, taken_for_experts
 from ftkit.models.lora.experts import expert_pairs
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.recipe.plan import check_ranges
+from ftkit.recipe.sections import check_ranges
 
 MODELS = ["mixtral", "qwen3_moe", "gpt_oss", "olmoe"]
 RANK, EXPERTS = 3, 4

@@ -1,0 +1,314 @@
+"""Rules of sections of a recipe: ranges of values, and settings that exclude each other."""
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterable
+
+from ftkit.errors import UserError
+from ftkit.recipe.facts import Facts
+from ftkit.recipe.objectives import model_beside, objective_rules
+from ftkit.recipe.peft_types import check_peft
+from ftkit.recipe.recipe import LOGGER_PACKAGES, Eval, LoggerName, LoraRecipe, Recipe
+from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.console.formatting import parse_duration
+from ftkit.utils.remote.urls import display_path, url_of
+
+
+def check_ranges(recipe: Recipe) -> None:
+    """Refuse values out of their ranges, with a value that works."""
+    train, evaluation = recipe.train, recipe.eval
+    for key, value, least in (
+        ("train.global_batch_size", train.global_batch_size, 1),
+        ("train.global_batch_tokens", train.global_batch_tokens, 1),
+        ("train.micro_batch_size", train.micro_batch_size, 1),
+        ("train.micro_batch_tokens", train.micro_batch_tokens, 1),
+        ("train.epochs", train.epochs, 1),
+        ("train.max_steps", train.max_steps, 1),
+        ("train.max_seq_length", train.max_seq_length, 2),
+        ("train.lr_warmup_steps", train.lr_warmup_steps, 0),
+        ("train.save_interval", train.save_interval, 1),
+        ("train.log_interval", train.log_interval, 1),
+        ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
+        *_intervals(recipe.checkpoint.keep_every),
+        ("checkpoint.max_staged_bytes", recipe.checkpoint.max_staged_bytes, 2**20),
+        ("qat.group_size", recipe.qat.group_size, 2),
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
+        ("memory.activation_checkpointing", recipe.memory.activation_checkpointing or 1, 1),
+        ("eval.interval", evaluation.interval, 0),
+        ("eval.patience", evaluation.patience, 1),
+        ("eval.max_iters", evaluation.max_iters, 1),
+        ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
+        *((f"eval.{name}", records, 0) for name, records in evaluation.metrics.items()),
+        ("eval.limit", evaluation.limit, 1),
+        ("eval.num_fewshot", evaluation.num_fewshot, 0),
+        ("eval.evaluate_example", evaluation.evaluate_example, 0),
+        ("devices", recipe.devices, 1),
+        ("num_nodes", recipe.num_nodes, 1),
+        ("seed", recipe.seed, 0),
+    ):
+        if isinstance(value, int) and value < least:
+            raise UserError(f"{key} is {value}, but must be at least {least}. Try --{key} {least}.")
+    _check_numbers(recipe)
+    if recipe.checkpoint.save_every not in (None, "auto"):
+        parse_duration(recipe.checkpoint.save_every)
+    parse_duration(recipe.checkpoint.time_between_losses, "checkpoint.time_between_losses")
+    if recipe.seed >= 2**63:
+        raise UserError(f"seed is {recipe.seed}, but must be below 2**63. Try --seed 1337.")
+    rate = recipe.optimizer["init_args"].get("lr")
+    if rate is not None and (not isinstance(rate, int | float) or not 0 <= rate < math.inf):
+        raise UserError(
+            f"optimizer.lr is {rate!r}, but must be a number of at least 0. "
+            "Try --optimizer.lr 2e-4."
+        )
+    if train.epochs is None and train.max_steps is None:
+        raise UserError(
+            "train.epochs and train.max_steps are both empty: how long to train? "
+            "Try --train.epochs 1."
+        )
+    if train.max_tokens is not None:
+        raise UserError(
+            f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
+            "Try --train.max_tokens null --train.max_steps 100."
+        )
+    is_validated = evaluation.interval or evaluation.interval_epochs
+    if evaluation.patience is not None and not is_validated:
+        raise UserError(
+            f"eval.patience is {evaluation.patience}, but eval.interval is 0: there is no "
+            "validation during training. Try --eval.interval 100, or --eval.patience null."
+        )
+    if recipe.checkpoint.result == "best" and not recipe.checkpoint.save:
+        raise UserError(
+            "checkpoint.result is best, but checkpoint.save is false: no checkpoint is kept. "
+            "Try --checkpoint.save true, or --checkpoint.result last."
+        )
+    for name, records in evaluation.metrics.items():
+        # Exact match ends an answer with its first mistake.
+        if name != "exact_match" and records and not evaluation.max_new_tokens:
+            raise UserError(
+                f"eval.{name} is {records}, but eval.max_new_tokens is "
+                f"{'empty' if evaluation.max_new_tokens is None else 0}: how long may answers be? "
+                "Try --eval.max_new_tokens 100."
+            )
+    example = evaluation.evaluate_example
+    if isinstance(example, str) and example not in ("first", "random"):
+        raise UserError(
+            f'eval.evaluate_example is {example!r}, but must be "first", "random" or the index of '
+            "a validation record. Try --eval.evaluate_example first."
+        )
+    if recipe.train.from_scratch:
+        _check_from_scratch(recipe)
+    if isinstance(recipe, LoraRecipe):
+        check_peft(recipe)
+
+
+def _check_from_scratch(recipe: Recipe) -> None:
+    """Refuse settings for which the weights of the base model are needed."""
+    train, rules = recipe.train, objective_rules(recipe.objective)
+    why = None
+    if isinstance(recipe, LoraRecipe):
+        why = "an adapter is trained beside given weights. Try ftkit finetune_full, or"
+    elif train.trains_part:
+        key = "only" if train.only is not None else "freeze"
+        why = f"train.{key} keeps given weights as they are. Try --train.{key} null, or"
+    elif rules.scores or (rules.needs_reference and recipe.reference is None):
+        name = recipe.objective["class_path"]
+        why = f"objective {name} begins at a language model. Try --objective sft, or"
+    if why is not None:
+        raise UserError(f"train.from_scratch is true, but {why} --train.from_scratch false.")
+
+
+def _check_numbers(recipe: Recipe) -> None:
+    """Refuse numbers out of their ranges; NaN is in none."""
+    train = recipe.train
+    ranges: list[tuple[str, float | None, Callable[[float], bool], str, str]] = [
+        ("train.max_time", train.max_time, _above_0, "be above 0", "null for no limit"),
+        ("train.max_norm", train.max_norm, _above_0, "be above 0", "null for no limit"),
+        ("train.min_lr", train.min_lr, _at_least_0, "be a number of at least 0", "0"),
+        (
+            "train.lr_decay_fraction",
+            train.lr_decay_fraction,
+            lambda x: 0 < x <= 1,
+            "be above 0 and at most 1",
+            "0.1",
+        ),
+        ("train.label_smoothing", train.label_smoothing, _share, "lie in [0, 1)", "0.1"),
+        (
+            "train.neftune_noise_alpha",
+            train.neftune_noise_alpha,
+            lambda x: 0 < x < math.inf,
+            "be above 0",
+            "5, or null for no noise",
+        ),
+        (
+            "train.ema_decay",
+            train.ema_decay,
+            lambda x: 0 < x < 1,
+            "lie between 0 and 1",
+            "0.999, or null for no average",
+        ),
+        (
+            "train.lr_warmup_fraction",
+            train.lr_warmup_fraction,
+            lambda x: 0 <= x <= 1,
+            "lie between 0 and 1",
+            "0.1",
+        ),
+        (
+            "train.lr_warmup_run_fraction",
+            train.lr_warmup_run_fraction,
+            lambda x: 0 <= x <= 1,
+            "lie between 0 and 1",
+            "0.1",
+        ),
+        *(
+            (key, share, lambda x: 0 < x < math.inf, "be above 0", "0.25")
+            for key, share in (
+                ("train.save_interval_epochs", train.save_interval_epochs),
+                ("eval.interval_epochs", recipe.eval.interval_epochs),
+            )
+        ),
+        (
+            "router_aux_loss_coef",
+            None if recipe.router_aux_loss_coef == "model" else recipe.router_aux_loss_coef,
+            _at_least_0,
+            "be finite and not negative",
+            "0.001",
+        ),
+    ]
+    if isinstance(recipe, LoraRecipe):
+        ranges += [
+            ("lora_alpha", recipe.lora_alpha, _above_0, "be above 0", "16"),
+            ("lora_dropout", recipe.lora_dropout, _share, "lie in [0, 1)", "0.05"),
+            (
+                "lora_plus_ratio",
+                recipe.lora_plus_ratio,
+                lambda x: 0 < x < math.inf,
+                "be above 0",
+                "16",
+            ),
+        ]
+    for key, value, is_in_range, rule, example in ranges:
+        if value is not None and not is_in_range(value):
+            raise UserError(f"{key} is {value:g}, but must {rule}. Try --{key} {example}.")
+
+
+def _above_0(number: float) -> bool:
+    return number > 0
+
+
+def _at_least_0(number: float) -> bool:
+    return 0 <= number < math.inf
+
+
+def _share(number: float) -> bool:
+    return 0 <= number < 1
+
+
+def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int | None, int]]:
+    """Numbers of `checkpoint.keep_every` with their minima."""
+    if not isinstance(keep_every, dict):
+        return [("checkpoint.keep_every", keep_every, 1)]
+    numbers = [number for pair in keep_every.items() for number in pair]
+    if not numbers or min(numbers) < 1:
+        raise UserError(
+            f"checkpoint.keep_every is {keep_every}, but must have steps and intervals of at least "
+            'one step. Try --checkpoint.keep_every "{1000: 100, 10000: 1000}".'
+        )
+    return []
+
+
+def check_best(facts: Facts) -> list[str]:
+    """Refuse result: best where not all machines could read the best checkpoint."""
+    recipe, nodes = facts.recipe, facts.num_nodes
+    if recipe.checkpoint.result == "best" and nodes > 1 and url_of(recipe.out_dir):
+        raise UserError(
+            f"checkpoint.result is best and out_dir is {display_path(recipe.out_dir)}: each of the "
+            f"{nodes} machines has shards of its own ranks there. Try --out_dir on a disk that all "
+            "of them share, or --checkpoint.result last."
+        )
+    return []
+
+
+def check_memory(facts: Facts) -> list[str]:
+    """Refuse settings that save memory where they cannot; notices where they have no effect."""
+    memory, notices = facts.recipe.memory, []
+    if facts.trains and memory.offload_activations:
+        if not memory.activation_checkpointing:
+            raise UserError(
+                "memory.offload_activations is true, but memory.activation_checkpointing is false: "
+                "it is the inputs kept by it that are offloaded. Try "
+                "--memory.activation_checkpointing true."
+            )
+        if facts.devices.accelerator == HOST_KIND:
+            notices.append("memory.offload_activations has no effect: this is host memory.")
+    if facts.trains and memory.shard_model_beside:
+        notices += _check_sharding_beside(facts)
+    return notices
+
+
+def _check_sharding_beside(facts: Facts) -> list[str]:
+    """Refuse a format that cannot be sharded; a notice where there is nothing more to shard."""
+    recipe, why = facts.recipe, ""
+    if model_beside(recipe) is None:
+        why = "no frozen model computes beside the trained one"
+    elif facts.world_size == 1:
+        why = "there is one rank"
+    elif facts.shards > 1:
+        why = f"{facts.strategy.name} shards that model as it does the trained one"
+    if why:  # not refused: a recipe may come from a machine where it had one
+        return [f"memory.shard_model_beside has no effect: {why}."]
+    if isinstance(recipe, LoraRecipe) and recipe.quantize == "bnb.int8":
+        raise UserError(
+            "memory.shard_model_beside is true, but quantize is bnb.int8: only the 4-bit kinds can "
+            "be sharded. Try --quantize bnb.nf4-dq, or --memory.shard_model_beside false."
+        )
+    return []
+
+
+def check_validations(
+    settings: Eval, interval: int, total_steps: int, *, takes_best: bool
+) -> list[str]:
+    """Check the validation settings against the length of the run; returns notices.
+
+    Args:
+        settings: section eval of the recipe.
+        interval: steps between validations; 0: there are none before the end.
+        total_steps: of the run.
+        takes_best: whether the result is the best checkpoint.
+
+    Raises:
+        UserError: the result is the best checkpoint, but none is validated.
+    """
+    patience = settings.patience
+    before_last = (total_steps - 1) // interval if interval else 0
+    if takes_best and not before_last and not settings.final_validation:
+        raise UserError(
+            f"checkpoint.result is best, but none of the {total_steps} steps is validated: "
+            f"there are {interval} steps between validations, and eval.final_validation is false. "
+            f"Try --eval.interval {max(1, total_steps // 4)}, or --checkpoint.result last."
+        )
+    if patience is None or before_last >= patience:
+        return []
+    notice = (
+        f"eval.patience {patience} cannot end this run of {total_steps} steps before its last one: "
+        f"there are {interval} steps between validations. "
+        f"Try --eval.interval {max(1, total_steps // (4 * patience))}."
+    )
+    return [notice]
+
+
+def check_loggers_installed(names: Iterable[LoggerName]) -> None:
+    """Refuse a run whose loggers are not installed.
+
+    Args:
+        names: loggers beside metrics.csv.
+
+    Raises:
+        UserError: names what to install.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"logger_name has {name}, but it is not installed. Try pip install "
+                f"{LOGGER_PACKAGES.get(name, name)}, or --logger_name csv."
+            )
