@@ -2,7 +2,7 @@
 
 Hsu et al. 2024, https://arxiv.org/abs/2410.10989. Private parts that are used here, as they are in
 Liger-Kernel 0.8.5: `liger_cross_entropy_kernel` with its arguments. Other versions than
-`ftkit.recipe.plan.LIGER` are refused.
+`ftkit.recipe.kernels.LIGER` are refused.
 """
 
 from collections.abc import Iterable

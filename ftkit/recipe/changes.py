@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import family_of
 from ftkit.recipe.parsing import to_dict
-from ftkit.recipe.peft_types import peft_options
-from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.peft_types import peft_options, peft_type
+from ftkit.recipe.recipe import LoraRecipe, Recipe
 
 Kind = Literal["fixed", "tunable", "hardware"]
 """Must stay equal; may change, with a notice; free."""
@@ -162,6 +162,9 @@ def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
     if saved.method != now.method:
         return [f"method {saved.method} -> {now.method}"], []
     before, after = dict(_values(saved)), dict(_values(now))
+    tunable: list[str] = []
+    if isinstance(now, LoraRecipe):
+        tunable = [f"peft.{option}" for option in peft_type(now).tunable]
     lines: dict[Kind, list[str]] = {"fixed": [], "tunable": [], "hardware": []}
     for key in {**before, **after}:  # in the order of the recipe
         old, new = before.get(key), after.get(key)
@@ -170,7 +173,7 @@ def recipe_changes(saved: Recipe, now: Recipe) -> tuple[list[str], list[str]]:
         is_of_other = head in ("objective", "peft") and before[head] != after[head]
         if old == new or (option and is_of_other):
             continue
-        kind = _kind(key)
+        kind = "tunable" if key in tunable else _kind(key)
         if key == "optimizer" and not carries_over(str(old), str(new)):
             kind = "fixed"
         lines[kind].append(f"{key} {_shown(old)} -> {_shown(new)}")
@@ -199,8 +202,6 @@ def _kind(key: str) -> Kind:
         return "fixed" if is_fixed else "hardware"
     if key.startswith("eval.sets."):
         return KIND_OF["eval.sets"]
-    if head == "peft" and rest.endswith("_dropout"):
-        return KIND_OF["lora_dropout"]
     return KIND_OF[head if head in ("optimizer", "objective", "peft") else key]
 
 

@@ -91,8 +91,8 @@ class StrategyRules:
     """Whether it trains in 16-mixed, where small gradients need a loss scale."""
     keeps_masters: ClassVar[bool] = False
     """Whether it updates float32 copies beside weights of 16 bits, in mixed precision too."""
-    trains_8bit_base: ClassVar[bool] = True
-    """Whether it trains with quantize: bnb.int8."""
+    shards_base: ClassVar[bool] = False
+    """Whether ranks share the weights of a frozen base model."""
     uncompiled: ClassVar[str] = ""
     """Why blocks may not be compiled, and an alternative; empty: they may."""
     rounds: ClassVar[bool] = True

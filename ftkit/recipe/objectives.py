@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -140,6 +141,24 @@ class BuiltInObjective(ObjectiveRules):
     """Module and class that make it: imported only where it is used, because it needs torch."""
     options: type[Any]
     """Its options, the keys below `objective`, which are the arguments of its class."""
+    above_0: tuple[str, ...] = ()
+    """Options that divide, or scale everything that is learned; other numbers may be 0."""
+    refuse: Callable[[Any], None] | None = None
+    """Refuses, by a UserError, options that exclude each other; None: none do."""
+
+
+def _refuse_of_dpo(options: DpoOptions) -> None:
+    noise = options.label_noise
+    if noise >= 0.5:
+        raise UserError(
+            f"objective.label_noise is {noise}, but must be below 0.5: otherwise most pairs would "
+            "be labelled the wrong way. Try --objective.label_noise 0.1."
+        )
+    if noise and options.loss not in ("conservative", "robust"):
+        raise UserError(
+            f"objective.label_noise is {noise}, but objective.loss is {options.loss}, which does "
+            "not use it. Try --objective.loss conservative."
+        )
 
 
 OBJECTIVES = {
@@ -163,6 +182,8 @@ OBJECTIVES = {
         summary="which of two answers is better, compared with a reference",
         class_path="ftkit.objectives.preference.Dpo",
         options=DpoOptions,
+        above_0=("beta",),
+        refuse=_refuse_of_dpo,
         preference="pairs",
         needs_reference=True,
     ),
@@ -176,12 +197,14 @@ OBJECTIVES = {
         summary="which of two answers is better, by a margin and without a reference",
         class_path="ftkit.objectives.preference.SimPo",
         options=SimPoOptions,
+        above_0=("beta",),
         preference="pairs",
     ),
     "kto": BuiltInObjective(
         summary="which answers are desirable, without another one to compare with",
         class_path="ftkit.objectives.kto.Kto",
         options=KtoOptions,
+        above_0=("beta",),
         preference="labels",
         needs_reference=True,
         observes_mismatched=True,
@@ -197,6 +220,7 @@ OBJECTIVES = {
         summary="how likely a teacher holds every token of answers",
         class_path="ftkit.objectives.distillation.Distill",
         options=DistillOptions,
+        above_0=("temperature",),
         needs_teacher=True,
     ),
 }
@@ -304,7 +328,8 @@ def objective_options(objective: Component) -> dict[str, Any]:
     if (own := own_class("objective", name)) is not None:
         own[1].check_options(given)
         return dict(given)
-    options = OBJECTIVES[name].options
+    row = OBJECTIVES[name]
+    options = row.options
     kinds = get_type_hints(options)
     for key, value in given.items():
         if key not in kinds:
@@ -320,8 +345,7 @@ def objective_options(objective: Component) -> dict[str, Any]:
             continue
         default = getattr(options(), key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # They divide, or scale everything that is learned.
-        least_excluded = key in ("beta", "temperature")
+        least_excluded = key in row.above_0
         is_in_range = is_number and (value > 0 if least_excluded else value >= 0)
         if not is_in_range or not math.isfinite(value):  # NaN is in no range
             rule = "a number above 0" if least_excluded else "a number of at least 0"
@@ -329,18 +353,10 @@ def objective_options(objective: Component) -> dict[str, Any]:
                 f"objective.{key} is {value!r}, but must be {rule}. "
                 f"Try --objective.{key} {default:g}."
             )
-    if given.get("label_noise", 0) >= 0.5:
-        raise UserError(
-            f"objective.label_noise is {given['label_noise']}, but must be below 0.5: otherwise "
-            "most pairs would be labelled the wrong way. Try --objective.label_noise 0.1."
-        )
-    noise, loss = given.get("label_noise", 0), given.get("loss", "sigmoid")
-    if noise and loss not in ("conservative", "robust"):
-        raise UserError(
-            f"objective.label_noise is {noise}, but objective.loss is {loss}, which does not use "
-            "it. Try --objective.loss conservative."
-        )
-    return dataclasses.asdict(options(**given))
+    made = options(**given)
+    if row.refuse is not None:
+        row.refuse(made)
+    return dataclasses.asdict(made)
 
 
 def _without_reference(recipe: Recipe) -> str:

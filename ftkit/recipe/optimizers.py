@@ -7,6 +7,7 @@ of a newer library, is tried before anything is loaded (`ftkit/strategies/optimi
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +17,6 @@ from ftkit.recipe.recipe import Component
 
 TORCH, BITSANDBYTES = "torch.optim", "bitsandbytes.optim"
 TORCHAO, DEEPSPEED = "torchao.optim", "deepspeed.ops.adam"
-PACKAGES = (TORCH, BITSANDBYTES, TORCHAO, DEEPSPEED)
-"""Packages whose optimizers a recipe may name."""
 MUON = f"{TORCH}.Muon"
 
 State = Literal["number", "numbers", "factors"]
@@ -36,12 +35,16 @@ class OptimizerTraits:
     """What it needs whole parameters for; empty: it does not need them."""
     gathered_by: tuple[str, ...] = ()
     """Strategies that shard and gather whole parameters for it."""
+    no_adapters: str = ""
+    """Why it cannot train adapters; empty: it can."""
+    needs_paging: bool = False
+    """Whether its paged state can only be allocated where the driver pages it."""
     unusable: str = ""
     """Why it cannot fine-tune, and what to use instead; empty: it can."""
 
 
 _ADAM = OptimizerTraits(family="Adam")
-_ADEMAMIX = OptimizerTraits(family="AdEMAMix", state="numbers")
+_ADEMAMIX = OptimizerTraits(family="AdEMAMix", state="numbers", needs_paging=True)
 _BY_NORMS = "scales its updates by the norms of whole parameters"
 _ADEMAMIX_32 = OptimizerTraits(
     unusable="for which bitsandbytes allocates half of its state. Try --optimizer "
@@ -67,7 +70,11 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
     f"{TORCH}.Adafactor": OptimizerTraits(
         state="factors", whole=f"has factors of rows and columns, and {_BY_NORMS}"
     ),
-    MUON: OptimizerTraits(whole="orthogonalises updates of whole matrices", gathered_by=("fsdp",)),
+    MUON: OptimizerTraits(
+        whole="orthogonalises updates of whole matrices",
+        gathered_by=("fsdp",),
+        no_adapters="LoRA trains two factors of each",
+    ),
     f"{TORCH}.LBFGS": OptimizerTraits(
         unusable="which computes the loss of a step several times. Try --optimizer AdamW"
     ),
@@ -111,97 +118,23 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
 
 _WITH_WHOLE = ("single", "ddp")
 """Strategies in which every rank has whole parameters."""
-_OF_PACKAGE = {
-    # DeepSpeed keeps state of its own, for slices of parameters.
-    BITSANDBYTES: (*_WITH_WHOLE, "fsdp"),
-    TORCHAO: (*_WITH_WHOLE, "fsdp"),
-    DEEPSPEED: ("deepspeed",),
-}
 
 
-def strategies_of(class_path: str) -> tuple[str, ...]:
-    """Strategies that run an optimizer; those that could, if it has no row."""
-    traits = OPTIMIZERS.get(class_path, OptimizerTraits())
-    able = _OF_PACKAGE.get(class_path.rpartition(".")[0], (*_WITH_WHOLE, "fsdp", "deepspeed"))
-    if traits.whole:
-        able = tuple(name for name in able if name in (*_WITH_WHOLE, *traits.gathered_by))
-    return () if traits.unusable else able
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPackage:
+    """What is known of all optimizers of a package."""
+
+    strategies: tuple[str, ...] = (*_WITH_WHOLE, "fsdp", "deepspeed")
+    """Strategies that run those which need no whole parameters."""
+    elsewhere: str = "DeepSpeed keeps its own optimizer state, for slices of parameters"
+    """Why no other strategy does."""
+    few_bits: bool = False
+    """Whether they need devices with numbers of 4 or 8 bits."""
+    refuse: Callable[[Facts], None] | None = None
+    """Refuses, by a UserError, arguments that do not suit a run; None: all do."""
 
 
-def family_of(class_path: str) -> str:
-    """Family of an optimizer: one of its members continues the state of another."""
-    traits = OPTIMIZERS.get(class_path)
-    return (traits.family if traits else "") or class_path
-
-
-def is_paged(optimizer: Component) -> bool:
-    """Whether the driver may move the state of a recipe's optimizer between device and host."""
-    name = optimizer["class_path"].rpartition(".")[2]
-    return name.startswith("Paged") or optimizer["init_args"].get("is_paged") is True
-
-
-def check_optimizer(facts: Facts) -> list[str]:
-    """Refuse an optimizer that cannot fine-tune, or not on a kind of device or under a strategy."""
-    recipe, kind, strategy = facts.recipe, facts.kind, facts.strategy.name
-    class_path = recipe.optimizer["class_path"]
-    if not facts.trains:
-        return []
-    traits = OPTIMIZERS.get(class_path, OptimizerTraits())
-    if traits.unusable:
-        raise UserError(f"optimizer is {class_path}, {traits.unusable}.")
-    pages = is_paged(recipe.optimizer) and not kind.pages_optimizer_state
-    if traits is _ADEMAMIX and pages and kind.has_few_bits:
-        instead = "--optimizer.is_paged false"
-        if "Paged" in class_path:
-            instead = f"--optimizer {class_path.replace('Paged', '')}"
-        raise UserError(
-            f"optimizer is {class_path} with paged state, but accelerator is {kind.name}, on which "
-            f"bitsandbytes cannot allocate it. Try {instead}."
-        )
-    if class_path == MUON and recipe.method == "lora":
-        raise UserError(
-            f"optimizer is {MUON}, which {traits.whole}, but LoRA trains two factors of each. Try "
-            "--optimizer AdamW, or ftkit finetune_full."
-        )
-    able = strategies_of(class_path)
-    if strategy not in able:
-        why = f"which {traits.whole}, but {facts.strategy.shares}"
-        if not traits.whole:
-            why = "but DeepSpeed keeps its own optimizer state, for slices of parameters"
-        if class_path.startswith(f"{DEEPSPEED}."):
-            why = f"but the strategy is {strategy}"
-        raise refused(class_path, strategy, why, able)
-    if class_path.startswith(f"{TORCHAO}."):
-        _check_torchao(facts)
-    return []
-
-
-def refused(class_path: str, strategy: str, why: str, able: tuple[str, ...]) -> UserError:
-    """The error for an optimizer that the strategy of a run does not suit.
-
-    Args:
-        class_path: of the optimizer.
-        strategy: of the run.
-        why: continues "optimizer is NAME, ".
-        able: strategies that suit it.
-    """
-    other = f"{BITSANDBYTES}.AdamW8bit"
-    if not class_path.endswith("8bit") or strategy not in strategies_of(other):
-        other = "AdamW"
-    return UserError(
-        f"optimizer is {class_path}, {why}. Try --optimizer {other}, or --strategy {able[-1]}."
-    )
-
-
-def check_optimizer_bits(facts: Facts) -> list[str]:
-    """Refuse state of 4 or 8 bits where a kind of device has no such numbers."""
-    class_path = facts.recipe.optimizer["class_path"]
-    if class_path.startswith((f"{BITSANDBYTES}.", f"{TORCHAO}.")):
-        facts.require_few_bits("optimizer", class_path, "AdamW")
-    return []
-
-
-def _check_torchao(facts: Facts) -> None:
+def _refuse_of_torchao(facts: Facts) -> None:
     recipe, strategy = facts.recipe, facts.strategy.name
     optimizer, arguments = recipe.optimizer["class_path"], recipe.optimizer["init_args"]
     if importlib.util.find_spec("torchao") is None:
@@ -227,3 +160,98 @@ def _check_torchao(facts: Facts) -> None:
             "weights, which each would round by chance. Try --optimizer.bf16_stochastic_round "
             "false, or --strategy fsdp --strategy.sharding FULL_SHARD."
         )
+
+
+PACKAGES = {
+    TORCH: OptimizerPackage(),
+    BITSANDBYTES: OptimizerPackage(strategies=(*_WITH_WHOLE, "fsdp"), few_bits=True),
+    TORCHAO: OptimizerPackage(
+        strategies=(*_WITH_WHOLE, "fsdp"), few_bits=True, refuse=_refuse_of_torchao
+    ),
+    DEEPSPEED: OptimizerPackage(strategies=("deepspeed",), elsewhere="the strategy is {strategy}"),
+}
+"""Packages whose optimizers a recipe may name."""
+
+
+def _package_of(class_path: str) -> OptimizerPackage:
+    return PACKAGES.get(class_path.rpartition(".")[0], OptimizerPackage())
+
+
+def strategies_of(class_path: str) -> tuple[str, ...]:
+    """Strategies that run an optimizer; those that could, if it has no row."""
+    traits = OPTIMIZERS.get(class_path, OptimizerTraits())
+    able = _package_of(class_path).strategies
+    if traits.whole:
+        able = tuple(name for name in able if name in (*_WITH_WHOLE, *traits.gathered_by))
+    return () if traits.unusable else able
+
+
+def family_of(class_path: str) -> str:
+    """Family of an optimizer: one of its members continues the state of another."""
+    traits = OPTIMIZERS.get(class_path)
+    return (traits.family if traits else "") or class_path
+
+
+def is_paged(optimizer: Component) -> bool:
+    """Whether the driver may move the state of a recipe's optimizer between device and host."""
+    name = optimizer["class_path"].rpartition(".")[2]
+    return name.startswith("Paged") or optimizer["init_args"].get("is_paged") is True
+
+
+def check_optimizer(facts: Facts) -> list[str]:
+    """Refuse an optimizer that cannot fine-tune, or not on a kind of device or under a strategy."""
+    recipe, kind, strategy = facts.recipe, facts.kind, facts.strategy.name
+    class_path = recipe.optimizer["class_path"]
+    if not facts.trains:
+        return []
+    traits, package = OPTIMIZERS.get(class_path, OptimizerTraits()), _package_of(class_path)
+    if traits.unusable:
+        raise UserError(f"optimizer is {class_path}, {traits.unusable}.")
+    pages = is_paged(recipe.optimizer) and not kind.pages_optimizer_state
+    if traits.needs_paging and pages and kind.has_few_bits:
+        instead = "--optimizer.is_paged false"
+        if "Paged" in class_path:
+            instead = f"--optimizer {class_path.replace('Paged', '')}"
+        raise UserError(
+            f"optimizer is {class_path} with paged state, but accelerator is {kind.name}, on which "
+            f"bitsandbytes cannot allocate it. Try {instead}."
+        )
+    if traits.no_adapters and recipe.method == "lora":
+        raise UserError(
+            f"optimizer is {class_path}, which {traits.whole}, but {traits.no_adapters}. Try "
+            "--optimizer AdamW, or ftkit finetune_full."
+        )
+    able = strategies_of(class_path)
+    if strategy not in able:
+        why = f"which {traits.whole}, but {facts.strategy.shares}"
+        if not traits.whole:
+            why = f"but {package.elsewhere.format(strategy=strategy)}"
+        raise refused(class_path, strategy, why, able)
+    if package.refuse is not None:
+        package.refuse(facts)
+    return []
+
+
+def refused(class_path: str, strategy: str, why: str, able: tuple[str, ...]) -> UserError:
+    """The error for an optimizer that the strategy of a run does not suit.
+
+    Args:
+        class_path: of the optimizer.
+        strategy: of the run.
+        why: continues "optimizer is NAME, ".
+        able: strategies that suit it.
+    """
+    other = f"{BITSANDBYTES}.AdamW8bit"
+    if not class_path.endswith("8bit") or strategy not in strategies_of(other):
+        other = "AdamW"
+    return UserError(
+        f"optimizer is {class_path}, {why}. Try --optimizer {other}, or --strategy {able[-1]}."
+    )
+
+
+def check_optimizer_bits(facts: Facts) -> list[str]:
+    """Refuse state of 4 or 8 bits where a kind of device has no such numbers."""
+    class_path = facts.recipe.optimizer["class_path"]
+    if _package_of(class_path).few_bits:
+        facts.require_few_bits("optimizer", class_path, "AdamW")
+    return []

@@ -7,13 +7,14 @@ import dataclasses
 import math
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.recipe.facts import Facts
 from ftkit.recipe.lora_layers import NAMED_LAYERS
 from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.quantizations import is_quantised
 from ftkit.recipe.recipe import (
     ALL_LINEAR,
     LAYER_SWITCHES,
@@ -116,9 +117,30 @@ class AdapterType:
     """Whether PEFT's layers take a quantised base layer."""
     of_training: tuple[str, ...] = ()
     """Options that the computed function does not depend on."""
+    tunable: tuple[str, ...] = ()
+    """Options that a resumed run may change."""
+    least: Mapping[str, float] = field(default_factory=dict)
+    """Least values of options."""
+    below_1: tuple[str, ...] = ()
+    """Options from 0 to below 1."""
+    complete: Callable[[Any, Mapping[str, Any]], Any] | None = None
+    """Makes options of those with defaults and those that are given, or refuses them by a
+    UserError; None: all are as they are given."""
     refuse: Callable[[LoraRecipe], None] | None = None
     """Refuses, by a UserError, settings of a recipe that exclude each other; None: there are none
     of its own."""
+
+
+def _complete_oft(options: OftOptions, given: Mapping[str, Any]) -> OftOptions:
+    if options.r and "oft_block_size" not in given:
+        options = dataclasses.replace(options, oft_block_size=0)  # PEFT wants that to be written
+    if bool(options.r) == bool(options.oft_block_size):
+        raise UserError(
+            f"peft.oft_block_size is {options.oft_block_size} and peft.r is {options.r}, but one "
+            "of them has to be 0: it follows from the other. Try --peft.r 0 "
+            "--peft.oft_block_size 32."
+        )
+    return options
 
 
 def _refuse_of_lora(recipe: LoraRecipe) -> None:
@@ -138,7 +160,7 @@ def _refuse_of_lora(recipe: LoraRecipe) -> None:
 
 def _check_loftq(recipe: LoraRecipe) -> None:
     """Refuse LoftQ where nothing is quantised, or the model below the adapter is compared with."""
-    if recipe.quantize in (None, "stored"):
+    if not is_quantised(recipe):
         raise UserError(
             "lora_init is loftq, which begins with what quantisation has changed in the weights, "
             f"but quantize is {recipe.quantize or 'not set'}. Try --quantize bnb.nf4."
@@ -181,6 +203,9 @@ PEFT_TYPES = {
         model="VeraModel",
         parameters=("vera_lambda_",),
         of_training=("vera_dropout", "d_initial"),
+        tunable=("vera_dropout",),
+        least={"r": 1, "projection_prng_key": 0},
+        below_1=("vera_dropout",),
     ),
     "oft": AdapterType(
         title="OFT",
@@ -189,6 +214,8 @@ PEFT_TYPES = {
         config="OFTConfig",
         model="OFTModel",
         parameters=("oft_R",),
+        least={"r": 0, "oft_block_size": 0},
+        complete=_complete_oft,
     ),
     "loha": AdapterType(
         title="LoHa",
@@ -198,6 +225,7 @@ PEFT_TYPES = {
         model="LoHaModel",
         parameters=("hada_",),
         of_packed=False,
+        least={"r": 1, "alpha": 1},
     ),
     "lokr": AdapterType(
         title="LoKr",
@@ -207,6 +235,7 @@ PEFT_TYPES = {
         model="LoKrModel",
         parameters=("lokr_",),
         of_packed=False,
+        least={"r": 1, "alpha": 1},
     ),
     "ia3": AdapterType(
         title="(IA)3",
@@ -226,8 +255,6 @@ _OF_LORA = (
 )
 """Keys of LoRA alone. All types share those that choose layers, `lora_modules_to_save`, `quantize`
 and `adapter`."""
-_LEAST: Mapping[str, float] = {"r": 1, "alpha": 1, "oft_block_size": 0, "projection_prng_key": 0}
-"""Least values of options."""
 
 
 def peft_name(recipe: Lora) -> str:
@@ -268,10 +295,9 @@ def peft_options(component: Component) -> Any:
         UserError: unknown type or option, or a value that it cannot have.
     """
     name, given = component["class_path"], component["init_args"]
-    options = _type_of(component).options
+    row = _type_of(component)
+    options = row.options
     kinds = typing.get_type_hints(options)
-    # One of the two is 0, which gives it by the other.
-    least = {**_LEAST, "r": 0} if options is OftOptions else _LEAST
     for key, value in given.items():
         if key not in kinds:
             raise unknown_option("peft", str(key), name, kinds, "Its keys begin with lora_.")
@@ -281,22 +307,15 @@ def peft_options(component: Component) -> Any:
         example = "'[down_proj]'" if kinds[key] == list[str] | None else default or 32
         if not _is_of(kinds[key], value):
             rule = describe(kinds[key])
-        elif key == "vera_dropout" and not 0 <= value < 1:
+        elif key in row.below_1 and not 0 <= value < 1:
             rule = "from 0 to below 1"
-        elif key in least and value < least[key]:
-            rule = f"at least {least[key]:g}"
+        elif key in row.least and value < row.least[key]:
+            rule = f"at least {row.least[key]:g}"
         else:
             continue
         raise UserError(f"peft.{key} is {value!r}, but must be {rule}. Try --peft.{key} {example}.")
     found = options(**{key: value for key, value in given.items() if value is not None})
-    if isinstance(found, OftOptions) and found.r and "oft_block_size" not in given:
-        found = dataclasses.replace(found, oft_block_size=0)  # PEFT wants that to be written
-    if isinstance(found, OftOptions) and bool(found.r) == bool(found.oft_block_size):
-        raise UserError(
-            f"peft.oft_block_size is {found.oft_block_size} and peft.r is {found.r}, but one of "
-            "them has to be 0: it follows from the other. Try --peft.r 0 --peft.oft_block_size 32."
-        )
-    return found
+    return found if row.complete is None else row.complete(found, given)
 
 
 def _is_of(kind: Any, value: Any) -> bool:
@@ -390,20 +409,12 @@ def check_packed(lora: Lora) -> None:
     Raises:
         UserError: names both.
     """
-    if lora.quantize not in (None, "stored") and not peft_type(lora).of_packed:
+    if is_quantised(lora) and not peft_type(lora).of_packed:
         raise UserError(
             f"quantize is {lora.quantize} and peft is {peft_name(lora)}, whose layers in PEFT "
             "have the shape of the base layer's weight, which is packed. Try --quantize null, or "
             "--peft vera."
         )
-
-
-def check_quantize(facts: Facts) -> list[str]:
-    """Refuse a quantised base model on devices without such numbers."""
-    quantize = facts.recipe.quantize if isinstance(facts.recipe, LoraRecipe) else None
-    if quantize is not None:
-        facts.require_few_bits("quantize", quantize, "null")
-    return []
 
 
 def is_adapter(name: str) -> bool:

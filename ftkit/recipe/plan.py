@@ -13,7 +13,8 @@ from ftkit.recipe.facts import Facts, Rule, StrategyName, StrategyRules
 from ftkit.recipe.kernels import check_kernels
 from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
 from ftkit.recipe.optimizers import check_optimizer, check_optimizer_bits
-from ftkit.recipe.peft_types import check_quantize, check_targets
+from ftkit.recipe.peft_types import check_targets
+from ftkit.recipe.quantizations import check_quantize, check_shared_base
 from ftkit.recipe.recipe import Precision, Recipe
 from ftkit.recipe.rounding import check_rounding
 from ftkit.recipe.sections import check_best, check_memory, check_ranges
@@ -157,6 +158,7 @@ class Plan:
 
 _RULES: tuple[Rule, ...] = (
     check_strategy,
+    check_shared_base,
     check_optimizer,
     check_float16,
     check_targets,

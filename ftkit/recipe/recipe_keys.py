@@ -30,7 +30,7 @@ COMPONENTS = {
 
 ALLOWED_PACKAGES = {
     "data": ("litgpt.data", "ftkit.data"),
-    "optimizer": PACKAGES,
+    "optimizer": tuple(PACKAGES),
 }
 """Packages of class paths. A recipe never makes ftkit import anything else."""
 

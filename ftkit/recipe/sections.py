@@ -8,6 +8,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.facts import Facts
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.peft_types import check_peft
+from ftkit.recipe.quantizations import unshardable
 from ftkit.recipe.recipe import LOGGER_PACKAGES, Eval, LoggerName, LoraRecipe, Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.formatting import parse_duration
@@ -257,10 +258,10 @@ def _check_sharding_beside(facts: Facts) -> list[str]:
         why = f"{facts.strategy.name} shards that model as it does the trained one"
     if why:  # not refused: a recipe may come from a machine where it had one
         return [f"memory.shard_model_beside has no effect: {why}."]
-    if isinstance(recipe, LoraRecipe) and recipe.quantize == "bnb.int8":
+    if (quantize := unshardable(recipe)) is not None:
         raise UserError(
-            "memory.shard_model_beside is true, but quantize is bnb.int8: only the 4-bit kinds can "
-            "be sharded. Try --quantize bnb.nf4-dq, or --memory.shard_model_beside false."
+            f"memory.shard_model_beside is true, but quantize is {quantize}: only the 4-bit kinds "
+            "can be sharded. Try --quantize bnb.nf4-dq, or --memory.shard_model_beside false."
         )
     return []
 

@@ -7,7 +7,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices, has_deepspeed
 from ftkit.recipe.facts import Facts, NoOptions, StrategyName, StrategyRules
 from ftkit.recipe.optimizers import strategies_of
-from ftkit.recipe.recipe import LoraRecipe, Precision, Recipe
+from ftkit.recipe.recipe import Precision, Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND, device_kind
 
 
@@ -71,7 +71,7 @@ class FsdpRules(StrategyRules):
     options = FsdpOptions
     shares = "with fsdp a rank only has some rows of each"
     scales_loss = False
-    trains_8bit_base = False
+    shards_base = True
 
     def sharding(self, options: FsdpOptions) -> str:
         where = ", in host memory" if options.cpu_offload else ""
@@ -114,7 +114,7 @@ class DeepSpeedRules(StrategyRules):
     class_path = "ftkit.strategies.deepspeed.DeepSpeed"
     options = DeepSpeedOptions
     keeps_masters = True
-    trains_8bit_base = False
+    shards_base = True
     uncompiled = (
         "gathers the parameters of each layer in the middle of a block. Try --strategy fsdp"
     )
@@ -191,12 +191,6 @@ def check_strategy(facts: Facts) -> list[str]:
         if facts.trains and (left_out := kind.unpredicted_memory):
             notices.append(f"Memory of a {kind.noun} is predicted without {left_out}.")
     strategy.refuse(facts)
-    quantize = facts.recipe.quantize if isinstance(facts.recipe, LoraRecipe) else None
-    if quantize == "bnb.int8" and not strategy.trains_8bit_base:
-        raise UserError(
-            f"quantize is bnb.int8, but {strategy.name} shards the base model and only supports "
-            "the 4-bit kinds. Try --strategy ddp, or for a new run --quantize bnb.nf4-dq."
-        )
     return notices
 
 
