@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -34,6 +34,7 @@ from ftkit.evaluation.references import (
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.attention import (
+    AttentionKernel,
     AttentionPath,
     attention_kernel,
     common_path,
@@ -62,6 +63,7 @@ from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
+from ftkit.models.routing import RouterLoss
 from ftkit.models.trained_part import trained_names
 from ftkit.objectives.objective import (
     Objective,
@@ -242,6 +244,9 @@ class Setup:
 def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -> Setup:
     """Set up this rank, up to the first step.
 
+    What costs less comes first, so that a mistake in the recipe shows before the time is spent:
+    settings of models, then data, then the steps, then models without numbers, and weights last.
+
     Args:
         job: of the run.
         start: the base model or a checkpoint.
@@ -252,8 +257,88 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         UserError: data, adapter, checkpoint or the free disk space do not suit the recipe.
     """
     plan, recipe, display = job.plan, job.recipe, journal.display
-    train = recipe.train
+    models = _open_models(job, start, journal)
+    base, frozen_base = models.base, models.beside
+    objective = make_objective(recipe.objective)
+    strategy = make_strategy(plan)
+    strategy.check_optimizer(strategy.device)
+    data, sets = _read_data(models, objective, recipe, journal)
+    # Before the model is built and filled: other data or another base model show at once.
+    known = identities(recipe, base, data, start.metadata)
+    of_beside, beside = None, model_beside(recipe)
+    if beside is not None and frozen_base is not None:
+        of_beside = beside_identity(beside, frozen_base, start.metadata)
+    _check_result(base, recipe, journal)
+    strategy.prepare(display.phase)
+    steps = _lay_out_steps(data, start, recipe, journal)
+    # On the meta device: the whole model never exists on a rank, which fills only its own part.
+    with display.phase("building the model", brief=True):
+        model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
+        outlined = None if frozen_base is None else outline_frozen(frozen_base, plan)
+    if isinstance(recipe, LoraRecipe):
+        for look in (unadapted_experts, skipped_targets):
+            if (left_out := look(model, base, recipe)) is not None:
+                journal.warn(left_out)
+    model.kernel = models.kernel
+    model.routing = model.body.watch_routing(models.router_loss)
 
+    setup = Setup(
+        plan=plan,
+        start=start,
+        base=base,
+        data=data,
+        sets=sets,
+        max_seq_length=models.max_seq_length,
+        identities=known,
+        schedule=steps.schedule,
+        cuts=steps.cuts,
+        validation_interval=steps.validation_interval,
+        save_interval=steps.save_interval,
+        learning_rate=steps.learning_rate,
+        attention=models.attention,
+        model=model,
+        objective=objective,
+        strategy=strategy,
+        beside_outline=outlined,
+        beside_identity=of_beside,
+    )
+    if objective.observes_mismatched:
+        _check_several(setup)
+    _check_checkpoints(setup, size_of(setup.directory.store.directory))
+    _log_summary(setup, device_name, journal)
+    setup = _load_model(setup, models.reference, journal)
+    if beside is None or frozen_base is None or outlined is None:
+        return setup
+    # With the strategy set up, which shards it; its contexts stay open for all steps.
+    loaded = load_beside(
+        beside,
+        frozen_base,
+        outlined,
+        strategy,
+        setup.contexts,
+        max_seq_length=setup.max_seq_length,
+        seed=recipe.seed,
+        display=display,
+    )
+    return dataclasses.replace(setup, beside=loaded)
+
+
+class _Models(NamedTuple):
+    """Settings and tokenizers of the models of a run, without their weights."""
+
+    base: BaseModel
+    reference: BaseModel | None
+    """The recipe's reference, if it is here and not held beside."""
+    beside: BaseModel | None
+    max_seq_length: int
+    attention: AttentionPath
+    kernel: AttentionKernel
+    router_loss: RouterLoss | None
+
+
+def _open_models(job: Job, start: StartingPoint, journal: Journal) -> _Models:
+    """Open the models, and refuse those that the run cannot train or compare with."""
+    plan, recipe = job.plan, job.recipe
     opened = open_base_model(job.base, start, recipe.implementation)
     base = base_for(with_added_tokens(opened, recipe.added_tokens), recipe.objective)
     if recipe.added_tokens and not base.added_tokens and start.metadata is None:
@@ -261,15 +346,14 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
             f"data.add_tokens has no effect: the vocabulary of {base.name} has all of these tokens."
         )
     require_trainable(base, plan.strategy, compiles=recipe.compile)
-    trained_names(base, train)  # a part that does not exist is refused before data are read
-    max_seq_length = checked_length(base, train.max_seq_length)
+    trained_names(base, recipe.train)  # refuses a part that does not exist
+    max_seq_length = checked_length(base, recipe.train.max_seq_length)
     traits = base.architecture.attention
-    kernel = attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash)
     attention = planned_path(traits, plan)
-    other = None if job.reference is None else open_base(job.reference)
-    if other is not None:
-        check_tokens(base, other, "reference")
-        check_context(other, "reference", max_seq_length)
+    reference = None if job.reference is None else open_base(job.reference)
+    if reference is not None:
+        check_tokens(base, reference, "reference")
+        check_context(reference, "reference", max_seq_length)
     beside, frozen_base = model_beside(recipe), None
     if beside is not None:
         assert job.beside is not None
@@ -277,43 +361,69 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
             job.beside, beside, base, start.metadata, max_seq_length=max_seq_length
         )
         attention = common_path(attention, planned_path(frozen_base.architecture.attention, plan))
-    router_loss = trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
+    return _Models(
+        base=base,
+        reference=reference,
+        beside=frozen_base,
+        max_seq_length=max_seq_length,
+        attention=attention,
+        kernel=attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
+        router_loss=trained_router_loss(base.architecture, recipe.router_aux_loss_coef),
+    )
 
-    objective = make_objective(recipe.objective)
-    strategy = make_strategy(plan)
-    strategy.check_optimizer(strategy.device)  # refused before data are read
 
-    with display.phase("reading data") as phase:
+def _read_data(
+    models: _Models, objective: Objective, recipe: Recipe, journal: Journal
+) -> tuple[DataSets, ValidationSets]:
+    """Read the data as the objective sees them, and show what they are."""
+    base, longest = models.base, models.max_seq_length
+    with journal.display.phase("reading data") as phase:
         loading: dict[str, Any] = {
             "preference": objective_rules(recipe.objective).preference,
             "progress": lambda _, done, total: phase.advance(done, total),
         }
-        data = load_data(recipe.data, base.tokenizer, max_seq_length, **loading)
+        data = load_data(recipe.data, base.tokenizer, longest, **loading)
         data = dataclasses.replace(
             data, train=objective.view(data.train), val=objective.view(data.val)
         )
-        sets = load_sets(recipe.data, recipe.eval.sets, base.tokenizer, max_seq_length, **loading)
+        sets = load_sets(recipe.data, recipe.eval.sets, base.tokenizer, longest, **loading)
     for part in (*data.parts, *sets.parts):
         _require_logits(part, base)
     log_data_summary(data, journal)
     log_sets_summary(sets, journal)
     if rank() == 0:
-        log_findings(data, base, max_seq_length, recipe.eval.validates, journal)
-    # Before the model is built and filled: a mistake in the recipe shows at once.
-    known = identities(recipe, base, data, start.metadata)
-    of_beside = None
-    if beside is not None and frozen_base is not None:
-        of_beside = beside_identity(beside, frozen_base, start.metadata)
+        log_findings(data, base, longest, recipe.eval.validates, journal)
+    return data, sets
 
-    if recipe.checkpoint.save and not base.random:
-        if isinstance(recipe, LoraRecipe):
-            check_adapter(base, recipe)
-        elif layout_of(base) == "litgpt":
-            journal.warn(
-                "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit "
-                f"cannot write {base.name} for Hugging Face."
-            )
-    strategy.prepare(display.phase)
+
+def _check_result(base: BaseModel, recipe: Recipe, journal: Journal) -> None:
+    """Refuse a run whose result could not be written; warn of another layout than usual."""
+    if not recipe.checkpoint.save or base.random:
+        return
+    if isinstance(recipe, LoraRecipe):
+        check_adapter(base, recipe)
+    elif layout_of(base) == "litgpt":
+        journal.warn(
+            "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit "
+            f"cannot write {base.name} for Hugging Face."
+        )
+
+
+class _Steps(NamedTuple):
+    """The steps of a run: see the fields of `Setup` with these names."""
+
+    schedule: Schedule
+    cuts: StepCuts | None
+    validation_interval: int
+    save_interval: int
+    learning_rate: float
+
+
+def _lay_out_steps(
+    data: DataSets, start: StartingPoint, recipe: Recipe, journal: Journal
+) -> _Steps:
+    """Count the steps of a run, which its data and its starting point give."""
+    train = recipe.train
     learning_rate = base_learning_rate(recipe.optimizer)
     cuts = cut_steps(
         train,
@@ -350,50 +460,22 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     )
     for notice in notices:
         journal.warn(notice)
-    # On the meta device: the whole model never exists on a rank, which fills only its own part.
-    with display.phase("building the model", brief=True):
-        model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-        outlined = None if frozen_base is None else outline_frozen(frozen_base, plan)
-    if isinstance(recipe, LoraRecipe):
-        for look in (unadapted_experts, skipped_targets):
-            if (left_out := look(model, base, recipe)) is not None:
-                journal.warn(left_out)
-    model.kernel = kernel
-    model.routing = model.body.watch_routing(router_loss)
+    return _Steps(schedule, cuts, validation_interval, save_interval, learning_rate)
 
-    setup = Setup(
-        plan=plan,
-        start=start,
-        base=base,
-        data=data,
-        sets=sets,
-        max_seq_length=max_seq_length,
-        identities=known,
-        schedule=schedule,
-        cuts=cuts,
-        validation_interval=validation_interval,
-        save_interval=save_interval,
-        learning_rate=learning_rate,
-        attention=attention,
-        model=model,
-        objective=objective,
-        strategy=strategy,
-        beside_outline=outlined,
-        beside_identity=of_beside,
-    )
-    if objective.observes_mismatched:
-        _check_several(setup)
-    _check_checkpoints(setup, size_of(setup.directory.store.directory))
-    _log_summary(setup, device_name, journal)
 
+def _load_model(setup: Setup, reference: BaseModel | None, journal: Journal) -> Setup:
+    """Connect the ranks, and load what they train; returns the set-up with its references."""
+    recipe, strategy, start = setup.recipe, setup.strategy, setup.start
+    base, model, display = setup.base, setup.model, journal.display
     adapter: Adapter | None = None
     # A checkpoint already has the adapter's values, trained further.
     if isinstance(recipe, LoraRecipe) and recipe.adapter is not None and start.stored is None:
         adapter = read_adapter(recipe.adapter, base)
         check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
-    if objective.needs_reference and beside is None:
-        setup = dataclasses.replace(setup, references=_references(setup, other, journal))
+    # Before the weights are loaded: the reference has its own, which are not to lie beside them.
+    if setup.objective.needs_reference and model_beside(recipe) is None:
+        setup = dataclasses.replace(setup, references=_references(setup, reference, journal))
     with display.phase("loading weights") as phase:
         fill(
             model,
@@ -403,7 +485,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
             # Answers may be longer than training samples.
             rope_length=min(
                 base.architecture.context_length,
-                max_seq_length + (recipe.eval.max_new_tokens or 0),
+                setup.max_seq_length + (recipe.eval.max_new_tokens or 0),
             ),
             seed=recipe.seed,
             trained=None if start.stored is None else partial(trained_parameter, start.stored),
@@ -411,6 +493,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
             source=_new_weights(base, recipe) if recipe.train.from_scratch else None,
             progress=phase.advance,
         )
+    # The optimizer is made of filled parameters, and then takes its state of the checkpoint.
     strategy.set_up(model)
     if start.metadata is not None and start.stored is not None:
         scalars = dict(start.metadata.optimizer_scalars)
@@ -418,19 +501,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         strategy.restore_loss_scale(scalars)
         restore(model, strategy.state_view(), start.stored, scalars)
         _log_average(strategy, start.stored, display)
-    if beside is None or frozen_base is None or outlined is None:
-        return setup
-    loaded = load_beside(
-        beside,
-        frozen_base,
-        outlined,
-        strategy,
-        setup.contexts,
-        max_seq_length=max_seq_length,
-        seed=recipe.seed,
-        display=display,
-    )
-    return dataclasses.replace(setup, beside=loaded)
+    return setup
 
 
 def _require_logits(part: LoadedPart, base: BaseModel) -> None:
