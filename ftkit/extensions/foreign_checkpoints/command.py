@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from ftkit.extensions.foreign_checkpoints.trainers import (
     TrainerRun,
     is_sharded,
 )
-from ftkit.models.architectures.architecture import ModelLayout
+from ftkit.models.architectures.architecture import HEAD, ModelLayout
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import kept_parameters
 from ftkit.models.lora.adapter_files import adapter_tensors, check_adapter, unties
@@ -195,7 +195,7 @@ def placed_tensors(
         begun: kinds of optimizer state that begin at zero.
 
     Raises:
-        UserError: a tensor is missing, or of another shape or another model.
+        UserError: a tensor is missing, without a parameter, or of another shape or another model.
     """
     kept = {our_name(name): parameter for name, parameter in kept_parameters(model).items()}
     trained = {name: p for name, p in kept.items() if p.requires_grad}
@@ -224,6 +224,8 @@ def placed_tensors(
             placed.append(
                 PlacedTensor(name, parameter.shape, dtype, _checked(read, name, parameter, source))
             )
+        if kind == PARAMETER:
+            _require_none_lost(state, found, wanted, base, adapter, source)
     for kind in begun:
         for ours, parameter in trained.items():
             shape, dtype = parameter.shape, dtypes[ours]
@@ -232,17 +234,51 @@ def placed_tensors(
     return placed
 
 
-def _of_model(
-    tensors: ForeignTensors, base: BaseModel, layout: ModelLayout
-) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
+_Found = dict[str, tuple[torch.dtype, Callable[[], Tensor]]]
+"""Tensors of a foreign checkpoint by our names: formats, and functions that read them."""
+
+
+def _require_none_lost(
+    state: ForeignState,
+    found: _Found,
+    wanted: Collection[str],
+    base: BaseModel,
+    adapter: Path | None,
+    source: Path,
+) -> None:
+    """Refuse trained weights without a parameter in the model: they would be lost."""
+    if state.layout != "ftkit" and adapter is None:
+        holders = storage_of(base.architecture, state.layout).holders(state.parameters)
+        unknown = set(state.parameters).difference(*(held.names for held in holders.values()))
+        if state.moments is not None:  # others are buffers, or of a model that is not trained
+            unknown &= set().union(*state.moments.values())
+        for name in sorted(unknown):
+            raise UserError(
+                f"{source} has trained {name}, which {base.name} does not have. Give the base "
+                "model of this very run."
+            )
+    embedding = base.architecture.embedding
+    for name in sorted(found.keys() - wanted):
+        if name != HEAD or embedding not in wanted:
+            raise UserError(
+                f"{source} holds {name}, which the recipe does not train. Give the base model, the "
+                "method and the adapter's settings of this very run."
+            )
+        # Programs write a tied head beside its embedding, or untie both when they train them.
+        if not torch.equal(found[name][1](), found[embedding][1]()):
+            raise UserError(
+                f"{source} has trained embedding and head apart, but {base.name} ties them. Try "
+                "--train.tie_embeddings false."
+            )
+
+
+def _of_model(tensors: ForeignTensors, base: BaseModel, layout: ModelLayout) -> _Found:
     """Tensors by our names; the layout's own rules split and join matrices."""
     holders = storage_of(base.architecture, layout).holders(tensors)
     return {name: (holder.dtype, holder.read) for name, holder in holders.items()}
 
 
-def _of_adapter(
-    tensors: ForeignTensors, base: BaseModel, adapter: Path
-) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
+def _of_adapter(tensors: ForeignTensors, base: BaseModel, adapter: Path) -> _Found:
     """Tensors of an adapter by our names."""
     # An adapter is small: it is read whole, to be renamed by the rules of its files.
     read = {name: tensor.read() for name, tensor in tensors.items()}

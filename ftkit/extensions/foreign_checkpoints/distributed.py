@@ -215,14 +215,11 @@ def distributed_state(
     # Programs call it differently; without a counter of the program the optimizer's own stands in.
     steps = [value for place, value in values.items() if place[-1] in ("step", "global_step")]
     numbers = [value for value in steps if isinstance(value, int)] or [int(scalars["step"])]
-    trained = set(known)
     return ForeignState(
         **{"step": numbers[0]} | progress,
         parameters={names[name]: tensor for name, tensor in weights.items()},
         moments={
-            kind: {
-                names[name]: tensor for name, tensor in of_kind.items() if names[name] in trained
-            }
+            kind: {names[name]: tensor for name, tensor in of_kind.items()}
             for kind, of_kind in moments.items()
         },
         scalars=scalars,

@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import torch
 from command import ROOT, Command
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe, stored_of
 from messages import key_words, says
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ftkit.checkpoint.metadata import read_metadata
@@ -248,3 +248,37 @@ def test_a_final_model_of_litgpt_continues_with_a_new_optimizer_and_says_so(
     (final / "hyperparameters.yaml").unlink()
     with pytest.raises(UserError, match=key_words("hyperparameters.yaml")):
         import_run(ImportOptions(source=final, out=tmp_path / "other", config=config))
+
+
+@pytest.mark.parametrize("case", [name for name, kept in CASES.items() if kept.base == BASE])
+def test_a_base_model_with_fewer_layers_than_were_trained_is_refused(
+    tmp_path: Path, case: str
+) -> None:
+    """Half of the weights would be lost, and the loss of the next step would be another."""
+    source, run = KEPT / case / CASES[case].inside, tmp_path / "run"
+    options = ImportOptions(source=source, out=run, config=(str(recipe(tmp_path, SHALLOW)),))
+    with pytest.raises(UserError, match=key_words("base")):
+        import_run(options)
+    assert not run.exists()
+
+
+def test_a_head_that_was_trained_apart_from_its_embedding_needs_a_model_that_has_both(
+    tmp_path: Path,
+) -> None:
+    """LitGPT unties the two when it trains them."""
+    base = tmp_path / "base"
+    shutil.copytree(BASE, base)
+    weights = load_file(base / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (base / "config.json").write_text(json.dumps(config))
+    source, run = KEPT / "litgpt/step-000003", tmp_path / "run"
+    options = ImportOptions(source=source, out=run, config=(str(recipe(tmp_path, base)),))
+    with pytest.raises(UserError, match=key_words("head", "--train.tie_embeddings false")):
+        import_run(options)
+    import_run(replace(options, config=(str(recipe(tmp_path, base, tie_embeddings=False)),)))
+    (step,) = Store(run / "checkpoints").steps()
+    found = stored_of(Store(run / "checkpoints").path(step), "parameter")
+    theirs = torch.load(source / "lit_model.pth", weights_only=True)["model"]
+    assert torch.equal(found["lm_head.weight"], theirs["lm_head.weight"])
