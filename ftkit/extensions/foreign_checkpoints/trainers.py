@@ -36,6 +36,8 @@ from ftkit.recipe.peft_adapter import CONFIG, adapter_keys, peft_settings
 from ftkit.recipe.recipe import LAYER_SWITCHES, Method
 from ftkit.strategies.state import is_scalar_state
 from ftkit.utils.damaged_files import reading
+from ftkit.utils.json_values import value_text
+from ftkit.utils.names import nearest
 from ftkit.utils.yaml_files import load_yaml
 
 _EXPECTED = "the state of an optimizer of torch, by the numbers of its parameters"
@@ -382,6 +384,20 @@ _ENABLED = (("q_proj", "lora_query"), ("k_proj", "lora_key"), ("v_proj", "lora_v
 """Our parts of the projection that LitGPT adapts as one, each with the key that adapts it."""
 _TAKEN = ("global_batch_size", "max_steps", "epochs", "max_seq_length", "max_norm", "min_lr")
 """Keys of `train` that mean the same in both."""
+_OF_ADAPTER = ("lora_r", "lora_alpha", "lora_dropout", *LAYER_SWITCHES)
+_LEFT_OUT = ("max_tokens", "max_time", "tie_embeddings")
+"""Keys of `train` that change what is learned, and are named as not taken over."""
+_KNOWN = frozenset(
+    (
+        *("checkpoint_dir", "out_dir", "precision", "quantize", "devices", "num_nodes", "resume"),
+        *("data", "train", "eval", "log", _OPTIMIZER_KEY, "logger_name", "seed", "access_token"),
+        *("model_name", "model_config", "initial_checkpoint_dir", "tokenizer_dir", *_OF_ADAPTER),
+        *(f"train.{key}" for key in (*_TAKEN, *_LEFT_OUT)),
+        *("train.save_interval", "train.log_interval", "train.micro_batch_size"),
+        *("train.lr_warmup_steps", "train.lr_warmup_fraction"),
+    )
+)
+"""Keys that LitGPT 0.5.13 writes; those below `data`, `eval` and `log` play no role here."""
 
 
 class LitgptRun(ForeignRun):
@@ -406,6 +422,11 @@ class LitgptRun(ForeignRun):
             )
         self._settings = load_yaml(directory / _SETTINGS_FILE)
         self._method: Method = "lora" if is_adapter else "full"
+        train = self._settings.get("train") or {}
+        if not isinstance(train, dict):
+            raise self.broken(f"train in {_SETTINGS_FILE} is {value_text(train)}")
+        self._train = train
+        self._notes = self._unused_keys()
 
     @property
     def method(self) -> Method:
@@ -419,26 +440,25 @@ class LitgptRun(ForeignRun):
             keys["checkpoint_dir"] = base
         elif self._method == "full" and has_tokenizer(self.directory):
             keys["checkpoint_dir"] = str(self.directory)
-        train = self._mapping("train")
-        found = {key: train[key] for key in _TAKEN if _is_number(train.get(key))}
+        # Not only numbers: the recipe refuses other values by name.
+        train = self._train
+        found = {key: train[key] for key in _TAKEN if train.get(key) is not None}
         # With both it stops at whichever comes first, as we do.
         if "max_steps" in found:
             found.setdefault("epochs", None)
         # Its fine-tuning has no such key, and does not clip.
         keys["train"] = {"max_norm": None} | found
-        optimizer = self._mapping(_OPTIMIZER_KEY)
-        if self._method == "lora" and str(optimizer.get("class_path")).startswith("torch.optim."):
-            with reading(
-                self.directory / _SETTINGS_FILE, "an optimizer of torch", key=_OPTIMIZER_KEY
-            ):
-                # Only for its checks: a learning rate that is text would fail in the first step.
-                ParameterGroup(names=(), settings=optimizer["init_args"])
-            keys["optimizer"] = optimizer
         if self._method == "lora":
-            wanted = ("lora_r", "lora_alpha", "lora_dropout", *LAYER_SWITCHES)
-            keys |= {
-                key: self._settings[key] for key in wanted if _is_number(self._settings.get(key))
-            }
+            wanted = ("quantize", _OPTIMIZER_KEY, *_OF_ADAPTER)
+            given = self._settings
+            keys |= {key: given[key] for key in wanted if given.get(key) is not None}
+            if isinstance(optimizer := given.get(_OPTIMIZER_KEY), dict):
+                with reading(
+                    self.directory / _SETTINGS_FILE, "an optimizer of torch", key=_OPTIMIZER_KEY
+                ):
+                    # Only for its checks: a learning rate that is text would fail in the first
+                    # step.
+                    ParameterGroup(names=(), settings=optimizer.get("init_args") or {})
         return keys
 
     def _state(self, model: TrainedModel) -> ForeignState:
@@ -450,11 +470,8 @@ class LitgptRun(ForeignRun):
         named = _DIRECTORY.fullmatch(self.directory.resolve().name)
         # An adapter's file has no step: the name of its directory is all that tells it.
         step = int(named[1]) if named else 0
-        notes = (
-            []
-            if named
-            else ["the step is unknown, because LitGPT did not save it: steps are counted from 0"]
-        )
+        unknown = "the step is unknown, because LitGPT did not save it: steps are counted from 0"
+        notes = [*self._notes, *([] if named else [unknown])]
         return ForeignState(
             step=step,
             samples=self._samples(step),
@@ -486,6 +503,7 @@ class LitgptRun(ForeignRun):
             step=step,
             samples=self._samples(step),
             layout="litgpt",
+            notes=self._notes,
         )
 
     def _adapter(self, weights: Mapping[str, Tensor], base: BaseModel) -> dict[str, Tensor]:
@@ -522,17 +540,34 @@ class LitgptRun(ForeignRun):
         return found
 
     def _samples(self, step: int) -> int | None:
-        batch = self._mapping("train").get("global_batch_size")
+        batch = self._train.get("global_batch_size")
         return step * batch if isinstance(batch, int) else None
 
-    def _mapping(self, key: str) -> dict[str, Any]:
-        found = self._settings.get(key)
-        return found if isinstance(found, dict) else {}
+    def _unused_keys(self) -> list[str]:
+        """Notes about keys that may change what is learned, and are not taken over.
+
+        Raises:
+            UserError: one of them may say which layers are adapted, or how.
+        """
+        settings = self._settings | {f"train.{key}": value for key, value in self._train.items()}
+        given = {str(key): value for key, value in settings.items() if value}
+        notes = []
+        for key in sorted(given.keys() - _KNOWN):
+            near = nearest(key, _KNOWN - given.keys())
+            hint = f" Did you mean {near}?" if near else ""
+            if key.startswith("lora_"):
+                raise UserError(
+                    f"{self.directory / _SETTINGS_FILE} has {key} {value_text(given[key])}, which "
+                    "this ftkit does not know and which may change what the adapter computes."
+                    f"{hint or ' Remove it if it does not.'}"
+                )
+            notes.append(f"not used: {key} of {_SETTINGS_FILE}, which ftkit does not know.{hint}")
+        return notes + [
+            f"not taken over: train.{key} {value_text(given[f'train.{key}'])}"
+            for key in _LEFT_OUT
+            if f"train.{key}" in given
+        ]
 
 
 def _tensors(content: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, bool | int | float)
