@@ -41,6 +41,12 @@ def data(directory: Path, answer: str) -> Component:
     return Component(class_path="JSON", init_args={"path": str(file), "val_split_fraction": 0.5})
 
 
+def largest_id(component: Component, tokenizer: Tokenizer) -> int:
+    """Largest id of the samples that are made of data."""
+    samples = load_data(component, tokenizer, 200).train
+    return max(max(samples[number].ids.tolist()) for number in range(len(samples)))
+
+
 def test_data_that_hold_it_are_refused_with_a_remedy(base: Path, tmp_path: Path) -> None:
     held = data(tmp_path, f"red {TOKEN} cat")
     with pytest.raises(UserError) as error:
@@ -54,16 +60,16 @@ def test_data_that_hold_it_are_refused_with_a_remedy(base: Path, tmp_path: Path)
 def test_the_remedy_gives_it_an_embedding(base: Path, tmp_path: Path) -> None:
     grown = with_added_tokens(open_base(str(base)), [TOKEN])
     assert parameter_shapes(grown)[grown.architecture.embedding][0] == ROWS + 1
-    load_data(data(tmp_path, f"red {TOKEN} cat"), grown.tokenizer, 200)
+    assert largest_id(data(tmp_path, f"red {TOKEN} cat"), grown.tokenizer) == ROWS
 
 
 def test_ids_without_it_and_those_of_padding_are_fine(base: Path, tmp_path: Path) -> None:
-    load_data(data(tmp_path, "red cat"), Tokenizer(base), 200)
+    assert largest_id(data(tmp_path, "red cat"), Tokenizer(base)) < ROWS
     padded = tmp_path / "padded"
     shutil.copytree(base, padded)
     settings = json.loads((padded / "config.json").read_text())
     (padded / "config.json").write_text(json.dumps(settings | {"vocab_size": ROWS + 64}))
-    load_data(data(tmp_path, f"red {TOKEN} cat"), Tokenizer(padded), 200)
+    assert largest_id(data(tmp_path, f"red {TOKEN} cat"), Tokenizer(padded)) == ROWS
 
 
 @pytest.mark.parametrize("command", ["generate", "data"])

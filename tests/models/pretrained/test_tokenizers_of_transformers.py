@@ -98,6 +98,9 @@ CLASSES = (
     *("GemmaTokenizer", "T5Tokenizer", "BertTokenizerFast", "NoSuchTokenizer"),
 )
 
+OF_ONE_KIND = ("T5Tokenizer", "BertTokenizerFast")
+"""Classes that transformers makes of one kind of vocabulary alone; it fails with the others."""
+
 
 def decoder(**flags: bool) -> dict[str, Any]:
     named = {str(5000 + n): {"content": text, **flags} for n, text in enumerate(NEW)}
@@ -151,10 +154,13 @@ def write(directory: Path, vocabulary: Path, **settings: Any) -> Path:
     return directory
 
 
-def check(directory: Path) -> None:
+def check(directory: Path, *, may_fail: bool = False) -> None:
+    """Compare with transformers' tokenizer; where transformers may fail, ftkit refuses."""
     try:
         theirs: Any = AutoTokenizer.from_pretrained(directory)
     except Exception:
+        if not may_fail:
+            raise
         with pytest.raises(UserError):
             Tokenizer(directory)
         return
@@ -175,7 +181,8 @@ def check(directory: Path) -> None:
 def test_ids_are_those_of_transformers(
     kind: str, settings: dict[str, Any], vocabularies: dict[str, Path], tmp_path: Path
 ) -> None:
-    check(write(tmp_path, vocabularies[kind], **settings))
+    may_fail = settings["tokenizer_class"] in OF_ONE_KIND
+    check(write(tmp_path, vocabularies[kind], **settings), may_fail=may_fail)
 
 
 @pytest.mark.parametrize("kind", KINDS)
