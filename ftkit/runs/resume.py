@@ -36,6 +36,7 @@ from ftkit.runs.report.report import Loss, Progress, Report, read_report
 from ftkit.runs.sync.download import fetch_without_shards, refresh
 from ftkit.strategies.schedule import make_schedule
 from ftkit.utils.console.display import Display
+from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import OnProgress
@@ -558,11 +559,15 @@ def ready_to_go_on(run: RunDirectory, start: Start | None) -> Iterator[None]:
     Args:
         run: its directory, locked.
         start: the checkpoint in it that the run continues from.
+
+    Raises:
+        UserError: a file of the run is a pipe, a device or a directory.
     """
     # Whatever appears later is of this session, and is removed if it fails.
     existed = {path for path in run.written if path.exists()}
     # Copied, not moved: a session adds to these files.
     for path in run.continued:
+        require_regular(path)  # a copy of a device never ends
         if path.exists():
             copy = run.before / path.relative_to(run.path)
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import fcntl
 import io
+import os
 import re
 import shlex
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from checkpoints import save
 from command import NO_TORCH, Command
 from command_table import COMMANDS
-from messages import message_of, says
+from messages import key_words, message_of, says
 from runs import content
 from saved_runs import LAST, ended, recipe, save_run, write_rows
 
@@ -31,6 +32,7 @@ from ftkit.launch.supervisor import prepare_run
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job, RankError, StopAfter
+from ftkit.runs.lock import claim
 from ftkit.runs.report.report import OutcomeName, Progress, read_report, write_report
 from ftkit.runs.resume import (
     Start,
@@ -38,6 +40,7 @@ from ftkit.runs.resume import (
     exit_summary,
     find_start,
     follow_moved,
+    ready_to_go_on,
     resumes_in_place,
     verify_start,
 )
@@ -429,6 +432,30 @@ def test_a_pickle_is_refused_and_does_not_run(out: Path, tmp_path: Path) -> None
         assert str(file) in refusal(recipe(out, resume="auto"))
         file.write_bytes(before)
     assert not trap.exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "validation.csv", "system.csv", "run.log"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_a_run_does_not_continue_in_what_is_no_file(out: Path, name: str, kind: str) -> None:
+    """To copy a pipe or a device never ends."""
+    resumed = recipe(out, resume="auto")
+    save_run(resumed, 5)
+    path = out / name
+    path.unlink(missing_ok=True)
+    make: dict[str, Callable[[], None]] = {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "directory": path.mkdir,
+    }
+    make[kind]()
+    before = sorted(out.rglob("*"))
+    with (
+        pytest.raises(UserError, match=key_words(name, "not a regular file")),
+        claim(out, "go_on") as run,
+        ready_to_go_on(run, found(resumed)),
+    ):
+        pass
+    assert sorted(out.rglob("*")) == before
 
 
 # --- Messages -----------------------------------------------------------------------------------
