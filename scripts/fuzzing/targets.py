@@ -472,4 +472,18 @@ TARGETS: tuple[Target, ...] = (
         command=("compare", "run", "--format", "json"),
         share=6,
     ),
+    Target(
+        name="files of a run, watched",
+        make=_make_run,
+        files=("run/*.csv", "run/report.json"),
+        command=("watch", "run", "--once"),
+        share=4,
+    ),
+    Target(
+        name="files of a run, continued",
+        make=_make_run,
+        files=("run/*.csv", "run/report.json"),
+        command=(*_RESUME, "--out_dir", "run"),
+        share=4,
+    ),
 )
