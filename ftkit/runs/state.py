@@ -173,8 +173,7 @@ def _rows_of(file: Path) -> list[Row]:
     if not file.exists():
         return []
     read = read_validation if file.name.startswith("validation") else read_metrics
-    with reading(file, "rows of numbers below a line with their names"):
-        return [row for row in read(file) if row["step"] is not None]
+    return read(file)
 
 
 def _with_steps(report: Report, rows: Sequence[Row]) -> Report:

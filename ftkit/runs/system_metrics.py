@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from ftkit.runs.report.metrics import CsvWriter, cell_text
+from ftkit.runs.report.metrics import SYSTEM_COLUMNS, CsvWriter, cell_text
 from ftkit.strategies.distributed import local_world_size
 from ftkit.utils.accelerators.kinds import device_kind
 from ftkit.utils.files import widen_table
@@ -25,9 +25,6 @@ _GROWTH = 1.25
 """Growth of the interval: 8 samples in 2 s, 14 in 8 s, then one every 2 s."""
 _PATIENCE_S = 10.0
 _PREFIX = "system/"
-# Rows of time in a file of their own: a step may take minutes or milliseconds, and a run that
-# continues on other devices gets further columns.
-_FIRST_COLUMNS = ("step", "time_s")
 
 
 class SystemSampler:
@@ -162,7 +159,7 @@ class SystemWriter(CsvWriter):
             OSError: the file cannot be written.
             ValueError: it has a row after ``after_step``.
         """
-        self._columns = (*_FIRST_COLUMNS, *names)
+        self._columns = (*SYSTEM_COLUMNS, *names)
         if after_step is not None and path.exists():
             self._columns = widen_table(path, self._columns)
         super().__init__(path, self._columns, after_step)
@@ -175,7 +172,7 @@ class SystemWriter(CsvWriter):
             time_s: when, in seconds since 1970.
             values: by their names.
         """
-        cells = (cell_text(values.get(name)) for name in self._columns[len(_FIRST_COLUMNS) :])
+        cells = (cell_text(values.get(name)) for name in self._columns[len(SYSTEM_COLUMNS) :])
         self._write_cells((str(step), f"{time_s:.2f}", *cells))
 
 

@@ -25,6 +25,7 @@ from ftkit.checkpoint.saver import Retention, Saved, Saver
 from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import capture, replace_trained
 from ftkit.checkpoint.store import Store, best_checkpoint, is_milestone
+from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.load_weights import result_weights
 from ftkit.models.lora.adapter_files import save_adapter
@@ -42,6 +43,7 @@ from ftkit.training.finite import diverged, first_not_finite, kept_numbers
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
 from ftkit.utils.console.formatting import bytes_text, duration_text, parse_duration, utc_now
+from ftkit.utils.finite_numbers import finite
 from ftkit.utils.hardware import versions
 from ftkit.utils.process import launcher_starts_again
 
@@ -261,10 +263,14 @@ class Checkpointing:
 
     def _losses_of(self, step: int) -> dict[str, float]:
         """Validation losses of a step by source and set, on rank 0."""
-        rows = read_validation(self._directory.validation) if rank() == 0 else []
+        try:
+            rows = read_validation(self._directory.validation) if rank() == 0 else []
+        except UserError as error:  # another program has changed the file
+            self._journal.warn(f"{error} The report lacks the losses of the result.")
+            return {}
         row = next((row for row in rows if row["step"] == step), {})
         found = ((name, row.get(column)) for name, column in loss_columns(rows))
-        return {name: loss for name, loss in found if loss is not None}
+        return {name: loss for name, value in found if (loss := finite(value)) is not None}
 
     def _log_best(self, step: int, loss: float | None) -> None:
         """Show the step of the result, and warn if a better one was not saved."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftkit.runs.report.metrics import RowsReader, cut_rows, read_metrics
+from ftkit.runs.report.metrics import SYSTEM_COLUMNS, RowsReader, cut_rows, read_system
 from ftkit.runs.system_metrics import NvmlDevice, SystemSampler, SystemWriter
 
 GIB = 2**30
@@ -121,7 +121,7 @@ def test_a_short_run_has_a_series_and_a_long_one_a_row_every_two_seconds(tmp_pat
     made._ended = SimpleNamespace(wait=wait, set=lambda: None)
     made.start()
     made.stop()
-    rows = read_metrics(tmp_path / "system.csv")
+    rows = read_system(tmp_path / "system.csv")
     assert [row["step"] for row in rows] == [7] * 31
     assert all((row["host_memory_bytes"] or 0) > 2**20 for row in rows)
     assert sum(waited[:8]) < 2 and waited[0] == 0.1
@@ -133,7 +133,7 @@ def test_a_run_that_ends_at_once_has_a_row(tmp_path: Path) -> None:
     made = sampler(tmp_path / "system.csv")
     made.start()
     made.stop()
-    assert read_metrics(tmp_path / "system.csv")
+    assert read_system(tmp_path / "system.csv")
 
 
 def test_loggers_get_each_sample_once_with_memory_in_gib(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_run_continued_on_another_machine_adds_columns(tmp_path: Path) -> None
 
 def test_a_reader_of_a_file_that_grows_keeps_all_samples_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "system.csv"
-    reader = RowsReader(path, several_in_step=True)
+    reader = RowsReader(path, SYSTEM_COLUMNS, several_in_step=True)
     with SystemWriter(path, ("host",), None) as writer:
         writer.write(1, 1.0, {"host": 1.0})
         assert len(reader.read_on()) == 1

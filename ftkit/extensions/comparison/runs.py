@@ -17,6 +17,7 @@ from ftkit.runs.report.report import RankMemory, Report, Resolved
 from ftkit.runs.state import StateName, look
 from ftkit.runs.sync.download import UrlCopy, refresh
 from ftkit.utils.accelerators.kinds import HOST_KIND
+from ftkit.utils.finite_numbers import finite
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.names import leaves
 from ftkit.utils.progress import OnProgress
@@ -107,7 +108,7 @@ class ComparedRun:
         for row in rows:
             tokens, speed = row.get("tokens"), row.get("tokens_per_s")
             # Rows have no time: this is the duration of the step.
-            elapsed_s += tokens / speed if tokens and speed else 0.0
+            elapsed_s += finite(tokens / speed) or 0.0 if tokens and speed else 0.0
             loss, step = row.get("loss"), row.get("step")
             if step is not None and loss is not None and math.isfinite(loss):
                 steps.append(int(step))
@@ -295,5 +296,5 @@ def _rows(read: Callable[[Path], list[Row]], path: Path) -> list[Row]:
     """Rows of a log; none if the file is missing or damaged."""
     try:
         return read(path)
-    except (OSError, ValueError):
+    except UserError:
         return []

@@ -13,7 +13,7 @@ from ftkit.extensions.comparison.plots import PART_COLORS
 from ftkit.extensions.watch.watch import Lines, RunSnapshot, means, snapshot_as_html
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report import numbers
-from ftkit.runs.report.metrics import Row, read_metrics
+from ftkit.runs.report.metrics import Row, read_system
 from ftkit.runs.report.report import Report
 from ftkit.runs.report.table import (
     STYLE_OF_OUTCOME,
@@ -242,8 +242,8 @@ def over_time(file: Path) -> str:
         file: system.csv; without it, as in runs of earlier versions, the result is empty.
     """
     try:
-        rows = read_metrics(file)
-    except (OSError, UserError):
+        rows = read_system(file)
+    except UserError:
         return ""
     cells = []
     # Of the first GPU if it was sampled, else of the host.

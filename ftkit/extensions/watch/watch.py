@@ -21,7 +21,14 @@ from ftkit.redaction import shown
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report import numbers
-from ftkit.runs.report.metrics import Row, RowsReader, loss_columns
+from ftkit.runs.report.metrics import (
+    METRICS_COLUMNS,
+    SYSTEM_COLUMNS,
+    VALIDATION_COLUMNS,
+    Row,
+    RowsReader,
+    loss_columns,
+)
 from ftkit.runs.report.report import Progress, Report, Resolved
 from ftkit.runs.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.state import RunState, StateName, look
@@ -136,9 +143,10 @@ class RunSnapshot:
     def _recent(self) -> tuple[float, float]:
         """Tokens and seconds of the last steps."""
         pairs = [
-            (tokens, tokens / speed)
+            (tokens, seconds)
             for row in self.rows[-_RECENT_STEPS:]
             if (tokens := row["tokens"]) and (speed := row["tokens_per_s"])
+            if (seconds := finite(tokens / speed)) is not None
         ]
         return sum(tokens for tokens, _ in pairs), sum(seconds for _, seconds in pairs)
 
@@ -155,9 +163,9 @@ class Watcher:
         """
         self._out_dir, self._copy = out_dir, copy
         self._directory = RunDirectory(out_dir if copy is None else copy.directory)
-        self.rows = RowsReader(self._directory.metrics)
-        self._validations = RowsReader(self._directory.validation)
-        self._samples = RowsReader(self._directory.system, several_in_step=True)
+        self.rows = RowsReader(self._directory.metrics, METRICS_COLUMNS)
+        self._validations = RowsReader(self._directory.validation, VALIDATION_COLUMNS)
+        self._samples = RowsReader(self._directory.system, SYSTEM_COLUMNS, several_in_step=True)
 
     def look(self) -> RunSnapshot:
         """Return a snapshot of the run.
@@ -345,8 +353,13 @@ def _rows_of(snapshot: RunSnapshot) -> list[tuple[str, str]]:
     ]
     report, speed, step_s = snapshot.report, snapshot.tokens_per_s, snapshot.step_s
     return [
-        ("loss", _from_to(losses)),
-        ("validation", _from_to(validations) + _best(validations)),
+        ("loss", _from_to(losses) + _then_not_finite(snapshot.rows, "loss")),
+        (
+            "validation",
+            _from_to(validations)
+            + _best(validations)
+            + _then_not_finite(snapshot.validations, "val_loss"),
+        ),
         *(
             (f"on {name}", _from_to(losses) + _best(losses))
             for name, losses in _losses_by_source(snapshot.validations)
@@ -401,6 +414,11 @@ def _from_to(losses: list[float]) -> str:
 def _best(losses: list[float]) -> str:
     """Return the best loss, if it is not the last one."""
     return f", best {loss_text(min(losses))}" if losses and losses[-1] > min(losses) else ""
+
+
+def _then_not_finite(rows: list[Row], column: str) -> str:
+    """Return that the last loss is not finite; these losses have a cell in every row."""
+    return ", then not finite" if rows and finite(rows[-1][column]) is None else ""
 
 
 def _clock_texts(snapshot: RunSnapshot) -> list[str]:

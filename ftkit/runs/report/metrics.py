@@ -7,25 +7,28 @@ column in both, in validation.csv with val_ before its name. If routers have a l
 column of metrics.csv.
 """
 
-import csv
 import errno
-import io
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias
 
 from ftkit.errors import UserError
+from ftkit.utils.damaged_files import DamagedFile, reading, require_regular
 from ftkit.utils.files import widen_table, write_durably
 from ftkit.utils.names import column_name
 
 METRICS_COLUMNS = ("step", "samples", "loss", "lr", "grad_norm", "tokens", "tokens_per_s")
 ROUTER_COLUMN = "router_aux_loss"
 VALIDATION_COLUMNS = ("step", "samples", "val_loss", "perplexity")
+# Rows of time in a file of their own: a step may take minutes or milliseconds, and a run that
+# continues on other devices gets further columns.
+SYSTEM_COLUMNS = ("step", "time_s")
+"""First columns of ``system.csv``."""
 _BLOCK_BYTES = 64 * 2**10
 _INTEGERS = frozenset({"step", "samples", "tokens"})
 _SAMPLES_OF, _VAL_LOSS_OF = "samples/", "val_loss/"
@@ -78,7 +81,9 @@ class CsvWriter:
         """Error of the last write, while rows are waiting."""
         self.interference: str | None = None
         """What another program has done to the file."""
-        end = 0 if after_step is None else _end_of_rows(path, columns, after_step)
+        end, self._last_step = (
+            (0, None) if after_step is None else _last_row(path, columns, after_step)
+        )
         # Unbuffered, so that readers see whole rows and a kill loses none.
         self._file = path.open("r+b" if end else "w+b", buffering=0)
         if end:
@@ -296,9 +301,6 @@ class ValidationWriter(CsvWriter):
         if after_step is not None and path.exists():
             self._columns = widen_table(path, self._columns)
         super().__init__(path, self._columns, after_step)
-        # Of an earlier session; see `write`.
-        rows = read_validation(path)
-        self._last_step = rows[-1]["step"] if rows else None
 
     def write(
         self,
@@ -335,21 +337,32 @@ class ValidationWriter(CsvWriter):
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of ``metrics.csv``; empty cells are None."""
-    return _read(path)
+    """Return the rows of ``metrics.csv``; cells that are empty or NaN are None.
+
+    Raises:
+        UserError: the file cannot be read, or is damaged.
+    """
+    return _read(path, METRICS_COLUMNS)
 
 
 def read_validation(path: Path) -> list[Row]:
-    """Return the rows of ``validation.csv``; empty cells are None."""
-    return _read(path)
+    """Return the rows of ``validation.csv``; see `read_metrics`."""
+    return _read(path, VALIDATION_COLUMNS)
+
+
+def read_system(path: Path) -> list[Row]:
+    """Return the rows of ``system.csv``; see `read_metrics`."""
+    return _read(path, SYSTEM_COLUMNS)
 
 
 class RowsReader:
     """Reads the rows of a log that is still being written, only new ones each time."""
 
-    def __init__(self, path: Path, *, several_in_step: bool = False) -> None:
-        """Read nothing yet; a step may have several rows."""
-        self._path, self._least = path, 1 if several_in_step else 0
+    def __init__(
+        self, path: Path, columns: tuple[str, ...], *, several_in_step: bool = False
+    ) -> None:
+        """Read nothing yet; `columns` must be there, and a step may have several rows."""
+        self._path, self._needed, self._least = path, columns, 1 if several_in_step else 0
         self._file = self._end = 0
         self._columns: list[str] = []
         self._rows: list[Row] = []
@@ -357,6 +370,7 @@ class RowsReader:
     def read_on(self) -> list[Row]:
         """Return all rows so far, without those removed when the run went back to a checkpoint."""
         try:
+            require_regular(self._path)
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 # Replaced, or cut: the run went back to a checkpoint.
@@ -365,24 +379,19 @@ class RowsReader:
                     self._file = status.st_ino
                 file.seek(self._end)
                 block = file.read()
-        except OSError:
+        except (OSError, DamagedFile):
             self._forget()
             return self._rows
         # The last row may be half written at this moment.
         complete = block[: block.rfind(b"\n") + 1]
         self._end += len(complete)
         lines = complete.decode(errors="replace").splitlines()
-        if lines and not self._columns:
-            self._columns = lines.pop(0).split(",")
         try:
-            rows = [
-                {
-                    c: _number(c, cell)
-                    for c, cell in zip(self._columns, line.split(","), strict=True)
-                }
-                for line in lines
-            ]
-        except ValueError:  # part of a row: the file was cut and has grown beyond its old end
+            if lines and not self._columns:
+                self._columns = _columns_in(lines.pop(0), self._needed)
+            rows = _rows(self._columns, lines)
+        # Part of a row: the file was cut and has grown beyond its old end. Or it is damaged.
+        except ValueError:
             self._forget()
             return self._rows
         for row in rows:
@@ -439,16 +448,16 @@ def cut_rows(path: Path, after_step: int, into: Path) -> int:
     return len(removed)
 
 
-def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
-    """Bytes up to the last complete row; 0 if there is no file or no complete header."""
+def _last_row(path: Path, columns: tuple[str, ...], after_step: int) -> tuple[int, int | None]:
+    """Bytes up to the end of the last complete row (0: not even the header is), and its step."""
     if not path.exists():
-        return 0
+        return 0, None
     header = (",".join(columns) + "\n").encode()
     with path.open("rb") as file:
         first = file.readline()
         # The file was cut right after it was made: it is made again.
         if not first.endswith(b"\n"):
-            return 0
+            return 0, None
         if first != header:
             raise UserError(
                 f"{path} has other columns than {header.decode().strip()}. Move it elsewhere."
@@ -459,8 +468,8 @@ def _end_of_rows(path: Path, columns: tuple[str, ...], after_step: int) -> int:
                 continue
             if step > after_step:
                 raise ValueError(f"{path} has a row of step {step}, after {after_step}")
-            return end
-    return len(header)
+            return end, step
+    return len(header), None
 
 
 def _last_column(path: Path) -> str:
@@ -513,17 +522,39 @@ def cell_text(value: float | None) -> str:
     return repr(float(value))  # float: the repr of a numpy scalar names its type
 
 
-def _read(path: Path) -> list[Row]:
-    text = path.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]  # a machine that died may leave half a row
-    return [
-        {column: _number(column, cell) for column, cell in row.items()}
-        for row in csv.DictReader(io.StringIO(complete))
-    ]
+def _read(path: Path, needed: Sequence[str]) -> list[Row]:
+    require_regular(path)
+    with reading(path, "rows of numbers below a line with their names"):
+        text = path.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]  # a machine that died may leave half a row
+        header, *lines = complete.splitlines() or [",".join(needed)]
+        return _rows(_columns_in(header, needed), lines)
+
+
+def _columns_in(header: str, needed: Iterable[str]) -> list[str]:
+    """Split a header; ValueError if it lacks a column."""
+    columns = header.split(",")
+    if missing := [column for column in needed if column not in columns]:
+        raise ValueError(f"no column {missing[0]}")
+    return columns
+
+
+def _rows(columns: Sequence[str], lines: Iterable[str]) -> list[Row]:
+    """Parse rows; ValueError if one is damaged."""
+    found = []
+    for line in lines:
+        cells = zip(columns, line.split(","), strict=True)
+        row = {column: _number(column, cell) for column, cell in cells}
+        if row.get("step") is None:
+            raise ValueError(f"no step in the row {line[:60]!r}")
+        found.append(row)
+    return found
 
 
 def _number(column: str, cell: str) -> Number:
     if not cell:
         return None
-    whole = column in _INTEGERS or column.startswith(_SAMPLES_OF)
-    return int(cell) if whole else float(cell)
+    if column in _INTEGERS or column.startswith(_SAMPLES_OF):
+        return int(cell)
+    # Other programs may write NaN in place of an empty cell.
+    return None if math.isnan(value := float(cell)) else value

@@ -22,7 +22,7 @@ from ftkit.runs.report.metrics import perplexity
 from ftkit.strategies.step_memory import Shortage, StepMemory
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_durably
-from ftkit.utils.finite_numbers import lowest
+from ftkit.utils.finite_numbers import finite, lowest
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.json_values import for_json, from_json
 
@@ -681,8 +681,13 @@ def read_report(path: Path) -> Report:
         ) from error
     advice = "Name another run, or continue this one: --resume auto."
     with reading(file, "a report, as a run of ftkit leaves it", advice=advice):
-        # Python's json also reads NaN and Infinity, which no comparison may get.
-        content = json.loads(text, parse_constant=lambda _: None)
+        # Python's json also reads NaN and Infinity, and 1e999 as the latter: no comparison may get
+        # them.
+        content = json.loads(
+            text,
+            parse_constant=lambda _: None,
+            parse_float=lambda number: finite(float(number)),
+        )
         # Before any field: those of another version may mean something else.
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version is None:
