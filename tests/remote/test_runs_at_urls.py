@@ -116,6 +116,50 @@ def test_another_machine_takes_the_plugin_from_the_url(
     assert says(said, f"step 2 ... {url}/checkpoints/step-00000002")
 
 
+SPOILS = """
+import ftkit
+
+class Spoils(ftkit.Callback):
+    def on_begin(self, run):
+        def spoil(module, given):
+            if run.step == 2 and given[0].requires_grad:
+                given[0].register_hook(lambda gradient: gradient * float("nan"))
+        run.model.head.register_forward_pre_hook(spoil)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ("update", "step 3 ... parameter"),
+        pytest.param("gradient", "norm ... step 3", marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_that_are_not_finite_are_not_uploaded_and_the_checkpoint_before_stays(
+    put: Callable[..., None],
+    begin: Ftkit,
+    bucket: Bucket,
+    tmp_path: Path,
+    cause: str,
+    said: str,
+) -> None:
+    place, plugin = f"not-finite/{cause}", tmp_path / "spoils.py"
+    plugin.write_text(SPOILS)
+    put(place, "--stop_after", "2")
+    shards = [name for name in bucket.names(place) if name.endswith(".safetensors")]
+    good = {name: bucket.read(f"{place}/{name}") for name in shards}
+    words = ("--plugin", plugin) if cause == "gradient" else ("--optimizer.lr", "1e45")
+    often = ("--train.save_interval", "1", "--checkpoint.keep_last", "1")
+    code, text = ended(begin("a", f"s3://bucket/{place}", "--resume", "auto", *often, *words))
+    assert code == 1, text
+    copy = bucket.fetch(place, tmp_path / "copy")
+    found = read_report(copy)
+    assert found.outcome == "failed" and says(found.exit_reason, said), found.exit_reason
+    assert bucket.steps(place) == [2] and Store(copy / "checkpoints").verify(2) == []
+    assert not bucket.names(f"{place}/final")
+    assert good == {name: bucket.read(f"{place}/{name}") for name in good}
+
+
 @pytest.mark.slow
 def test_a_complete_run_is_complete_on_any_machine(
     put: Callable[..., None], run: Callable[..., str]
