@@ -239,7 +239,9 @@ class Saver:
             error, entries = self._collect(step, files, error)
             if error is None:
                 self.store.commit(dataclasses.replace(metadata, files=entries))
-                if ends:  # no further save will do it
+                # No further save of this session will do it. Without a validation, whether the
+                # weights give a finite loss shows in the next session, before its first save.
+                if ends and metadata.validation_loss is not None:
                     note = self._prune()
         except Exception as failure:
             error = _describe_error(failure)

@@ -269,6 +269,27 @@ def test_a_save_that_training_waits_for_takes_no_copy_of_the_state(
     saver.release()
 
 
+def test_an_older_checkpoint_is_deleted_once_the_newer_one_has_given_a_loss(
+    tmp_path: Path,
+) -> None:
+    """Its weights may be finite, and their loss NaN: a run goes on from the one before."""
+    store = Store(tmp_path)
+
+    def save(saver: Saver, step: int, loss: float | None, *, ends: bool) -> list[int]:
+        metadata = some_metadata(step, validation_loss=loss)
+        saver.save(metadata, [piece("parameter/a", torch.ones(3))], None, wait=ends, started=0.0)
+        saver.wait()
+        return store.steps()
+
+    session = saver_of(tmp_path)
+    assert save(session, 1, None, ends=False) == [1]
+    assert save(session, 2, None, ends=False) == [1, 2]
+    assert save(session, 3, None, ends=True) == [2, 3]
+    session = saver_of(tmp_path)  # it has gone on from 3
+    assert save(session, 4, None, ends=False) == [3, 4]
+    assert save(session, 5, 0.5, ends=True) == [5]
+
+
 def test_a_save_that_ends_while_others_are_taken_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, run_here, write_job
 from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
-from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpoint.shards import StoredState, write_shard
 from ftkit.checkpoint.state import trained_parameter
 from ftkit.checkpoint.store import Store
 from ftkit.models.lora.targets import our_name
@@ -143,12 +144,58 @@ def test_it_ends_the_run_and_the_checkpoint_before_stays(
             assert all(tensor.isfinite().all() for tensor in load_file(shard).values())
 
 
-def run(base: Path, data: Path, out: Path, *changes: tuple[str, Any], method: Any = "full") -> Any:
+def run(
+    base: Path,
+    data: Path,
+    out: Path,
+    *changes: tuple[str, Any],
+    method: Any = "full",
+    stop_after: int | None = None,
+) -> Any:
     out.mkdir()
-    case = Case("single", method, changes=(*BY_HAND, *changes))
+    case = Case("single", method, changes=(*BY_HAND, *changes), stop_after=stop_after)
     job = Job.read(write_job(case, 1, out, base, data))
     shutil.rmtree(job.directory.rank(0).path, ignore_errors=True)
     return run_here(job)
+
+
+def infinite_weights(strategy: Strategy) -> None:
+    with torch.no_grad():
+        for parameter in strategy._trained:
+            parameter.fill_(float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "before"), [(nan_gradient, "clip_gradients"), (infinite_weights, "update")]
+)
+def test_a_checkpoint_that_is_being_written_meanwhile_is_completed_as_it_was(
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Strategy], None],
+    before: str,
+) -> None:
+    """Its thread writes once the weights are infinite or the run has ended."""
+    is_spoiled, write = threading.Event(), write_shard
+
+    def spoiled(strategy: Strategy) -> None:
+        spoil(strategy)
+        is_spoiled.set()
+
+    def late(path: Path, pieces: Any) -> None:
+        assert is_spoiled.wait(60)
+        write(path, pieces)
+
+    in_step(2, spoiled, before)(monkeypatch)
+    monkeypatch.setattr("ftkit.checkpoint.saver.write_shard", late)
+    out = tmp_path / "out"
+    with pytest.raises(NotFinite):
+        run(base, data, out)
+    store = Store(out / "checkpoints")
+    assert store.steps() == [1] and store.verify(1) == [] and store.leftovers() == []
+    for shard in store.path(1).glob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(shard).values())
 
 
 def test_a_step_with_such_a_gradient_changes_no_weight(
@@ -174,6 +221,15 @@ def test_a_step_with_such_a_gradient_changes_no_weight(
     # Until then it is the run that it would have been, to the bit; the norm of NaN is no number.
     assert [row["loss"] for row in rows] == expected.losses[:2]
     assert [row["grad_norm"] is None for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize(("interval", "kept"), [(0, [1, 2]), (1, [2])])
+def test_a_stop_keeps_the_checkpoint_before_one_whose_weights_have_given_no_loss(
+    base: Path, data: Path, tmp_path: Path, interval: int, kept: list[int]
+) -> None:
+    """The loss of its next step may be NaN, after a finite update that was too large."""
+    run(base, data, tmp_path / "out", ("eval.interval", interval), stop_after=2)
+    assert Store(tmp_path / "out/checkpoints").steps() == kept
 
 
 def test_a_validation_that_is_not_finite_ends_the_run_and_is_reported(
