@@ -7,7 +7,6 @@ from ftkit.recipe.options import (
     CheckpointOptions,
     CheckpointsOptions,
     CleanOptions,
-    ConvertOptions,
     DataOptions,
     DiffOptions,
     DownloadOptions,
@@ -151,18 +150,6 @@ COMMANDS: Registry[Command | Group] = Registry(
             options=DownloadOptions,
             function="ftkit.models.pretrained.hub:download_model",
             examples=("TinyLlama/TinyLlama_v1.1",),
-        ),
-        Command(
-            name="convert",
-            summary="print the recipe that a file of axolotl, LLaMA-Factory or TRL becomes",
-            text="Print the recipe that a configuration file of axolotl, LLaMA-Factory or "
-            "TRL becomes, and an explanation of each key; ftkit finetune FILE.yml trains it "
-            "directly. A key that is absent has that program's default. A file with which ftkit "
-            "would learn something else is refused, and the message names the keys; --without KEY "
-            "accepts the difference. Nothing is downloaded.",
-            options=ConvertOptions,
-            function="ftkit.cli.convert:print_converted",
-            examples=("their.yml", "their.yml --from_devices 8 --without group_by_length"),
         ),
         _CHECKPOINTS,
         Command(

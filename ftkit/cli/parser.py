@@ -69,6 +69,8 @@ class Declared:
     @property
     def choices(self) -> list[str]:
         """Words that it takes, or suggests where it takes others too; [] if it takes any text."""
+        if (names := self.rules.get("names")) is not None:
+            return list(names())
         literals = [k for k in accepted_types(self.kind) if typing.get_origin(k) is Literal]
         return [str(choice) for kind in literals for choice in typing.get_args(kind)]
 
@@ -278,7 +280,8 @@ def _typed(command: Command, item: Declared, text: str) -> Any:
     try:
         if words:
             # Where str is accepted too, the words are only those that are known.
-            if text not in words and str not in accepted_types(item.kind):
+            is_closed = str not in accepted_types(item.kind) or item.rules.get("names") is not None
+            if text not in words and is_closed:
                 raise ValueError
             return text
         # A url would silently become a relative path.

@@ -16,8 +16,8 @@ from ftkit.data.records.record import Record, Shape
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
-from ftkit.recipe.foreign.programs import foreign_key
 from ftkit.recipe.objectives import Preference
+from ftkit.recipe.readers import foreign_key
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
 

@@ -42,11 +42,11 @@ from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import CPU, largest_micro_batch
 from ftkit.recipe.batches import check_shapes
 from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
-from ftkit.recipe.foreign.programs import NO_TERMS, Terms
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
+from ftkit.recipe.readers import NO_TERMS, Terms
 from ftkit.recipe.recipe import (
     FINETUNE,
     AcceleratorKey,

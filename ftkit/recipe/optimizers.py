@@ -255,3 +255,25 @@ def check_optimizer_bits(facts: Facts) -> list[str]:
     if _package_of(class_path).few_bits:
         facts.require_few_bits("optimizer", class_path, "AdamW")
     return []
+
+
+NAMES_ELSEWHERE = {
+    "adamw_torch": "torch.optim.AdamW",
+    "adamw_torch_fused": "torch.optim.AdamW",
+    "adamw_hf": "torch.optim.AdamW",
+    "adamw_torch_4bit": "torchao.optim.AdamW4bit",
+    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
+    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    "paged_adamw": "bitsandbytes.optim.PagedAdamW32bit",
+    "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
+    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
+    "lion_32bit": "bitsandbytes.optim.Lion32bit",
+    "lion_8bit": "bitsandbytes.optim.Lion8bit",
+    "paged_lion_32bit": "bitsandbytes.optim.PagedLion32bit",
+    "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
+    "sgd": "torch.optim.SGD",
+    "adagrad": "torch.optim.Adagrad",
+    "rmsprop": "torch.optim.RMSprop",
+}
+"""Optimizers by their names in transformers."""

@@ -6,21 +6,19 @@ whether keys of recipes may stand beside them. The string below a field is its `
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.programs import Terms
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import Override
+from ftkit.recipe.readers import READERS, Terms
 from ftkit.recipe.recipe import METRICS, AcceleratorKey, Precision, Quantization
 
 OutputFormat = Literal["table", "json"]
 Storage = Quantization | Literal["none"]
-Tool = Literal[
-    "axolotl", "llama-factory", "llama-factory-v1", "trl-sft", "trl-dpo", "trl-kto", "trl-reward"
-]
 
 
 def option(
@@ -31,6 +29,7 @@ def option(
     example: object = None,
     least: float | None = None,
     most: float | None = None,
+    names: Callable[[], list[str]] | None = None,
 ) -> Any:
     """Declare an option that needs more than a default.
 
@@ -41,9 +40,11 @@ def option(
         example: a value that works.
         least: smallest value allowed.
         most: largest value allowed.
+        names: gives the words that it takes, where a registry has them.
     """
     metadata = {
         "ask": ask, "placeholder": placeholder, "example": example, "least": least, "most": most,
+        "names": names,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -110,21 +111,13 @@ class ForeignOptions:
     """Of such a file: the devices, over all machines, that trained with it there. Its batch is that
     of one device, and is multiplied by them."""
 
-    tool: Tool | None = option(None, placeholder="PROGRAM")
+    tool: str | None = option(None, placeholder="PROGRAM", names=lambda: READERS.names)
     """Whose file it is. Default: known by its keys; commands of TRL share many of theirs."""
 
     @property
     def terms(self) -> Terms:
         """All of them, for the reader of recipes."""
         return Terms(without=self.without, devices=self.from_devices, tool=self.tool)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions(ForeignOptions, CommonOptions):
-    """Options of ftkit convert."""
-
-    file: Path = word("FILE.yml", ask="which file to convert?")
-    """A configuration file of axolotl or LLaMA-Factory, or of trl sft, dpo, kto or reward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.programs import (
-    NO_TERMS,
-    Terms,
-    programs_of,
-    translated,
-)
-from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.lora_layers import NAMED_LAYERS, names_layers
 from ftkit.recipe.plugin import own_path
+from ftkit.recipe.readers import (
+    NO_TERMS,
+    Terms,
+    readers_of,
+    translated,
+)
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
 from ftkit.recipe.recipe_keys import (
     COMPONENTS,
@@ -51,6 +50,7 @@ from ftkit.recipe.recipe_keys import (
     plain,
     shown_value,
 )
+from ftkit.recipe.translation import Translation
 from ftkit.utils.json_values import for_json, without_secrets
 from ftkit.utils.names import leaves
 from ftkit.utils.progress import print_notice
@@ -90,7 +90,7 @@ def read_recipe(
 
     Args:
         files: YAML recipes in LitGPT's finetune format, or files of the programs of
-            `ftkit.recipe.foreign`, which are translated; paths or urls.
+            `ftkit.recipe.readers`, which are translated; paths or urls.
         overrides: dotted key and YAML text, such as ``("train.epochs", "2")``. Their order
             matters only where one key is given twice: the last one wins.
         method: of the command; None: read from the keys (any LoRA key means LoRA). A file of
@@ -111,7 +111,7 @@ def read_recipe(
             fetch_missing(path.parent, [path.name])
         values = load_yaml(path, "--config ")
         is_named = terms.tool is not None and place == 0  # further files may be recipes
-        if not is_named and not programs_of(values):
+        if not is_named and not readers_of(values):
             for key, value in flatten(values):
                 _assign(merged, key, value)
             continue

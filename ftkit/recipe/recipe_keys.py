@@ -12,9 +12,9 @@ from typing import Any, Literal
 import yaml
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.programs import foreign_key
 from ftkit.recipe.optimizers import PACKAGES
 from ftkit.recipe.plugin import own_name
+from ftkit.recipe.readers import foreign_key
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, LoraRecipe, Method, Recipe
 from ftkit.utils.names import leaves, nearest
 from ftkit.utils.remote.urls import display_path
@@ -49,7 +49,7 @@ OTHER_WORDS = {
     "model": "checkpoint_dir",
     "model_name": "checkpoint_dir",
 }
-"""Usual names of keys that no table of `ftkit.recipe.foreign` has, with ours."""
+"""Usual names of keys that no table of another program has, with ours."""
 
 USUAL = {
     "checkpoint.max_staged_bytes": "1073741824",

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
-from ftkit.recipe.foreign.trainer import OPTIMIZERS
-from ftkit.recipe.optimizers import MUON
+from ftkit.recipe.optimizers import MUON, NAMES_ELSEWHERE
 from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
 from ftkit.strategies.torchao import in_pieces, is_quantised
@@ -182,7 +181,7 @@ def _optimizer_class(class_path: str) -> type[Optimizer]:
     is_class = isinstance(found, type) and issubclass(found, Optimizer)
     if not is_class or found is Optimizer:
         known = [n for n in dir(torch.optim) if n[:1].isupper()] + own_names("optimizer")
-        close = OPTIMIZERS.get(name) or nearest(name, known)
+        close = NAMES_ELSEWHERE.get(name) or nearest(name, known)
         raise UserError(
             f"optimizer is {class_path!r}, but there is no such optimizer. "
             f"Try --optimizer {close or 'AdamW'}, or --plugin FILE.py for one of your own."

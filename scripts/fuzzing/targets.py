@@ -18,7 +18,7 @@ from object_servers import Bucket, Proxy
 from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama, make_records
 
-from ftkit.recipe.foreign.programs import BY_SHORT_NAME
+from ftkit.recipe.readers import READERS
 
 Run = Callable[[Sequence[str], Path], None]
 """Runs a command that has to succeed, in a directory."""
@@ -321,7 +321,9 @@ _CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def _make_configuration(name: str) -> Callable[[Path, Run], None]:
-    program = BY_SHORT_NAME[name.partition(",")[0]]
+    reader = READERS.get(name.partition(",")[0])
+    assert reader is not None
+    rows = reader.opened.rows
 
     def make(directory: Path, _: Run) -> None:
         make_data(directory / "data.json", 40)
@@ -330,7 +332,7 @@ def _make_configuration(name: str) -> Callable[[Path, Run], None]:
         sets = {"own": {"path": "data.json", "source": "local", "converter": "alpaca"}}
         (directory / "sets.yaml").write_text(json.dumps(sets))
         # Every key of the program has a place, so that it can be given a value.
-        values = dict.fromkeys(program.rows) | _CONFIGURATIONS[name]
+        values = dict.fromkeys(rows) | _CONFIGURATIONS[name]
         (directory / "their.yaml").write_text(json.dumps(values))
 
     return make

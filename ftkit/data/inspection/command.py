@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.programs import NO_TERMS, Terms
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.options import DataOptions
 from ftkit.recipe.parsing import Override, read_recipe, sorted_words
 from ftkit.recipe.peft_adapter import with_adapter
+from ftkit.recipe.readers import NO_TERMS, Terms
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.imports import silence_libraries

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.value_types import Accepts, typed
+from ftkit.recipe.value_types import Accepts, typed
 from ftkit.redaction import is_secret
 from ftkit.utils.json_values import value_text
 from ftkit.utils.names import nearest
@@ -31,7 +31,7 @@ class Row:
     key: str
     kind: Kind
     accepts: Accepts = "any"
-    """Type of its value, see `ftkit.recipe.foreign.value_types`; of a key that becomes ours."""
+    """Type of its value, see `ftkit.recipe.value_types`; of a key that becomes ours."""
     ours: tuple[str, ...] = ()
     """Keys of ours that it decides, alone or with others."""
     default: Any = None
@@ -133,15 +133,9 @@ class Program:
 
     name: str
     """Its name for people."""
-    short: str
-    """Its name as an option's value."""
-    marks: tuple[frozenset[str], ...]
-    """Sets of keys; a file that has all keys of one is one of its files."""
     rows: Mapping[str, Row]
     finish: Callable[[Reading], None]
     """Decides what several keys decide together."""
-    family: str = ""
-    """The program of which this is a command, if its commands share their keys."""
     may_be: Callable[[Mapping[str, Any]], bool] = lambda values: True
     """Whether the values, or the data that they name, may be those of this command."""
     covers: tuple[str, ...] = ()

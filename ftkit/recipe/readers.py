@@ -1,18 +1,40 @@
-"""The programs whose files are read, and how a file of theirs becomes keys of a recipe."""
+"""Training files of other programs: which program reads a file, and the recipe that it becomes."""
 
+import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign.axolotl import AXOLOTL
-from ftkit.recipe.foreign.llama_factory import LLAMA_FACTORY
-from ftkit.recipe.foreign.llama_factory_v1 import LLAMA_FACTORY_V1
-from ftkit.recipe.foreign.table import Kind, Program, Row, Translation, translate
-from ftkit.recipe.foreign.trl import TRL_DPO, TRL_KTO, TRL_REWARD, TRL_SFT
+from ftkit.recipe.translation import Kind, Program, Row, Translation, translate
+from ftkit.utils.registry import Registry
 
-PROGRAMS = (TRL_SFT, TRL_DPO, TRL_KTO, TRL_REWARD, LLAMA_FACTORY, LLAMA_FACTORY_V1, AXOLOTL)
-BY_SHORT_NAME = {program.short: program for program in PROGRAMS}
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A program whose training files can be recipes."""
+
+    name: str
+    """Its name as a value of --tool."""
+    marks: tuple[frozenset[str], ...]
+    """Sets of keys; a file that has all keys of one is one of its files."""
+    program: str
+    """MODULE:NAME of its `Program`, which is imported when such a file is read."""
+    family: str = ""
+    """The program of which this is a command, if its commands share their keys."""
+
+    @functools.cached_property
+    def opened(self) -> Program:
+        """Its table of keys."""
+        module, _, name = self.program.partition(":")
+        found: Program = getattr(importlib.import_module(module), name)
+        return found
+
+
+READERS: Registry[Reader] = Registry("recipe_readers", (Reader,), core=())
+"""Programs by name. Those of other packages read a file only where --tool names them: to know by
+its keys whose file it is, all of them would have to be imported for every recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +66,19 @@ class Terms:
 NO_TERMS = Terms()
 
 
-def programs_of(values: Mapping[Any, Any]) -> tuple[Program, ...]:
+def readers_of(values: Mapping[Any, Any]) -> tuple[Reader, ...]:
     """Programs whose file may have these keys.
 
     None: it is a recipe. Several: commands of one program, between which the file does not decide.
     """
     given = {key for key, value in values.items() if value is not None}
-    found = [p for p in PROGRAMS if any(mark <= given for mark in p.marks)]
-    rivals = [p for p in found if p is found[0] or (p.family and p.family == found[0].family)]
+    found = [r for r in READERS if any(mark <= given for mark in r.marks)]
+    rivals = [r for r in found if r is found[0] or (r.family and r.family == found[0].family)]
     if len(rivals) < 2:
         return tuple(rivals)
-    known = {p.short: len(given & p.rows.keys()) for p in rivals}
-    rivals = [p for p in rivals if known[p.short] == max(known.values())]
-    possible = tuple(p for p in rivals if p.may_be(values))
+    known = {r.name: len(given & r.opened.rows.keys()) for r in rivals}
+    rivals = [r for r in rivals if known[r.name] == max(known.values())]
+    possible = tuple(r for r in rivals if r.opened.may_be(values))
     return possible or tuple(rivals)
 
 
@@ -72,20 +94,23 @@ def translated(values: Mapping[Any, Any], file: str, *, terms: Terms) -> Transla
         UserError: none of these programs reads the file, it does not say of which command it is, or
             ftkit would learn something else.
     """
-    found = programs_of(values) if terms.tool is None else (BY_SHORT_NAME[terms.tool],)
+    named = None if terms.tool is None else READERS.get(terms.tool)
+    found = readers_of(values) if named is None else (named,)
     if not found:
         raise UserError(
-            f"{file} is no file of {_listed([p.name for p in PROGRAMS])}: it has none of the keys "
-            "by which these are known. If it is one, name the program: --tool axolotl."
+            f"{file} is no file of {_listed([r.opened.name for r in READERS])}: it has none of the "
+            "keys by which these are known. If it is one, name the program: --tool axolotl."
         )
     if len(found) > 1:
-        options = _listed([f"--tool {p.short}" for p in found])
+        options = _listed([f"--tool {r.name}" for r in found])
         raise UserError(
             f"{file} is a file of {found[0].family}, but its keys do not say of which command: "
-            f"{_listed([p.name for p in found])}. Add {options}."
+            f"{_listed([r.opened.name for r in found])}. Add {options}."
         )
-    (program,) = found
-    translation = translate(program, values, file=file, without=terms.without, ranks=terms.devices)
+    (reader,) = found
+    translation = translate(
+        reader.opened, values, file=file, without=terms.without, ranks=terms.devices
+    )
     translation.check(file)
     return translation
 
@@ -93,7 +118,8 @@ def translated(values: Mapping[Any, Any], file: str, *, terms: Terms) -> Transla
 def rows_named(key: str) -> list[tuple[Program, Row]]:
     """Rows of a key in the tables of all programs; those that say more come first."""
     order: Sequence[str] = ("ours", "not there", "no effect")
-    found = [(program, program.rows[key]) for program in PROGRAMS if key in program.rows]
+    programs = [reader.opened for reader in READERS]
+    found = [(program, program.rows[key]) for program in programs if key in program.rows]
     return sorted(found, key=lambda item: (order.index(item[1].kind), not item[1].note))
 
 

@@ -4,10 +4,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ftkit.recipe.foreign.programs import Terms
-from ftkit.recipe.foreign.table import Row, Translation
-from ftkit.recipe.options import ConvertOptions
+from ftkit.extensions.foreign_recipes.commands import ConvertOptions
 from ftkit.recipe.parsing import convert
+from ftkit.recipe.readers import Terms
+from ftkit.recipe.translation import Row, Translation
 from ftkit.redaction import REMOVED
 from ftkit.utils.json_values import secret_keys, with_secrets_hidden
 from ftkit.utils.progress import print_shown

@@ -4,8 +4,9 @@ import json
 import re
 from typing import Any
 
-from ftkit.recipe.foreign import trainer
-from ftkit.recipe.foreign.table import (
+from ftkit.extensions.foreign_recipes import trainer
+from ftkit.extensions.foreign_recipes.trainer import COST, FILES, LAYOUT, ON_HUB, SERVICE, SHOWN
+from ftkit.recipe.translation import (
     OFF,
     Program,
     Reading,
@@ -16,8 +17,7 @@ from ftkit.recipe.foreign.table import (
     rows_by_key,
     same,
 )
-from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, ON_HUB, SERVICE, SHOWN
-from ftkit.recipe.foreign.value_types import Accepts, typed
+from ftkit.recipe.value_types import Accepts, typed
 
 # Unlike the template that ftkit has by this name, it trains the line end after a turn.
 _CHATML = (
@@ -494,13 +494,6 @@ def _array_length(text: str) -> int:
 
 LLAMA_FACTORY = Program(
     name="LLaMA-Factory",
-    short="llama-factory",
-    marks=(
-        frozenset({"model_name_or_path", "finetuning_type"}),
-        frozenset({"model_name_or_path", "stage"}),
-        frozenset({"model_name_or_path", "template"}),
-        frozenset({"model_name_or_path", "dataset"}),
-    ),
     rows=ROWS,
     finish=_finish,
 )

@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ftkit.recipe.foreign.table import OFF, Reading, Row, idle, missing, part, same
+from ftkit.recipe.optimizers import NAMES_ELSEWHERE
+from ftkit.recipe.translation import OFF, Reading, Row, idle, missing, part, same
 
 SERVICE = "ftkit logs to a service only if the command line says so: --logger_name"
 ON_HUB = "nothing is pushed: see ftkit push"
@@ -20,26 +21,6 @@ LAYOUT = "how devices share the work never changes what is learned: --strategy, 
 SHOWN = "ftkit shows and keeps every step"
 FILES = "a matter of files"
 
-OPTIMIZERS = {
-    "adamw_torch": "torch.optim.AdamW",
-    "adamw_torch_fused": "torch.optim.AdamW",
-    "adamw_hf": "torch.optim.AdamW",
-    "adamw_torch_4bit": "torchao.optim.AdamW4bit",
-    "adamw_torch_8bit": "torchao.optim.AdamW8bit",
-    "adamw_bnb_8bit": "bitsandbytes.optim.AdamW8bit",
-    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
-    "paged_adamw": "bitsandbytes.optim.PagedAdamW32bit",
-    "paged_adamw_32bit": "bitsandbytes.optim.PagedAdamW32bit",
-    "paged_adamw_8bit": "bitsandbytes.optim.PagedAdamW8bit",
-    "lion_32bit": "bitsandbytes.optim.Lion32bit",
-    "lion_8bit": "bitsandbytes.optim.Lion8bit",
-    "paged_lion_32bit": "bitsandbytes.optim.PagedLion32bit",
-    "paged_lion_8bit": "bitsandbytes.optim.PagedLion8bit",
-    "sgd": "torch.optim.SGD",
-    "adagrad": "torch.optim.Adagrad",
-    "rmsprop": "torch.optim.RMSprop",
-}
-"""Optimizers by their names in transformers."""
 
 SCHEDULES = {
     "linear": "linear",
@@ -250,9 +231,9 @@ def optimizer(
     reading: Reading, name: str, *, key: str = "optim", learning_rate: Any = None
 ) -> None:
     """Set the optimizer with its arguments."""
-    if name not in OPTIMIZERS:
+    if name not in NAMES_ELSEWHERE:
         reading.refuse(key, OTHER_OPTIMIZERS.get(name, "optimizer"))
-    class_path = OPTIMIZERS.get(name, "torch.optim.AdamW")
+    class_path = NAMES_ELSEWHERE.get(name, "torch.optim.AdamW")
     rate = reading["learning_rate"] if learning_rate is None else learning_rate
     arguments: dict[str, Any] = {
         "lr": rate,

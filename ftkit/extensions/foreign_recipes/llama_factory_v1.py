@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.recipe.foreign import trainer
-from ftkit.recipe.foreign.table import OFF, Program, Reading, idle, missing, part, rows_by_key, same
-from ftkit.recipe.foreign.trainer import COST, LAYOUT, ON_RESUME, REMOTE_CODE, SHOWN
-from ftkit.recipe.foreign.value_types import Accepts, typed
+from ftkit.extensions.foreign_recipes import trainer
+from ftkit.extensions.foreign_recipes.trainer import COST, LAYOUT, ON_RESUME, REMOTE_CODE, SHOWN
+from ftkit.recipe.translation import OFF, Program, Reading, idle, missing, part, rows_by_key, same
+from ftkit.recipe.value_types import Accepts, typed
 from ftkit.utils.yaml_files import load_yaml
 
 _LORA: dict[str, Any] = {
@@ -358,8 +358,6 @@ def _preference(r: Reading) -> None:
 
 LLAMA_FACTORY_V1 = Program(
     name="LLaMA-Factory (newer format)",
-    short="llama-factory-v1",
-    marks=(frozenset({"model", "train_dataset"}),),
     rows=ROWS,
     finish=_finish,
 )

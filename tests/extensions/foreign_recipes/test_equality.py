@@ -15,9 +15,9 @@ from translated_examples import EXAMPLES, write_examples
 from ftkit.data.dataset import load_data
 from ftkit.data.samples.cuts import cut_steps
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.recipe.foreign.programs import Terms
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.parsing import convert
+from ftkit.recipe.readers import Terms
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import CountedSteps, make_schedule
 

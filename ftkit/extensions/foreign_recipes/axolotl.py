@@ -4,8 +4,18 @@ import math
 import re
 from typing import Any
 
-from ftkit.recipe.foreign import trainer
-from ftkit.recipe.foreign.table import (
+from ftkit.extensions.foreign_recipes import trainer
+from ftkit.extensions.foreign_recipes.trainer import (
+    COST,
+    FILES,
+    LAYOUT,
+    ON_HUB,
+    ON_RESUME,
+    REMOTE_CODE,
+    SERVICE,
+    SHOWN,
+)
+from ftkit.recipe.translation import (
     OFF,
     Program,
     Reading,
@@ -16,17 +26,7 @@ from ftkit.recipe.foreign.table import (
     rows_by_key,
     same,
 )
-from ftkit.recipe.foreign.trainer import (
-    COST,
-    FILES,
-    LAYOUT,
-    ON_HUB,
-    ON_RESUME,
-    REMOTE_CODE,
-    SERVICE,
-    SHOWN,
-)
-from ftkit.recipe.foreign.value_types import Accepts
+from ftkit.recipe.value_types import Accepts
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 """Chat templates of axolotl that ftkit has by a name."""
@@ -948,12 +948,6 @@ def _intervals(r: Reading) -> None:
 
 AXOLOTL = Program(
     name="axolotl",
-    short="axolotl",
-    marks=(
-        frozenset({"base_model", "datasets"}),
-        frozenset({"base_model", "pretraining_dataset"}),
-        frozenset({"base_model", "micro_batch_size"}),
-    ),
     rows=ROWS,
     finish=_finish,
 )

@@ -1,17 +1,17 @@
 """Configuration files of `trl sft`, `dpo`, `kto` and `reward`. Defaults are those of TRL 1.16.
 
-A file does not name its command, and the commands share most keys: see `programs_of`.
+A file does not name its command, and the commands share most keys: see `readers_of`.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ftkit.recipe.foreign import trainer
-from ftkit.recipe.foreign.table import OFF, Program, Reading, Row, idle, missing, part, rows_by_key
-from ftkit.recipe.foreign.table import same as same_as
-from ftkit.recipe.foreign.trainer import COST, FILES, LAYOUT, REMOTE_CODE, SERVICE
-from ftkit.recipe.foreign.value_types import Accepts
+from ftkit.extensions.foreign_recipes import trainer
+from ftkit.extensions.foreign_recipes.trainer import COST, FILES, LAYOUT, REMOTE_CODE, SERVICE
 from ftkit.recipe.recipe import PEFT_DEFAULT
+from ftkit.recipe.translation import OFF, Program, Reading, Row, idle, missing, part, rows_by_key
+from ftkit.recipe.translation import same as same_as
+from ftkit.recipe.value_types import Accepts
 
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
 
@@ -332,11 +332,6 @@ def _command(name: str, rows: dict[str, Row], finish: Callable[[Reading], None])
 
     return Program(
         name=f"TRL (trl {name})",
-        short=f"trl-{name}",
-        family="TRL",
-        marks=tuple(
-            frozenset({"model_name_or_path", data}) for data in ("dataset_name", "datasets")
-        ),
         rows=rows,
         finish=finish,
         may_be=may_be,

@@ -12,11 +12,11 @@ from messages import key_words, says
 
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
-from ftkit.recipe.foreign.programs import PROGRAMS, Terms, programs_of, translated
-from ftkit.recipe.foreign.table import Translation
 from ftkit.recipe.parsing import convert, read_recipe
+from ftkit.recipe.readers import READERS, Reader, Terms, readers_of, translated
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.recipe.recipe_keys import key_types
+from ftkit.recipe.translation import Translation
 
 AXOLOTL: dict[str, Any] = {
     "base_model": "org/base",
@@ -126,9 +126,9 @@ VALUES_OF_NO_KEY: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_value_of_any_key_ends_in_an_error_of_python(name: str) -> None:
-    (program,) = programs_of(FILES[name])
+    (reader,) = readers_of(FILES[name])
     ends: Counter[str] = Counter()
-    for row in [row for row in program.rows.values() if row.kind == "ours"]:
+    for row in [row for row in reader.opened.rows.values() if row.kind == "ours"]:
         parts = row.accepts[0] if isinstance(row.accepts, list) else row.accepts
         inner = parts if isinstance(parts, dict) else {}
         for value in VALUES_OF_NO_KEY:
@@ -226,7 +226,7 @@ def test_no_limit_of_gradients_is_written_out() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_known_by_its_keys(name: str) -> None:
-    assert [program.short for program in programs_of(FILES[name])] == [name]
+    assert [reader.name for reader in readers_of(FILES[name])] == [name]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_file_of_trl_is_of_the_commands_that_have_its_keys_and_data(
     if records is not None:
         Path("records.json").write_text(json.dumps([records]))
         file["dataset_name"] = "records.json"
-    assert [program.short for program in programs_of(file)] == [f"trl-{name}" for name in commands]
+    assert [reader.name for reader in readers_of(file)] == [f"trl-{name}" for name in commands]
 
 
 def test_a_file_of_several_commands_is_asked_for_and_an_option_answers() -> None:
@@ -288,11 +288,12 @@ def test_kto_and_reward_of_trl_have_its_numbers() -> None:
     ],
 )
 def test_a_recipe_of_litgpt_is_ours(recipe: str) -> None:
-    assert programs_of(yaml.safe_load(recipe)) == ()
+    assert readers_of(yaml.safe_load(recipe)) == ()
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.short)
-def test_every_row_names_keys_of_ours_and_says_why_it_has_none(program: Any) -> None:
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_every_row_names_keys_of_ours_and_says_why_it_has_none(reader: Reader) -> None:
+    program = reader.opened
     known = {key.partition(".")[0] for key in key_types("lora")} | {"objective"}
     for row in program.rows.values():
         if row.kind == "ours":
@@ -691,8 +692,9 @@ SENDS = re.compile(
 NO_SENDING = {"pad_token", "eos_token"}
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.short)
-def test_no_key_can_send_log_resume_or_trust_code(program: Any) -> None:
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_no_key_can_send_log_resume_or_trust_code(reader: Reader) -> None:
+    program = reader.opened
     for key in filter(SENDS.search, program.rows.keys() - NO_SENDING):
         assert program.rows[key].kind == "no effect", key
     for row in program.rows.values():
