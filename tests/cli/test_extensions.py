@@ -38,6 +38,24 @@ HELLO = Command(
     elsewhere={"greet": ""},
 )
 '''
+_READER = """
+from ftkit.recipe.readers import Reader
+
+OTHER = Reader(name="other", marks=(), program="greetings.tables:OTHER")
+"""
+_TABLES = """
+from ftkit.recipe.translation import Program, idle, rows_by_key, same
+
+OTHER = Program(
+    name="Other",
+    rows=rows_by_key(
+        same("weights", "text", "checkpoint_dir", None),
+        same("rounds", "whole>0", "train.epochs", 1),
+        idle("it only changes colours", "colours"),
+    ),
+    finish=lambda reading: None,
+)
+"""
 _HELLO = """
 def say(options):
     print(*[f"Hello {options.whom}."] * options.times)
@@ -62,6 +80,8 @@ def make_wheel(
         "greetings/__init__.py": "print('imported')",
         "greetings/rows.py": rows,
         "greetings/hello.py": _HELLO,
+        "greetings/readers.py": _READER,
+        "greetings/tables.py": _TABLES,
         "ftkit_greetings-0.3.dist-info/METADATA": _METADATA,
         "ftkit_greetings-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
         "Tag: py3-none-any\n",
@@ -120,6 +140,23 @@ def test_a_command_of_another_package_is_one_of_ftkit(ftkit_with: Callable[..., 
     ]  # fmt: skip
     assert shown["brings"] == {"commands": ["hello"]}
     assert (shown["package"], shown["error"]) == ("version 0.3", "")
+
+
+def test_a_reader_of_another_package_makes_recipes_of_its_files(
+    ftkit_with: Callable[..., Run], tmp_path: Path
+) -> None:
+    ftkit = ftkit_with(points="[ftkit.recipe_readers]\nother = greetings.readers:OTHER")
+    file = tmp_path / "theirs.yaml"
+    file.write_text("weights: embedded:quickstart\nrounds: 7\ncolours: 3\n")
+    recipe = ftkit("finetune", str(file), "--tool", "other", "--print_config")
+    assert recipe.returncode == 0, recipe.stderr
+    assert "epochs: 7\n" in recipe.stdout and "checkpoint_dir: embedded:quickstart" in recipe.stdout
+    assert "a file of Other" in recipe.stderr
+    unknown = ftkit("finetune", str(file), "--tool", "others")
+    assert unknown.returncode == 2 and "--tool other." in unknown.stderr
+    plain = ftkit("finetune", str(file))
+    assert plain.returncode == 2, "without its name nothing of the package is imported"
+    assert "imported" not in plain.stdout
 
 
 @pytest.mark.parametrize(

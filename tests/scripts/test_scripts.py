@@ -100,7 +100,7 @@ def test_light_modules_import_no_heavy_package() -> None:
 
 NO_MODULES = {
     "ftkit.__file__",
-    "ftkit.commands",  # a group of entry points
+    *("ftkit.commands", "ftkit.recipe_readers"),  # groups of entry points
     "ftkit.data.JSON",  # of recipes
     "ftkit.finetun",  # a mistake that is explained
     *(f"ftkit.{suffix}" for suffix in ("bash", "building", "egg", "lock", "py")),
