@@ -24,6 +24,7 @@ from ftkit.recipe.options import GenerateOptions
 from ftkit.redaction import printable
 from ftkit.utils.accelerators.use import free_cached_memory
 from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import marked
 from ftkit.utils.files import write_durably
 from ftkit.utils.progress import print_notice
 from ftkit.utils.texts import explain_not_utf8
@@ -173,8 +174,9 @@ def _compare(
             for result, what in zip(results, ("base model", "result"), strict=True):
                 title = Text(f"{what} {printable(result.name)}")
                 table.add_column(title, overflow="fold", ratio=1)
-            texts = (Text(printable(column[i].text.strip())) for column in answers)
-            table.add_row(*texts)
+            # Marks show where lines end, because a column also folds them.
+            texts = (marked(column[i].text, line_end="\\n\n") for column in answers)
+            table.add_row(*(Text(text or "(empty)") for text in texts))
             display.show(Text(f"> {printable(question_of(record).text)}", "cyan"))
             display.show(table)
             if i + 1 < len(records):

@@ -153,6 +153,18 @@ def test_the_base_model_can_answer_too(
     assert "base model" in heads and " result" in heads
 
 
+def test_columns_show_the_white_space_that_counts(
+    ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = iter([" Take\n\tit ", ""])
+    monkeypatch.setattr("ftkit.evaluation.session.TextStream.add", lambda self, token: "")
+    monkeypatch.setattr("ftkit.evaluation.session.TextStream.rest", lambda self: next(texts))
+    options = ["--prompt", PROMPT, "--max_new_tokens", 1, "--compare_base"]
+    out, _ = said("generate", ended["full"].out_dir, *options)
+    *_, first, second = out.splitlines()
+    assert first.split() == [r"\sTake\n", "(empty)"] and second.split() == [r"\tit\s"]
+
+
 def test_text_that_would_move_the_cursor_is_not_shown(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,16 +21,20 @@ def shortened_within(text: str, limit: int = 240) -> str:
     return line if len(line) <= limit else f"{line[:kept].rstrip()} ... {line[-kept:].lstrip()}"
 
 
-def marked(text: str) -> str:
+def marked(text: str, *, line_end: str = r"\n") -> str:
     r"""The text on one line, with marks for the white space that readers would not see.
 
     Line ends are \n, carriage returns \r, tabs \t; other white space at an end of a line, and
     behind white space, is \s. A backslash before one of these letters is doubled.
+
+    Args:
+        text: what is shown.
+        line_end: what stands for a line end; "\\n\n" keeps the lines apart behind their marks.
     """
     text = re.sub(r"\\(?=[nrts\\])", r"\\\\", text)
     text = printable(text.replace("\t", r"\t").replace("\r", r"\r"))
     lines = (_UNSEEN.sub(lambda found: r"\s" * len(found[0]), line) for line in text.split("\n"))
-    return r"\n".join(lines)
+    return line_end.join(lines)
 
 
 _UNSEEN = re.compile(r"^\s+|\s+$|(?<=\s)\s+")
