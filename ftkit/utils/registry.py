@@ -19,11 +19,14 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ftkit.errors import UserError
 from ftkit.utils.files import cache_root, write_json
 from ftkit.utils.progress import print_shown
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 EXTENSIONS = Path(__file__).parents[1] / "extensions"
 """Folder of our extensions, each a folder in it. The core works without it."""
@@ -200,14 +203,20 @@ def _read_entry_points(directory: str) -> list[Installed]:
             point.group.removeprefix(_PREFIX),
             point.name,
             point.value,
-            package.metadata["Name"],
-            package.version,
-            package.metadata["Summary"] or "",
+            _field(package, "Name"),
+            _field(package, "Version"),
+            _field(package, "Summary"),
         )
         for package in metadata.distributions(path=[directory])
         for point in package.entry_points
         if point.group.startswith(_PREFIX)
     ]
+
+
+def _field(package: "Distribution", name: str) -> str:
+    """A field of the metadata of a package; "": it has none."""
+    (first, *_) = package.metadata.get_all(name) or [""]
+    return str(first)
 
 
 def described(error: Exception) -> str:
