@@ -74,7 +74,7 @@ VAL_RECORDS_PER_SKILL = 43
 """Opposites and capitals are fewer, because there are only so many words."""
 TRAIN_PAIRS_PER_SKILL = 230
 VAL_PAIRS_PER_SKILL = 30
-"""Of preference pairs; 60 steps of 32 pairs take each twice."""
+"""Of preference pairs; 90 steps of 32 pairs take nearly each three times."""
 
 _REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
 _WITH_INPUT = ", paired with an input that provides further context."
