@@ -13,11 +13,12 @@ DOCUMENT = ROOT / "docs/extending.md"
 
 
 def documented() -> dict[str, str]:
-    """Blocks of Python in the document, by the headings above them."""
+    """Plugins in the document, as blocks of Python by the headings above them."""
     sections = re.split(r"^## (.*)$", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
     return {
         heading: "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
         for heading, text in zip(sections[::2], sections[1::2], strict=True)
+        if heading != "A package"  # which is installed
     }
 
 
