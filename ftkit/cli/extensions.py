@@ -44,6 +44,8 @@ def show_extensions(options: ExtensionsOptions) -> int:
     found = [*_own(), *_of_packages()]
     if options.format == "json":
         print(json.dumps([asdict(one) for one in found], indent=2))
+    elif not found:
+        print_shown("There are no extensions.")
     else:
         for one in found:
             print_shown("\n".join(_lines(one)))

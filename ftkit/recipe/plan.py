@@ -169,7 +169,7 @@ _RULES: tuple[Rule, ...] = (
     check_rounding,
     check_memory,
 )
-"""Rules of what a recipe names, in the order in which they are asked: the first one refuses."""
+"""In the order in which they are asked. The first rule that a recipe breaks refuses it."""
 
 
 def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:

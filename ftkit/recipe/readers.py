@@ -94,12 +94,20 @@ def translated(values: Mapping[Any, Any], file: str, *, terms: Terms) -> Transla
         UserError: none of these programs reads the file, it does not say of which command it is, or
             ftkit would learn something else.
     """
-    named = None if terms.tool is None else READERS.get(terms.tool)
-    found = readers_of(values) if named is None else (named,)
-    if not found:
+    if terms.tool is None:
+        found = readers_of(values)
+    elif (named := READERS.get(terms.tool)) is not None:
+        found = (named,)
+    else:
         raise UserError(
-            f"{file} is no file of {_listed([r.opened.name for r in READERS])}: it has none of the "
-            "keys by which these are known. If it is one, name the program: --tool axolotl."
+            f"--tool is {terms.tool}, but nothing that is installed reads files of this program. "
+            "ftkit extensions lists what is installed."
+        )
+    if not found:
+        programs = ", ".join(reader.opened.name for reader in READERS)
+        raise UserError(
+            f"{file} is not recognised: it has no keys that only files of one of these programs "
+            f"have: {programs}. Name its program, such as --tool axolotl."
         )
     if len(found) > 1:
         options = _listed([f"--tool {r.name}" for r in found])

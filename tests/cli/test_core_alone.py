@@ -71,6 +71,18 @@ def test_all_its_tests_are_collected(core: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_only_extensions_have_is_refused(core: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yml").write_text("base_model: x\ndatasets: []\n")
+    for words in (("merge", "out"), ("finetune", "theirs.yml", "--tool", "axolotl")):
+        line = command_line(*words)
+        ended = subprocess.run(
+            line, capture_output=True, text=True, env=variables(core), cwd=tmp_path
+        )
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr
+        assert words[-1] in ended.stderr or words[0] in ended.stderr
+
+
+@pytest.mark.slow
 def test_the_quick_start_trains_saves_resumes_and_reports(core: Path, tmp_path: Path) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--out_dir=out", *words)

@@ -56,10 +56,19 @@ OTHER = Program(
     finish=lambda reading: None,
 )
 """
+_NAMES = """
+from ftkit.python_names import PythonName
+
+WAVE = PythonName("wave", "greetings.hello")
+"""
 _HELLO = """
 def say(options):
     print(*[f"Hello {options.whom}."] * options.times)
     return 4
+
+
+def wave():
+    return "waved"
 """
 _METADATA = """\
 Metadata-Version: 2.1
@@ -81,6 +90,7 @@ def make_wheel(
         "greetings/rows.py": rows,
         "greetings/hello.py": _HELLO,
         "greetings/readers.py": _READER,
+        "greetings/names.py": _NAMES,
         "greetings/tables.py": _TABLES,
         "ftkit_greetings-0.3.dist-info/METADATA": _METADATA,
         "ftkit_greetings-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
@@ -103,7 +113,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def ftkit_with(tmp_path: Path) -> Callable[..., Run]:
     """Install a package beside ftkit, and run commands that see it."""
 
-    def install(**content: str) -> Run:
+    def install(*, program: str = "", **content: str) -> Run:
         beside = tmp_path / "beside"
         wheel = make_wheel(tmp_path, **content)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
@@ -111,9 +121,8 @@ def ftkit_with(tmp_path: Path) -> Callable[..., Run]:
         environment = command_environment() | {"PYTHONPATH": str(beside)}
 
         def run(*words: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                command_line(*words), capture_output=True, text=True, env=environment
-            )
+            line = [sys.executable, "-c", program] if program else command_line(*words)
+            return subprocess.run(line, capture_output=True, text=True, env=environment)
 
         return run
 
@@ -140,6 +149,16 @@ def test_a_command_of_another_package_is_one_of_ftkit(ftkit_with: Callable[..., 
     ]  # fmt: skip
     assert shown["brings"] == {"commands": ["hello"]}
     assert (shown["package"], shown["error"]) == ("version 0.3", "")
+
+
+def test_a_name_of_another_package_is_one_of_import_ftkit(
+    ftkit_with: Callable[..., Run],
+) -> None:
+    python = ftkit_with(
+        points="[ftkit.python_names]\nwave = greetings.names:WAVE",
+        program="import ftkit\nprint('wave' in dir(ftkit))\nprint(ftkit.wave())",
+    )
+    assert python().stdout == "True\nimported\nwaved\n"
 
 
 def test_a_reader_of_another_package_makes_recipes_of_its_files(

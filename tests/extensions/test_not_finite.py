@@ -61,21 +61,25 @@ def shown(out: Path) -> str:
     return console.file.getvalue()
 
 
-def look_everywhere(root: Path) -> None:
+def assert_shown_everywhere(root: Path) -> None:
     """Whatever shows runs, of one that has ended and of one that is at work."""
     for form in ("json", "csv", "markdown"):
         assert run(["compare", str(root), "--format", form]) == 0
     assert run(["watch", str(root / "a"), "--once"]) == 0
-    _ = [(one.training, one.validation) for one in compare([root]).runs]
+    compared = {one.name: one for one in compare([root]).runs}
+    assert compared.keys() == {"a", "b"}
+    assert compared["b"].training.steps and compared["b"].validation, "its files are whole"
+    _ = compared["a"].training, compared["a"].validation
     report = read_report(root / "a")
     plain_text(render(report, None))
     (root / "a/report.json").unlink()
     note_in_ranks(root / "a", report)
     with at_work(root / "a"):
-        shown(root / "a")
-        snapshot_as_html(Watcher(root / "a").look())
+        assert "running" in shown(root / "a")
+        assert "running" in snapshot_as_html(Watcher(root / "a").look())
         page = RunSnapshots(root, copy_at=None)
-        json.dumps([page.all_runs(), page.run("a")], allow_nan=False)
+        assert {one["name"] for one in page.all_runs()["runs"]} == {"a", "b"}
+        json.dumps([page.all_runs(), page.run("a")], allow_nan=False)  # which a browser reads
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -92,7 +96,7 @@ def look_everywhere(root: Path) -> None:
 )
 def test_any_number_of_a_log_can_be_shown(runs: Path, name: str, column: str, word: str) -> None:
     with_cell(runs / "a" / name, column, word)
-    look_everywhere(runs)
+    assert_shown_everywhere(runs)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -111,7 +115,7 @@ def test_a_number_that_a_report_may_lack_is_missing(
 ) -> None:
     with_number(runs / "a/report.json", number, part, key)
     assert getattr(getattr(read_report(runs / "a"), part), key) is None
-    look_everywhere(runs)
+    assert_shown_everywhere(runs)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -166,14 +170,14 @@ def test_a_damaged_log_is_passed_over(
     if name == "system.csv":
         file.write_text("step,time_s,host_cpu_utilization\n1,2.0,0.5\n2,3.0,0.5\n")
     file.write_bytes(damage(file.read_bytes()))
-    look_everywhere(runs)
+    assert_shown_everywhere(runs)
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "validation.csv", "system.csv"])
 def test_what_is_no_file_keeps_nobody_waiting(runs: Path, name: str) -> None:
     (runs / "a" / name).unlink(missing_ok=True)
     os.mkfifo(runs / "a" / name)
-    look_everywhere(runs)
+    assert_shown_everywhere(runs)
     read = read_validation if name == "validation.csv" else read_metrics
     with pytest.raises(UserError, match=name):
         read(runs / "a" / name)

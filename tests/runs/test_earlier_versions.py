@@ -99,8 +99,7 @@ def assert_goes_on(
     whole = EARLIER / f"{name.rpartition('-')[0]}-whole"
     assert before < len(losses(whole))
     for file, column in [("metrics.csv", "loss"), ("validation.csv", "val_loss")]:
-        # Recorded on another processor, whose kernels round otherwise: 1.3e-5 was seen.
-        assert series(run, file, column) == pytest.approx(series(whole, file, column), rel=2e-5)
+        assert series(run, file, column) == pytest.approx(series(whole, file, column), rel=1e-5)
     assert series(run, "metrics.csv", "lr") == series(whole, "metrics.csv", "lr")
     return ended.stdout
 

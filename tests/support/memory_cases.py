@@ -8,6 +8,7 @@ import json
 import runpy
 from pathlib import Path
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ftkit.planning import meter
@@ -58,6 +59,9 @@ def of_run(training: Training) -> None:
 if __name__ == "__main__":
     from ftkit.training import loop
 
+    # On a processor without bfloat16, oneDNN converts the factors of a product to float32 inside
+    # the operation; torch's own kernel takes no memory there on any processor.
+    torch.backends.mkldnn.enabled = False
     run = loop.Training.run
 
     def witnessed(self: Training) -> None:

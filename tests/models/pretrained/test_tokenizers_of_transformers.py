@@ -154,7 +154,7 @@ def write(directory: Path, vocabulary: Path, **settings: Any) -> Path:
     return directory
 
 
-def check(directory: Path, *, may_fail: bool = False) -> None:
+def assert_ids_of_transformers(directory: Path, *, may_fail: bool = False) -> None:
     """Compare with transformers' tokenizer; where transformers may fail, ftkit refuses."""
     try:
         theirs: Any = AutoTokenizer.from_pretrained(directory)
@@ -177,12 +177,12 @@ def check(directory: Path, *, may_fail: bool = False) -> None:
     assert ours.eos_id == theirs.eos_token_id and ours.bos_id == theirs.bos_token_id
 
 
-@pytest.mark.parametrize(("kind", "settings"), cases())
+@pytest.mark.parametrize(("kind", "settings"), list(cases()))
 def test_ids_are_those_of_transformers(
     kind: str, settings: dict[str, Any], vocabularies: dict[str, Path], tmp_path: Path
 ) -> None:
     may_fail = settings["tokenizer_class"] in OF_ONE_KIND
-    check(write(tmp_path, vocabularies[kind], **settings), may_fail=may_fail)
+    assert_ids_of_transformers(write(tmp_path, vocabularies[kind], **settings), may_fail=may_fail)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,7 +202,7 @@ def test_files_beside_the_vocabulary_count_too(
 ) -> None:
     write(tmp_path, vocabularies[kind])
     (tmp_path / file).write_text(json.dumps(content))
-    check(tmp_path)
+    assert_ids_of_transformers(tmp_path)
 
 
 @pytest.mark.parametrize("settings", [{}, NAMED["decoder"], {"tokenizer_class": "GPT2Tokenizer"}])
