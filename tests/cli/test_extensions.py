@@ -156,7 +156,7 @@ def test_a_name_of_another_package_is_one_of_import_ftkit(
 ) -> None:
     python = ftkit_with(
         points="[ftkit.python_names]\nwave = greetings.names:WAVE",
-        program="import ftkit\nprint('wave' in dir(ftkit))\nprint(ftkit.wave())",
+        program="import ftkit\nprint('wave' in dir(ftkit))\nfrom ftkit import wave\nprint(wave())",
     )
     assert python().stdout == "True\nimported\nwaved\n"
 

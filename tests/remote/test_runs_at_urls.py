@@ -306,7 +306,9 @@ def test_training_continues_through_all_storage_faults_and_uploads_later(
     assert any("is not sent yet" in warning for warning in report.warnings)
     found = Store(copy / "checkpoints")
     assert found.newest() == report.progress.steps
-    assert [found.verify(step) for step in found.steps()] == [[], [], []]  # halves are gone
+    kept = found.steps()
+    assert len(kept) in (3, 4)  # after a stop one more, until the newest gives a loss
+    assert [found.verify(step) for step in kept] == [[] for _ in kept]  # halves are gone
     assert SECRET not in log.read_text()
 
 

@@ -20,6 +20,8 @@ KINDS: dict[str, Changes] = {
         for name, options in TYPES.items()
     },
 }
+# At 1e-2, Adam made a difference of 1e-5 of what rounding left of a gradient near zero.
+KINDS["loha"] = (*KINDS["loha"], ("optimizer.lr", 3e-3))
 DROPOUT: Changes = (*KINDS["vera"], ("peft.vera_dropout", 0.3))
 QUANTIZED = {
     f"{name}, nf4": (*KINDS[name], ("quantize", "bnb.nf4")) for name in ("vera", "oft", "ia3")

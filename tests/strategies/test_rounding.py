@@ -19,6 +19,7 @@ BEFORE: tuple[tuple[str, Any], ...] = (
     ("eval.exact_match", 0),
     ("eval.rouge_l", 0),
     ("train.save_interval", 4),
+    ("optimizer.lr", 1e-3),
 )
 CUT = 4
 """Steps of a first session."""
@@ -118,16 +119,19 @@ def second_of(firsts: dict[Case, Outcome], case: Case) -> Case:
 
 
 def assert_same(found: Outcome, expected: Outcome, rounding: str) -> None:
-    """The first steps are equal; sums in another order differ by 1e-7, which may turn a number.
+    """The first step is equal; later, sums in another order turn numbers that lie between two.
 
     A weight that is turned moves by 1/7 of the largest of its group in int4, and by 1/3 in int3.
+    A number of float8 moves by 1/8 of itself: that changed losses of steps by up to 1e-4, with
+    instructions of AVX2 and of AVX-512, and those of validation, which rounds none, by 1e-5.
+    Scales of all tokens in a micro-batch show in the first step: its norm is another by 2e-4.
     """
     norms, others = ([row["grad_norm"] or 0 for row in one.rows] for one in (found, expected))
-    assert norms[0] == pytest.approx(others[0], rel=1e-5)
+    assert norms[0] == pytest.approx(others[0], rel=3e-6)
     assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
-    within = 2e-5 if rounding == "float8" else 2e-3
-    assert found.losses == pytest.approx(expected.losses, rel=within)
-    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=within)
+    of_steps, of_validations = (3e-4, 2e-5) if rounding == "float8" else (2e-3, 2e-3)
+    assert found.losses == pytest.approx(expected.losses, rel=of_steps)
+    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=of_validations)
 
 
 @on_two_ranks
