@@ -13,7 +13,10 @@ In Python and in notebooks::
 import importlib
 from typing import Any
 
+from ftkit.moved import find_moved_modules
 from ftkit.version import __version__ as __version__
+
+find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ftkit.cli.commands import COMMANDS
 from ftkit.python_names import PYTHON_NAMES
+from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.recipe.readers import READERS
 from ftkit.utils.progress import print_shown
@@ -20,7 +21,7 @@ from ftkit.utils.registry import (
     installed_rows,
 )
 
-_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS, PYTHON_NAMES, READERS)
+_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS, OBJECTIVES, PYTHON_NAMES, READERS)
 
 
 @dataclass(frozen=True, kw_only=True)

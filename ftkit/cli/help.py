@@ -289,7 +289,7 @@ def _component_names(component: str) -> list[str]:
 def _listed(component: str, name: str) -> str:
     """A name in the list of all, with what an objective learns, or a kind of adapter trains."""
     summaries = {
-        "objective": {name: one.summary for name, one in OBJECTIVES.items()},
+        "objective": {one.name: one.summary for one in OBJECTIVES},
         "peft": {name: one.summary for name, one in PEFT_TYPES.items()},
     }
     summary = summaries.get(component, {}).get(name)
@@ -302,7 +302,7 @@ def _known_names(component: str) -> list[str]:
     if component == "strategy":
         return list(STRATEGIES)
     if component == "objective":
-        return list(OBJECTIVES)
+        return OBJECTIVES.names
     if component == "peft":
         return list(PEFT_TYPES)
     others = []

@@ -39,7 +39,6 @@ from ftkit.objectives.objective import (
 )
 from ftkit.objectives.reference import BelowAdapter
 from ftkit.objectives.reference_values import ReferenceValues
-from ftkit.objectives.reward import Reward
 from ftkit.recipe.objectives import check_objective, is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
@@ -132,7 +131,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     if options.format == "json":
         print(json.dumps(values, indent=2, default=str))
     else:
-        _show(values, objective)
+        _show(values, objective, of_tokens=not objective_rules(recipe.objective).scores)
     return 0
 
 
@@ -366,10 +365,9 @@ def _result_rows(values: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _show(values: dict[str, Any], objective: Objective) -> None:
+def _show(values: dict[str, Any], objective: Objective, *, of_tokens: bool) -> None:
     matches = values["exact_match"]
-    is_of_tokens = not isinstance(objective, Reward)
-    of_labels = f", {values['label_tokens']:,} label tokens" * is_of_tokens
+    of_labels = f", {values['label_tokens']:,} label tokens" * of_tokens
     rows = {
         **dict(_result_rows(values)),
         "data": f"{values['records']:,} records" + of_labels,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ftkit.data.samples.sample_set import Samples
 from ftkit.errors import UserError
 from ftkit.models.loss import HeadOutput
-from ftkit.recipe.objectives import OBJECTIVES, objective_options
+from ftkit.recipe.objectives import objective_options, objective_row
 from ftkit.recipe.plugin import own_class
 from ftkit.recipe.recipe import Component
 from ftkit.utils.accelerators.use import sum_dtype
@@ -60,7 +60,7 @@ class Objective(ABC):
     """Whether micro-batches need `reference`: the log-probability of each sequence under the
     reference model."""
     needs_teacher = False
-    """Whether micro-batches need what `ftkit.objectives.distillation.Teacher` adds to them."""
+    """Whether micro-batches need what `ftkit.objectives.reference.Teacher` adds to them."""
     observes_mismatched = False
     """Whether it needs `statistics` of the whole step before its first backward pass: of prompts
     with answers to others, made by shifting answers by one in the order of the step."""
@@ -150,7 +150,7 @@ def make_objective(objective: Component) -> Objective:
         assert isinstance(made, Objective)
         check_terms(made)
         return made
-    module, _, class_name = OBJECTIVES[name].class_path.rpartition(".")
+    module, _, class_name = objective_row(name).class_path.rpartition(".")
     built_in: Objective = getattr(importlib.import_module(module), class_name)(**options)
     return built_in
 
@@ -158,7 +158,7 @@ def make_objective(objective: Component) -> Objective:
 def ignores_padding(objective: Objective) -> bool:
     """Whether labels of weight 0, and of no sequence, count for nothing in an objective."""
     # A class of a plugin may count labels by itself, also one that inherits from a class of ours.
-    return type(objective).__module__.startswith(f"{__package__}.")
+    return type(objective).__module__.startswith("ftkit.")
 
 
 def check_terms(objective: Objective) -> None:

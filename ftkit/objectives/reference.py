@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ftkit.data.samples.layout import FILLER
+from ftkit.models.divergence import FrozenHead, HiddenRows
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.load_weights import Sharding
 from ftkit.models.lora.layers import AdapterSwitch
@@ -24,6 +25,8 @@ from ftkit.recipe.peft_types import is_adapter
 from ftkit.utils.accelerators.use import sum_dtype
 
 Context = Callable[[], AbstractContextManager[object]]
+TEACHER_HEAD, TEACHER_ROWS = "teacher_head", "teacher_rows"
+"""Keys of a micro-batch: the teacher's head, and [labels, width], the rows it takes."""
 
 
 class Companion(ABC):
@@ -87,6 +90,21 @@ class FrozenReference(Frozen, Reference):
 
     def log_probabilities(self, batch: Batch) -> Tensor:
         return sequence_sums(self._output(batch, LogProbabilities()), batch)
+
+
+class Teacher(Frozen):
+    """The model whose distributions are learned; it computes each batch beside the student."""
+
+    # Its logits are never whole: only hidden rows of the labels are kept until the student's head
+    # computes, which then takes a few rows of both.
+
+    def __init__(self, model: LanguageModel, sharding: Sharding, context: Context) -> None:
+        super().__init__(model, sharding, context)
+        self._head = FrozenHead(model.head, sharding.whole)
+
+    def add_to(self, batch: Batch) -> None:
+        batch[TEACHER_ROWS] = self._output(batch, HiddenRows())
+        batch[TEACHER_HEAD] = self._head
 
 
 class BelowAdapter(Reference):

@@ -42,13 +42,13 @@ from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.stored_weights import Fp8
 from ftkit.models.token_numbers import TokenDropout
-from ftkit.objectives.distillation import Teacher
 from ftkit.objectives.objective import Batch, make_objective
 from ftkit.objectives.reference import (
     BelowAdapter,
     Companion,
     Computed,
     FrozenReference,
+    Teacher,
     sequence_log_probabilities,
 )
 from ftkit.objectives.step_loss import StepLoss, zeros_for

@@ -12,6 +12,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.plugin import own_class, own_name, own_names, plugin_in_use
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest, unknown_option
+from ftkit.utils.registry import Registry
 
 Preference = Literal["pairs", "labels"]
 """How records say which answers are better. pairs: two answers to a prompt, the better one first.
@@ -41,74 +42,6 @@ class EaftOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpoOptions:
-    """Options of `objective: dpo`."""
-
-    loss: Literal["sigmoid", "ipo", "hinge", "conservative", "robust"] = "sigmoid"
-    """Loss of a pair. sigmoid: DPO; ipo: IPO, with log-probabilities per token; hinge: SLiC;
-    conservative and robust: DPO for data of which label_noise pairs are labelled the wrong way."""
-    beta: float = 0.1
-    """Scale of the rewards: the larger, the closer the model stays to the reference."""
-    label_noise: float = 0.0
-    """Share of pairs whose answers are swapped, for conservative and robust; below 0.5."""
-    sft_weight: float = 0.0
-    """Weight of the cross-entropy of the chosen answers, per token, beside the preference."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OrpoOptions:
-    """Options of `objective: orpo`."""
-
-    weight: float = 0.1
-    """Weight of the odds ratio beside the cross-entropy of the chosen answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimPoOptions:
-    """Options of `objective: simpo`."""
-
-    beta: float = 2.0
-    """Scale of the rewards, which are log-probabilities per token."""
-    margin: float = 0.5
-    """Least difference between the log-probabilities per token of both answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KtoOptions:
-    """Options of `objective: kto`."""
-
-    beta: float = 0.1
-    """Scale of the rewards: the larger, the closer the model stays to the reference."""
-    desirable_weight: float = 1.0
-    """Weight of the losses of desirable answers."""
-    undesirable_weight: float = 1.0
-    """Weight of the losses of the others. Both weights times their numbers of answers should be
-    about equal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardOptions:
-    """Options of `objective: reward`."""
-
-    center_weight: float = 0.0
-    """Weight of (chosen reward + rejected reward)^2 beside the loss, which keeps rewards around 0;
-    0.01 is usual."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillOptions:
-    """Options of `objective: distill`."""
-
-    divergence: Literal["forward", "reverse"] = "forward"
-    """Direction of the KL divergence between teacher and student. forward: the student covers
-    whatever the teacher may say; reverse: it keeps to what the teacher finds likely."""
-    temperature: float = 1.0
-    """Number by which the logits of both are divided: above 1, unlikely tokens count more."""
-    sft_weight: float = 0.0
-    """Weight of the cross-entropy of the given answers, per token, beside the divergence."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ObjectiveRules:
     """Rules of an objective, known before torch is loaded."""
 
@@ -132,9 +65,10 @@ class ObjectiveRules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltInObjective(ObjectiveRules):
-    """An objective that ftkit has without a plugin."""
+class ObjectiveRow(ObjectiveRules):
+    """An objective that ftkit or an installed package has without a plugin."""
 
+    name: str
     summary: str
     """What is learned, as a part of a sentence."""
     class_path: str
@@ -147,84 +81,49 @@ class BuiltInObjective(ObjectiveRules):
     """Refuses, by a UserError, options that exclude each other; None: none do."""
 
 
-def _refuse_of_dpo(options: DpoOptions) -> None:
-    noise = options.label_noise
-    if noise >= 0.5:
-        raise UserError(
-            f"objective.label_noise is {noise}, but must be below 0.5: otherwise most pairs would "
-            "be labelled the wrong way. Try --objective.label_noise 0.1."
-        )
-    if noise and options.loss not in ("conservative", "robust"):
-        raise UserError(
-            f"objective.label_noise is {noise}, but objective.loss is {options.loss}, which does "
-            "not use it. Try --objective.loss conservative."
-        )
+OBJECTIVES = Registry(
+    "objectives",
+    (ObjectiveRow,),
+    core=[
+        ObjectiveRow(
+            name="sft",
+            summary="the answers of records",
+            class_path="ftkit.objectives.supervised.Supervised",
+            options=SftOptions,
+            is_smoothed=True,
+        ),
+        ObjectiveRow(
+            name="dft",
+            summary="the answers of records; unlikely tokens weigh less",
+            class_path="ftkit.objectives.supervised.Dft",
+            options=DftOptions,
+        ),
+        ObjectiveRow(
+            name="eaft",
+            summary="the answers of records; tokens of which the model is sure weigh less",
+            class_path="ftkit.objectives.supervised.Eaft",
+            options=EaftOptions,
+        ),
+    ],
+)
+"""Objectives by name. A new one is a row with its options, and its class."""
 
 
-OBJECTIVES = {
-    "sft": BuiltInObjective(
-        summary="the answers of records",
-        class_path="ftkit.objectives.supervised.Supervised",
-        options=SftOptions,
-        is_smoothed=True,
-    ),
-    "dft": BuiltInObjective(
-        summary="the answers of records; unlikely tokens weigh less",
-        class_path="ftkit.objectives.supervised.Dft",
-        options=DftOptions,
-    ),
-    "eaft": BuiltInObjective(
-        summary="the answers of records; tokens of which the model is sure weigh less",
-        class_path="ftkit.objectives.supervised.Eaft",
-        options=EaftOptions,
-    ),
-    "dpo": BuiltInObjective(
-        summary="which of two answers is better, compared with a reference",
-        class_path="ftkit.objectives.preference.Dpo",
-        options=DpoOptions,
-        above_0=("beta",),
-        refuse=_refuse_of_dpo,
-        preference="pairs",
-        needs_reference=True,
-    ),
-    "orpo": BuiltInObjective(
-        summary="the better of two answers, and the odds of both",
-        class_path="ftkit.objectives.preference.Orpo",
-        options=OrpoOptions,
-        preference="pairs",
-    ),
-    "simpo": BuiltInObjective(
-        summary="which of two answers is better, by a margin and without a reference",
-        class_path="ftkit.objectives.preference.SimPo",
-        options=SimPoOptions,
-        above_0=("beta",),
-        preference="pairs",
-    ),
-    "kto": BuiltInObjective(
-        summary="which answers are desirable, without another one to compare with",
-        class_path="ftkit.objectives.kto.Kto",
-        options=KtoOptions,
-        above_0=("beta",),
-        preference="labels",
-        needs_reference=True,
-        observes_mismatched=True,
-    ),
-    "reward": BuiltInObjective(
-        summary="a score that is higher for the better of two answers",
-        class_path="ftkit.objectives.reward.Reward",
-        options=RewardOptions,
-        preference="pairs",
-        scores=True,
-    ),
-    "distill": BuiltInObjective(
-        summary="how likely a teacher holds every token of answers",
-        class_path="ftkit.objectives.distillation.Distill",
-        options=DistillOptions,
-        above_0=("temperature",),
-        needs_teacher=True,
-    ),
-}
-"""Objectives by name. A new one is a row and its options here, and its class."""
+def objective_row(name: Any) -> ObjectiveRow:
+    """Return the row of an objective that is no plugin's.
+
+    Raises:
+        UserError: there is no objective of this name.
+    """
+    row = OBJECTIVES.get(name) if isinstance(name, str) else None
+    if row is None:
+        known = [*OBJECTIVES.names, *own_names("objective")]
+        of_plugins = "" if plugin_in_use() else "; one of your own needs --plugin FILE.py"
+        raise UserError(
+            f"objective is {name!r}, but must be one of: {', '.join(known)}{of_plugins}. "
+            f"Try --objective {nearest(str(name), known) or 'sft'}."
+        )
+    return row
 
 
 def objective_rules(objective: Component) -> ObjectiveRules:
@@ -238,14 +137,7 @@ def objective_rules(objective: Component) -> ObjectiveRules:
     if (own := own_class("objective", name)) is not None:
         _, defined = own
         return ObjectiveRules(**defined.rules)
-    if name not in OBJECTIVES:
-        known = [*OBJECTIVES, *own_names("objective")]
-        of_plugins = "" if plugin_in_use() else "; one of your own needs --plugin FILE.py"
-        raise UserError(
-            f"objective is {name!r}, but must be one of: {', '.join(known)}{of_plugins}. "
-            f"Try --objective {nearest(str(name), known) or 'sft'}."
-        )
-    return OBJECTIVES[name]
+    return objective_row(name)
 
 
 def gives_scores(objective: Component) -> bool:
@@ -324,11 +216,10 @@ def objective_options(objective: Component) -> dict[str, Any]:
         UserError: unknown objective or option, or a value out of its range.
     """
     name, given = objective["class_path"], objective["init_args"]
-    objective_rules(objective)  # there is one of this name
     if (own := own_class("objective", name)) is not None:
         own[1].check_options(given)
         return dict(given)
-    row = OBJECTIVES[name]
+    row = objective_row(name)
     options = row.options
     kinds = get_type_hints(options)
     for key, value in given.items():
@@ -389,6 +280,14 @@ def _without_reference(recipe: Recipe) -> str:
     )
 
 
+def _advice(rule: str, key: str) -> str:
+    """What a recipe may change that has a key which only objectives of a rule use."""
+    first = next((row.name for row in OBJECTIVES if getattr(row, rule)), None)
+    if first is None:
+        return f"Leave {key} out."
+    return f"Try --objective {first}, or leave {key} out."
+
+
 def check_objective(recipe: Recipe) -> None:
     """Refuse an objective with settings that make no sense for it.
 
@@ -408,7 +307,7 @@ def check_objective(recipe: Recipe) -> None:
     if recipe.reference is not None and not rules.needs_reference:
         raise UserError(
             f"reference is {recipe.reference}, but objective is {name}, which compares with no "
-            "other model. Try --objective dpo, or leave reference out."
+            f"other model. {_advice('needs_reference', 'reference')}"
         )
     if rules.needs_teacher and recipe.teacher is None:
         raise UserError(
@@ -417,8 +316,8 @@ def check_objective(recipe: Recipe) -> None:
         )
     if recipe.teacher is not None and not rules.needs_teacher:
         raise UserError(
-            f"teacher is {recipe.teacher}, but objective is {name}, which has no teacher. Try "
-            "--objective distill, or leave teacher out."
+            f"teacher is {recipe.teacher}, but objective is {name}, which has no teacher. "
+            f"{_advice('needs_teacher', 'teacher')}"
         )
     if recipe.reference is None and needs_reference_beside(recipe):
         raise UserError(_without_reference(recipe))

@@ -12,8 +12,7 @@ from ftkit.models.pretrained.base_model import (
     open_base,
 )
 from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
-from ftkit.objectives.distillation import Teacher
-from ftkit.objectives.reference import Frozen, FrozenReference
+from ftkit.objectives.reference import Frozen, FrozenReference, Teacher
 from ftkit.recipe.objectives import ModelBeside
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.frozen import frozen

@@ -75,7 +75,7 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
     for one in found:
         if (
             (one.kind == "optimizer" and hasattr(torch.optim, one.name))
-            or (one.kind == "objective" and one.name in OBJECTIVES)
+            or (one.kind == "objective" and one.name in OBJECTIVES.names)
             or (one.kind == "data" and one.name in KINDS)
         ):
             raise UserError(

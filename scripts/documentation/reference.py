@@ -106,7 +106,7 @@ def _recipe_pages() -> Iterator[_Page]:
     yield _Page("data", "data.*", text, {"": data})
     for component, text, options_of in (
         ("objective", "What is learned, by name, with the options of each.",
-         {name: (f"Learns {one.summary}.", one.options) for name, one in OBJECTIVES.items()}),
+         {one.name: (f"Learns {one.summary}.", one.options) for one in OBJECTIVES}),
         ("peft", "Which adapter `ftkit finetune` trains, by name, with the options of each.",
          {name: (f"Trains {one.summary}.", one.options) for name, one in PEFT_TYPES.items()}),
         ("strategy", "How a run is distributed over devices, by name, with the options of each.",

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import command_environment, command_line
+from command import ROOT, command_environment, command_line
 
+from ftkit.runs.report.metrics import read_metrics
 from ftkit.utils.registry import Installed, Registry, installed_rows
 
 _ROWS = '''
@@ -61,6 +62,36 @@ from ftkit.python_names import PythonName
 
 WAVE = PythonName("wave", "greetings.hello")
 """
+_OBJECTIVE = """
+from dataclasses import dataclass
+from ftkit.recipe.objectives import ObjectiveRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoliteOptions:
+    strength: float = 2.0
+
+
+POLITE = ObjectiveRow(
+    name="polite",
+    summary="to be polite",
+    class_path="greetings.losses.Polite",
+    options=PoliteOptions,
+    above_0=("strength",),
+)
+"""
+_LOSSES = """
+from ftkit.objectives.supervised import Supervised
+
+
+class Polite(Supervised):
+    def __init__(self, *, strength):
+        super().__init__()
+        self.strength = strength
+
+    def sums(self, output, batch):
+        return [self.strength * one for one in super().sums(output, batch)]
+"""
 _HELLO = """
 def say(options):
     print(*[f"Hello {options.whom}."] * options.times)
@@ -91,6 +122,8 @@ def make_wheel(
         "greetings/hello.py": _HELLO,
         "greetings/readers.py": _READER,
         "greetings/names.py": _NAMES,
+        "greetings/objectives.py": _OBJECTIVE,
+        "greetings/losses.py": _LOSSES,
         "greetings/tables.py": _TABLES,
         "ftkit_greetings-0.3.dist-info/METADATA": _METADATA,
         "ftkit_greetings-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
@@ -176,6 +209,33 @@ def test_a_reader_of_another_package_makes_recipes_of_its_files(
     plain = ftkit("finetune", str(file))
     assert plain.returncode == 2, "without its name nothing of the package is imported"
     assert "imported" not in plain.stdout
+
+
+def test_an_objective_of_another_package_is_trained_and_resumed(
+    ftkit_with: Callable[..., Run], tmp_path: Path
+) -> None:
+    ftkit = ftkit_with(points="[ftkit.objectives]\npolite = greetings.objectives:POLITE")
+    wrong = ftkit("finetune", "embedded:quickstart", "--objective.strength", "0", *POLITE)
+    assert wrong.returncode == 2
+    assert "objective.strength is 0" in wrong.stderr and "above 0" in wrong.stderr
+    assert "polite" in ftkit("finetune", "--objective.help").stdout
+    short = ("--train.max_steps", "2", "--eval.exact_match", "0", "--out_dir", str(tmp_path / "a"))
+    for words in (POLITE, (*POLITE, "--stop_after", "1"), (*POLITE, "--resume", "auto")):
+        out = ("--out_dir", str(tmp_path / ("a" if words == POLITE else "b")))
+        run = ftkit("finetune", str(ROOT / "recipes/quickstart.yaml"), *short, *words, *out)
+        assert run.returncode == 0, run.stderr
+    polite, resumed = (losses(tmp_path / name) for name in "ab")
+    assert polite == resumed and len(polite) == 2
+    plain = ftkit("finetune", str(ROOT / "recipes/quickstart.yaml"), *short, "--overwrite")
+    assert plain.returncode == 0, plain.stderr
+    assert polite[0] == pytest.approx(2 * losses(tmp_path / "a")[0], rel=1e-6)
+
+
+POLITE = ("--objective", "polite")
+
+
+def losses(out_dir: Path) -> list[float]:
+    return [row["loss"] or 0 for row in read_metrics(out_dir / "metrics.csv")]
 
 
 @pytest.mark.parametrize(

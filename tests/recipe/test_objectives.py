@@ -133,7 +133,7 @@ def test_a_model_is_held_beside_the_trained_one_where_nothing_else_gives_its_num
     assert (found and (found.key, found.name, found.implementation)) == expected
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES.names)
 def test_every_objective_is_accepted_as_it_is(name: str) -> None:
     keys = {"teacher": "other"} if name == "distill" else {}
     check_objective(recipe(objective=name, **keys))

@@ -14,9 +14,9 @@ from plugins import documented, opened, plugin_of
 
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
+from ftkit.extensions.preference.preference import Paired
 from ftkit.models.loss import Head
 from ftkit.objectives.objective import make_objective
-from ftkit.objectives.preference import Paired
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import (
     OBJECTIVES,
@@ -35,7 +35,7 @@ from ftkit.strategies.optimizers import base_learning_rate, resolve_optimizer
 OWN = """
 from typing import Literal
 import ftkit, torch
-from ftkit.objectives.preference import Paired, Dpo as _Dpo
+from ftkit.extensions.preference.preference import Paired, Dpo as _Dpo
 from ftkit.objectives.supervised import Supervised
 
 class Mine(Supervised):
@@ -230,13 +230,13 @@ def test_an_objective_is_made_with_its_options(own: Plugin) -> None:
         assert says(unfinished, "Unfinished lacks output, sums")
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "reward"])
+@pytest.mark.parametrize("name", [row.name for row in OBJECTIVES if row.name != "reward"])
 def test_an_objective_derived_from_ftkits_own_has_its_rules(name: str, tmp_path: Path) -> None:
     base = type(make_objective(component(name)))
     source = f"from {base.__module__} import {base.__name__} as _B\nclass Mine(_B): pass\n"
     with using(plugin_of(tmp_path, source)):
         rules = objective_rules(component("plugin.Mine"))
-    known = OBJECTIVES[name]
+    known = OBJECTIVES.get(name)
     for field in dataclasses.fields(ObjectiveRules):
         assert getattr(rules, field.name) == getattr(known, field.name), field.name
 
@@ -303,7 +303,7 @@ def test_a_class_derived_from_supervised_tuning_has_its_loss_and_its_z_loss(
 
 def test_an_objective_with_two_other_models_is_refused(tmp_path: Path) -> None:
     source = (
-        "from ftkit.objectives.distillation import Distill\n"
+        "from ftkit.extensions.distillation.distillation import Distill\n"
         "class Mine(Distill): needs_reference = True\n"
     )
     message = message_of(plugin_of, tmp_path, source)

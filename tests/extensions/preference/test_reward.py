@@ -11,8 +11,8 @@ from torch import Tensor
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet, ScoredSamples
+from ftkit.extensions.preference.reward import Reward
 from ftkit.models.loss import Head, Scores
-from ftkit.objectives.reward import Reward
 
 SCORES = ((0.5, -1.0), (-0.2, 0.3), (1.5, 1.5))
 """Of the chosen and the rejected answer of three pairs."""

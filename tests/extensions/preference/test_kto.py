@@ -14,7 +14,7 @@ from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import train_batches, validation_loader
 from ftkit.data.samples.sample_set import Sample, SampleSet, mismatched
 from ftkit.data.samples.sampler import ElasticOrder, EpochOrder, Position
-from ftkit.objectives.kto import Kto
+from ftkit.extensions.preference.kto import Kto
 
 RATIOS = (1.5, -0.5, 0.25, 2.0)
 """Log-probability of each answer, relative to the reference."""

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples, ScoredSamples
+from ftkit.extensions.preference.preference import PAIRS, sums_of_rewards, terms_of_rewards
 from ftkit.models.loss import HeadOutput, Scores
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term, sequence_sums
-from ftkit.objectives.preference import PAIRS, sums_of_rewards, terms_of_rewards
 
 
 class Reward(Objective):

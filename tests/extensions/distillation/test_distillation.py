@@ -19,6 +19,7 @@ from transformers_models import make_transformers_model
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet
+from ftkit.extensions.distillation.distillation import Distill
 from ftkit.models.divergence import FrozenHead
 from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.load_weights import Whole
@@ -26,7 +27,7 @@ from ftkit.models.loss import Head
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.objectives.distillation import TEACHER_HEAD, TEACHER_ROWS, Distill, Teacher
+from ftkit.objectives.reference import TEACHER_HEAD, TEACHER_ROWS, Teacher
 
 WIDTH, TEACHER_WIDTH, VOCABULARY, LABELS = 8, 12, 40, 24
 TARGETS = torch.randint(VOCABULARY, (LABELS,), generator=torch.Generator().manual_seed(1))

@@ -9,16 +9,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
-from ftkit.models.divergence import Direction, Divergence, FrozenHead, HiddenRows
-from ftkit.models.language_model import LanguageModel
-from ftkit.models.load_weights import Sharding
+from ftkit.models.divergence import Direction, Divergence
 from ftkit.models.loss import HeadOutput
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
-from ftkit.objectives.reference import Context, Frozen
+from ftkit.objectives.reference import TEACHER_HEAD, TEACHER_ROWS
 from ftkit.objectives.supervised import Supervised
-
-TEACHER_HEAD, TEACHER_ROWS = "teacher_head", "teacher_rows"
-"""Keys of a micro-batch: the teacher's head, and [labels, width], the rows it takes."""
 
 
 class Distill(Objective):
@@ -82,18 +77,3 @@ class Distill(Objective):
         if self._sft_weight:
             return loss, divergence, cross_entropy
         return loss, cross_entropy
-
-
-class Teacher(Frozen):
-    """The model whose distributions are learned; it computes each batch beside the student."""
-
-    # Its logits are never whole: only hidden rows of the labels are kept until the student's head
-    # computes, which then takes a few rows of both.
-
-    def __init__(self, model: LanguageModel, sharding: Sharding, context: Context) -> None:
-        super().__init__(model, sharding, context)
-        self._head = FrozenHead(model.head, sharding.whole)
-
-    def add_to(self, batch: Batch) -> None:
-        batch[TEACHER_ROWS] = self._output(batch, HiddenRows())
-        batch[TEACHER_HEAD] = self._head

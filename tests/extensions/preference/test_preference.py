@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftkit.objectives.preference import Dpo, Orpo, Paired, SimPo
+from ftkit.extensions.preference.preference import Dpo, Orpo, Paired, SimPo
 
 TOKENS = ((3, 2), (1, 4), (5, 5))
 """Label tokens of the chosen and the rejected answer of three pairs."""

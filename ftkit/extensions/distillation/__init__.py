@@ -1,0 +1,3 @@
+"""Learning the distributions of another model, the teacher."""
+
+MOVED = {"ftkit.objectives.distillation": "distillation"}

@@ -1,0 +1,31 @@
+"""The objective of distillation, with its options."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ftkit.recipe.objectives import ObjectiveRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Options of `objective: distill`."""
+
+    divergence: Literal["forward", "reverse"] = "forward"
+    """Direction of the KL divergence between teacher and student. forward: the student covers
+    whatever the teacher may say; reverse: it keeps to what the teacher finds likely."""
+    temperature: float = 1.0
+    """Number by which the logits of both are divided: above 1, unlikely tokens count more."""
+    sft_weight: float = 0.0
+    """Weight of the cross-entropy of the given answers, per token, beside the divergence."""
+
+
+ROWS = (
+    ObjectiveRow(
+        name="distill",
+        summary="how likely a teacher holds every token of answers",
+        class_path="ftkit.extensions.distillation.distillation.Distill",
+        options=DistillOptions,
+        above_0=("temperature",),
+        needs_teacher=True,
+    ),
+)

@@ -1,0 +1,52 @@
+"""Modules by the names that they had before they became parts of extensions.
+
+Plugins import such names. An extension names them in its ``__init__.py``::
+
+    MOVED = {"ftkit.objectives.preference": "preference"}
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Finds a module of ftkit that no other finder has found, where it is now."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # Asked for whatever is not there, also by others: nothing of ftkit is imported for those.
+        if not fullname.startswith("ftkit.") or fullname.startswith("ftkit.extensions"):
+            return None
+        place = _places().get(fullname)
+        return None if place is None else ModuleSpec(fullname, self, origin=place)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        assert spec is not None and spec.origin is not None
+        warnings.warn(f"{spec.name} is {spec.origin} now.", FutureWarning, stacklevel=2)
+        # One module by both names, so that there is one class of each name in it.
+        sys.modules[spec.name] = importlib.import_module(spec.origin)
+
+
+def _places() -> dict[str, str]:
+    """Where moved modules are now, by their old names."""
+    from ftkit.utils.registry import extension_names
+
+    places: dict[str, str] = {}
+    for extension in extension_names():
+        package = f"ftkit.extensions.{extension}"
+        moved = getattr(importlib.import_module(package), "MOVED", {})
+        places |= {old: f"{package}.{new}" for old, new in moved.items()}
+    return places
+
+
+def find_moved_modules() -> None:
+    """Let imports of old names find what they name."""
+    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
+        sys.meta_path.append(_Moved())
