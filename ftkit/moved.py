@@ -23,7 +23,7 @@ class _Moved(MetaPathFinder, Loader):
         # Asked for whatever is not there, also by others: nothing of ftkit is imported for those.
         if not fullname.startswith("ftkit.") or fullname.startswith("ftkit.extensions"):
             return None
-        place = _places().get(fullname)
+        place = moved_modules().get(fullname)
         return None if place is None else ModuleSpec(fullname, self, origin=place)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -34,7 +34,7 @@ class _Moved(MetaPathFinder, Loader):
         sys.modules[spec.name] = importlib.import_module(spec.origin)
 
 
-def _places() -> dict[str, str]:
+def moved_modules() -> dict[str, str]:
     """Where moved modules are now, by their old names."""
     from ftkit.utils.registry import extension_names
 

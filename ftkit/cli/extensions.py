@@ -9,6 +9,7 @@ from typing import Any
 
 from ftkit.cli.commands import COMMANDS
 from ftkit.python_names import PYTHON_NAMES
+from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.recipe.readers import READERS
@@ -21,7 +22,7 @@ from ftkit.utils.registry import (
     installed_rows,
 )
 
-_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS, OBJECTIVES, PYTHON_NAMES, READERS)
+_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS, LOGGERS, OBJECTIVES, PYTHON_NAMES, READERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from ftkit.recipe.recipe_keys import (
     COMPONENTS,
     default_name,
     field_texts,
+    key_types,
     placeholder_of,
 )
 from ftkit.recipe.strategies import RULES, STRATEGIES
@@ -270,8 +271,10 @@ def _add_component_keys(parser: ArgumentParser, component: str, name: str) -> bo
 
 def _write_placeholders(parser: ArgumentParser) -> None:
     """Show kinds of values in words, and not what jsonargparse adds to the keys of a class."""
+    known = key_types("lora")
     for action in parser._actions:
         if (kind := getattr(action, "_typehint", None)) is not None:
+            action._typehint = kind = known.get(action.dest, kind)  # completion offers its choices
             action.metavar = placeholder_of(kind)
             # jsonargparse offers --KEY+ to append to a list
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]

@@ -28,6 +28,7 @@ from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_w
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.kernels import check_kernels_installed
+from ftkit.recipe.loggers import check_loggers_installed
 from ftkit.recipe.lora_layers import adapted_text, names_no_layers
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
@@ -38,7 +39,6 @@ from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Recipe
-from ftkit.recipe.sections import check_loggers_installed
 from ftkit.redaction import REMOVED
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory

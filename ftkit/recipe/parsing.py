@@ -40,6 +40,7 @@ from ftkit.recipe.recipe_keys import (
     SPELLINGS,
     check_component,
     check_keys,
+    check_names,
     default_class,
     default_name,
     describe,
@@ -494,7 +495,9 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
     except (ArgumentError, TypeError, ValueError) as error:
         raise UserError(_type_message(str(error), merged, method)) from None
     names = {f.name for f in dataclasses.fields(recipe_class)} - COMPONENTS.keys()
-    return recipe_class(**{name: values[name] for name in names}, **components)
+    recipe = recipe_class(**{name: values[name] for name in names}, **components)
+    check_names(recipe)
+    return recipe
 
 
 @functools.cache

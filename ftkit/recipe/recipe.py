@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from ftkit.recipe.loggers import CSV, logger_names
+
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "stored"]
 Method = Literal["full", "lora"]
 QatWeights = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
 Kernels = Literal["auto", "torch", "liger"]
 AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
-LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
-LOGGER_PACKAGES: dict[LoggerName, str] = {"mlflow": "mlflow-skinny"}
-"""Package to install for a logger, if its name is not that of the logger."""
 LoraVariant = Literal["lora", "dora", "rslora"]
 LoraInit = Literal["default", "pissa", "olora", "loftq"]
 RELATIVE_INITS = ("pissa", "olora")
@@ -408,7 +407,7 @@ class Recipe:
     )
     """Optimizer: a name from torch.optim, or a class path (torch.optim, bitsandbytes.optim,
     torchao.optim); arguments as --optimizer.NAME VALUE."""
-    logger_name: LoggerName | list[LoggerName] = "csv"
+    logger_name: str | list[str] = field(default=CSV, metadata={"names": logger_names})
     """Loggers beside metrics.csv, which is always written: a name or a list, such as [tensorboard,
     mlflow]. A resumed run continues in all of them. mlflow and trackio write to out_dir unless
     MLFLOW_TRACKING_URI or TRACKIO_SERVER_URL, TRACKIO_SPACE_ID or TRACKIO_DIR is set."""
@@ -452,10 +451,10 @@ class Recipe:
         return "float8" if self.float8 else None
 
     @property
-    def extra_loggers(self) -> tuple[LoggerName, ...]:
+    def extra_loggers(self) -> tuple[str, ...]:
         """Loggers beside metrics.csv, without repetitions."""
         named = [self.logger_name] if isinstance(self.logger_name, str) else self.logger_name
-        return tuple(dict.fromkeys(name for name in named if name != "csv"))
+        return tuple(dict.fromkeys(name for name in named if name != CSV))
 
     @property
     def implementation(self) -> Literal["litgpt", "transformers"] | None:

@@ -94,7 +94,36 @@ GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass
 
 def key_types(method: Method) -> dict[str, Any]:
     """Dotted keys of a recipe with their types."""
-    return {key: field.type for key, field in _key_fields(RECIPE_OF[method])}
+    return {key: field_type(field) for key, field in _key_fields(RECIPE_OF[method])}
+
+
+def field_type(field: "dataclasses.Field[Any]") -> Any:
+    """Type of the values of a field; where they name rows of a registry, a Literal of the names."""
+    if (names := field.metadata.get("names")) is None:
+        return field.type
+    name: Any = Literal.__getitem__(tuple(names()))
+    is_list = list[str] in accepted_types(field.type)
+    return name | types.GenericAlias(list, (name,)) if is_list else name
+
+
+def check_names(recipe: Recipe) -> None:
+    """Refuse names that are not those of rows of a registry.
+
+    Raises:
+        UserError: suggests one.
+    """
+    for field in dataclasses.fields(recipe):
+        if (names := field.metadata.get("names")) is None:
+            continue
+        value = getattr(recipe, field.name)
+        named = value if isinstance(value, list) else [value]
+        if not set(named) <= set(names()):
+            method: Method = "lora" if isinstance(recipe, LoraRecipe) else "full"
+            raise UserError(
+                f"{field.name} is {shown_value(value)}, but must be "
+                f"{describe(field_type(field))}. "
+                f"Try --{field.name} {example_of(field.name, method, value)}."
+            )
 
 
 def _key_fields(
@@ -270,7 +299,7 @@ def default_name(field: str) -> str:
 def example_of(key: str, method: Method, wrong: Any = None) -> str:
     """A value that the key accepts: the most similar choice, or the default."""
     field = dict(_key_fields(RECIPE_OF[method]))[key]
-    accepted = accepted_types(field.type)
+    accepted = accepted_types(field_type(field))
     literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
     choices = [str(c) for kind in literals for c in typing.get_args(kind)]
     if isinstance(wrong, list) and choices:

@@ -1,15 +1,14 @@
 """Rules of sections of a recipe: ranges of values, and settings that exclude each other."""
 
-import importlib.util
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ftkit.errors import UserError
 from ftkit.recipe.facts import Facts
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.peft_types import check_peft
 from ftkit.recipe.quantizations import unshardable
-from ftkit.recipe.recipe import LOGGER_PACKAGES, Eval, LoggerName, LoraRecipe, Recipe
+from ftkit.recipe.recipe import Eval, LoraRecipe, Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.remote.urls import display_path, url_of
@@ -296,20 +295,3 @@ def check_validations(
         f"Try --eval.interval {max(1, total_steps // (4 * patience))}."
     )
     return [notice]
-
-
-def check_loggers_installed(names: Iterable[LoggerName]) -> None:
-    """Refuse a run whose loggers are not installed.
-
-    Args:
-        names: loggers beside metrics.csv.
-
-    Raises:
-        UserError: names what to install.
-    """
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"logger_name has {name}, but it is not installed. Try pip install "
-                f"{LOGGER_PACKAGES.get(name, name)}, or --logger_name csv."
-            )

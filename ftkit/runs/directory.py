@@ -16,18 +16,15 @@ All readers and writers get the paths here, so that the names are nowhere else.
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import get_args
 
 from ftkit.checkpoint.metadata import BASE, PLUGIN, RECIPE
 from ftkit.checkpoint.store import LATEST, Store
-from ftkit.recipe.recipe import LoggerName
+from ftkit.recipe.loggers import LOGGERS
 from ftkit.runs.report.report import FILE_NAME
 from ftkit.utils.console.display import LOG_NAME
 
 _CHECKPOINTS, _FINAL, _SET_ASIDE, _STATE = "checkpoints", "final", "set_aside", ".run"
 _METRICS, _VALIDATION, _SYSTEM = "metrics.csv", "validation.csv", "system.csv"
-# Each writes to a directory of its name; metrics.csv is the run's own.
-_LOGGERS = tuple(name for name in get_args(LoggerName) if name != "csv")
 # Each session rewrites recipe, plugin and report, and appends to the others.
 _CONTINUED = (RECIPE, PLUGIN, FILE_NAME, _METRICS, _VALIDATION, _SYSTEM, LOG_NAME)
 
@@ -157,7 +154,7 @@ class RunDirectory:
     @property
     def written(self) -> tuple[Path, ...]:
         """All paths that runs write, except backups."""
-        names = (*_CONTINUED, _FINAL, _CHECKPOINTS, *_LOGGERS)
+        names = (*_CONTINUED, _FINAL, _CHECKPOINTS, *LOGGERS.names)
         return tuple(self.path / name for name in names)
 
     @property

@@ -14,7 +14,7 @@ from ftkit.recipe.changes import KIND_OF
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.recipe import FINETUNE, Lora, Recipe
-from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, placeholder_of
+from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, field_type, placeholder_of
 from ftkit.recipe.strategies import RULES
 
 _ON_RESUME = {
@@ -124,7 +124,7 @@ def _recipe_pages() -> Iterator[_Page]:
 def _keys(owner: type, fields: Any, prefix: str = "") -> list[_Key]:
     texts = field_texts(owner)
     return [
-        _Key(f"{prefix}{field.name}", field.type, _given(field), texts.get(field.name, ""))
+        _Key(f"{prefix}{field.name}", field_type(field), _given(field), texts.get(field.name, ""))
         for field in fields
     ]
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import LATEST
+from ftkit.recipe.loggers import LOGGERS
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.sync.background import begun, each, ends, pause
 from ftkit.runs.sync.claim import RemoteClaim, is_claim
@@ -42,8 +43,6 @@ LAST_ATTEMPTS_S = 120.0
 """Seconds that the end of a run retries a storage that accepts nothing."""
 _FILES_AT_ONCE = 4
 _POLL_S = 0.1
-_NOT_UPLOADED = ("wandb",)
-"""Directories of loggers that have a service of their own."""
 
 
 class UploadFailed(Exception):
@@ -496,7 +495,8 @@ def files_to_upload(run: RunDirectory, everything: bool) -> Iterator[Path]:
     """
     state = [run.job, run.lock, *(rank.report for rank in run.ranks())]
     yield from (file for file in state if file.exists())
-    left_out = {run.state.name, run.store.directory.name, *_NOT_UPLOADED}
+    with_service = (row.name for row in LOGGERS if row.has_service)
+    left_out = {run.state.name, run.store.directory.name, *with_service}
     latest = run.store.directory / LATEST
     if latest.exists():
         yield latest

@@ -17,11 +17,12 @@ from plugins import plugin_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from ftkit.errors import UserError
+from ftkit.extensions.loggers.mlflow import MlflowLogger
+from ftkit.recipe.loggers import check_loggers_installed
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plugin import using
 from ftkit.recipe.recipe import Recipe
-from ftkit.recipe.sections import check_loggers_installed
-from ftkit.training.loggers import Loggers, MlflowLogger, make_loggers, own_loggers
+from ftkit.training.loggers import Loggers, make_loggers, own_loggers
 
 
 def make(logger: str, out_dir: Path, **more: str) -> Recipe:

@@ -1,0 +1,60 @@
+"""Loggers beside metrics.csv: their names, and what has to be installed; no torch."""
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ftkit.errors import UserError
+from ftkit.utils.registry import Registry
+
+CSV = "csv"
+"""The name of metrics.csv, which is always written."""
+
+
+@dataclass(frozen=True)
+class LoggerRow:
+    """A logger. What it writes in the directory of a run lies in a directory of its name."""
+
+    name: str
+    make: str
+    """MODULE:FUNCTION that makes a `lightning.fabric.loggers.Logger` of the directory of the run,
+    its keys `log`, the ids of the run in each service, to which a new one is added, and the steps
+    that are done."""
+    module: str = ""
+    """What is imported; "": the name."""
+    install: str = ""
+    """Package to install; "": the name."""
+    has_service: bool = False
+    """Whether it uploads what it writes itself."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its module is there."""
+        return importlib.util.find_spec(self.module or self.name) is not None
+
+
+LOGGERS: Registry[LoggerRow] = Registry("loggers", (LoggerRow,), core=())
+
+
+def logger_names() -> list[str]:
+    """Names that a recipe may give, also of metrics.csv."""
+    return [CSV, *LOGGERS.names]
+
+
+def check_loggers_installed(names: Iterable[str]) -> None:
+    """Refuse a run whose loggers are not installed.
+
+    Args:
+        names: loggers beside metrics.csv.
+
+    Raises:
+        UserError: names what to install.
+    """
+    for name in names:
+        row = LOGGERS.get(name)
+        assert row is not None, "a recipe names no other"
+        if not row.is_installed:
+            raise UserError(
+                f"logger_name has {name}, but it is not installed. Try pip install "
+                f"{row.install or name}, or --logger_name {CSV}."
+            )
