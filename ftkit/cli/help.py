@@ -274,7 +274,8 @@ def _write_placeholders(parser: ArgumentParser) -> None:
     known = key_types("lora")
     for action in parser._actions:
         if (kind := getattr(action, "_typehint", None)) is not None:
-            action._typehint = kind = known.get(action.dest, kind)  # completion offers its choices
+            kind = known.get(action.dest, kind)
+            vars(action)["_typehint"] = kind  # completion offers its choices
             action.metavar = placeholder_of(kind)
             # jsonargparse offers --KEY+ to append to a list
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
