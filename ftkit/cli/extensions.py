@@ -13,6 +13,7 @@ from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.recipe.readers import READERS
+from ftkit.recipe.strategy_rows import STRATEGIES
 from ftkit.utils.progress import print_shown
 from ftkit.utils.registry import (
     Installed,
@@ -22,7 +23,14 @@ from ftkit.utils.registry import (
     installed_rows,
 )
 
-_REGISTRIES: tuple[Registry[Any], ...] = (COMMANDS, LOGGERS, OBJECTIVES, PYTHON_NAMES, READERS)
+_REGISTRIES: tuple[Registry[Any], ...] = (
+    COMMANDS,
+    LOGGERS,
+    OBJECTIVES,
+    PYTHON_NAMES,
+    READERS,
+    STRATEGIES,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +91,7 @@ def _own() -> Iterator[Extension]:
                 if (rows := registry.of_extension(name))
             },
             missing={
-                library: f"pip install 'ftkit[{extra}]'"
+                library: extra if " " in extra else f"pip install 'ftkit[{extra}]'"
                 for library, extra in libraries.items()
                 if find_spec(library) is None
             },

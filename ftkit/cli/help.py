@@ -1,6 +1,7 @@
 """Help and completion of every command, as parsers of jsonargparse."""
 
 import argparse
+import dataclasses
 import importlib
 import re
 import shutil
@@ -29,12 +30,10 @@ from ftkit.recipe.recipe_keys import (
     key_types,
     placeholder_of,
 )
-from ftkit.recipe.strategies import RULES, STRATEGIES
+from ftkit.recipe.strategy_rows import STRATEGIES, strategy_names
 from ftkit.utils.imports import quick_imports, silence_libraries
 from ftkit.utils.names import nearest
 
-_KNOWN_WITHOUT_IMPORTS = (("data", "JSON"), ("strategy", "fsdp"), ("strategy", "deepspeed"))
-"""Components and names whose keys are known before torch is loaded."""
 _NOUNS = {
     "data": "data module",
     "objective": "objective",
@@ -192,8 +191,11 @@ def _command_parser(command: Command) -> ArgumentParser:
     if command.name in FINETUNE:
         # Optimizers are missing here: their keys come from signatures, and importing torch takes
         # seconds.
-        for component, name in _KNOWN_WITHOUT_IMPORTS:
-            _add_component_keys(parser, component, name)
+        # Those whose keys are known before torch is loaded.
+        _add_component_keys(parser, "data", "JSON")
+        for rules in STRATEGIES:
+            if dataclasses.fields(rules.options):
+                _add_component_keys(parser, "strategy", rules.name)
     return parser
 
 
@@ -304,7 +306,7 @@ def _known_names(component: str) -> list[str]:
     if component == "data":
         return list(KINDS)
     if component == "strategy":
-        return list(STRATEGIES)
+        return strategy_names()
     if component == "objective":
         return OBJECTIVES.names
     if component == "peft":
@@ -326,7 +328,7 @@ def _component_class(component: str, name: str) -> type:
         is_optimizer = component == "optimizer"
         return getattr(plugin.module, name) if is_optimizer else defined.options_class
     if component == "strategy":
-        rules = RULES.get("single" if name == "auto" else name)
+        rules = STRATEGIES.get("single" if name == "auto" else name)
         found = rules.options if rules else None
     elif component == "objective":
         learned = OBJECTIVES.get(name)

@@ -18,14 +18,14 @@ from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.recipe.facts import StrategyName
+from ftkit.recipe.strategy_rows import strategy_rules
 
 # Different, so that shapes of one sequence do not fit the other by chance.
 _LENGTHS = (5, 3)
 """Tokens of the two sequences in the dry run."""
 
 
-def require_trainable(base: BaseModel, strategy: StrategyName, *, compiles: bool = False) -> None:
+def require_trainable(base: BaseModel, strategy: str, *, compiles: bool = False) -> None:
     """Refuse a model whose code fails to compute a loss and gradients.
 
     Args:
@@ -42,7 +42,7 @@ def require_trainable(base: BaseModel, strategy: StrategyName, *, compiles: bool
             "Try --compile false."
         )
     # The others give these modules a gradient of 0, for which their weights must be there.
-    if base.architecture.skipped_modules and strategy == "deepspeed":
+    if base.architecture.skipped_modules and strategy_rules(strategy).waits_for_every_gradient:
         raise UserError(
             f"strategy {strategy}: short sequences skip some modules of {base.name}, and ranks "
             f"would wait for each other's gradients. Try --strategy fsdp."

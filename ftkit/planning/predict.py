@@ -41,7 +41,7 @@ from ftkit.planning.memory import (
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import CPU, largest_micro_batch
 from ftkit.recipe.batches import check_shapes
-from ftkit.recipe.devices import Devices, find_devices, has_deepspeed
+from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
@@ -593,7 +593,6 @@ def _devices_of(accelerator: AcceleratorKey, requested: int | Literal["auto"], g
         names=(gpu.name,),
         bf16_native=gpu.bf16,
         float8_native=gpu.float8,
-        deepspeed=has_deepspeed(),
     )
 
 

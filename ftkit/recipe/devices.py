@@ -6,7 +6,6 @@ GPUs. Every other kind of device is queried through torch.accelerator.
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -117,8 +116,6 @@ class Devices:
     other kinds that compute it at all)."""
     float8_native: bool = True
     """Whether float8 runs in hardware (see `has_float8`; CPUs count, which emulate it)."""
-    deepspeed: bool = True
-    """Whether DeepSpeed is installed."""
     notice: str = ""
     """What the user is to know of how they were found."""
 
@@ -179,7 +176,6 @@ def find_devices(
         memory_bytes=tuple(gpu.memory_bytes for gpu in cuda.gpus),
         bf16_native=all(gpu.capability >= AMPERE for gpu in taken),
         float8_native=all(has_float8(gpu.capability) for gpu in taken),
-        deepspeed=has_deepspeed(),
     )
 
 
@@ -232,11 +228,6 @@ def free_bytes(count: int, accelerator: str = USUAL_KIND) -> list[int]:
         noun = device_kind(accelerator).noun
         raise UserError(f"The free memory of the {noun}s is not known: {answer['error']}")
     return [int(number) for number in answer["free_bytes"]]
-
-
-def has_deepspeed() -> bool:
-    """Return whether DeepSpeed is installed, without importing it."""
-    return importlib.util.find_spec("deepspeed") is not None
 
 
 def is_for_rocm() -> bool:
@@ -336,7 +327,6 @@ def _of_another_kind(accelerator: str, current: Current) -> Devices:
         names=current.devices,
         memory_bytes=current.memory_bytes,
         bf16_native=current.bf16,
-        deepspeed=has_deepspeed(),
     )
 
 

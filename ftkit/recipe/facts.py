@@ -6,14 +6,12 @@ recipe. `make_plan` asks them all, before anything is downloaded or started.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from ftkit.errors import UserError
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.recipe import Precision, Recipe
 from ftkit.utils.accelerators.kinds import DeviceKind, device_kind
-
-StrategyName = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ Rule = Callable[[Facts], list[str]]
 class StrategyRules:
     """Rules of a strategy, known before torch is loaded; the base class shards nothing."""
 
-    name: ClassVar[StrategyName]
+    name: ClassVar[str]
     class_path: ClassVar[str]
     """Module and class that runs it: imported only where it is used, because it needs torch."""
     options: ClassVar[type[Any]] = NoOptions
@@ -99,6 +97,19 @@ class StrategyRules:
     """Whether torchao's layers, which round their products, were tried with it."""
     shares: ClassVar[str] = ""
     """Why an update does not see whole parameters, in words; empty: it does."""
+
+    waits_for_every_gradient: ClassVar[bool] = False
+    """Whether ranks wait for a gradient of every parameter, also of modules that a pass skips."""
+    updates_slices: ClassVar[str] = ""
+    """That it keeps optimizer state of its own, in words; empty: it does not."""
+    for_float16: ClassVar[Any] = None
+    """Options with which it is used where numbers of 16 bits need a loss scale, which fsdp has
+    not, and no strategy was chosen; None: it is not."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its library is there."""
+        return True
 
     def sharding(self, options: Any) -> str:
         """Return which state is sharded over the ranks, in words."""

@@ -14,6 +14,7 @@ from typing import Literal
 from ftkit.errors import UserError
 from ftkit.recipe.facts import Facts
 from ftkit.recipe.recipe import Component
+from ftkit.recipe.strategy_rows import STRATEGIES
 
 TORCH, BITSANDBYTES = "torch.optim", "bitsandbytes.optim"
 TORCHAO, DEEPSPEED = "torchao.optim", "deepspeed.ops.adam"
@@ -116,18 +117,15 @@ OPTIMIZERS: dict[str, OptimizerTraits] = {
 }
 """Optimizers by their class path."""
 
-_WITH_WHOLE = ("single", "ddp")
-"""Strategies in which every rank has whole parameters."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPackage:
     """What is known of all optimizers of a package."""
 
-    strategies: tuple[str, ...] = (*_WITH_WHOLE, "fsdp", "deepspeed")
-    """Strategies that run those which need no whole parameters."""
-    elsewhere: str = "DeepSpeed keeps its own optimizer state, for slices of parameters"
-    """Why no other strategy does."""
+    strategy: str = ""
+    """The only strategy that runs them; empty: others do."""
+    of_slices: bool = True
+    """Whether a strategy may keep their state itself, for slices of parameters."""
     few_bits: bool = False
     """Whether they need devices with numbers of 4 or 8 bits."""
     refuse: Callable[[Facts], None] | None = None
@@ -164,11 +162,9 @@ def _refuse_of_torchao(facts: Facts) -> None:
 
 PACKAGES = {
     TORCH: OptimizerPackage(),
-    BITSANDBYTES: OptimizerPackage(strategies=(*_WITH_WHOLE, "fsdp"), few_bits=True),
-    TORCHAO: OptimizerPackage(
-        strategies=(*_WITH_WHOLE, "fsdp"), few_bits=True, refuse=_refuse_of_torchao
-    ),
-    DEEPSPEED: OptimizerPackage(strategies=("deepspeed",), elsewhere="the strategy is {strategy}"),
+    BITSANDBYTES: OptimizerPackage(of_slices=False, few_bits=True),
+    TORCHAO: OptimizerPackage(of_slices=False, few_bits=True, refuse=_refuse_of_torchao),
+    DEEPSPEED: OptimizerPackage(strategy="deepspeed"),
 }
 """Packages whose optimizers a recipe may name."""
 
@@ -180,10 +176,16 @@ def _package_of(class_path: str) -> OptimizerPackage:
 def strategies_of(class_path: str) -> tuple[str, ...]:
     """Strategies that run an optimizer; those that could, if it has no row."""
     traits = OPTIMIZERS.get(class_path, OptimizerTraits())
-    able = _package_of(class_path).strategies
-    if traits.whole:
-        able = tuple(name for name in able if name in (*_WITH_WHOLE, *traits.gathered_by))
-    return () if traits.unusable else able
+    package = _package_of(class_path)
+    if traits.unusable:
+        return ()
+    return tuple(
+        rules.name
+        for rules in STRATEGIES
+        if package.strategy in ("", rules.name)
+        and (package.of_slices or not rules.updates_slices)
+        and (not traits.whole or not rules.shares or rules.name in traits.gathered_by)
+    )
 
 
 def family_of(class_path: str) -> str:
@@ -225,7 +227,7 @@ def check_optimizer(facts: Facts) -> list[str]:
     if strategy not in able:
         why = f"which {traits.whole}, but {facts.strategy.shares}"
         if not traits.whole:
-            why = f"but {package.elsewhere.format(strategy=strategy)}"
+            why = f"but {facts.strategy.updates_slices or f'the strategy is {strategy}'}"
         raise refused(class_path, strategy, why, able)
     if package.refuse is not None:
         package.refuse(facts)

@@ -5,11 +5,12 @@ The rules stand with their subjects; `make_plan` asks them before anything is do
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.recipe.batches import count_micro_steps, micro_batch
 from ftkit.recipe.devices import Devices, ranks_of
-from ftkit.recipe.facts import Facts, Rule, StrategyName, StrategyRules
+from ftkit.recipe.facts import Facts, Rule, StrategyRules
 from ftkit.recipe.kernels import check_kernels
 from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
 from ftkit.recipe.optimizers import check_optimizer, check_optimizer_bits
@@ -18,13 +19,8 @@ from ftkit.recipe.quantizations import check_quantize, check_shared_base
 from ftkit.recipe.recipe import Precision, Recipe
 from ftkit.recipe.rounding import check_rounding
 from ftkit.recipe.sections import check_best, check_memory, check_ranges
-from ftkit.recipe.strategies import (
-    RULES,
-    StrategyOptions,
-    check_float16,
-    check_strategy,
-    resolve_strategy,
-)
+from ftkit.recipe.strategies import check_float16, check_strategy, resolve_strategy
+from ftkit.recipe.strategy_rows import strategy_rules
 from ftkit.utils.accelerators.kinds import DeviceKind, device_kind
 
 
@@ -36,8 +32,9 @@ class Plan:
     accelerator: str
     """Kind of device, as torch calls it."""
     precision: Precision
-    strategy: StrategyName
-    options: StrategyOptions
+    strategy: str
+    options: Any
+    """Of the strategy."""
     devices: int
     """Ranks on this machine."""
     num_nodes: int
@@ -93,7 +90,7 @@ class Plan:
     @property
     def rules(self) -> StrategyRules:
         """Rules of its strategy."""
-        return RULES[self.strategy]
+        return strategy_rules(self.strategy)
 
     @property
     def sharding(self) -> str:
@@ -191,7 +188,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     facts = Facts(
         recipe=recipe,
         devices=devices,
-        strategy=RULES[strategy],
+        strategy=strategy_rules(strategy),
         options=options,
         precision=precision,
         ranks_here=count,

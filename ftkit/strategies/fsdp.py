@@ -24,7 +24,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from ftkit.models.load_weights import Sharding
 from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.plan import Plan
-from ftkit.recipe.strategies import FsdpOptions
+from ftkit.recipe.strategy_rows import FsdpOptions
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.fully_shard import (
     FullyShard,

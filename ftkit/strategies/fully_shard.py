@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ftkit.models.load_weights import Rows, Sharding
 from ftkit.recipe.plan import Plan
-from ftkit.recipe.strategies import FsdpOptions
+from ftkit.recipe.strategy_rows import FsdpOptions
 
 
 class FullyShard:

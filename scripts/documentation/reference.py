@@ -15,7 +15,7 @@ from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.recipe import FINETUNE, Lora, Recipe
 from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, field_type, placeholder_of
-from ftkit.recipe.strategies import RULES
+from ftkit.recipe.strategy_rows import STRATEGIES
 
 _ON_RESUME = {
     "fixed": "fixed on resume",
@@ -110,7 +110,7 @@ def _recipe_pages() -> Iterator[_Page]:
         ("peft", "Which adapter `ftkit finetune` trains, by name, with the options of each.",
          {name: (f"Trains {one.summary}.", one.options) for name, one in PEFT_TYPES.items()}),
         ("strategy", "How a run is distributed over devices, by name, with the options of each.",
-         {name: ("", one.options) for name, one in RULES.items()}),
+         {one.name: ("", one.options) for one in STRATEGIES}),
     ):  # fmt: skip
         parts = {
             f"`--{component} {name}`\n\n{summary}": _keys(

@@ -22,9 +22,10 @@ from ftkit.cli.app import main
 from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import components_of, declared, heads_of, parse, split_line
 from ftkit.data.own_data import OwnDataOptions
+from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe_keys import COMPONENTS, key_types
-from ftkit.recipe.strategies import DeepSpeedOptions, FsdpOptions
+from ftkit.recipe.strategy_rows import FsdpOptions
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]

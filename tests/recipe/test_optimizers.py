@@ -12,9 +12,9 @@ from ftkit.recipe.devices import Devices
 from ftkit.recipe.optimizers import DEEPSPEED, MUON, OPTIMIZERS, strategies_of
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
-from ftkit.recipe.strategies import RULES
+from ftkit.recipe.strategy_rows import STRATEGIES
 
-MACHINE = Devices(accelerator="cuda", count=2, names=("A100",) * 2, deepspeed=True)
+MACHINE = Devices(accelerator="cuda", count=2, names=("A100",) * 2)
 BY_NORMS = [
     f"bitsandbytes.optim.{name}"
     for name in ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS")
@@ -29,7 +29,7 @@ def plan(optimizer: str, strategy: str) -> None:
     make_plan(recipe, MACHINE)
 
 
-@pytest.mark.parametrize("strategy", RULES)
+@pytest.mark.parametrize("strategy", STRATEGIES.names)
 def test_what_a_strategy_cannot_run_is_refused_with_what_works(strategy: str) -> None:
     for optimizer, traits in OPTIMIZERS.items():
         if strategy in strategies_of(optimizer):
@@ -65,7 +65,7 @@ def test_updates_of_whole_parameters_are_refused_where_ranks_have_parts(
     }.items(),
 )
 def test_what_cannot_fine_tune_is_refused(optimizer: str, message: str) -> None:
-    for strategy in RULES:
+    for strategy in STRATEGIES.names:
         assert says(message_of(plan, optimizer, strategy), message)
 
 

@@ -11,6 +11,7 @@ from command import ROOT
 from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
+from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions, DeepSpeedRules
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.kernels import LIGER, check_kernels_installed
 from ftkit.recipe.parsing import read_recipe
@@ -18,7 +19,6 @@ from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Eval, Method, Recipe
 from ftkit.recipe.recipe_keys import accepted_types, key_types
 from ftkit.recipe.sections import check_validations
-from ftkit.recipe.strategies import DeepSpeedOptions
 
 CPU = Devices(accelerator="cpu", count=8)
 GPU = Devices(accelerator="cuda", count=1, names=("A100",))
@@ -199,6 +199,10 @@ def test_auto_on_several_devices_is_ddp_for_lora_and_fsdp_for_full(method: Metho
 class TestSeveralGpusWithoutBfloat16:
     """Nothing that is auto leads to a refusal, and a refusal names what works."""
 
+    @pytest.fixture(autouse=True)
+    def _with_deepspeed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(DeepSpeedRules, "is_installed", True)
+
     def test_default_settings_of_lora_are_ddp_in_float16(self) -> None:
         made = plan(FOUR_OLD_GPUS, devices=4)
         assert (made.strategy, made.precision, made.notices) == ("ddp", "16-mixed", ())
@@ -213,7 +217,7 @@ class TestSeveralGpusWithoutBfloat16:
     @pytest.mark.parametrize(
         ("keys", "installed", "advice"),
         [
-            ({}, False, "--strategy deepspeed with DeepSpeed installed"),
+            ({}, False, "--strategy deepspeed with its library installed"),
             ({"optimizer": EIGHT_BIT}, True, "--strategy ddp"),
             ({"strategy": "fsdp"}, True, "--strategy deepspeed"),
             ({"strategy.cpu_offload": True}, True, "--strategy deepspeed"),
@@ -221,10 +225,10 @@ class TestSeveralGpusWithoutBfloat16:
         ids=["no DeepSpeed", "an optimizer it cannot take", "fsdp set", "an option of fsdp"],
     )
     def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(
-        self, keys: dict[str, Any], installed: bool, advice: str
+        self, keys: dict[str, Any], installed: bool, advice: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
-        made = plan(machine, method="full", devices=4, **keys)
+        monkeypatch.setattr(DeepSpeedRules, "is_installed", installed)
+        made = plan(FOUR_OLD_GPUS, method="full", devices=4, **keys)
         assert (made.strategy, made.precision) == ("fsdp", "32-true")
         (notice,) = made.notices
         assert says(notice, f"V100 ... bfloat16 ... slower ... {advice}")
@@ -236,14 +240,14 @@ class TestSeveralGpusWithoutBfloat16:
     @pytest.mark.parametrize("installed", [True, False])
     @pytest.mark.parametrize("optimizer", ["AdamW", EIGHT_BIT])
     def test_explicit_settings_are_refused_with_a_remedy(
-        self, installed: bool, optimizer: str
+        self, installed: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        machine = dataclasses.replace(FOUR_OLD_GPUS, deepspeed=installed)
+        monkeypatch.setattr(DeepSpeedRules, "is_installed", installed)
         keys = {"devices": 4, "strategy": "fsdp", "precision": "16-mixed", "optimizer": optimizer}
-        words = re.findall(r"--(\w+) ([\w-]+)", refusal(machine, **keys))
+        words = re.findall(r"--(\w+) ([\w-]+)", refusal(FOUR_OLD_GPUS, **keys))
         assert [key for key, _ in words] == ["precision", "strategy"]
         for key, value in words:
-            assert plan(machine, **keys | {key: value}).notices == ()
+            assert plan(FOUR_OLD_GPUS, **keys | {key: value}).notices == ()
 
     def test_emulated_bfloat16_is_kept_with_advice_that_works(self) -> None:
         keys = {"devices": 4, "strategy": "fsdp", "precision": "bf16-mixed"}

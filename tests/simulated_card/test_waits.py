@@ -39,21 +39,20 @@ AMONG_RANKS = EVERY_STEP | {
     "to_host pageable strategies/distributed.py:max_over_ranks": 1,
 }
 NORM = {"item item strategies/strategy.py:gradient_norm": 1}  # shown and logged
-FSDP_NORM, ZERO_NORM = (
-    {f"item item strategies/{name}.py:gradient_norm": 1} for name in ("fsdp", "deepspeed")
-)
+FSDP_NORM = {"item item strategies/fsdp.py:gradient_norm": 1}
+ZERO_NORM = {"item item extensions/deepspeed/deepspeed.py:gradient_norm": 1}
 WAITS_IN_A_STEP = {
     "single": EVERY_STEP | NORM,
     "ddp": AMONG_RANKS | NORM,
     "fsdp": AMONG_RANKS | FSDP_NORM,
     # DeepSpeed's own: the norm, and whether gradients are finite.
-    "ZeRO-2": AMONG_RANKS | ZERO_NORM | {"item item strategies/deepspeed.py:update": 2},
+    "ZeRO-2": AMONG_RANKS | ZERO_NORM | {"item item extensions/deepspeed/deepspeed.py:update": 2},
     "ZeRO-3": AMONG_RANKS
     | ZERO_NORM
     | {
-        "item item strategies/deepspeed.py:update": 1,
-        "synchronize device strategies/deepspeed.py:update": 1,
-        "synchronize stream strategies/deepspeed.py:backward": 2,  # after reducing
+        "item item extensions/deepspeed/deepspeed.py:update": 1,
+        "synchronize device extensions/deepspeed/deepspeed.py:update": 1,
+        "synchronize stream extensions/deepspeed/deepspeed.py:backward": 2,  # after reducing
     },
 }
 MICRO_STEPS = {"single": 3, "ddp": 2, "fsdp": 2, "ZeRO-2": 2, "ZeRO-3": 2}

@@ -16,13 +16,13 @@ from rank_jobs import needs_deepspeed
 from torch import Tensor, nn
 
 from ftkit.errors import UserError
+from ftkit.extensions.deepspeed.deepspeed import ZeroState
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.optimizers import DEEPSPEED, OPTIMIZERS, PACKAGES
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.plugin import using
 from ftkit.recipe.recipe import Component
-from ftkit.strategies.deepspeed import ZeroState
 from ftkit.strategies.optimizer_trial import (
     RATE,
     SHAPE,

@@ -5,12 +5,9 @@ this table: another kind of device is another row.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 HOST_KIND, USUAL_KIND = "cpu", "cuda"
 """The kind that every machine has, and the one that is assumed where none is named."""
-
-StrategyOfKind = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +22,7 @@ class DeviceKind:
     """True if ftkit was tested on it, at least on simulated devices."""
     communication: str | None = None
     """The backend of torch.distributed that takes its tensors; None: ranks cannot communicate."""
-    strategies: tuple[StrategyOfKind, ...] = ("single",)
+    strategies: tuple[str, ...] | None = ("single",)
     """Strategies that run on it."""
     counts_memory: bool = False
     """True if torch.accelerator counts its memory in bytes: allocated, requested and reserved."""
@@ -82,7 +79,7 @@ DEVICE_KINDS = {
             noun="CPU",
             tried=True,
             communication="gloo",
-            strategies=("single", "ddp", "fsdp", "deepspeed"),
+            strategies=None,
         ),
         # GPUs of NVIDIA; those of AMD too, in builds of torch for ROCm, where they have this name.
         DeviceKind(
@@ -90,7 +87,7 @@ DEVICE_KINDS = {
             noun="GPU",
             tried=True,
             communication="nccl",
-            strategies=("single", "ddp", "fsdp", "deepspeed"),
+            strategies=None,
             counts_memory=True,
             allocator_block_bytes=512,  # kMinBlockSize in c10/cuda/CUDACachingAllocator.h
             grows_segments=True,

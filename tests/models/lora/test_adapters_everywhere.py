@@ -17,8 +17,6 @@ from rank_jobs import (
     make_run,
 )
 
-from ftkit.recipe.facts import StrategyName
-
 pytestmark = pytest.mark.slow
 
 KINDS: dict[str, tuple[tuple[str, Any], ...]] = {  # olora starts as pissa does
@@ -38,7 +36,7 @@ KINDS: dict[str, tuple[tuple[str, Any], ...]] = {  # olora starts as pissa does
     "dora, quantised": (("lora_variant", "dora"), ("quantize", "bnb.nf4-dq")),
     "pissa, quantised": (("lora_init", "pissa"), ("quantize", "bnb.nf4")),
 }
-STRATEGIES: list[StrategyName] = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]  # type: ignore[list-item]
+STRATEGIES = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
 STAGE_2 = ("strategy.stage", 2)
 CUT = 4
 

@@ -30,13 +30,14 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 
+from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions
+from ftkit.extensions.deepspeed.zero_memory import REDUCE_BUCKET_ELEMENTS, with_zero
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Rows
 from ftkit.models.lora.peft_layers import tuner_layers
 from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Component
-from ftkit.recipe.strategies import DeepSpeedOptions
 from ftkit.strategies.optimizers import resolve_optimizer
 from ftkit.strategies.state import (
     AVERAGE,
@@ -61,7 +62,6 @@ from ftkit.strategies.strategy import (
     parameter_dtype,
     tensors_in,
 )
-from ftkit.strategies.zero_memory import REDUCE_BUCKET_ELEMENTS, with_zero
 from ftkit.utils.imports import hidden
 
 _CPU_VERSIONS = {

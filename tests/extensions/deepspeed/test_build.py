@@ -14,16 +14,16 @@ from command import command_environment
 from rank_jobs import needs_deepspeed
 from runs import wait_for
 
+from ftkit.extensions.deepspeed import deepspeed
+from ftkit.extensions.deepspeed.deepspeed import STALE_S, sole_builder
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
-from ftkit.strategies import deepspeed
-from ftkit.strategies.deepspeed import STALE_S, sole_builder
 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from ftkit.strategies.deepspeed import sole_builder
+from ftkit.extensions.deepspeed.deepspeed import sole_builder
 directory = Path(sys.argv[1])
 with sole_builder(directory):
     (directory / "lock").touch()
@@ -101,7 +101,7 @@ def test_the_cpu_optimizer_is_compiled_for_those_that_use_it(
     monkeypatch.setattr(deepspeed, "compile_cpu_optimizer", lambda: calls.append(True))
     settings = {"checkpoint_dir": "base", "strategy": "deepspeed", **keys}
     recipe = read_recipe([], list(settings.items()), method="full")
-    plan = make_plan(recipe, Devices(accelerator="cpu", count=1, deepspeed=True))
+    plan = make_plan(recipe, Devices(accelerator="cpu", count=1))
     deepspeed.DeepSpeed(plan).prepare(lambda _: nullcontext())
     assert bool(calls) == compiles
 

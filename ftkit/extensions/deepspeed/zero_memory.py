@@ -6,7 +6,7 @@ stage3.py, stage_1_and_2.py and partitioned_param_coordinator.py in runtime/zero
 
 import math
 
-from ftkit.recipe.strategies import DeepSpeedOptions
+from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
     FIRST_GRADIENT,
