@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ftkit.cli.commands import COMMANDS
+from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.python_names import PYTHON_NAMES
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
@@ -25,6 +26,7 @@ from ftkit.utils.registry import (
 
 _REGISTRIES: tuple[Registry[Any], ...] = (
     COMMANDS,
+    DATA_SOURCES,
     LOGGERS,
     OBJECTIVES,
     PYTHON_NAMES,

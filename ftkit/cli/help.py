@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_setti
 from ftkit.cli.command import Command, Group
 from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
-from ftkit.data.sources import KINDS
+from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import BITSANDBYTES, TORCH, TORCHAO
@@ -304,7 +304,7 @@ def _listed(component: str, name: str) -> str:
 
 def _known_names(component: str) -> list[str]:
     if component == "data":
-        return list(KINDS)
+        return DATA_SOURCES.names
     if component == "strategy":
         return strategy_names()
     if component == "objective":
@@ -338,7 +338,8 @@ def _component_class(component: str, name: str) -> type:
         found = trained.options if trained else None
     elif component == "data":
         short = name.removeprefix("litgpt.data.").removeprefix("ftkit.data.")
-        found = KINDS[short].documented(short) if short in KINDS else None
+        read = DATA_SOURCES.get(short)
+        found = read.source.documented(short) if read else None
     else:
         package, _, last = name.rpartition(".")
         package = package or COMPONENTS["optimizer"]

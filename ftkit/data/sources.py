@@ -1,7 +1,4 @@
-"""Data sources by name: the table of the kinds of data that a recipe may name.
-
-Another kind is a module with a `DataSource` (`ftkit/data/spec.py`), and a name here.
-"""
+"""The data source of a recipe, and those that it is validated on."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +6,7 @@ from typing import Any
 
 from ftkit.data.own_data import KEYS_OF_SETS, OwnData
 from ftkit.data.plugin_data import PluginData
-from ftkit.data.public_sets import PUBLIC_SETS, STREAMING, PublicSource
+from ftkit.data.source_rows import DATA_SOURCES, OWN_NAME
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import Preference
@@ -17,10 +14,8 @@ from ftkit.recipe.plugin import own_name, own_names
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import column_name, nearest
 
-_OWN: dict[str, type[DataSource]] = {"JSON": OwnData}
-"""Kinds of ours; JSON replaces LitGPT's module of that name."""
-KINDS = {name: _OWN.get(name, PublicSource) for name in sorted({*_OWN, *PUBLIC_SETS})}
-"""Kinds of data by class name in recipes; nothing outside this table is ever imported."""
+STREAMING = ("LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama", "TinyStories")
+"""Data modules of LitGPT for pretraining."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]+")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Allowed names of sets, which become columns of loggers and keys on command lines."""
@@ -45,16 +40,16 @@ def data_source(data: Component, *, preference: Preference | None = None) -> Dat
         return PluginData.of(data)
     package, _, name = class_path.rpartition(".")
     if package in ("", "litgpt.data"):
-        if name in KINDS:
-            return KINDS[name].of(data)
+        if (row := DATA_SOURCES.get(name)) is not None:
+            return row.source.of(data)
         if name in STREAMING:
             raise UserError(
                 f"data is {class_path}, which streams unlabelled text for pretraining; "
                 f"fine-tuning needs records of instruction and output.\nTry {OWN_DATA}."
             )
-    if package == "ftkit.data" and name in _OWN:
-        return _OWN[name].of(data)
-    known = [*KINDS, *own_names("data")]
+    if package == "ftkit.data" and name == OWN_NAME:
+        return OwnData.of(data)
+    known = [*DATA_SOURCES.names, *own_names("data")]
     near = nearest(name, known) or OWN_DATA.removeprefix("--data ")
     raise UserError(
         f"data is {class_path}, but it has to be one of {', '.join(known)}, or a class of "

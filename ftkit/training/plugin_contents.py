@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import torch
 from lightning.fabric.loggers.logger import Logger
 
-from ftkit.data.sources import KINDS
+from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.errors import UserError
 from ftkit.objectives.objective import Objective
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
@@ -76,7 +76,7 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
         if (
             (one.kind == "optimizer" and hasattr(torch.optim, one.name))
             or (one.kind == "objective" and one.name in OBJECTIVES.names)
-            or (one.kind == "data" and one.name in KINDS)
+            or (one.kind == "data" and one.name in DATA_SOURCES.names)
         ):
             raise UserError(
                 f"{plugin.option} defines {one.kind} {one.name}, but there is one of this name "

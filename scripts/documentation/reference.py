@@ -9,7 +9,7 @@ from ftkit.cli.command import Command, Group
 from ftkit.cli.commands import FTKIT
 from ftkit.cli.help import usages, value_of
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
-from ftkit.data.sources import KINDS
+from ftkit.data.own_data import OwnDataOptions
 from ftkit.recipe.changes import KIND_OF
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.peft_types import PEFT_TYPES
@@ -100,7 +100,7 @@ def _recipe_pages() -> Iterator[_Page]:
     lora = _keys(Lora, dataclasses.fields(Lora))
     text = f"{Lora.__doc__} Only `ftkit finetune` has these keys."
     yield _Page("lora", "LoRA and QLoRA", text, {"": lora})
-    options = KINDS["JSON"].documented("JSON")
+    options = OwnDataOptions
     data = _keys(options, dataclasses.fields(options), "data.")
     text = "Options of your own data, `--data JSON`; in a recipe below `data.init_args`."
     yield _Page("data", "data.*", text, {"": data})

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from ftkit.data.public_sets import PUBLIC_SETS
 from ftkit.data.sources import data_source
 from ftkit.recipe.recipe import Component
 
@@ -24,13 +23,6 @@ def test_json_data_name_the_files_that_they_are_read_from(tmp_path: Path) -> Non
     assert data_source(of(file)).files() == (file,)
     train, val = write(tmp_path / "train.json", 3), write(tmp_path / "val.json", 2)
     assert data_source(of(tmp_path)).files() == (train, val)
-
-
-@pytest.mark.parametrize("name", PUBLIC_SETS)
-def test_published_sets_may_have_to_be_downloaded(name: str) -> None:
-    source = data_source(Component(class_path=f"litgpt.data.{name}", init_args={}))
-    assert source.files() is None
-    assert source.for_evaluation({"mask_prompt"}) is source
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ftkit.data.sources import KINDS
+from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Recipe
 from ftkit.recipe.recipe_keys import TEXTS_OF_DATA, accepted_types
@@ -60,8 +60,8 @@ def test_a_set_may_be_an_object() -> None:
 def test_every_text_option_of_every_kind_of_data_is_known() -> None:
     parameters = [
         parameter
-        for name, kind in KINDS.items()
-        for parameter in inspect.signature(kind.documented(name)).parameters.values()
+        for row in DATA_SOURCES
+        for parameter in inspect.signature(row.source.documented(row.name)).parameters.values()
     ]
     texts = {p.name for p in parameters if {*accepted_types(p.annotation)} <= {str, Path}}
     assert texts == TEXTS_OF_DATA

@@ -101,7 +101,12 @@ def test_light_modules_import_no_heavy_package() -> None:
 
 NO_MODULES = {
     "ftkit.__file__",
-    *("ftkit.commands", "ftkit.loggers", "ftkit.recipe_readers"),  # groups of entry points
+    *(
+        "ftkit.commands",
+        "ftkit.data_sources",
+        "ftkit.loggers",
+        "ftkit.recipe_readers",
+    ),  # groups of entry points
     "ftkit.data.JSON",  # of recipes
     *("ftkit.finetun", "ftkit.objectives.nothing"),  # mistakes that are explained
     *(f"ftkit.{suffix}" for suffix in ("bash", "building", "egg", "lock", "py")),

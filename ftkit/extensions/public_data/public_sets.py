@@ -38,8 +38,6 @@ from ftkit.recipe.recipe import Component
 if TYPE_CHECKING:
     from datasets import Dataset
 
-STREAMING = ("LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama", "TinyStories")
-"""Data modules of LitGPT for pretraining."""
 _TIMEOUT_S = 30.0
 """Longest time without a byte of a download."""
 

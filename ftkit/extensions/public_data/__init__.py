@@ -1,0 +1,1 @@
+"""Published data sets by name, as in LitGPT: Alpaca, Deita, FLAN, LIMA, LongForm."""
