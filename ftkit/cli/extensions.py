@@ -9,6 +9,7 @@ from typing import Any
 
 from ftkit.cli.commands import COMMANDS
 from ftkit.data.source_rows import DATA_SOURCES
+from ftkit.models.pretrained.single_file import FILE_FORMATS
 from ftkit.python_names import PYTHON_NAMES
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
@@ -27,6 +28,7 @@ from ftkit.utils.registry import (
 _REGISTRIES: tuple[Registry[Any], ...] = (
     COMMANDS,
     DATA_SOURCES,
+    FILE_FORMATS,
     LOGGERS,
     OBJECTIVES,
     PYTHON_NAMES,

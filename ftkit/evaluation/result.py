@@ -25,8 +25,8 @@ from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE, template_of
 from ftkit.models.pretrained.hub import (
     ROOT,
-    find_gguf,
     find_or_download,
+    find_single_file,
     is_classifier,
     is_litgpt,
     missing_files,
@@ -34,6 +34,7 @@ from ftkit.models.pretrained.hub import (
     weight_files,
 )
 from ftkit.models.pretrained.hub_errors import nearest_directory
+from ftkit.models.pretrained.single_file import single_file
 from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
@@ -164,7 +165,7 @@ def find_result(name: str) -> Result:
     if path.is_dir():
         # Path(".").parent is "." again, so that the run around such a path would not be found.
         return _in_directory(name, path.resolve() if path.name in ("", "..") else path)
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    if path.is_file() and single_file(path) is not None:
         return Result(name=name, kind="model", directory=find_or_download(name))
     # ORG/NAME is a misspelt path and no hub name if a directory ORG is here.
     is_local = path.exists() or path.is_absolute() or Path(path.parts[0]).is_dir()
@@ -228,9 +229,9 @@ def _in_directory(name: str, directory: Path) -> Result:
             return _adapter(name, final, directory)
         if _is_model(final):
             return _model(name, final, directory)
-    # Last, a directory with a single GGUF file.
+    # Last, a directory with a single file.
     if not place.directories():
-        if find_gguf(str(directory)) is not None:
+        if find_single_file(str(directory)) is not None:
             return Result(name=name, kind="model", directory=find_or_download(str(directory)))
         raise UserError(
             f"{name} holds neither a result nor a checkpoint yet. Name a run that has saved one."

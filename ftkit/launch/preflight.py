@@ -21,7 +21,7 @@ from ftkit.errors import DoesNotFit, UserError, device_line
 from ftkit.models.pretrained.hub import (
     ROOT,
     fetch_settings,
-    find_gguf,
+    find_single_file,
     read_json,
     settings_directory,
 )
@@ -416,10 +416,8 @@ def rough_model(name: str, *, root: Path = ROOT) -> RoughModel | None:
             settings = read_json(directory / "config.json")
             if (file := directory / "model_config.yaml").is_file():
                 settings = parse_yaml(file.read_text(encoding="utf-8"))
-        elif gguf := find_gguf(name, root=root):
-            from ftkit.models.pretrained.gguf.convert import gguf_settings
-
-            settings = gguf_settings(gguf)
+        elif single := find_single_file(name, root=root):
+            settings = single.settings()
     except (UserError, OSError, UnicodeDecodeError, yaml.YAMLError):  # the run will say so
         return None
     if not isinstance(settings, dict):

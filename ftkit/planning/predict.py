@@ -24,12 +24,12 @@ from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
-from ftkit.models.pretrained.gguf.convert import Conversion, planned_conversion
-from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_gguf
+from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_single_file
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.second_model import check_context, check_logits
+from ftkit.models.pretrained.single_file import Conversion
 from ftkit.models.trained_part import trained_names
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.planning.memory import (
@@ -392,7 +392,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             layout = "peft"
         else:
             layout = layout_of(base)
-    gguf = find_gguf(recipe.checkpoint_dir)
+    file = find_single_file(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     if beside is not None:
         if recipe.teacher is not None:
@@ -437,7 +437,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         least_bytes=least_bytes,
         gpu=gpu,
         method_source=source,
-        conversion=None if gguf is None else planned_conversion(gguf, ROOT),
+        conversion=None if file is None else file.planned_conversion(ROOT),
         published=None if base.form is None else base.form.title,
         can_stay=base.form is not None and base.form.can_stay,
         kept_bytes=base.extra_weights_bytes,

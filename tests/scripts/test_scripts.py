@@ -48,7 +48,8 @@ LIGHT_MODULES = [
     "extensions.sweep.sweep",
     "extensions.watch.live_page",
     "extensions.watch.watch",
-    "models.pretrained.gguf.convert",
+    "extensions.gguf.convert",
+    "models.pretrained.single_file",
     "models.pretrained.hub",
     "models.pretrained.second_model",
     "models.pretrained.tokenizer",
@@ -104,6 +105,7 @@ NO_MODULES = {
     *(
         "ftkit.commands",
         "ftkit.data_sources",
+        "ftkit.file_formats",
         "ftkit.loggers",
         "ftkit.recipe_readers",
     ),  # groups of entry points

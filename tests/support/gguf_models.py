@@ -11,7 +11,7 @@ from tiny import LLAMA, TEXT, WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftkit.models.pretrained.gguf.tokenizer import _cut
+from ftkit.extensions.gguf.tokenizer import _cut
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"

@@ -50,8 +50,8 @@ from ftkit.data.samples.sample_set import Sample, SampleSet  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
 from ftkit.models.pretrained.hub import (  # noqa: E402
     fetch_settings,
-    find_gguf,
     find_or_download,
+    find_single_file,
     has_tokenizer,
 )
 from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens  # noqa: E402
@@ -149,7 +149,7 @@ def inspect_data(
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)
     directory = base.tokenizer_directory
-    if find_gguf(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
+    if find_single_file(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
         directory = find_or_download(recipe.checkpoint_dir, token=recipe.access_token)
     tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
     tokenizer = tokenizer.with_tokens(tokenizer.lacks(recipe.added_tokens))

@@ -33,7 +33,6 @@ from ftkit.models.architectures.read import (
     read_architecture,
 )
 from ftkit.models.pretrained import hub
-from ftkit.models.pretrained.gguf.convert import conversion_place, gguf_settings
 from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
 from ftkit.models.pretrained.packed_weights import (
@@ -645,9 +644,9 @@ def read_blueprint(
     """Describe a base model from its settings alone; it has no weights.
 
     Args:
-        checkpoint_dir: as `open_base` takes it. The header of a GGUF file is enough, or config.json
-            or model_config.yaml in a directory; a hub name that LitGPT knows need not be on this
-            machine.
+        checkpoint_dir: as `open_base` takes it. The header of a single file is enough, or
+            config.json or model_config.yaml in a directory; a hub name that LitGPT knows need not
+            be on this machine.
         implementation: library whose code computes it; None: see `read_architecture`.
         unreached: error of `hub.fetch_settings`, for the message.
         root: directory of downloads.
@@ -657,12 +656,12 @@ def read_blueprint(
     """
     if checkpoint_dir.startswith("random:"):
         return open_base(checkpoint_dir, implementation)
-    # From the surest source to the least: files here, a GGUF header, LitGPT's list of sizes.
+    # From the surest source to the least: files here, the header of a file, LitGPT's list of sizes.
     if directory := hub.settings_directory(checkpoint_dir, root=root):
         settings = hub.read_json(directory / "config.json")
         return _of_settings(directory, settings, implementation)
-    if file := hub.find_gguf(checkpoint_dir, root=root):
-        return _of_settings(conversion_place(file, root), gguf_settings(file), implementation)
+    if file := hub.find_single_file(checkpoint_dir, root=root):
+        return _of_settings(file.conversion_place(root), file.settings(), implementation)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
     if known := known_architecture(hub.split_version(name)[0], implementation):
         return _of_hub(*known)

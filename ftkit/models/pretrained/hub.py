@@ -11,6 +11,7 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.models.architectures.checks import quantized_weights, stored_form
 from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
+from ftkit.models.pretrained.single_file import SingleFile, or_single_files, single_file
 from ftkit.recipe.options import DownloadOptions
 from ftkit.utils import embedded
 from ftkit.utils.console.display import Display
@@ -85,10 +86,10 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     """Return the complete directory of a base model, downloading it if it is not here.
 
     Args:
-        name: a directory, a GGUF file or a directory with one (converted once), ``ORG/NAME`` on the
-            hub or ``ORG/NAME@VERSION`` (downloaded to root, also if given as LitGPT's
-            ``checkpoints/ORG/NAME``), or ``embedded:NAME``. An interrupted download is continued:
-            complete files are kept.
+        name: a directory, a file with a whole model or a directory with one (converted once),
+            ``ORG/NAME`` on the hub or ``ORG/NAME@VERSION`` (downloaded to root, also if given as
+            LitGPT's ``checkpoints/ORG/NAME``), or ``embedded:NAME``. An interrupted download is
+            continued: complete files are kept.
         token: of a Hugging Face account, for gated models. Default: $HF_TOKEN.
         root: directory of downloads.
 
@@ -103,7 +104,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
             f"checkpoint_dir {name} holds no complete base model. Name the url below which "
             "config.json, a tokenizer and the weights lie, such as s3://BUCKET/models/NAME."
         )
-    if file := find_gguf(name, root=root):
+    if file := find_single_file(name, root=root):
         return _convert(file, root)
     path = Path(name).expanduser()
     repo_id = _repository(name, root)
@@ -113,23 +114,23 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
         raise UserError(
             f"checkpoint_dir {name} is not a complete base model: {_listed(missing_files(path))} "
             "is missing. Give a directory with config.json, a tokenizer and the weights "
-            "(model.safetensors, pytorch_model.bin or their shards), a GGUF file, or LitGPT's "
-            "model_config.yaml and lit_model.pth."
+            f"(model.safetensors, pytorch_model.bin or their shards){or_single_files()}, or "
+            "LitGPT's model_config.yaml and lit_model.pth."
         )
     if repo_id:
-        # Only after the download is it known whether the repository holds a GGUF file.
+        # Only after the download is it known whether the repository holds a single file.
         directory = download(repo_id, token=token, root=root)
-        file = find_gguf(str(directory), root=root)
+        file = find_single_file(str(directory), root=root)
         return directory if file is None else _convert(file, root)
     what = "is a file, not a directory" if path.is_file() else "does not exist"
     raise UserError(
-        f"checkpoint_dir {name} {what}. Give the directory of a base model, a GGUF file, or a hub "
-        f"name such as TinyLlama/TinyLlama_v1.1.{_suggestion(name)}"
+        f"checkpoint_dir {name} {what}. Give the directory of a base model{or_single_files()}, "
+        f"or a hub name such as TinyLlama/TinyLlama_v1.1.{_suggestion(name)}"
     )
 
 
 def find_here(name: str, *, root: Path = ROOT) -> Path | None:
-    """Return the complete directory of a base model or converted GGUF file; None if not here.
+    """Return the complete directory of a base model, or of a converted file; None if not here.
 
     Raises:
         UserError: the model cannot be read or trained, or the embedded model does not exist.
@@ -144,34 +145,38 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
         if candidate.is_dir() and not missing_files(candidate):
             _require_readable_weights(candidate)
             return candidate
-    file = find_gguf(name, root=root)
+    file = find_single_file(name, root=root)
     return None if file is None else _converted(file, root)
 
 
-def find_gguf(name: str, *, root: Path = ROOT) -> Path | None:
-    """Return the GGUF file that a name means: a path, or a directory without another model.
+def find_single_file(name: str, *, root: Path = ROOT) -> SingleFile | None:
+    """Return the file with a whole model that a name means.
+
+    It is a path, or in a directory without another model.
 
     Args:
         name: as `find_or_download` takes it.
         root: directory of downloads.
 
     Raises:
-        UserError: the directory holds several GGUF files.
+        UserError: the directory holds several such files.
     """
     for candidate in _places(name, root):
-        if _is_gguf(candidate) and candidate.exists() and not candidate.is_dir():
+        is_file = candidate.exists() and not candidate.is_dir()
+        if is_file and (found := single_file(candidate)) is not None:
             require_regular(candidate)
-            return candidate
+            return found
         # An interrupted download may still lack the files that make it another model.
         if not candidate.is_dir() or _incomplete_files(candidate):
             continue
-        files = sorted(filter(_is_gguf, candidate.iterdir()))
+        files = [one for path in sorted(candidate.iterdir()) if (one := single_file(path))]
         if not files or is_litgpt(candidate) or weight_files(candidate):
             continue
         if len(files) > 1:
             raise UserError(
-                f"checkpoint_dir {name} holds {len(files)} GGUF files: "
-                f"{_listed([file.name for file in files])}. Give one of them, such as {files[0]}."
+                f"checkpoint_dir {name} holds {len(files)} {files[0].format.title} files: "
+                f"{_listed([file.path.name for file in files])}. Give one of them, such as "
+                f"{files[0].path}."
             )
         return files[0]
     return None
@@ -240,7 +245,8 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     # Left by earlier attempts, under names that this one did not continue.
     for stale in _incomplete_files(directory):
         stale.unlink()
-    if (missing := missing_files(directory)) and find_gguf(str(directory), root=root) is None:
+    missing = missing_files(directory)
+    if missing and find_single_file(str(directory), root=root) is None:
         raise UserError(
             f"{wanted} is in {directory} now, but its repository lacks {_listed(missing)}. Choose "
             "another copy of the model."
@@ -266,7 +272,7 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
     """
     wanted = _repository(name, root)
     # A directory or file here has its settings already, or never will.
-    if wanted is None or Path(name).expanduser().is_dir() or find_gguf(name, root=root):
+    if wanted is None or Path(name).expanduser().is_dir() or find_single_file(name, root=root):
         return None
     directory = root / wanted
     repo_id, version = split_version(wanted)
@@ -293,12 +299,12 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
     """Return the directory with the settings of a base model; None if it is not here.
 
     Raises:
-        UserError: the embedded model does not exist, a directory holds several GGUF files, or the
+        UserError: the embedded model does not exist, a directory holds several such files, or the
             weights are stored in a form that cannot be read.
     """
     if name.startswith("embedded:"):
         return _embedded(name)
-    if file := find_gguf(name, root=root):
+    if file := find_single_file(name, root=root):
         return _converted(file, root)
     plain = name.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
     # Settings are enough here, so the directory may be one without weights.
@@ -411,29 +417,21 @@ def _places(name: str, root: Path) -> list[Path]:
     return [Path(name).expanduser(), *([root / repo_id] if repo_id else [])]
 
 
-def _is_gguf(file: Path) -> bool:
-    return file.suffix.lower() == ".gguf"
-
-
-def _convert(file: Path, root: Path) -> Path:
-    from ftkit.models.pretrained.gguf.convert import convert
-
-    return convert(file, root, _licences_of(file))
-
-
 def _licences_of(file: Path) -> dict[str, bytes]:
-    """Licence files beside a GGUF file, by name; none if they may belong to another model."""
-    # People collect GGUF files of many models in one directory.
+    """Licence files beside a file with a model, by name; none if they may be of another one."""
+    # People collect such files of many models in one directory.
     if sum(other.suffix.lower() == file.suffix.lower() for other in file.parent.iterdir()) > 1:
         return {}
     return {licence.name: licence.read_bytes() for licence in licence_files(file.parent)}
 
 
-def _converted(file: Path, root: Path) -> Path | None:
-    """Return the directory of an earlier conversion."""
-    from ftkit.models.pretrained.gguf.convert import conversion_place
+def _convert(file: SingleFile, root: Path) -> Path:
+    return file.convert(root, _licences_of(file.path))
 
-    place = conversion_place(file, root)
+
+def _converted(file: SingleFile, root: Path) -> Path | None:
+    """Return the directory of an earlier conversion."""
+    place = file.conversion_place(root)
     return place if place.is_dir() else None
 
 
@@ -452,7 +450,7 @@ def _repository(name: str, root: Path) -> str | None:
     # LitGPT's recipes name models by the path of their download, checkpoints/ORG/NAME.
     for prefix in (f"{root}/", f"{ROOT}/"):
         name = name.removeprefix(prefix)
-    return name if _REPOSITORY.fullmatch(name) and not _is_gguf(Path(name)) else None
+    return name if _REPOSITORY.fullmatch(name) and not single_file(Path(name)) else None
 
 
 def _incomplete_files(directory: Path) -> list[Path]:
@@ -472,18 +470,20 @@ def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
             shard = re.compile(rf"{stem}-\d+-of-\d+\.{suffix}")
             return [*beside, index, *(file for file in files if shard.fullmatch(file))]
     # Several are usually one model in several quantisations, of which the user has to choose.
-    converted = [file for file in files if _is_gguf(Path(file))]
+    singles = [one for file in files if (one := single_file(Path(file)))]
+    converted = [str(one.path) for one in singles]
     if len(converted) == 1:
         return [*beside, *converted]
     if converted:
         raise UserError(
-            f"{repo_id} holds {len(converted)} GGUF files: {_listed(converted)}. Fetch one by "
+            f"{repo_id} holds {len(converted)} {singles[0].format.title} files: "
+            f"{_listed(converted)}. Fetch one by "
             f"hf download {repo_id} {converted[0]} --local-dir DIRECTORY, and give its path."
         )
     raise UserError(
         f"{repo_id} holds no weights that ftkit reads (model.safetensors or pytorch_model.bin, "
-        "whole or in shards, or a GGUF file). Choose the original model instead of a converted "
-        "copy."
+        f"whole or in shards{or_single_files()}). Choose the original model instead of a "
+        "converted copy."
     )
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from tiny import make_llama
 
 from ftkit.errors import UserError
+from ftkit.extensions.gguf.header import read_header
 from ftkit.models.pretrained.base_model import open_base, read_blueprint
-from ftkit.models.pretrained.gguf.header import read_header
 from ftkit.models.pretrained.hub import find_here, weight_files
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import stored_tensors

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.gguf.header import GgufHeader
-from ftkit.models.pretrained.gguf.tokenizer import rule_of, tokenizer_files
+from ftkit.extensions.gguf.header import GgufHeader
+from ftkit.extensions.gguf.tokenizer import rule_of, tokenizer_files
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 GgufMetadata = dict[str, Any]

@@ -19,6 +19,8 @@ from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.exchange.model_card import card_files
 from ftkit.exchange.output_files import check_space, output_directory
+from ftkit.extensions.gguf.header import BLOCKS, packed_bytes
+from ftkit.extensions.gguf.model import tensor_names
 from ftkit.extensions.publish.commands import ExportOptions, GgufNumbers
 from ftkit.extensions.publish.gguf.metadata import (
     ARCHITECTURES,
@@ -37,8 +39,6 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     storage_of,
 )
-from ftkit.models.pretrained.gguf.header import BLOCKS, packed_bytes
-from ftkit.models.pretrained.gguf.model import tensor_names
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
 from ftkit.utils.progress import OnProgress
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.gguf.header import GgufHeader
+from ftkit.extensions.gguf.header import GgufHeader
 from ftkit.utils.damaged_files import reading
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6

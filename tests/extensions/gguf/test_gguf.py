@@ -23,12 +23,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftkit.errors import UserError
+from ftkit.extensions.gguf import convert as conversion
+from ftkit.extensions.gguf import model as gguf_model
+from ftkit.extensions.gguf.convert import planned_conversion
+from ftkit.extensions.gguf.header import BLOCKS, GgufHeader, GgufTensor, read_header
 from ftkit.launch.preflight import rough_model
 from ftkit.models.pretrained.base_model import fingerprint, open_base, read_blueprint
-from ftkit.models.pretrained.gguf import convert as conversion
-from ftkit.models.pretrained.gguf import model as gguf_model
-from ftkit.models.pretrained.gguf.convert import planned_conversion
-from ftkit.models.pretrained.gguf.header import BLOCKS, GgufHeader, GgufTensor, read_header
 from ftkit.models.pretrained.hub import find_here, find_or_download
 from ftkit.models.pretrained.tokenizer import Tokenizer
 

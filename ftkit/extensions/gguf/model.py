@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ftkit.errors import UserError
+from ftkit.extensions.gguf.header import BLOCKS, GgufHeader, GgufTensor
 from ftkit.models.architectures.checks import require_plausible
-from ftkit.models.pretrained.gguf.header import BLOCKS, GgufHeader, GgufTensor
 from ftkit.utils.damaged_files import reading
 
 ROPE_FACTORS = "rope_freqs.weight"

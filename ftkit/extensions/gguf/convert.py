@@ -14,19 +14,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.gguf.header import GgufHeader, read_header
-from ftkit.models.pretrained.gguf.model import (
+from ftkit.extensions.gguf.header import GgufHeader, read_header
+from ftkit.extensions.gguf.model import (
     ConvertedTensor,
     config_of,
     converted_tensors,
     settings_of,
 )
-from ftkit.models.pretrained.gguf.tokenizer import tokenizer_files
+from ftkit.extensions.gguf.tokenizer import tokenizer_files
+from ftkit.models.pretrained.single_file import Conversion
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.files import free_disk_bytes, new_directory
@@ -46,20 +46,6 @@ _LOOK_S = 0.5
 """Seconds between two checks whether another process has finished its conversion."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """Disk space and memory that the conversion of a GGUF file needs."""
-
-    place: Path
-    """Its directory."""
-    disk_bytes: int
-    """Bytes of its weights on disk."""
-    memory_bytes: int
-    """Most host memory used by the conversion."""
-    is_made: bool
-    """True if the conversion exists already."""
-
-
 def planned_conversion(file: Path, root: Path) -> Conversion:
     """Plan the conversion of a GGUF file, or describe an earlier one; nothing is converted.
 
@@ -68,7 +54,7 @@ def planned_conversion(file: Path, root: Path) -> Conversion:
         root: where downloads go.
 
     Raises:
-        UserError: as `gguf_settings`.
+        UserError: as `settings`.
     """
     place = conversion_place(file, root)
     if place.is_dir():
@@ -129,15 +115,15 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
     if place.is_dir():
         return place
     header = read_header(file)
-    settings = settings_of(header)
-    tensors = converted_tensors(header, settings)
+    found = settings_of(header)
+    tensors = converted_tensors(header, found)
     total_bytes = _bytes_of(tensors)
     # Tokenizer and sizes are checked before anything is written.
     others = tokenizer_files(header)
     vocabulary = len(header.texts("tokenizer.ggml.tokens"))
     # Fewer tokens than rows are usual, because rows are padded.
-    if vocabulary > settings["vocab_size"]:
-        rows = settings["vocab_size"]
+    if vocabulary > found["vocab_size"]:
+        rows = found["vocab_size"]
         raise header.error(f"it has {vocabulary:,} tokens, but {rows:,} embeddings")
     _require_space(file, place, total_bytes)
     with (
@@ -146,7 +132,7 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
         _made_once(place) as partial,
     ):
         if partial is not None:
-            others["config.json"] = (json.dumps(config_of(settings), indent=2) + "\n").encode()
+            others["config.json"] = (json.dumps(config_of(found), indent=2) + "\n").encode()
             for name, content in {**licences, **others}.items():
                 (partial / name).write_bytes(content)
             with file.open("rb") as stream:
@@ -154,17 +140,17 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
     return place
 
 
-def gguf_settings(file: Path) -> dict[str, Any]:
+def settings(file: Path) -> dict[str, Any]:
     """Build config.json from the header of a GGUF file; nothing is converted.
 
     Raises:
         UserError: as `convert`; tokenizer and numbers are not checked.
     """
     header = read_header(file)
-    settings = settings_of(header)
+    found = settings_of(header)
     # For its checks: a plan refuses what a conversion would refuse.
-    converted_tensors(header, settings)
-    return config_of(settings)
+    converted_tensors(header, found)
+    return config_of(found)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Base models in GGUF files, such as those of llama.cpp: converted once, and trained."""

@@ -1,1 +1,0 @@
-"""GGUF files as base models: checked by their header, converted once into a Hugging Face one."""
