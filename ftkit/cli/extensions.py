@@ -9,6 +9,7 @@ from typing import Any
 
 from ftkit.cli.commands import COMMANDS
 from ftkit.data.source_rows import DATA_SOURCES
+from ftkit.evaluation.task_programs import TASK_PROGRAMS
 from ftkit.models.pretrained.single_file import FILE_FORMATS
 from ftkit.python_names import PYTHON_NAMES
 from ftkit.recipe.loggers import LOGGERS
@@ -34,6 +35,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     PYTHON_NAMES,
     READERS,
     STRATEGIES,
+    TASK_PROGRAMS,
 )
 
 

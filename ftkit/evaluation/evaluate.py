@@ -26,7 +26,7 @@ from ftkit.evaluation.result_reference import prepare_reference, reference_besid
 from ftkit.evaluation.scorer import Scorer
 from ftkit.evaluation.scoring import DEFAULT_RECORDS, EXACT_MATCH, Score, Scoring
 from ftkit.evaluation.session import Session, plan_session, start_session
-from ftkit.evaluation.tasks import find_tasks
+from ftkit.evaluation.task_programs import FoundTasks, TaskOptions
 from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, common_path, planned_path
 from ftkit.models.flops import attention_cost
@@ -398,7 +398,8 @@ def _evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise UserError("--tasks is empty. Name tasks: --tasks arc_easy.")
-    files = find_tasks(names, key="--tasks", trusted=options.trust_task_code)
+    wanted = FoundTasks.find(names, key="--tasks", trusted=options.trust_task_code)
+    assert wanted is not None
     session = start_session(result, options)
     loaded = session.loaded
     loaded.model.kernel = attention_kernel(
@@ -406,8 +407,6 @@ def _evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
         session.plan.accelerator,
         has_flash=session.plan.has_flash,
     )
-    from ftkit.evaluation.harness import TaskOptions, TaskSet  # imports take seconds
-
     how = TaskOptions(
         limit=options.limit,
         num_fewshot=options.num_fewshot,
@@ -415,7 +414,7 @@ def _evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
     )
     with Display(None, stream=sys.stderr) as display:
         with display.phase("loading tasks", brief=True):
-            tasks = TaskSet(files, how, loaded.base.architecture.context_length)
+            tasks = wanted.load(how, loaded.base.architecture.context_length)
         scorer = Scorer(
             loaded.model,
             loaded.base.tokenizer,

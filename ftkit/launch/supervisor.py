@@ -18,7 +18,7 @@ from pathlib import Path
 from ftkit.checkpoint.metadata import BASE
 from ftkit.data.sources import check_data
 from ftkit.errors import Completed, UserError
-from ftkit.evaluation.tasks import find_tasks
+from ftkit.evaluation.task_programs import FoundTasks
 from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time
@@ -242,7 +242,7 @@ def prepare_run(
     check_plugin(recipe)
     preference = objective_rules(recipe.objective).preference
     check_data(recipe.data, recipe.eval.sets, preference=preference)
-    find_tasks(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
+    FoundTasks.find(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
     requested = recipe
     devices = find_devices(
         recipe.accelerator,

@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ftkit.data.samples.loader import validation_loader
 from ftkit.errors import UserError
 from ftkit.evaluation.scorer import EvaluationAborted, Scorer
 from ftkit.evaluation.scoring import Score, Scoring
-from ftkit.evaluation.tasks import find_tasks
+from ftkit.evaluation.task_programs import FoundTasks, LoadedTasks, TaskOptions
 from ftkit.evaluation.validation import (
     answer_records,
     answer_scores,
@@ -37,9 +37,6 @@ from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup, result_stop_ids, result_template
 from ftkit.utils.console.formatting import marked, number_text, percent_text
 from ftkit.utils.progress import OnProgress
-
-if TYPE_CHECKING:
-    from ftkit.evaluation.harness import TaskSet
 
 _MOST_ROWS = 64
 """Most sequences of a forward pass for tasks, even if they are short."""
@@ -291,12 +288,10 @@ class Evaluator:
                 f"{one.task} {when} training: {one.name} {score_text(one.value)}"
             )
 
-    def _load_tasks(self, trusted: Path | None) -> "TaskSet":
-        # Takes seconds to import.
-        from ftkit.evaluation.harness import TaskOptions, TaskSet
-
+    def _load_tasks(self, trusted: Path | None) -> LoadedTasks:
         settings, base = self._settings, self._setup.base
-        files = find_tasks(settings.tasks or (), key="eval.tasks", trusted=trusted)
+        wanted = FoundTasks.find(settings.tasks or (), key="eval.tasks", trusted=trusted)
+        assert wanted is not None
         options = TaskOptions(
             limit=settings.limit,
             num_fewshot=settings.num_fewshot,
@@ -305,7 +300,7 @@ class Evaluator:
             else None,
         )
         with self._journal.display.phase("loading tasks", brief=True):
-            return TaskSet(files, options, base.architecture.context_length)
+            return wanted.load(options, base.architecture.context_length)
 
     def _show_example(self, step: int) -> None:
         if not self._setup.data.questions:

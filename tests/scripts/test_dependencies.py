@@ -16,7 +16,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 """Distributions by the modules that they install."""
 NEEDS_EXTRA = {
-    "ftkit/evaluation/harness.py": "tasks",
+    "ftkit/extensions/harness/harness.py": "tasks",
     "ftkit/extensions/publish/torchao_model.py": "torchao",
     "ftkit/models/torchao_layers.py": "torchao",
 }

@@ -42,6 +42,8 @@ LIGHT_MODULES = [
     "data.sources",
     "errors",
     "evaluation.result",
+    "evaluation.task_programs",
+    "extensions.harness.tasks",
     "extensions.notebook.api",
     "extensions.notebook.display",
     "extensions.notebook.results",
@@ -108,6 +110,7 @@ NO_MODULES = {
         "ftkit.file_formats",
         "ftkit.loggers",
         "ftkit.recipe_readers",
+        "ftkit.task_programs",
     ),  # groups of entry points
     "ftkit.data.JSON",  # of recipes
     *("ftkit.finetun", "ftkit.objectives.nothing"),  # mistakes that are explained

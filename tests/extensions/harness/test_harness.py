@@ -20,12 +20,13 @@ from local_tasks import ALL, ANSWERS, LETTERS, write_tasks
 from messages import message_of
 from tiny import make_llama
 
-from ftkit.evaluation import harness
-from ftkit.evaluation.harness import TaskOptions, TaskSet
 from ftkit.evaluation.loading import Loaded, load_result
 from ftkit.evaluation.result import find_result
 from ftkit.evaluation.scorer import EvaluationAborted, Scorer
-from ftkit.evaluation.tasks import find_tasks
+from ftkit.evaluation.task_programs import TaskOptions
+from ftkit.extensions.harness import harness
+from ftkit.extensions.harness.harness import TaskSet
+from ftkit.extensions.harness.tasks import find_tasks
 from ftkit.models.chat_templates.template import ChatTemplate
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"

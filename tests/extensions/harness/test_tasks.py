@@ -8,7 +8,7 @@ import yaml
 from local_tasks import ALL, LETTERS, SUMS, write_tasks
 from messages import message_of, says
 
-from ftkit.evaluation.tasks import Code, TaskFiles, find_tasks, read_task_file
+from ftkit.extensions.harness.tasks import Code, TaskFiles, find_tasks, read_task_file
 
 
 def files_of(*names: object, trusted: Path | None = None) -> TaskFiles:

@@ -9,7 +9,6 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -33,7 +32,8 @@ from lm_eval.tasks._index import Entry, Kind
 from ftkit.data.records.hub import READ_BUILDERS
 from ftkit.errors import UserError
 from ftkit.evaluation.scorer import PromptBatch, Scorer
-from ftkit.evaluation.tasks import TaskFiles, check_supported
+from ftkit.evaluation.task_programs import TaskOptions
+from ftkit.extensions.harness.tasks import TaskFiles, check_supported
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
 from ftkit.models.generation import Sampling
 from ftkit.runs.report.answers import TaskResult
@@ -44,18 +44,6 @@ _GENERATION = ("do_sample", "max_gen_toks", "temperature", "top_k", "top_p", "un
 """Keys of generation_kwargs that are supported."""
 _MAY_LOAD = ("data_dir", "data_files", "revision")
 """Keys of dataset_kwargs that decide which builder reads the data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskOptions:
-    """Options for the prompts of tasks."""
-
-    limit: int | None = None
-    """Records of each task; None: all."""
-    num_fewshot: int | None = None
-    """Examples in each prompt; None: as a task says."""
-    chat_template: ChatTemplate | None = None
-    """Template for prompts; None: they are plain text."""
 
 
 class TaskSet:
@@ -76,7 +64,7 @@ class TaskSet:
         self._tasks: dict[str, Task] = {}
         self._groups: dict[str, Group] = {}
         _confine_harness()
-        # Without its own index: see `ftkit.evaluation.tasks`.
+        # Without its own index: see `ftkit.extensions.harness.tasks`.
         manager = TaskManager(include_defaults=False)
         for name, file in found.files.items():
             kind = Kind.GROUP if name in found.groups else Kind.TASK
