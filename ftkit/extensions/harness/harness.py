@@ -7,8 +7,10 @@ computes what it requests of a model.
 import io
 import logging
 import random
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -98,6 +100,7 @@ class TaskSet:
 
         Raises:
             EvaluationAborted: the run is to stop.
+            UserError: the harness cannot use what a task gives it.
         """
         model = _ModelInMemory(scorer, self._options.chat_template, self._context_length)
         loaded = {"tasks": self._tasks, "groups": self._groups, "group_map": {}}
@@ -107,7 +110,7 @@ class TaskSet:
             # The same examples in the prompts before and after training.
             task.set_fewshot_seed(seed=FEW_SHOT_SEED)
         uses_template = self._options.chat_template is not None
-        with _quietly(), _seeded():
+        with _quietly(), _seeded(), _faults_of_tasks(self.names):
             # Bootstrapping starts processes, for metrics whose error is not reported here.
             found = evaluate(
                 model,
@@ -368,6 +371,25 @@ def _quietly() -> Iterator[None]:
     # Task code prints, and standard output may be JSON that another program reads.
     with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
         yield
+
+
+@contextmanager
+def _faults_of_tasks(names: list[str]) -> Iterator[None]:
+    """Say which tasks are meant where the harness fails on what one of them gives it."""
+    try:
+        yield
+    except Exception as error:
+        # Whatever fails in other code than the harness's own is no fault of a task.
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        if "lm_eval" not in Path(innermost.filename).parts:
+            raise
+        which = f"task {names[0]}" if len(names) == 1 else f"one of the tasks {', '.join(names)}"
+        raise UserError(
+            f"The lm-evaluation-harness cannot evaluate {which}: {type(error).__name__}: {error}, "
+            f"in its {innermost.name}. Check what doc_to_target and doc_to_choice of its file give "
+            "for every record: of several choices the target is the number of the right one, from "
+            "0."
+        ) from error
 
 
 @contextmanager

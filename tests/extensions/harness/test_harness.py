@@ -17,7 +17,7 @@ from jinja2.exceptions import SecurityError
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from local_tasks import ALL, ANSWERS, LETTERS, write_tasks
-from messages import message_of
+from messages import message_of, says
 from tiny import make_llama
 
 from ftkit.evaluation.loading import Loaded, load_result
@@ -329,3 +329,24 @@ def test_a_task_that_cannot_run_is_refused_by_name(
     write_tasks(tmp_path, {**LETTERS, **changes})
     message = mistake(loaded, tmp_path)
     assert text in message and "letters" in message
+
+
+def test_a_task_whose_target_is_no_number_of_a_choice_is_named_when_it_runs(
+    loaded: Loaded, tmp_path: Path
+) -> None:
+    inherited = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{choices[0]}}"}
+    write_tasks(tmp_path, {**ANSWERS, **inherited})
+    message = message_of(task_set(loaded, tmp_path).evaluate, scorer_of(loaded))
+    assert says(message, "task answers ... doc_to_target ... number")
+
+
+def test_a_fault_of_other_code_is_not_put_down_to_a_task(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Scorer, "log_likelihoods", fails)
+    write_tasks(tmp_path, LETTERS)
+    with pytest.raises(ZeroDivisionError):
+        task_set(loaded, tmp_path).evaluate(scorer_of(loaded))
