@@ -1,6 +1,7 @@
 """Extensions of ours and other packages: what they bring is used by name, and none breaks ftkit."""
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ import pytest
 from command import ROOT, command_environment, command_line
 
 from ftkit.runs.report.metrics import read_metrics
-from ftkit.utils.registry import Installed, Registry, installed_rows
+from ftkit.utils.registry import Installed, Registry, extension_names, installed_rows
 
 _ROWS = '''
 from dataclasses import dataclass
@@ -160,6 +161,15 @@ def ftkit_with(tmp_path: Path) -> Callable[..., Run]:
         return run
 
     return install
+
+
+def test_each_extension_is_in_the_documents_with_a_guide() -> None:
+    text = (ROOT / "docs/extensions.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+)` \| .+ \| \[.+\]\(([\w-]+\.md)(?:#[\w-]+)?\) \|$", text, re.MULTILINE
+    )
+    assert [name for name, _ in rows] == extension_names()
+    assert all((ROOT / "docs" / page).is_file() for _, page in rows)
 
 
 def test_a_command_of_another_package_is_one_of_ftkit(ftkit_with: Callable[..., Run]) -> None:
