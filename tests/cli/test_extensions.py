@@ -165,9 +165,8 @@ def ftkit_with(tmp_path: Path) -> Callable[..., Run]:
 
 def test_each_extension_is_in_the_documents_with_a_guide() -> None:
     text = (ROOT / "docs/extensions.md").read_text()
-    rows = re.findall(
-        r"^\| `(\w+)` \| .+ \| \[.+\]\(([\w-]+\.md)(?:#[\w-]+)?\) \|$", text, re.MULTILINE
-    )
+    row = re.compile(r"^\| `(\w+)` \| .+\]\(([\w-]+\.md)(?:#[\w-]+)?\) \|$", re.MULTILINE)
+    rows = row.findall(text)
     assert [name for name, _ in rows] == extension_names()
     assert all((ROOT / "docs" / page).is_file() for _, page in rows)
 
