@@ -98,16 +98,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ftkit(tmp_path: Path) -> Command:
     """Runs the command in an empty directory: `ftkit("finetune", "--help")`.
 
-    With `cold` all processes are interpreters of their own; see warm.py.
+    With `cold` all processes are interpreters of their own; see warm.py. A run of more than a few
+    seconds gets more time by `within_s`: a busy machine takes several times as long.
     """
 
     def run(
-        *arguments: object, before: str = "", cold: bool = False
+        *arguments: object, before: str = "", cold: bool = False, within_s: float = TIMEOUT_S
     ) -> subprocess.CompletedProcess[str]:
         line = command_line(*arguments, before=before)
         process = start_process(line, tmp_path, command_environment(), cold)
         try:
-            out, err = process.communicate(timeout=TIMEOUT_S)
+            out, err = process.communicate(timeout=within_s)
         finally:
             process.kill()
         assert process.returncode is not None

@@ -14,7 +14,7 @@ def test_the_right_one_of_two_answers_is_learned_in_90_steps(
     ftkit: Command, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    ended = ftkit("finetune", ROOT / "recipes/preference.yaml", "--out_dir", out)
+    ended = ftkit("finetune", ROOT / "recipes/preference.yaml", "--out_dir", out, within_s=900)
     assert ended.returncode == 0, ended.stderr
     first, *_, last = read_validation(out / "validation.csv")
     assert (first["step"], last["step"]) == (0, 90)
