@@ -219,7 +219,7 @@ def test_the_function_of_a_command_exists(name: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--data.help"], "--data takes one of: Alpaca, Alpaca2k, "),
+        (["--data.help"], "--data takes one of: JSON, Alpaca, Alpaca2k, "),
         (["--data.help", "JSON"], "--data.path TEXT|PATH A file (.json, .jsonl, .csv,"),
         (["--data.help", "JSON"], "--data.json_path TEXT|PATH Older name of path."),
         (["--data.help", "JSON"], "--data.columns {KEY:VALUE,...} Names of the records"),
