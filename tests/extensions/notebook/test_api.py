@@ -215,7 +215,10 @@ def test_import_ftkit_imports_nothing_else_of_it_until_it_is_used() -> None:
         "print(callable(ftkit.plan))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("['ftkit', 'ftkit.moved', 'ftkit.version']\n[]\nTrue\n", "")
+    assert (done.stdout, done.stderr) == (
+        "['ftkit', 'ftkit.moved', 'ftkit.version']\n[]\nTrue\n",
+        "",
+    )
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
