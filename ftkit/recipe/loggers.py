@@ -16,12 +16,11 @@ class LoggerRow:
     """A logger. What it writes in the directory of a run lies in a directory of its name."""
 
     name: str
+    """Also that of the module that has to be installed."""
     make: str
     """MODULE:FUNCTION that makes a `lightning.fabric.loggers.Logger` of the directory of the run,
     its keys `log`, the ids of the run in each service, to which a new one is added, and the steps
     that are done."""
-    module: str = ""
-    """What is imported; "": the name."""
     install: str = ""
     """Package to install; "": the name."""
     has_service: bool = False
@@ -29,8 +28,8 @@ class LoggerRow:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its module is there."""
-        return importlib.util.find_spec(self.module or self.name) is not None
+        """Whether the module of its name is there."""
+        return importlib.util.find_spec(self.name) is not None
 
 
 LOGGERS: Registry[LoggerRow] = Registry("loggers", (LoggerRow,), core=())

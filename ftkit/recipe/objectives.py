@@ -110,10 +110,10 @@ OBJECTIVES = Registry(
 
 
 def objective_row(name: Any) -> ObjectiveRow:
-    """Return the row of an objective that is no plugin's.
+    """Return the row of an objective by its name; those of plugins have none.
 
     Raises:
-        UserError: there is no objective of this name.
+        UserError: no objective has this name.
     """
     row = OBJECTIVES.get(name) if isinstance(name, str) else None
     if row is None:

@@ -1,1 +1,1 @@
-"""Strategies: single device, DDP, FSDP and DeepSpeed ZeRO on torch and Lightning."""
+"""Strategies: single device, DDP and FSDP on torch and Lightning."""

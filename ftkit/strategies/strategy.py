@@ -1,8 +1,8 @@
 """The strategy of a run: its precision, where model, gradients and optimizer are, and how it steps.
 
-The base class has all of them on every rank. `Single` and `Ddp` are here; strategies that shard
-have a module of their own (`fsdp`, `deepspeed`). Facts about strategies that need no torch are in
-`ftkit.recipe.strategies`.
+The base class has all of them on every rank. `Single` and `Ddp` are here, `Fsdp` in `fsdp`,
+others in extensions. Facts about strategies that need no torch are rows of a registry
+(`ftkit.recipe.strategy_rows`).
 """
 
 import importlib

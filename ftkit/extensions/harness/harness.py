@@ -379,7 +379,7 @@ def _faults_of_tasks(names: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Whatever fails in other code than the harness's own is no fault of a task.
+        # A task is at fault only if the harness's own code fails.
         innermost = traceback.extract_tb(error.__traceback__)[-1]
         if "lm_eval" not in Path(innermost.filename).parts:
             raise
