@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import FileEntry
-from ftkit.utils.remote.objects import StorageError
-from ftkit.utils.remote.ranges import (
+from ftkit.utils.url_files import (
     BLOCK_BYTES,
     BlockChecksums,
     DamagedObject,
-    RangedSafetensors,
+    StorageError,
     lies_elsewhere,
-    remote_blocks,
-    remote_size_bytes,
+    url_files,
 )
-from ftkit.utils.remote.urls import url_of, working_root
+from ftkit.utils.urls import url_of, working_root
 
 _READ_BYTES = 2**18
 """Fits into the cache of a core, which reads each part once for each kind of checksum."""
@@ -96,7 +94,7 @@ def remote_problem(
     url, mark = url_of(path), _damage_mark(path)
     try:
         # Existence and size come first: one small request, where the checksum needs the whole file.
-        size = remote_size_bytes(path)
+        size = url_files(path).size_bytes(path)
         if size is None:
             return f"{url} is missing."
         if size != entry.size_bytes:
@@ -106,7 +104,7 @@ def remote_problem(
         if not fetching and entry.blocks is not None and not mark.exists():
             return None
         digest = hashlib.sha256()
-        for block in remote_blocks(path, size):
+        for block in url_files(path).blocks(path, size):
             digest.update(block)
             if on_block:
                 on_block(len(block))
@@ -139,7 +137,7 @@ def format_problem(path: Path, entry: FileEntry) -> str | None:
     """
     try:
         if lies_elsewhere(path):
-            RangedSafetensors(path, entry.blocks)  # only shards stay at a url
+            url_files(path).tensors(path, entry.blocks)  # only shards stay at a url
             is_sound = True
         elif path.suffix == ".safetensors":
             is_sound = _is_safetensors(path)

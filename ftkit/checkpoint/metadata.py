@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ftkit.utils.files import write_durably
 from ftkit.utils.json_values import from_json
-from ftkit.utils.remote.ranges import BlockChecksums
+from ftkit.utils.url_files import BlockChecksums
 
 # Raised when this version would misread older checkpoints.
 FORMAT_VERSION = 1

@@ -25,10 +25,9 @@ from ftkit.checkpoint.metadata import (
     is_shard,
 )
 from ftkit.strategies.state import BLOCK, codes_per_byte
-from ftkit.utils.remote.objects import StorageError
-from ftkit.utils.remote.ranges import DamagedObject, RangedSafetensors, lies_elsewhere
-from ftkit.utils.remote.urls import display_path
 from ftkit.utils.safetensors_files import save_in_portions, save_tensors
+from ftkit.utils.url_files import DamagedObject, StorageError, UrlTensors, lies_elsewhere, url_files
+from ftkit.utils.urls import display_path
 
 _PIECES = "pieces"
 _SCALES = ".scales"
@@ -267,7 +266,7 @@ class StoredTensor:
 class _RangedNumbers:
     """Numbers of a tensor in a file at a url; a slice of them is fetched when it is read."""
 
-    def __init__(self, path: Path, file: RangedSafetensors, key: str) -> None:
+    def __init__(self, path: Path, file: UrlTensors, key: str) -> None:
         entry = file.entries[key]
         self._path, self._file, self._key = path, file, key
         self._dtype = _DTYPES[entry["dtype"]]
@@ -341,7 +340,7 @@ def _pieces_in(
 ) -> Iterable[tuple[str, torch.Size, _StoredPiece]]:
     try:
         if lies_elsewhere(path):
-            file = RangedSafetensors(path, None if entry is None else entry.blocks)
+            file = url_files(path).tensors(path, None if entry is None else entry.blocks)
             yield from _placed(file.metadata, lambda key: _RangedNumbers(path, file, key))
         else:
             with safe_open(path, "pt") as mapped:

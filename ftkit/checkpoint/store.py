@@ -29,7 +29,7 @@ from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.files import free_disk_bytes, remove, sync, write_durably
 from ftkit.utils.finite_numbers import finite
 from ftkit.utils.progress import OnProgress
-from ftkit.utils.remote.ranges import lies_elsewhere
+from ftkit.utils.url_files import lies_elsewhere
 
 LATEST = "latest"
 """File that names the newest checkpoint, for people and scripts; ftkit never reads it."""

@@ -43,8 +43,7 @@ from ftkit.runs.checkpoints import (
     size_of,
 )
 from ftkit.runs.lock import claimed, is_at_work
-from ftkit.runs.sync.download import fetch_without_shards
-from ftkit.runs.sync.session import url_checkpoints
+from ftkit.runs.url_runs import fetch_without_shards, url_checkpoints
 from ftkit.utils.console.display import Display, Phase
 from ftkit.utils.console.formatting import (
     age_text,
@@ -58,7 +57,7 @@ from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import for_json
 from ftkit.utils.progress import print_shown
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 
 _ANY_WIDTH = 1000
 """More than a row takes."""

@@ -25,6 +25,7 @@ from ftkit.utils.registry import (
     extension_names,
     installed_rows,
 )
+from ftkit.utils.urls import URL_KINDS
 
 _REGISTRIES: tuple[Registry[Any], ...] = (
     COMMANDS,
@@ -36,6 +37,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     READERS,
     STRATEGIES,
     TASK_PROGRAMS,
+    URL_KINDS,
 )
 
 

@@ -23,7 +23,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.recipe_keys import COMPONENTS, SPELLINGS, accepted_types, describe, field_texts
 from ftkit.utils.names import nearest
-from ftkit.utils.remote.urls import is_url, local_path
+from ftkit.utils.urls import is_url, local_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 
 DEFAULT_NEW_TOKENS = 100
 """Most tokens of an answer, where the run has no number of its own."""

@@ -48,9 +48,9 @@ from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Qat, Quantization
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import Report, read_report
-from ftkit.runs.sync.download import fetch_result, fetch_without_shards
-from ftkit.utils.remote.ranges import lies_elsewhere
-from ftkit.utils.remote.urls import is_url
+from ftkit.runs.url_runs import fetch_result, fetch_without_shards
+from ftkit.utils.url_files import lies_elsewhere
+from ftkit.utils.urls import is_url
 
 
 @dataclass(frozen=True, kw_only=True)

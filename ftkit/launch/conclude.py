@@ -35,7 +35,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.files import write_with_reserve
 from ftkit.utils.progress import gives_advice, next_text
-from ftkit.utils.remote.urls import display_path, url_of
+from ftkit.utils.urls import display_path, url_of
 
 
 class DamageFound(DamagedCheckpoint):

@@ -35,13 +35,11 @@ from ftkit.models.pretrained.hub import find_or_download
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import LOST_S, claim
-from ftkit.runs.sync.download import fetch_run, fetch_without_shards, refresh
-from ftkit.runs.sync.mirror import CheckpointUploads
+from ftkit.runs.url_runs import fetch_without_shards, refresh, url_runs
 from ftkit.utils.files import make_reserve
 from ftkit.utils.process import launcher_starts_again
-from ftkit.utils.remote.objects import Objects, StorageError
-from ftkit.utils.remote.replica import unreachable
-from ftkit.utils.remote.urls import display_path, local_path, url_of
+from ftkit.utils.url_files import StorageError, unreachable
+from ftkit.utils.urls import display_path, local_path, url_of
 
 JOB_TEXT = "job-text"
 """Key: the job of a run at a url, for hosts that do not see its file (`JobAnnouncement`)."""
@@ -435,7 +433,7 @@ def _prepare_job(run: RunDirectory, announcement: JobAnnouncement, token: str | 
             start = local_path(announcement.start)
             if announcement.in_place:
                 # Not `refresh`, which skips a directory that this machine holds.
-                fetch_run(run)
+                url_runs(run.path).fetch_run(run)
             elif url_of(start) is not None:
                 refresh(start)
             if not (start / METADATA).exists():
@@ -623,7 +621,7 @@ class _HeldShards:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._directory = run, run.state / "outgoing"
-        self._uploads = CheckpointUploads(run, Objects.of(run.path))
+        self._uploads = url_runs(run.path).uploads(run)
         self._checksums: dict[int, dict[str, str]] = {}
 
     def hold(self, step: int, receipt: str) -> None:

@@ -58,16 +58,20 @@ from ftkit.runs.resume import (
     verify_start,
 )
 from ftkit.runs.state import restarts_of
-from ftkit.runs.sync.mirror import OtherHosts, UploadFailed
-from ftkit.runs.sync.session import mirrored, require_unclaimed
+from ftkit.runs.url_runs import (
+    OtherHosts,
+    UploadFailed,
+    mirrored,
+    require_provider,
+    require_unclaimed,
+)
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import fitted
 from ftkit.utils.files import make_reserve, write_durably
 from ftkit.utils.json_values import secret_keys, with_secrets_hidden, without_tokens
 from ftkit.utils.process import launcher_starts_again, print_line
 from ftkit.utils.progress import is_quiet, print_notice, print_shown
-from ftkit.utils.remote.providers import require_provider
-from ftkit.utils.remote.urls import display_path, url_of
+from ftkit.utils.urls import display_path
 from ftkit.utils.yaml_files import STANDARD_INPUT, dump_yaml
 
 
@@ -237,8 +241,7 @@ def prepare_run(
         Completed: the run that was to be continued is complete.
     """
     # Settings that need nothing but this machine come first: a refusal takes a moment.
-    if (url := url_of(recipe.out_dir)) is not None:
-        require_provider(url.partition(":")[0])
+    require_provider(recipe.out_dir)
     check_plugin(recipe)
     preference = objective_rules(recipe.objective).preference
     check_data(recipe.data, recipe.eval.sets, preference=preference)

@@ -52,7 +52,7 @@ from ftkit.runs.job import FOR_MEMORY, Job, RankError
 from ftkit.runs.report.report import ENDED_WELL, read_report
 from ftkit.utils.process import die_with_parent, print_line
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.urls import url_of
+from ftkit.utils.urls import url_of
 
 PORT = "port"
 """Key in torchrun's store: the port of the store in the process of rank 0."""

@@ -55,8 +55,8 @@ from ftkit.recipe.translation import Translation
 from ftkit.utils.json_values import for_json, without_secrets
 from ftkit.utils.names import leaves
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.replica import fetch_missing
-from ftkit.utils.remote.urls import is_url, local_path
+from ftkit.utils.url_files import url_files
+from ftkit.utils.urls import is_url, local_path
 from ftkit.utils.yaml_files import dump_yaml, load_yaml, parse_yaml
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def read_recipe(
         if is_url(file):
             # The file may have changed since it was fetched.
             path.unlink(missing_ok=True)
-            fetch_missing(path.parent, [path.name])
+            url_files(path).fetch_missing(path.parent, [path.name])
         values = load_yaml(path, "--config ")
         is_named = terms.tool is not None and place == 0  # further files may be recipes
         if not is_named and not readers_of(values):

@@ -30,8 +30,8 @@ from ftkit.utils.json_values import from_json
 from ftkit.utils.names import nearest
 from ftkit.utils.own_code import execute, line_in, parse
 from ftkit.utils.process import run_program
-from ftkit.utils.remote.replica import fetch_missing
-from ftkit.utils.remote.urls import display_path, is_url, local_path
+from ftkit.utils.url_files import url_files
+from ftkit.utils.urls import display_path, is_url, local_path
 
 PACKAGE = "plugin"
 """Package of class paths in recipes: plugin.NAME."""
@@ -269,7 +269,7 @@ def open_plugin(named: str | Path | None) -> Plugin | None:
     path = local_path(named).expanduser()
     if is_url(str(named)):
         path.unlink(missing_ok=True)  # it may have changed since it was fetched
-        fetch_missing(path.parent, [path.name])
+        url_files(path).fetch_missing(path.parent, [path.name])
     option = f"--plugin {named}"
     if not path.is_file():
         raise UserError(f"{option}: there is no such file. Name a Python file.")

@@ -17,7 +17,7 @@ from ftkit.recipe.plugin import own_name
 from ftkit.recipe.readers import foreign_key
 from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, LoraRecipe, Method, Recipe
 from ftkit.utils.names import leaves, nearest
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 
 COMPONENTS = {
     "data": "litgpt.data",

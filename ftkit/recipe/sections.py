@@ -11,7 +11,7 @@ from ftkit.recipe.quantizations import unshardable
 from ftkit.recipe.recipe import Eval, LoraRecipe, Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.formatting import parse_duration
-from ftkit.utils.remote.urls import display_path, url_of
+from ftkit.utils.urls import display_path, url_of
 
 
 def check_ranges(recipe: Recipe) -> None:

@@ -16,7 +16,7 @@ from ftkit.recipe.value_types import Accepts, typed
 from ftkit.redaction import is_secret
 from ftkit.utils.json_values import value_text
 from ftkit.utils.names import nearest
-from ftkit.utils.remote.urls import is_url
+from ftkit.utils.urls import is_url
 
 Kind = Literal["ours", "no effect", "not there"]
 

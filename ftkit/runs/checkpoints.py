@@ -13,8 +13,8 @@ from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_
 from ftkit.checkpoint.store import Store, check_files, step_of
 from ftkit.errors import UserError
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.sync.download import refresh
-from ftkit.utils.remote.urls import display_path, url_of
+from ftkit.runs.url_runs import refresh
+from ftkit.utils.urls import display_path, url_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ from typing import IO, Literal
 from ftkit.errors import UserError
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.sync.download import refresh
+from ftkit.runs.url_runs import refresh
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 
 LOST_S = 150.0
 """Seconds that a restarted run waits for its predecessor, which needs up to two minutes to notice
@@ -209,6 +209,18 @@ class Supervisor:
     def to_json(self) -> str:
         """Content of the lock."""
         return json.dumps(dataclasses.asdict(self))
+
+
+def is_at_work_here(run: RunDirectory) -> bool:
+    """Return whether a process of this machine holds the directory of a run."""
+    try:
+        with run.lock.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def is_at_work(place: RunCheckpoints) -> bool:

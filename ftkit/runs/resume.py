@@ -33,14 +33,14 @@ from ftkit.recipe.recipe import Method, Precision, Recipe, Train
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.report.report import Loss, Progress, Report, read_report
-from ftkit.runs.sync.download import fetch_without_shards, refresh
+from ftkit.runs.url_runs import fetch_without_shards, refresh
 from ftkit.strategies.schedule import make_schedule
 from ftkit.utils.console.display import Display
 from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import remove
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import OnProgress
-from ftkit.utils.remote.urls import display_path, local_path
+from ftkit.utils.urls import display_path, local_path
 
 _LIMITS = ("epochs", "max_steps", "max_time")
 """Keys of `train` that end a run."""

@@ -42,14 +42,13 @@ from ftkit.runs.report.report import (
     read_report,
 )
 from ftkit.runs.resume import Start
-from ftkit.runs.sync.download import UrlCopy
+from ftkit.runs.url_runs import RunCopy
 from ftkit.utils.console.formatting import exact_utc_text, utc_text
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.json_values import from_json
 from ftkit.utils.process import launcher_starts_again
-from ftkit.utils.remote.objects import StorageError
-from ftkit.utils.remote.replica import unreachable
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.url_files import StorageError, unreachable
+from ftkit.utils.urls import display_path
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
 """`starting`: it has no report yet; `killed`: it ended and nobody could write its report."""
@@ -73,7 +72,7 @@ class RunState:
         return self.state in AT_WORK
 
 
-def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
+def look(out_dir: Path, copy: RunCopy | None = None) -> RunState:
     """The state of a run.
 
     Args:
@@ -110,7 +109,7 @@ def look(out_dir: Path, copy: UrlCopy | None = None) -> RunState:
     return RunState(out_dir=out_dir, state=report.outcome, report=report)
 
 
-def _look_at(copy: UrlCopy) -> bool:
+def _look_at(copy: RunCopy) -> bool:
     try:
         return copy.look()
     except StorageError as error:

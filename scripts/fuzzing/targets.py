@@ -184,7 +184,7 @@ def _make_run(directory: Path, run: Run) -> None:
 
 
 def _make_claimed_run(directory: Path, run: Run) -> None:
-    from ftkit.runs.sync.claim import ClaimHolder
+    from ftkit.extensions.object_storage.claim import ClaimHolder
 
     _make_run(directory, run)
     (directory / "run" / ".run").mkdir()

@@ -31,7 +31,7 @@ from ftkit.checkpoint.metadata import (
     write_metadata,
 )
 from ftkit.checkpoint.store import KeepEvery, Store, check_files, is_milestone, verify
-from ftkit.utils.remote.ranges import BlockChecksums
+from ftkit.utils.url_files import BlockChecksums
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ftkit.cli.app import run
 from ftkit.cli.parser import parse
 from ftkit.errors import UserError
 from ftkit.utils.names import leaves
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 from ftkit.utils.yaml_files import parse_yaml
 
 FILES = {

@@ -13,6 +13,7 @@ from saved_runs import ended, recipe, save_run
 
 from ftkit.errors import UserError
 from ftkit.extensions.comparison.runs import read_runs
+from ftkit.extensions.object_storage.replica import Replica
 from ftkit.extensions.watch.live_page import RunSnapshots
 from ftkit.extensions.watch.watch import View, Watcher
 from ftkit.recipe.devices import Devices
@@ -23,8 +24,7 @@ from ftkit.runs.report.table import render
 from ftkit.runs.resume import find_start
 from ftkit.runs.state import last_session, look, restarts_of
 from ftkit.utils.console.terminal import plain_text
-from ftkit.utils.remote.replica import Replica
-from ftkit.utils.remote.urls import local_path
+from ftkit.utils.urls import local_path
 
 FILES = {
     "the report": "report.json",

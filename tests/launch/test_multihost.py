@@ -11,7 +11,7 @@ from ftkit.checkpoint.metadata import receipt_name
 from ftkit.launch.heartbeats import ended_key
 from ftkit.launch.multihost import HostRelay, LeadRelay, SharedTexts
 from ftkit.runs.directory import RunDirectory
-from ftkit.utils.remote.urls import local_path
+from ftkit.utils.urls import local_path
 
 ELSEWHERE = 1
 

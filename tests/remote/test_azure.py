@@ -26,9 +26,10 @@ from object_servers import (
 )
 from remote_runs import Ftkit, assert_another_machine_goes_on, ended
 
-from ftkit.runs.sync.claim import RemoteClaim
-from ftkit.utils.remote import objects as objects_module
-from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.extensions.object_storage import objects as objects_module
+from ftkit.extensions.object_storage.claim import RemoteClaim
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.utils.url_files import StorageError
 
 pytest.importorskip("adlfs", reason="the extra dev is not installed")
 CONDITION = ("If-None-Match", "*")

@@ -7,9 +7,9 @@ import pytest
 from object_servers import Proxy
 
 from ftkit.errors import UserError
-from ftkit.runs.sync.background import begun, each, ends
-from ftkit.utils.remote import objects as objects_module
-from ftkit.utils.remote.objects import Objects
+from ftkit.extensions.object_storage import objects as objects_module
+from ftkit.extensions.object_storage.background import begun, each, ends
+from ftkit.extensions.object_storage.objects import Objects
 
 
 def test_a_thread_is_left_alone_when_the_waiting_ends() -> None:

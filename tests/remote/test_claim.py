@@ -12,9 +12,9 @@ import pytest
 from messages import key_words, says
 
 from ftkit.errors import UserError
-from ftkit.runs.sync import claim
-from ftkit.runs.sync.claim import ClaimHolder, ClaimWatch, RemoteClaim
-from ftkit.utils.remote.objects import ObjectEntry, Objects
+from ftkit.extensions.object_storage import claim
+from ftkit.extensions.object_storage.claim import ClaimHolder, ClaimWatch, RemoteClaim
+from ftkit.extensions.object_storage.objects import ObjectEntry, Objects
 
 CLAIM = ".run/claim-000001.json"
 LOOKS = round(claim.EXPIRES_S / claim._LOOK_S)

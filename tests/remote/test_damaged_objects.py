@@ -21,7 +21,7 @@ from ftkit.checkpoint.metadata import (
     write_metadata,
 )
 from ftkit.checkpoint.shards import Piece, StoredState, write_shard
-from ftkit.utils.remote.urls import local_path
+from ftkit.utils.urls import local_path
 
 pytestmark = pytest.mark.usefixtures("s3")
 SHARD = "shard-00000-of-00001.safetensors"

@@ -8,7 +8,8 @@ from messages import key_words, says
 from object_servers import Bucket, Fault, Proxy, gs_error, is_write
 from remote_runs import assert_another_machine_goes_on
 
-from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.utils.url_files import StorageError
 
 CONDITION = "ifGenerationMatch=0"
 

@@ -45,7 +45,7 @@ step.TrainStep.run = run
 """
 EXPIRES_SOON = """
 import socket
-from ftkit.runs.sync import claim
+from ftkit.extensions.object_storage import claim
 claim.RENEWED_EVERY_S, claim.EXPIRES_S = 1.0, 5.0
 claim._machine = socket.gethostname
 """

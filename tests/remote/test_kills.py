@@ -13,10 +13,10 @@ from remote_runs import Ftkit, ended, learned
 from runs import wait_for
 
 from ftkit.checkpoint.store import Store
+from ftkit.extensions.object_storage.download import refresh
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import read_report
-from ftkit.runs.sync.download import refresh
-from ftkit.utils.remote.urls import local_path
+from ftkit.utils.urls import local_path
 
 STEPS, BEFORE = 5, 2
 Moment = Callable[[Request], bool]

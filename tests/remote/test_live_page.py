@@ -7,7 +7,7 @@ from compared_runs import make_run
 from messages import says
 from object_servers import Bucket, Fault, Proxy, s3_error
 
-from ftkit.utils.remote.urls import local_path
+from ftkit.utils.urls import local_path
 
 RunSnapshots = pytest.importorskip("ftkit.extensions.watch.live_page").RunSnapshots
 
@@ -16,7 +16,7 @@ RunSnapshots = pytest.importorskip("ftkit.extensions.watch.live_page").RunSnapsh
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a page asks."""
     monkeypatch.setattr("ftkit.extensions.watch.live_page._LOOK_INTERVAL_S", 0.0)
-    monkeypatch.setattr("ftkit.runs.sync.download._LOOKS_EVERY_S", 0.0)
+    monkeypatch.setattr("ftkit.extensions.object_storage.download._LOOKS_EVERY_S", 0.0)
 
 
 def send(bucket: Bucket, run: Path, prefix: str) -> None:

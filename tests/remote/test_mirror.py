@@ -7,11 +7,12 @@ import pytest
 from messages import key_words
 from object_servers import Bucket, Fault, Proxy, writes
 
+from ftkit.extensions.object_storage.claim import ClaimHolder, RemoteClaim
+from ftkit.extensions.object_storage.mirror import Mirror
+from ftkit.extensions.object_storage.objects import Objects
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.sync.claim import ClaimHolder, RemoteClaim
-from ftkit.runs.sync.mirror import Mirror, UploadFailed
-from ftkit.utils.remote.objects import Objects
-from ftkit.utils.remote.urls import local_path
+from ftkit.runs.url_runs import UploadFailed
+from ftkit.utils.urls import local_path
 
 URL = "s3://bucket/mirrored"
 

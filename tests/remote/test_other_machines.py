@@ -20,7 +20,7 @@ from ftkit.runs.report.report import read_report
 URL = "s3://bucket/seen"
 MACHINES = """
 import os
-from ftkit.runs.sync import claim
+from ftkit.extensions.object_storage import claim
 claim.RENEWED_EVERY_S, claim.EXPIRES_S = 1.0, 6.0
 claim._machine = lambda: os.environ["FTKIT_CACHE_DIR"]
 """

@@ -9,7 +9,8 @@ from object_servers import Bucket, Fault, Proxy, Request, is_write, writes
 from remote_runs import Ftkit, ended
 
 from ftkit.checkpoint.store import Store
-from ftkit.utils.remote.objects import Objects, StorageError
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.utils.url_files import StorageError
 
 PAGE = b"<html><body><h1>Welcome</h1>Please sign in to use this network.</body></html>"
 HEADERS = (("Content-Type", "text/html"), ("Content-Length", str(len(PAGE))))
@@ -17,7 +18,7 @@ SIGN_IN = Fault(200, PAGE, headers=HEADERS)
 """What a network answers in the place of every server."""
 
 
-IMPATIENT = "from ftkit.runs.sync import mirror\nmirror.LAST_ATTEMPTS_S = 5.0"
+IMPATIENT = "from ftkit.extensions.object_storage import mirror\nmirror.LAST_ATTEMPTS_S = 5.0"
 
 
 def anything(_: Request) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from messages import says
 
-from ftkit.utils.remote import replica
-from ftkit.utils.remote.objects import Objects
+from ftkit.extensions.object_storage import replica
+from ftkit.extensions.object_storage.objects import Objects
 
 
 def test_a_long_download_of_one_file_reports_progress(

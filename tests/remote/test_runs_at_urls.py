@@ -252,8 +252,8 @@ def test_a_second_run_is_refused_while_one_is_at_work_and_continues_after_a_kill
 
 
 IMPATIENT = """
-from ftkit.utils.remote import objects
-from ftkit.runs.sync import mirror
+from ftkit.extensions.object_storage import objects
+from ftkit.extensions.object_storage import mirror
 objects.Objects.__init__.__defaults__ = (0.5,)
 mirror.LONGEST_WAIT_S = 2.0
 """

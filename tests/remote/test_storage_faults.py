@@ -19,8 +19,9 @@ from object_servers import (
     s3_error,
 )
 
-from ftkit.utils.remote import objects as objects_module
-from ftkit.utils.remote.objects import REQUEST_PATIENCE_S, Objects, StorageError
+from ftkit.extensions.object_storage import objects as objects_module
+from ftkit.extensions.object_storage.objects import REQUEST_PATIENCE_S, Objects
+from ftkit.utils.url_files import StorageError
 
 PASSING = {
     "InternalError": INTERNAL,

@@ -111,6 +111,7 @@ NO_MODULES = {
         "ftkit.loggers",
         "ftkit.recipe_readers",
         "ftkit.task_programs",
+        "ftkit.url_kinds",
     ),  # groups of entry points
     "ftkit.data.JSON",  # of recipes
     *("ftkit.finetun", "ftkit.objectives.nothing"),  # mistakes that are explained

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.errors import DoesNotFit, UserError
+from ftkit.extensions.object_storage.providers import describe_error
 from ftkit.redaction import is_secret, redacted, redacted_output, shown
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import RankError
@@ -21,7 +22,6 @@ from ftkit.utils.damaged_files import DamagedFile, reading, traceback_log
 from ftkit.utils.json_values import for_json, without_tokens
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import print_next, print_notice
-from ftkit.utils.remote.providers import describe_error
 from ftkit.utils.yaml_files import dump_yaml, parse_yaml
 
 SECRET = "p4ssw0rd"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from messages import message_of, says
 
-from ftkit.utils.remote.urls import local_path, url_of
+from ftkit.utils.urls import local_path, url_of
 
 
 @pytest.mark.parametrize("part", ["a" * 200, "ü" * 100])

@@ -18,7 +18,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import OnProgress, print_notice, print_shown
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 
 _WIDTH = 120
 """Characters of a line of `str(comparison)`, which has no terminal to measure."""

@@ -15,13 +15,13 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import Row, read_metrics, read_validation
 from ftkit.runs.report.report import RankMemory, Report, Resolved
 from ftkit.runs.state import StateName, look
-from ftkit.runs.sync.download import UrlCopy, refresh
+from ftkit.runs.url_runs import RunCopy, refresh
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.finite_numbers import finite
 from ftkit.utils.hardware import Hardware
 from ftkit.utils.names import leaves
 from ftkit.utils.progress import OnProgress
-from ftkit.utils.remote.urls import display_path, local_path, url_of
+from ftkit.utils.urls import display_path, local_path, url_of
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that do not affect what a run computes."""
@@ -64,7 +64,7 @@ class ComparedRun:
     """State: running, or how it ended."""
     report: Report
     """Its measurements."""
-    copy: UrlCopy | None = None
+    copy: RunCopy | None = None
     """Local copy of its files, if out_dir stands for a url."""
 
     @property
@@ -202,7 +202,7 @@ def read_runs(
 
 
 def look_at_runs(
-    directories: Mapping[Path, UrlCopy | None], progress: OnProgress | None = None
+    directories: Mapping[Path, RunCopy | None], progress: OnProgress | None = None
 ) -> tuple[list[ComparedRun], list[LeftOutRun]]:
     """Return the runs in directories, and the directories without any measurement.
 

@@ -27,7 +27,7 @@ from ftkit.runs.report.report import ENDED_WELL
 from ftkit.runs.report.table import STYLE_OF_OUTCOME
 from ftkit.utils.console.formatting import shortened
 from ftkit.utils.console.html import GOOD
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 
 _GAP = 2
 _LONGEST = 28

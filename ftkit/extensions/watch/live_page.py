@@ -29,15 +29,15 @@ from ftkit.extensions.watch.commands import WatchOptions
 from ftkit.extensions.watch.watch import RunSnapshot, Watcher, snapshot_as_html, watch
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.lock import is_at_work_here
 from ftkit.runs.report.metrics import Row, loss_columns
 from ftkit.runs.report.table import report_as_html
-from ftkit.runs.sync.download import UrlCopies, is_at_work_here
+from ftkit.runs.url_runs import url_runs
 from ftkit.utils.console.formatting import age_text, bytes_text, loss_text, parse_duration
 from ftkit.utils.console.html import escaped, grid
 from ftkit.utils.process import Interrupts
-from ftkit.utils.remote.objects import StorageError
-from ftkit.utils.remote.replica import unreachable
-from ftkit.utils.remote.urls import display_path, url_of
+from ftkit.utils.url_files import StorageError, unreachable
+from ftkit.utils.urls import display_path, url_of
 
 _MOST_POINTS = 400
 _MOST_COMPARED = 10
@@ -67,7 +67,9 @@ class RunSnapshots:
             copy_at: directory for local copies of files at a url; None: it is on this machine.
         """
         self._directory = directory
-        self._copies = None if copy_at is None else UrlCopies(directory, copy_at)
+        self._copies = (
+            None if copy_at is None else url_runs(directory).run_copies(directory, copy_at)
+        )
         # The server answers each request in a thread of its own.
         self._lock = threading.Lock()
         self._watchers: dict[Path, Watcher] = {}

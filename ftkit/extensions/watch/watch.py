@@ -20,6 +20,7 @@ from ftkit.recipe.peft_types import method_text
 from ftkit.redaction import shown
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory
+from ftkit.runs.lock import is_at_work_here
 from ftkit.runs.report import numbers
 from ftkit.runs.report.metrics import (
     METRICS_COLUMNS,
@@ -32,7 +33,7 @@ from ftkit.runs.report.metrics import (
 from ftkit.runs.report.report import Progress, Report, Resolved
 from ftkit.runs.report.table import STYLE_OF_OUTCOME, memory_text
 from ftkit.runs.state import RunState, StateName, look
-from ftkit.runs.sync.download import UrlCopy, is_at_work_here
+from ftkit.runs.url_runs import RunCopy, url_runs
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import (
     age_text,
@@ -49,7 +50,7 @@ from ftkit.utils.console.terminal import labelled_grid, terminal_of
 from ftkit.utils.finite_numbers import finite
 from ftkit.utils.process import Interrupts
 from ftkit.utils.progress import print_shown
-from ftkit.utils.remote.urls import display_path, url_of
+from ftkit.utils.urls import display_path, url_of
 
 _RECENT_STEPS = 20
 """Number of last steps over which the current speed is averaged."""
@@ -154,7 +155,7 @@ class RunSnapshot:
 class Watcher:
     """Reads the files of a run again and again, but only new rows of its logs."""
 
-    def __init__(self, out_dir: Path, copy: UrlCopy | None = None) -> None:
+    def __init__(self, out_dir: Path, copy: RunCopy | None = None) -> None:
         """Read nothing yet; see `look`.
 
         Args:
@@ -266,7 +267,7 @@ def watch(options: WatchOptions) -> int:
     out_dir = options.out_dir.expanduser()
     with TemporaryDirectory(prefix="ftkit-watch-") as name:
         is_elsewhere = url_of(out_dir) is not None and not is_at_work_here(RunDirectory(out_dir))
-        copy = UrlCopy(out_dir, Path(name)) if is_elsewhere else None
+        copy = url_runs(out_dir).run_copy(out_dir, Path(name)) if is_elsewhere else None
         # A later look would correct the state, but with --once there is none.
         if options.once and copy is not None:
             copy.settle()

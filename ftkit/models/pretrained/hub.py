@@ -19,8 +19,8 @@ from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import free_disk_bytes
 from ftkit.utils.progress import OnProgress, print_shown
-from ftkit.utils.remote.replica import fetch_whole
-from ftkit.utils.remote.urls import is_url, local_path
+from ftkit.utils.url_files import url_files
+from ftkit.utils.urls import is_url, local_path
 
 ROOT = Path("checkpoints")
 """Directory of downloads, as in LitGPT: checkpoints/ORG/NAME."""
@@ -139,7 +139,7 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
         return _embedded(name)
     if is_url(name):
         directory = local_path(name)
-        fetch_whole(directory)
+        url_files(directory).fetch_whole(directory)
         name = str(directory)
     for candidate in _places(name, root):
         if candidate.is_dir() and not missing_files(candidate):

@@ -49,7 +49,7 @@ from ftkit.utils.console.formatting import (
 )
 from ftkit.utils.console.html import block, escaped, labelled, styled
 from ftkit.utils.console.terminal import Value, labelled_grid
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.urls import display_path
 
 STYLE_OF_OUTCOME: dict[str, str] = {
     "completed": "bold green",

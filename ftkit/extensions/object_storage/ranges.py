@@ -7,17 +7,12 @@ Local files are not read here; `ftkit.checkpoint.shards` maps them into memory.
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftkit.utils.remote.objects import Objects
-from ftkit.utils.remote.urls import url_of
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.utils.url_files import BLOCK_BYTES, BlockChecksums, DamagedObject
 
-BLOCK_BYTES = 8 * 2**20
-"""Size of a block, which is fetched and verified as a whole."""
-# Hexadecimal digits of an XXH3-64.
-_DIGITS = 16
 # Of the length of the header, at the beginning of a safetensors file.
 _LENGTH_BYTES = 8
 _KEPT_BLOCKS = 8
@@ -25,49 +20,6 @@ _KEPT_BLOCKS = 8
 different places of a file."""
 _MOST_HEADER_BYTES = 100 * 2**20
 """Limit of safetensors itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockChecksums:
-    """Checksums of the blocks of a file, so that a part can be verified without the rest.
-
-    XXH3 with 64 bits finds damage, such as swapped or lost parts and flipped bits, in a twentieth
-    of the time of the SHA-256 of the whole file, which is stored as well.
-    """
-
-    block_bytes: int
-    """Length of every block except the last."""
-    xxh3_64: str
-    """16 hexadecimal digits for each block, concatenated."""
-
-    def problem(self, size_bytes: int) -> str | None:
-        """Return why these are not checksums of a file of this length; None: they may be."""
-        digits = len(self.xxh3_64)
-        if self.block_bytes <= 0 or not set(self.xxh3_64) <= set("0123456789abcdef"):
-            return "the checksums of its blocks cannot be read"
-        if digits != _DIGITS * -(-size_bytes // self.block_bytes):
-            return f"it has {digits} digits of checksums for its {size_bytes:,} bytes"
-        return None
-
-    def matches(self, number: int, content: bytes | memoryview) -> bool:
-        """Return whether a block has its checksum.
-
-        Args:
-            number: of the block, from 0 on.
-            content: all of the block.
-        """
-        import xxhash  # slow to import, and most commands read no checkpoint
-
-        return self.xxh3_64[number * _DIGITS :][:_DIGITS] == xxhash.xxh3_64_hexdigest(content)
-
-
-class DamagedObject(Exception):
-    """A file at a url differs from its checkpoint's metadata; names the url and the part."""
-
-
-def lies_elsewhere(path: Path) -> bool:
-    """Return whether a file of a checkpoint is only at its url and not on this machine."""
-    return not path.exists() and url_of(path) is not None
 
 
 def remote_size_bytes(path: Path) -> int | None:

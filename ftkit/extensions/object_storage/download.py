@@ -2,7 +2,7 @@
 
 Small files are downloaded at once. Shards and other large files stay at the url until they are
 needed: a checkpoint whose metadata is here counts as complete, and its missing files are read from
-the url (`ftkit.utils.remote.ranges`). Checkpoints that this machine could not upload are kept.
+the url (`ranges.py`). Checkpoints that this machine could not upload are kept.
 """
 
 import json
@@ -12,22 +12,23 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
-from fcntl import LOCK_NB, LOCK_SH, flock
 from itertools import count, pairwise
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import METADATA, CheckpointError, is_shard, read_metadata
 from ftkit.checkpoint.store import step_of
 from ftkit.errors import UserError
+from ftkit.extensions.object_storage.claim import EXPIRES_S, ClaimWatch, is_claim
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.extensions.object_storage.replica import Listing, Replica, fetch_missing, fetch_whole
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.sync.claim import EXPIRES_S, ClaimWatch, is_claim
+from ftkit.runs.lock import is_at_work_here
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.objects import Objects, StorageError
-from ftkit.utils.remote.replica import Listing, Replica, fetch_missing, fetch_whole, unreachable
-from ftkit.utils.remote.urls import display_path, local_path, url_of
+from ftkit.utils.url_files import StorageError, unreachable
+from ftkit.utils.urls import display_path
 
 SMALL_BYTES = 2**20
 """Files up to this size are downloaded with their run."""
@@ -91,28 +92,14 @@ def run_around(path: Path) -> RunDirectory:
     return run
 
 
-def is_at_work_here(run: RunDirectory) -> bool:
-    """Return whether a process of this machine holds the directory of a run."""
-    try:
-        with run.lock.open() as lock:
-            flock(lock, LOCK_SH | LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def refresh(path: Path) -> None:
-    """Download the small files of the run that a path belongs to, if it lies at a url.
+    """Download the small files of the run that a path belongs to.
 
-    Nothing happens for local paths, and while this machine itself is running on the run.
+    Nothing happens while this machine itself is running on the run.
 
     Raises:
         UserError: the url cannot be read.
     """
-    if url_of(path) is None:
-        return
     run = run_around(path)
     if not is_at_work_here(run):
         try:
@@ -155,23 +142,20 @@ def fetch_without_shards(checkpoint: Path) -> None:
     Raises:
         UserError: they cannot be read.
     """
-    if url_of(checkpoint) is None:
-        return
     with suppress(CheckpointError):  # the next reader reports it
         names = [name for name in read_metadata(checkpoint).files if not is_shard(name)]
         fetch_missing(checkpoint, names)
 
 
-def fetch_result(name: str) -> Path:
-    """Download what is needed to use a result at a url; return its local path.
+def fetch_result(path: Path) -> None:
+    """Download what is needed to use a result.
 
     Args:
-        name: url of a run, of its checkpoints or one of them, of a result, an adapter or a model.
+        path: of a run, of its checkpoints or one of them, of a result, an adapter or a model.
 
     Raises:
         UserError: the url cannot be read.
     """
-    path = local_path(name)
     run = run_around(path)
     refresh(path)
     # A model or an adapter alone: all of it is the result.
@@ -184,7 +168,6 @@ def fetch_result(name: str) -> Path:
         fetch_without_shards(run.store.directory / inside.parts[0])
     elif (newest := run.store.newest()) is not None:
         fetch_without_shards(run.store.path(newest))
-    return path
 
 
 def fetch_killed(run: RunDirectory, listing: Listing, *, heard_at: str | None) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ftkit.checkpoint.store import step_of
 from ftkit.errors import Completed
-from ftkit.runs.directory import RunDirectory
-from ftkit.runs.sync.claim import RemoteClaim
-from ftkit.runs.sync.download import (
+from ftkit.extensions.object_storage.claim import RemoteClaim
+from ftkit.extensions.object_storage.download import (
     checkpoint_name,
     committed_steps,
     delete_checkpoint,
@@ -16,10 +15,11 @@ from ftkit.runs.sync.download import (
     fetch_run,
     run_around,
 )
-from ftkit.runs.sync.mirror import Mirror
-from ftkit.utils.remote.objects import Objects, StorageError
-from ftkit.utils.remote.replica import Replica, unreachable
-from ftkit.utils.remote.urls import url_of
+from ftkit.extensions.object_storage.mirror import Mirror
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.extensions.object_storage.replica import Replica
+from ftkit.runs.directory import RunDirectory
+from ftkit.utils.url_files import StorageError, unreachable
 
 
 @contextmanager
@@ -30,8 +30,8 @@ def mirrored(
     *,
     goes_on: bool,
     several: bool = False,
-) -> Iterator[Mirror | None]:
-    """Mirror a run at a url, which is claimed inside the block; None: it is local.
+) -> Iterator[Mirror]:
+    """Mirror a run at a url, which is claimed inside the block.
 
     The end of the block uploads the rest. If it ends with an error, the url is left as it was.
 
@@ -46,9 +46,6 @@ def mirrored(
         UserError: another run holds the url, or it cannot be reached.
         UploadFailed: something could not be uploaded.
     """
-    if url_of(run.path) is None:
-        yield None
-        return
     try:
         objects = Objects.of(run.path)
         claim = RemoteClaim(objects)
@@ -90,13 +87,11 @@ def mirrored(
 
 
 def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
-    """Refuse a new run at a url where another one is running; local paths are not checked.
+    """Refuse a new run at a url where another one is running.
 
     Raises:
         UserError: one is, or the url cannot be reached.
     """
-    if url_of(out_dir) is None:
-        return
     try:
         claim = RemoteClaim(Objects.of(out_dir))
         claim.take(on_message)
@@ -151,8 +146,8 @@ class UrlCheckpoints:
 @contextmanager
 def url_checkpoints(
     path: Path, on_message: Callable[[str], None], *, hold: bool
-) -> Iterator[UrlCheckpoints | None]:
-    """The checkpoints of a run at a url; None: it is local.
+) -> Iterator[UrlCheckpoints]:
+    """The checkpoints of a run at a url.
 
     Args:
         path: of the run, or of the checkpoints in it.
@@ -162,9 +157,6 @@ def url_checkpoints(
     Raises:
         UserError: a run is running there, or the url cannot be used.
     """
-    if url_of(path) is None:
-        yield None
-        return
     run = run_around(path)
     try:
         replica = Replica.of(run.path)

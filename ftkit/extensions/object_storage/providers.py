@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from ftkit.errors import UserError
 from ftkit.redaction import redacted
-from ftkit.utils.remote.urls import EXTRAS
+from ftkit.utils.urls import URL_KINDS
 
 PART_BYTES = 16 * 2**20
 """Size of a part of a large file in one request; four parts are in memory at a time."""
@@ -64,13 +64,14 @@ def require_provider(scheme: str) -> None:
     Raises:
         UserError: the library is not installed, or no account is set; says what to do.
     """
-    extra, module = EXTRAS[scheme]
+    kind = URL_KINDS.get(scheme)
+    assert kind is not None, scheme
     try:
-        importlib.import_module(module)
+        importlib.import_module(kind.library)
     except ImportError as error:
         raise UserError(
-            f"{scheme}:// is read and written by {module}, which is not installed ({error}). Try "
-            f"pip install 'ftkit[{extra}]'."
+            f"{scheme}:// is read and written by {kind.library}, which is not installed ({error}). "
+            f"Try pip install 'ftkit[{kind.extra}]'."
         ) from None
     if scheme == "az":
         _require_azure_account()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ftkit.errors import UserError
-from ftkit.utils.remote.providers import (
+from ftkit.extensions.object_storage.providers import (
     PART_BYTES,
     copy_object,
     describe_error,
@@ -26,16 +26,13 @@ from ftkit.utils.remote.providers import (
     require_provider,
     send_options,
 )
-from ftkit.utils.remote.urls import url_of
+from ftkit.utils.url_files import StorageError
+from ftkit.utils.urls import url_of
 
 REQUEST_PATIENCE_S = 20.0
 """Time for which one request is retried before it counts as failed."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _Answer = TypeVar("_Answer")
-
-
-class StorageError(Exception):
-    """A request to object storage failed; says which, and why."""
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 from ftkit.checkpoint.metadata import METADATA, CheckpointError, Metadata, read_metadata
 from ftkit.checkpoint.store import LATEST
-from ftkit.recipe.loggers import LOGGERS
-from ftkit.runs.directory import RunDirectory
-from ftkit.runs.sync.background import begun, each, ends, pause
-from ftkit.runs.sync.claim import RemoteClaim, is_claim
-from ftkit.runs.sync.download import (
+from ftkit.extensions.object_storage.background import begun, each, ends, pause
+from ftkit.extensions.object_storage.claim import RemoteClaim, is_claim
+from ftkit.extensions.object_storage.download import (
     checkpoint_name,
     committed_steps,
     delete_checkpoint,
     is_state_file,
 )
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.extensions.object_storage.replica import Listing, Replica
+from ftkit.recipe.loggers import LOGGERS
+from ftkit.runs.directory import RunDirectory
+from ftkit.runs.url_runs import OtherHosts, UploadFailed
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.files import remove
 from ftkit.utils.process import print_line
-from ftkit.utils.remote.objects import Objects, StorageError
-from ftkit.utils.remote.replica import Listing, Replica
-from ftkit.utils.remote.urls import display_path
+from ftkit.utils.url_files import StorageError
+from ftkit.utils.urls import display_path
 
 LOOKS_EVERY_S = 1.0
 """Interval at which the mirror looks for new checkpoints."""
@@ -43,26 +44,6 @@ LAST_ATTEMPTS_S = 120.0
 """Seconds that the end of a run retries a storage that accepts nothing."""
 _FILES_AT_ONCE = 4
 _POLL_S = 0.1
-
-
-class UploadFailed(Exception):
-    """A run ended before all of it was at its url; says why, and where all of it is."""
-
-
-class OtherHosts(Protocol):
-    """Hosts whose ranks write to directories of their own, and that upload their shards."""
-
-    def announce(self, current: int | None, kept: Iterable[int], newest: int) -> None:
-        """Announce which checkpoint is uploaded now, which ones later, and the newest step."""
-
-    def sent(self, step: int) -> Mapping[str, str]:
-        """Checksums, by name, of the files of a checkpoint that they have uploaded."""
-
-    def problem(self) -> str:
-        """Errors of their last uploads; empty: none."""
-
-    def gone(self) -> str:
-        """Return which of them will upload nothing more, in words; empty: none."""
 
 
 class CheckpointUploads:

@@ -22,13 +22,14 @@ from pathlib import Path
 import psutil
 
 from ftkit.errors import UserError
-from ftkit.runs.sync.background import begun, ends
+from ftkit.extensions.object_storage.background import begun, ends
+from ftkit.extensions.object_storage.objects import Objects
+from ftkit.extensions.object_storage.replica import Listing
 from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.damaged_files import DamagedFile, reading
 from ftkit.utils.hardware import boot_id
 from ftkit.utils.json_values import from_json
-from ftkit.utils.remote.objects import Objects, StorageError
-from ftkit.utils.remote.replica import Listing
+from ftkit.utils.url_files import StorageError
 
 # Four times before it expires: a renewal that fails costs nothing.
 RENEWED_EVERY_S = 15.0

@@ -1,4 +1,4 @@
-"""Urls of object storage, and the local directory that stands for each of them.
+"""Urls where runs and models lie, and the local directory that stands for each of them.
 
 A url becomes a path once, where it is parsed: s3://BUCKET/KEY is the directory runs/s3/BUCKET/KEY
 in the cache, and from then on a directory like any other. `url_of` is the inverse. A path is
@@ -7,17 +7,37 @@ therefore always local, and parents and children of a url are those of its direc
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from ftkit.errors import UserError
 from ftkit.utils.files import cache_root
+from ftkit.utils.registry import Registry
 
-EXTRAS = {"s3": ("s3", "s3fs"), "gs": ("gs", "gcsfs"), "az": ("az", "adlfs")}
-"""For each scheme: the extra of ftkit that installs its library, and the library."""
+
+@dataclass(frozen=True)
+class UrlKind:
+    """A kind of url, such as s3://BUCKET/KEY."""
+
+    name: str
+    """The scheme, in lower case."""
+    library: str
+    """Module that has to be there to use it."""
+    extra: str
+    """Of ftkit, which installs the library."""
+    credentials: str
+    """Which ones are found in the environment, in words."""
+    module: str
+    """Module with the functions of `ftkit.utils.url_files.UrlFiles` and
+    `ftkit.runs.url_runs.UrlRuns`."""
+    bucket: str = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+    """Regular expression of the first word of the place."""
+    bucket_rule: str = ""
+    """What that word is, where it is no name of a bucket of such letters."""
+
+
+URL_KINDS: Registry[UrlKind] = Registry("url_kinds", (UrlKind,), core=())
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_CONTAINER = re.compile(r"(?=.{3,63}$)[a-z0-9]+(?:-[a-z0-9]+)*")
-"""A container: Azure's name for a bucket."""
 # Without characters that mean something else in globs, urls or file systems.
 _KEY_PART = re.compile(r"[^\x00-\x1f\x7f*?\[\]#\\:@]+")
 _MOST_PART_BYTES = 200
@@ -43,19 +63,18 @@ def local_path(text: str | os.PathLike[str]) -> Path:
     if not isinstance(text, str) or (found := _URL.fullmatch(text)) is None:
         return Path(text)
     scheme, place = found[1].lower(), found[2].rstrip("/")
-    if scheme not in EXTRAS:
+    if (kind := URL_KINDS.get(scheme)) is None:
+        known = [f"{name}://" for name in URL_KINDS.names]
+        example = f"Try {known[0]}BUCKET/PREFIX, or copy" if known else "Copy"
+        places = " and ".join([*([", ".join(known)] if known else []), "directories"])
         raise UserError(
-            f"{text} is a url of the kind {scheme}://, but ftkit reads and writes "
-            f"{', '.join(f'{name}://' for name in EXTRAS)} and directories. Try "
-            "s3://BUCKET/PREFIX, or copy it to this machine and give its path."
+            f"{text} is a url of the kind {scheme}://, but ftkit reads and writes {places}. "
+            f"{example} it to this machine and give its path."
         )
     bucket, *parts = place.split("/")
-    if scheme == "az" and not _CONTAINER.fullmatch(bucket):
-        raise UserError(
-            f"az://{place} names no container: that is 3 to 63 lower-case letters, digits and "
-            "single hyphens. The account is named by AZURE_STORAGE_ACCOUNT_NAME. Try "
-            "az://CONTAINER/out/lora."
-        )
+    is_bucket = re.fullmatch(kind.bucket, bucket) is not None
+    if kind.bucket_rule and not is_bucket:
+        raise UserError(f"{scheme}://{place} {kind.bucket_rule}")
     sound = all(_KEY_PART.fullmatch(part) and part not in (".", "..") for part in parts)
     longest = max((len(os.fsencode(part)) for part in parts), default=0)
     if longest > _MOST_PART_BYTES:
@@ -64,7 +83,7 @@ def local_path(text: str | os.PathLike[str]) -> Path:
             f"{_MOST_PART_BYTES} are possible. Give shorter names, such as "
             f"{scheme}://BUCKET/out/lora."
         )
-    if not _BUCKET.fullmatch(bucket) or not parts or not sound:
+    if not is_bucket or not parts or not sound:
         raise UserError(
             f"{scheme}://{place} names no place in a bucket: after its name come one or more words "
             "between single slashes, without any of * ? [ ] # \\ : @. Credentials are found in the "
@@ -80,7 +99,8 @@ def url_of(path: Path) -> str | None:
         scheme, *parts = path.absolute().relative_to(working_root()).parts
     except ValueError:
         return None
-    return f"{scheme}://{'/'.join(parts)}" if scheme in EXTRAS and len(parts) > 1 else None
+    is_one = len(parts) > 1 and URL_KINDS.get(scheme) is not None
+    return f"{scheme}://{'/'.join(parts)}" if is_one else None
 
 
 def display_path(path: Path) -> str:

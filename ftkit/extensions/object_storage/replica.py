@@ -11,23 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.extensions.object_storage.objects import ObjectEntry, Objects
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_json
 from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import print_notice
-from ftkit.utils.remote.objects import ObjectEntry, Objects, StorageError
-from ftkit.utils.remote.urls import working_root
+from ftkit.utils.url_files import StorageError, unreachable
+from ftkit.utils.urls import working_root
 
 Listing = dict[str, ObjectEntry]
 _FIRST_NOTICE_S, _NOTICE_INTERVAL_S = 2.0, 10.0
 """Times to the first report of a download's progress and between further ones."""
-_CREDENTIALS = {
-    "s3": ": those that aws s3 ls takes",
-    "gs": ": those of gcloud auth application-default login",
-    "az": ": AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME beside "
-    "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or az login",
-}
-"""Sources of the credentials for each scheme, for messages."""
 
 
 class Replica:
@@ -197,11 +191,3 @@ def download_files(directory: Path, objects: Objects, names: Iterable[str]) -> N
     finally:
         ended.set()
         thread.join()
-
-
-def unreachable(error: StorageError) -> UserError:
-    """Turn a failed request into an error for the user, before anything has started."""
-    which = next((text for kind, text in _CREDENTIALS.items() if f"{kind}://" in str(error)), "")
-    return UserError(
-        f"{error}. Check the url, the network and the credentials in the environment{which}."
-    )

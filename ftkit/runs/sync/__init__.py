@@ -1,1 +1,0 @@
-"""Runs at a url: their claim, download and upload."""

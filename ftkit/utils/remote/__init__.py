@@ -1,1 +1,0 @@
-"""Object storage: urls as working directories, upload and download, reading by ranges."""
