@@ -17,6 +17,7 @@ from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.recipe.readers import READERS
 from ftkit.recipe.strategy_rows import STRATEGIES
+from ftkit.runs.launchers import LAUNCHERS
 from ftkit.utils.progress import print_shown
 from ftkit.utils.registry import (
     Installed,
@@ -31,6 +32,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     COMMANDS,
     DATA_SOURCES,
     FILE_FORMATS,
+    LAUNCHERS,
     LOGGERS,
     OBJECTIVES,
     PYTHON_NAMES,

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 
 from ftkit.errors import EXIT_BY_SIGNAL, UserError, device_line
-from ftkit.launch.launchers import ExternalRanks
 from ftkit.recipe.plan import Plan
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.job import ErrorKind, RankError
+from ftkit.runs.launchers import ExternalRanks
 from ftkit.runs.report.report import ENDED_WELL, read_report
 from ftkit.utils.accelerators.backends import backend_environment
 from ftkit.utils.console.terminal import fitted

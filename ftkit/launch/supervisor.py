@@ -21,7 +21,6 @@ from ftkit.errors import Completed, UserError
 from ftkit.evaluation.task_programs import FoundTasks
 from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.interfaces import check_interfaces
-from ftkit.launch.launchers import ExternalRanks, external_ranks, requeue_if_out_of_time
 from ftkit.launch.preflight import check_second_models, require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
@@ -43,6 +42,7 @@ from ftkit.redaction import REMOVED
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, StopAfter
+from ftkit.runs.launchers import ExternalRanks, launched, launchers_here
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
 from ftkit.runs.report.report import Restart, read_report
 from ftkit.runs.resume import (
@@ -82,7 +82,7 @@ def run_finetuning(options: FinetuneOptions) -> int:
         UserError: see `read_recipe` and `launch`.
     """
     recipes, overrides = sorted_words(options.words, options.config, options.keys)
-    if str(STANDARD_INPUT) in recipes and external_ranks(options.line) is not None:
+    if str(STANDARD_INPUT) in recipes and launched(options.line) is not None:
         raise UserError(
             "--config is -, standard input, which torchrun and srun do not give to every rank. "
             "Write the recipe to a file: try --config RECIPE.yaml."
@@ -150,7 +150,8 @@ def launch(
         UserError: before anything has started, and nothing is left behind.
     """
     started_at_s, began_s = time.time(), time.monotonic()
-    placed = external_ranks(command)
+    here = launched(command)
+    placed = None if here is None else here[1]
     try:
         prepare = functools.partial(
             prepare_run,
@@ -165,11 +166,9 @@ def launch(
             trusted=trusted,
             placed=placed,
         )
-        if placed is not None:
-            # It imports torch, which a supervisor on a single host does without.
-            from ftkit.launch.torchrun import take_part
-
-            return take_part(placed, recipe, prepare, _end)
+        if here is not None:
+            launcher, placed = here
+            return launcher.take_part(placed, recipe, prepare, _end)
         if recipe.num_nodes not in ("auto", 1):
             raise UserError(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
@@ -200,7 +199,8 @@ def launch(
 
 def _end(job: Job, received: Sequence[signal.Signals]) -> int:
     code = conclude(job, received)
-    requeue_if_out_of_time(code, received)
+    for launcher in launchers_here():
+        launcher.ended(code, received)
     return code
 
 

@@ -18,13 +18,13 @@ from command import command_environment
 from launchers import slurm, torchrun
 from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Run, command_of, rows, wait_for, watched
 
-from ftkit.launch import heartbeats
-from ftkit.launch.heartbeats import BEAT_S, MISSED_BEATS, Heartbeats, Silence, ended_key
+from ftkit.extensions.hosts import heartbeats
+from ftkit.extensions.hosts.heartbeats import BEAT_S, MISSED_BEATS, Heartbeats, Silence, ended_key
 from ftkit.runs.report.report import read_report
 
 TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
 IMPATIENT = f"""{DEFAULT_SIGNALS}
-from ftkit.launch import heartbeats
+from ftkit.extensions.hosts import heartbeats
 heartbeats.BEAT_S, heartbeats.MISSED_BEATS = 0.5, 20
 """
 PATIENCE_S = 10

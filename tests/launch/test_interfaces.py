@@ -9,7 +9,8 @@ from messages import says
 from runs import TIMEOUT_S, command_of, start
 
 from ftkit.errors import UserError
-from ftkit.launch.interfaces import GLOO, NCCL, check_interfaces, reached_within
+from ftkit.extensions.hosts.connections import reached_within
+from ftkit.launch.interfaces import GLOO, NCCL, check_interfaces
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,11 @@ def test_a_missing_interface_is_refused_by_the_name_of_its_variable(
 def test_a_wait_is_reported_once_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ftkit.launch.interfaces._CONNECT_S", 0)
-    monkeypatch.setattr("ftkit.launch.interfaces._BETWEEN_TRIES_S", 0)
-    monkeypatch.setattr("ftkit.launch.interfaces._reason_not_reached", lambda *_: "no answer")
+    monkeypatch.setattr("ftkit.extensions.hosts.connections._CONNECT_S", 0)
+    monkeypatch.setattr("ftkit.extensions.hosts.connections._BETWEEN_TRIES_S", 0)
+    monkeypatch.setattr(
+        "ftkit.extensions.hosts.connections._reason_not_reached", lambda *_: "no answer"
+    )
     reasons: list[str] = []
     assert reached_within(0.1, "10.0.0.1", 29500, reasons.append) == "no answer"
     assert reasons == ["no answer"]
@@ -71,7 +74,7 @@ def test_a_process_that_does_not_reach_rank_0_reports_the_address_in_one_line(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    impatient = "from ftkit.launch import torchrun\ntorchrun.CONNECT_S = 1"
+    impatient = "from ftkit.extensions.hosts import torchrun\ntorchrun.CONNECT_S = 1"
     line = command_line(*command_of(tmp_path / "out", common), before=impatient)
     process = start(line, tmp_path, command_environment() | variables)
     out, err = process.communicate(timeout=TIMEOUT_S)

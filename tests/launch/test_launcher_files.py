@@ -18,7 +18,7 @@ from runs import TIMEOUT_S
 from torch.distributed.run import parse_args
 
 from ftkit.cli.app import run
-from ftkit.launch.launchers import NEAR_THE_LIMIT
+from ftkit.extensions.hosts.slurm import NEAR_THE_LIMIT
 from ftkit.runs.report.report import read_report
 
 LAUNCHERS = ROOT / "docs/launchers"

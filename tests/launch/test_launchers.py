@@ -11,7 +11,8 @@ from launchers import slurm
 from messages import message_of, says
 from runs import DEFAULT_SIGNALS, FOREVER, TIMEOUT_S, Process, command_of, rows, start, wait_for
 
-from ftkit.launch.launchers import external_ranks, requeue_if_out_of_time
+from ftkit.extensions.hosts import slurm as of_slurm
+from ftkit.runs.launchers import launched
 from ftkit.runs.report.report import read_report
 
 LINE = ["ftkit", "finetune", "recipe.yaml"]
@@ -89,8 +90,9 @@ def test_a_task_of_srun_is_a_rank(
     environment: Callable[[dict[str, str]], None],
 ) -> None:
     environment(TASK | variables)
-    placed = external_ranks(LINE)
-    assert placed is not None
+    found = launched(LINE)
+    assert found is not None
+    placed = found[1]
     assert (placed.rank, placed.world_size, placed.local_world_size) == (3, 4, local)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (address, port)
 
@@ -111,7 +113,7 @@ def test_a_run_that_is_started_once_under_slurm_has_no_other_ranks(
     variables: dict[str, str], environment: Callable[[dict[str, str]], None]
 ) -> None:
     environment(TASK | variables)
-    assert external_ranks(LINE) is None
+    assert launched(LINE) is None
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_tasks_that_cannot_train_together_are_refused_with_the_command_that_work
     environment: Callable[[dict[str, str]], None],
 ) -> None:
     environment(TASK | variables)
-    assert says(message_of(external_ranks, LINE), " ... ".join(said))
+    assert says(message_of(launched, LINE), " ... ".join(said))
 
 
 @pytest.mark.parametrize(
@@ -158,11 +160,11 @@ def test_processes_of_other_launchers_are_refused_by_the_variable(
 ) -> None:
     environment(variables)
     (name, *_) = variables
-    said = message_of(external_ranks, LINE)
+    said = message_of(launched, LINE)
     assert says(said, f"{name} is 2 ... torchrun --nproc_per_node 2 -m ftkit finetune recipe.yaml")
     for harmless in ({name: "1"}, {"WORLD_SIZE": "2"}):
         environment(harmless)
-        assert external_ranks(LINE) is None
+        assert launched(LINE) is None
 
 
 @pytest.mark.slow
@@ -207,7 +209,7 @@ def test_only_a_job_whose_time_is_up_is_requeued(
     monkeypatch.setenv("PATH", f"{file.parent / 'bin'}:{os.environ['PATH']}")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    requeue_if_out_of_time(code, received)
+    of_slurm.ended(code, received)
     assert (file.read_text() if file.exists() else None) == called
 
 
@@ -217,7 +219,7 @@ def test_a_failed_requeue_is_reported(
     file = stand_in(tmp_path, code=1)
     monkeypatch.setenv("PATH", f"{file.parent / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    requeue_if_out_of_time(138, [USR1])
+    of_slurm.ended(138, [USR1])
     assert says(capsys.readouterr().err, "job 7 ... scontrol requeue 7")
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from ftkit.checkpoint.metadata import receipt_name
-from ftkit.launch.heartbeats import ended_key
-from ftkit.launch.multihost import HostRelay, LeadRelay, SharedTexts
+from ftkit.extensions.hosts.heartbeats import ended_key
+from ftkit.extensions.hosts.multihost import HostRelay, LeadRelay, SharedTexts
 from ftkit.runs.directory import RunDirectory
 from ftkit.utils.urls import local_path
 

@@ -19,13 +19,13 @@ from saved_runs import ended, save_run
 
 from ftkit.cli.parser import parse
 from ftkit.errors import UserError
-from ftkit.launch.launchers import ExternalRanks
 from ftkit.launch.ranks import ALLOCATOR_SETTINGS, MATMUL_CACHES, rank_environment
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Recipe
 from ftkit.runs.job import Job
+from ftkit.runs.launchers import ExternalRanks
 from ftkit.runs.report.report import Report, read_report
 
 TWO_RANKS = {"devices": 2, "strategy": "ddp", "train__micro_batch_size": 1, "eval__interval": 0}
@@ -480,7 +480,7 @@ if "ftkit.training.rank" not in sys.orig_argv:
     import ftkit.launch.ranks
     def devices_and_nodes(self, devices):
         return 1, self.world_size
-    ftkit.launch.launchers.ExternalRanks.devices_and_nodes = devices_and_nodes
+    ftkit.runs.launchers.ExternalRanks.devices_and_nodes = devices_and_nodes
 """
 
 

@@ -51,6 +51,7 @@ LIGHT_MODULES = [
     "extensions.watch.live_page",
     "extensions.watch.watch",
     "extensions.gguf.convert",
+    "extensions.hosts.slurm",
     "models.pretrained.single_file",
     "models.pretrained.hub",
     "models.pretrained.second_model",
@@ -59,9 +60,6 @@ LIGHT_MODULES = [
 ]
 NOT_LIGHT = [
     "cli.child",
-    "launch.heartbeats",
-    "launch.multihost",
-    "launch.torchrun",
     "runs.system_metrics",
     "utils.accelerators.use",
     "utils.confined_child",
@@ -108,6 +106,7 @@ NO_MODULES = {
         "ftkit.commands",
         "ftkit.data_sources",
         "ftkit.file_formats",
+        "ftkit.launchers",
         "ftkit.loggers",
         "ftkit.recipe_readers",
         "ftkit.task_programs",

@@ -31,7 +31,7 @@ INTERFACE = "wire0"
 PATIENCE_S = 10
 """After which a silent supervisor is gone, with `IMPATIENT`."""
 IMPATIENT = """
-from ftkit.launch import heartbeats
+from ftkit.extensions.hosts import heartbeats
 heartbeats.BEAT_S, heartbeats.MISSED_BEATS = 0.5, 20
 """
 _CLONE_NEWNET = 0x40000000

@@ -19,16 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, Completed, UserError
-from ftkit.launch.heartbeats import (
-    Heartbeats,
-    SharedStore,
-    beats_of,
-    ended_key,
-    silence_text,
-)
-from ftkit.launch.interfaces import (
-    GLOO,
-    NCCL,
+from ftkit.extensions.hosts.connections import (
     Endpoint,
     address_towards,
     chosen_interface,
@@ -37,18 +28,26 @@ from ftkit.launch.interfaces import (
     problem_reaching,
     reached_within,
 )
-from ftkit.launch.launchers import ExternalRanks
-from ftkit.launch.multihost import (
+from ftkit.extensions.hosts.heartbeats import (
+    Heartbeats,
+    SharedStore,
+    beats_of,
+    ended_key,
+    silence_text,
+)
+from ftkit.extensions.hosts.multihost import (
     JOB_TEXT,
     JobAnnouncement,
     LeadRelay,
     announced_job,
     over_key,
 )
+from ftkit.launch.interfaces import GLOO, NCCL
 from ftkit.launch.ranks import POLL_S, Ranks, StoppedEarly
 from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import FOR_MEMORY, Job, RankError
+from ftkit.runs.launchers import ExternalRanks
 from ftkit.runs.report.report import ENDED_WELL, read_report
 from ftkit.utils.process import die_with_parent, print_line
 from ftkit.utils.progress import print_notice

@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from ftkit.checkpoint.metadata import BASE, METADATA, step_of_receipt
 from ftkit.errors import UserError
-from ftkit.launch.heartbeats import ended_key
-from ftkit.launch.launchers import ExternalRanks
+from ftkit.extensions.hosts.heartbeats import ended_key
 from ftkit.models.pretrained.hub import find_or_download
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.job import Job, RankError
+from ftkit.runs.launchers import ExternalRanks
 from ftkit.runs.lock import LOST_S, claim
 from ftkit.runs.url_runs import fetch_without_shards, refresh, url_runs
 from ftkit.utils.files import make_reserve

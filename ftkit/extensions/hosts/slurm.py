@@ -1,4 +1,4 @@
-"""Launchers: ranks that torchrun or SLURM started, and requeueing of SLURM jobs out of time."""
+"""Ranks that srun has started, and requeueing of SLURM jobs out of time."""
 
 import os
 import re
@@ -7,11 +7,10 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ftkit.errors import EXIT_BY_SIGNAL, UserError
-from ftkit.recipe.devices import Devices
-from ftkit.recipe.plan import Plan
+from ftkit.extensions.hosts import elastic
+from ftkit.runs.launchers import ExternalRanks, number_in, require_known_launcher
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import print_line
 from ftkit.utils.progress import print_notice
@@ -22,122 +21,20 @@ NEAR_THE_LIMIT = signal.SIGUSR1
 _PATIENCE_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExternalRanks:
-    """Ranks that torchrun or SLURM has started; this process is one of them."""
-
-    rank: int
-    """Rank of this process."""
-    world_size: int
-    """Number of ranks."""
-    local_world_size: int
-    """Number of ranks on this machine."""
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of machines."""
-        return self.world_size // self.local_world_size
-
-    def notice(self, wanted: int | Literal["auto"]) -> str | None:
-        """Notice for the user if the number of machines is not that of the recipe.
-
-        A number of the recipe gives way to what is there: an elastic launcher starts a run again
-        on fewer machines after it has lost one, and the losses are the same on any number.
-
-        Args:
-            wanted: key `num_nodes` of the recipe.
-        """
-        if wanted in ("auto", 1, self.num_nodes):  # 1 is what recipes say that name none
-            return None
-        return (
-            f"num_nodes is {wanted}, but ranks were started on {self.num_nodes}: these are used. "
-            "With num_nodes auto, ftkit uses all of them."
-        )
-
-    def devices_and_nodes(self, devices: Devices) -> tuple[int, int]:
-        """Devices of a machine, and machines, as each rank counts them.
-
-        Where every process sees a single GPU of its own, as with SLURM's --gpus-per-task=1, there
-        is a machine for each rank: so torch, Lightning and DeepSpeed count GPUs.
-
-        Raises:
-            UserError: there are too few GPUs.
-        """
-        shown = devices.count
-        if devices.accelerator == "cpu" or shown >= self.local_world_size:
-            return self.local_world_size, self.num_nodes
-        if shown > 1:
-            raise UserError(
-                f"{self.local_world_size} processes were started on this machine, and this one is "
-                f"shown {shown} GPUs. Start {shown} of them, or show each a GPU of its own: "
-                "srun --gpus-per-task=1."
-            )
-        return 1, self.world_size
-
-    def placement(self, plan: Plan) -> dict[str, str]:
-        """Variables of torchrun that differ for a rank that is shown a GPU of its own."""
-        if plan.devices == self.local_world_size:
-            return {}
-        # torch, Lightning and DeepSpeed count GPUs by LOCAL_RANK.
-        return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(self.rank)}
-
-
-def external_ranks(command: Sequence[str]) -> ExternalRanks | None:
-    """Return the ranks that torchrun or SLURM started, this process among them; None: none.
+def ranks(command: Sequence[str]) -> ExternalRanks | None:
+    """Return the ranks that srun started, this process among them; None: it started none.
 
     SLURM's variables are translated into torchrun's, which everything else reads.
 
-    Args:
-        command: the command line, for messages.
-
     Raises:
-        UserError: several processes were started in a way in which they cannot train together.
+        UserError: several tasks were started in a way in which they cannot train together.
     """
-    variables = os.environ
-    if "TORCHELASTIC_RUN_ID" not in variables:
-        slurm = _SlurmStep.of_this_process()
-        _require_known_launcher(0 if slurm is None else slurm.tasks, command)
-        if slurm is None:
-            return None
-        variables.update(slurm.ranks_variables(command))
-    return ExternalRanks(
-        rank=int(variables["RANK"]),
-        world_size=int(variables["WORLD_SIZE"]),
-        local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
-    )
-
-
-_OTHER_LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "PALS_SIZE": "mpiexec",
-    "JSM_NAMESPACE_SIZE": "jsrun",
-    "FLUX_JOB_SIZE": "flux run",
-    "WORLD_SIZE": "a launcher",  # such as deepspeed, accelerate or an operator of Kubernetes
-}
-"""Variables with the number of processes, by other launchers than torchrun and srun."""
-
-
-def _require_known_launcher(tasks: int, command: Sequence[str]) -> None:
-    """Refuse processes of other launchers: each would train alone, all in one directory.
-
-    Args:
-        tasks: of a step of srun, which may set the variables of MPI as well.
-        command: the command line.
-    """
-    for variable, launcher in _OTHER_LAUNCHERS.items():
-        count = _number(variable)
-        # A shell may have WORLD_SIZE alone, a process that is a rank has both.
-        if count < 2 or count == tasks or (variable == "WORLD_SIZE" and "RANK" not in os.environ):
-            continue
-        words = shlex.join(without_tokens(command[1:]))
-        raise UserError(
-            f"{variable} is {count}: {launcher} started {count} processes, but ftkit takes part "
-            f"in those of torchrun and srun only. Try torchrun --nproc_per_node {count} -m ftkit "
-            f"{words}, or start it once, with --devices {count}. If it was started once, unset "
-            f"{variable}."
-        )
+    step = _SlurmStep.of_this_process()
+    if step is None:
+        return None
+    require_known_launcher(step.tasks, command)
+    os.environ.update(step.ranks_variables(command))
+    return elastic.ranks(command)
 
 
 # Ids of steps that srun has not started, of batch scripts and interactive shells, are above it:
@@ -157,13 +54,13 @@ class _SlurmStep:
     def of_this_process(cls) -> "_SlurmStep | None":
         """The step; None: this process is not one of several tasks."""
         variables = os.environ
-        tasks = _number("SLURM_STEP_NUM_TASKS") or _number("SLURM_NTASKS")
+        tasks = number_in("SLURM_STEP_NUM_TASKS") or number_in("SLURM_NTASKS")
         # A step of one task is a run like any other on this machine, and so is one from a shell
         # of salloc, which is not a task.
         if tasks < 2 or "SLURM_PROCID" not in variables:
             return None
-        rank = _number("SLURM_PROCID")
-        if rank == 0 and _number("SLURM_TASK_PID") != os.getpid() and _is_in_shell():
+        rank = number_in("SLURM_PROCID")
+        if rank == 0 and number_in("SLURM_TASK_PID") != os.getpid() and _is_in_shell():
             return None
         return cls(tasks=tasks, rank=rank)
 
@@ -181,7 +78,7 @@ class _SlurmStep:
                 "#SBATCH --ntasks=1, or SLURM_NTASKS=1 before the command."
             )
         local_tasks = self._local_tasks(line)
-        node, local_rank = _number("SLURM_NODEID"), _number("SLURM_LOCALID")
+        node, local_rank = number_in("SLURM_NODEID"), number_in("SLURM_LOCALID")
         here = [int(task) for task in os.environ.get("SLURM_GTIDS", "").split(",") if task]
         # Ranks of a node follow each other.
         if self.rank != node * local_tasks + local_rank or (
@@ -191,9 +88,9 @@ class _SlurmStep:
                 f"SLURM has placed task {self.rank} as task {local_rank} of node {node}, but "
                 f"tasks of a node must follow each other. Try srun --distribution=block {line}."
             )
-        step = _number("SLURM_STEP_ID")
+        step = number_in("SLURM_STEP_ID")
         # Steps of a job may share a node, so each has a port of its own.
-        port = _FIRST_PORT + (_number("SLURM_JOB_ID") + 101 * step) % _PORTS
+        port = _FIRST_PORT + (number_in("SLURM_JOB_ID") + 101 * step) % _PORTS
         # The name of a node need not be known to itself.
         alone = local_tasks == self.tasks
         address = "127.0.0.1" if alone else _first_host(_text("NODELIST", "JOB_NODELIST"))
@@ -232,7 +129,7 @@ class _SlurmStep:
 
 def _is_in_step() -> bool:
     """Return whether srun has started this process, or the script in which it is."""
-    return _number("SLURM_STEP_ID", missing=_MOST_STEPS) < _MOST_STEPS
+    return number_in("SLURM_STEP_ID", missing=_MOST_STEPS) < _MOST_STEPS
 
 
 def _is_in_shell() -> bool:
@@ -244,11 +141,6 @@ def _is_in_shell() -> bool:
         or name == "bash"
         or (name == "interactive" and not _is_in_step())
     )
-
-
-def _number(variable: str, *, missing: int = 0) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else missing
 
 
 def _text(*names: str) -> str:
@@ -264,7 +156,7 @@ def _first_host(hosts: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
-def requeue_if_out_of_time(code: int, received: Sequence[signal.Signals]) -> None:
+def ended(code: int, received: Sequence[signal.Signals]) -> None:
     """Requeue the SLURM job if its time was up before the run was complete.
 
     Args:
