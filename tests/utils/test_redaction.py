@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.errors import DoesNotFit, UserError
-from ftkit.extensions.object_storage.providers import describe_error
 from ftkit.redaction import is_secret, redacted, redacted_output, shown
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import RankError
@@ -208,7 +207,7 @@ def test_it_is_taken_out_of_all_messages(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
-    found = [str(UserError(text)), str(DoesNotFit(text)), describe_error(OSError(text))]
+    found = [str(UserError(text)), str(DoesNotFit(text))]
     print_line(text)
     print_notice(text)
     with Display(tmp_path) as display:
