@@ -23,7 +23,10 @@ class _Moved(MetaPathFinder, Loader):
         # Asked for whatever is not there, also by others: nothing of ftkit is imported for those.
         if not fullname.startswith("ftkit.") or fullname.startswith("ftkit.extensions"):
             return None
-        place = moved_modules().get(fullname)
+        moved = moved_modules()
+        if any(old.startswith(f"{fullname}.") for old in moved):
+            return ModuleSpec(fullname, None, is_package=True)  # a package that is gone
+        place = moved.get(fullname)
         return None if place is None else ModuleSpec(fullname, self, origin=place)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -11,6 +11,8 @@ import pytest
     [
         ("ftkit.objectives.preference", "ftkit.extensions.preference.preference"),
         ("ftkit.objectives.distillation", "ftkit.extensions.distillation.distillation"),
+        # Of a package that is gone.
+        ("ftkit.runs.sync.mirror", "ftkit.extensions.object_storage.mirror"),
     ],
 )
 def test_a_moved_module_is_found_by_its_old_name_with_a_notice(old: str, now: str) -> None:
