@@ -1,6 +1,8 @@
 """The files around the package: scripts, recipes, and what the package may import."""
 
+import ast
 import dataclasses
+import importlib
 import os
 import re
 import shutil
@@ -189,6 +191,31 @@ def test_a_script_explains_itself(script: Path, tmp_path: Path) -> None:
     run = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("usage: ")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_what_python_scripts_import_of_the_package_is_there() -> None:
+    """Also where a function imports it, which an explanation does not reach."""
+    missing = []
+    for script in {*SCRIPTS, *(ROOT / "scripts").rglob("*.py")} - {*BASH_SCRIPTS}:
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ftkit"):
+                module = importlib.import_module(str(node.module))
+                missing += [
+                    f"{relative(script)}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                    and not _is_module(f"{node.module}.{alias.name}")
+                ]
+    assert missing == []
 
 
 class SetUp:
